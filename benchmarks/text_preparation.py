@@ -75,7 +75,7 @@ def with_windlass(dataset: Any, tokenizer: Any, form: str, cores: int) -> tuple[
     from windlass import TextOptions, prepare_text
     from windlass.text.packing import pack_dataset
 
-    options = TextOptions(max_length=LENGTH, packing=True, assistant_only_loss=form == "chat", num_proc=cores)
+    options = TextOptions(max_length=None, assistant_only_loss=form == "chat", num_proc=cores)
     rows = prepare_text(dataset, tokenizer, options).dataset
     return rows, pack_dataset(rows, LENGTH)
 

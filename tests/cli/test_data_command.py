@@ -98,6 +98,16 @@ def test_a_file_is_prepared_once(
         assert len(list(cache.iterdir())) == 1
 
 
+def test_columns_of_a_file_are_named_as_in_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.csv").write_text("question,answer\n1 + 1?,2\n")
+    file = str(tmp_path / "rows.csv")
+    words = ["data", "show", file, "data.prompt_column=question", "data.completion_column=answer"]
+    assert main(words) == 0
+    assert "completion: 2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,9 @@ def test_a_newcomer_gets_an_adapter_and_a_sample(
     shown = capsys.readouterr().out
     run = problems.parent / "run"
     assert "Adapter     training " in shown
+    assert re.search(
+        r"  train: +118 rows, [\d,]+ tokens .* 0 truncated, 0 dropped; packed into \d+ rows", shown
+    )
     assert "Before training, the model writes: Tom has 3 apples" in shown
     assert "\nafter          Tom has 3 apples" in shown
     assert (run / "base" / "model.safetensors").is_file()
@@ -77,12 +81,30 @@ def test_a_named_model_is_tuned_as_it_is(problems: Path, capsys: pytest.CaptureF
     assert list((problems.parent / "whole").glob("**/model.safetensors"))
 
 
+def test_a_ready_recipe_tunes_a_named_model_with_its_tokenizer(problems: Path) -> None:
+    """As its first lines say; what it says of the base, and of its tokenizer, applies without a name."""
+    recipe, run = str(RECIPES / "sft-gsm8k.yaml"), problems.parent / "run"
+    assert main(["train", recipe, *small(problems)]) == 0
+    base = (run / "base").rename(problems.parent / "mine")
+    options = [word for word in small(problems) if not word.startswith("base.")]
+    named = [
+        f"model.name={base}",
+        "tokenizer.train.vocab_size=300",
+        "--output-dir",
+        str(problems.parent / "named"),
+    ]
+    assert main(["train", recipe, *options, *named]) == 0
+    (tuned,) = (problems.parent / "named").glob("checkpoint-*")
+    assert (tuned / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert (tuned / "adapter_model.safetensors").is_file()
+    assert not (problems.parent / "named" / "base").exists()
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         ("data: {train: T, prompt_column: q}", "name both or neither"),
         ("data: T\nmodel: {config: {model_type: llama}}", "names new weights, which cannot be tuned"),
-        ("data: T\nmodel: m\nbase: {max_steps: 3}", "is trained if no model is named"),
         ("data: T\nquantization: nf4", "add an adapter"),
         ("data: T\nquantization: 2bit\nadapter: {r: 2}", "must be one of nf4, fp4, int8"),
         ("data: {train: T, mixture: {T: 1}}", "give either data.mixture or data.train"),

@@ -47,14 +47,57 @@ def write_parquet(path: Path) -> Path:
     return path
 
 
+def write_json(path: Path) -> Path:
+    path.write_text(json.dumps(ROWS, indent=1), encoding="utf-8")
+    return path
+
+
 @pytest.mark.parametrize(
     ("ending", "write"),
-    [("jsonl", write_jsonl), ("csv", write_csv), ("tsv", write_tsv), ("parquet", write_parquet)],
+    [
+        ("jsonl", write_jsonl),
+        ("json", write_json),
+        ("json", write_jsonl),
+        ("csv", write_csv),
+        ("tsv", write_tsv),
+        ("parquet", write_parquet),
+    ],
 )
 def test_formats_agree(ending: str, write: Callable[[Path], Path], tmp_path: Path) -> None:
     records = read_records(str(write(tmp_path / f"rows.{ending}")), DataSpec())
     assert texts(records, "text") == [row["text"] for row in ROWS]
     assert column(records, "label") == [row["label"] for row in ROWS]
+
+
+def test_columns_of_conversations_and_prompts_are_read_beside_others(tmp_path: Path) -> None:
+    """A table with a label, or with the text column's name, has them too."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    calls = [{"name": name, "arguments": {name: 1}} for name in ("f", "g")]
+    rows = [
+        {"text": "a", "question": "q", "answer": "a", "messages": [{"role": "user", "call": call}]}
+        for call in calls
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    spec = DataSpec(prompt_column="question", completion_column="answer")
+    assert [row for _, row in read_records(str(tmp_path / "rows.parquet"), spec)] == rows, (
+        "without nulls in calls"
+    )
+
+
+@pytest.mark.parametrize(
+    ("header", "pair"), [("question,answer", ("question", "answer")), ("instruction,output", (None, None))]
+)
+def test_a_csv_file_of_prompts_needs_no_column_of_text(
+    header: str, pair: tuple[str | None, str | None], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.csv").write_text(f"{header}\na,b\n")
+    spec = DataSpec(prompt_column=pair[0], completion_column=pair[1])
+    ((_, row),) = read_records(str(tmp_path / "rows.csv"), spec)
+    assert list(row.values()) == ["a", "b"]
+    with pytest.raises(DataError, match="no column 'q' in the first line"):
+        read_records(str(tmp_path / "rows.csv"), DataSpec(prompt_column="q", completion_column="a"))
 
 
 def test_tsv_without_header(tmp_path: Path) -> None:

@@ -66,3 +66,20 @@ def test_what_was_prepared_before_is_not_prepared_by_training(
     assert main(["train", str(recipe)]) == 0
     assert {path: path.stat().st_mtime_ns for path in default_cache().rglob("*")} == before
     assert "trained tokens" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_an_invalid_row_is_named_by_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The number of a row after some are held out is not that of its line."""
+    rows = small.chats(20)
+    rows[13]["messages"][1]["content"] = None  # type: ignore[call-overload]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"task: sft\nmodel: {small.saved(tmp_path / 'model')}\ndata: {{train: {file}, eval_fraction: 0.3}}\n"
+        f"training: {{max_steps: 1, use_cpu: true, bf16: false, output_dir: {tmp_path / 'run'}}}\n"
+    )
+    for command in (["train", str(path)], ["data", "prepare", str(path)], ["data", "prepare", str(file),
+                    f"tokenizer={tmp_path / 'model'}"]):  # fmt: skip
+        assert main(command) == 2
+        assert "chats.jsonl:14: messages[1] (assistant) has no content" in capsys.readouterr().err

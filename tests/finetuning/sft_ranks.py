@@ -22,7 +22,9 @@ def adapter() -> Any:
     return peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def figures(folder: Path, *, lora: bool, packing: bool, **changes: Any) -> list[dict[str, float]]:
+def figures(
+    folder: Path, *, lora: bool, packing: bool, streaming: bool = False, **changes: Any
+) -> list[dict[str, float]]:
     """The reports of two updates over the same samples, on any number of ranks."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     args = small.arguments(
@@ -30,8 +32,9 @@ def figures(folder: Path, *, lora: bool, packing: bool, **changes: Any) -> list[
         gradient_accumulation_steps=2, **{"per_device_train_batch_size": 2 // world, **changes},
     )  # fmt: skip
     rows = small.table(small.prompts(24))
+    train = rows.to_iterable_dataset() if streaming else rows
     trainer = SFTTrainer(
-        small.model(), args, train_dataset=rows, eval_dataset=rows, processing_class=small.tokenizer(),
+        small.model(), args, train_dataset=train, eval_dataset=rows, processing_class=small.tokenizer(),
         peft_config=adapter() if lora else None,
     )  # fmt: skip
     trainer.train()
@@ -46,6 +49,7 @@ def figures(folder: Path, *, lora: bool, packing: bool, **changes: Any) -> list[
 CASES: dict[str, dict[str, Any]] = {
     "whole": {"lora": False, "packing": False},
     "adapter": {"lora": True, "packing": True},
+    "stream": {"lora": True, "packing": True, "streaming": True},
 }
 WAYS: dict[str, dict[str, Any]] = {"replicated": {}, "sharded": SHARDED}
 

@@ -17,6 +17,19 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 
+def test_no_batch_has_its_logits_made(tmp_path: Path) -> None:
+    """Neither by training and evaluation, nor by the measurements before them, which the head has 8 tokens for."""
+    trainer = trainer_of(tmp_path, small.texts(), eval_dataset=small.table(small.texts(4)), eval_strategy="steps",
+                         eval_steps=2, gradient_accumulation_steps=2)  # fmt: skip
+    sizes: list[int] = []
+    head = trainer.model.get_output_embeddings()
+    head.register_forward_hook(lambda _, __, logits: sizes.append(logits.numel()))
+    trainer.evaluate()
+    trainer.train()
+    assert len(sizes) > 8
+    assert max(sizes) <= 8 * head.out_features
+
+
 def test_dft_weighs_each_term_by_its_probability(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, small.texts(4), loss_type="dft", max_steps=1)
     model = small.model()

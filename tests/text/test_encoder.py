@@ -98,6 +98,33 @@ def test_templates_and_masks(template: str) -> None:
     compared("chat completion", tokenizer, completion_only_loss=False)
 
 
+@pytest.mark.parametrize("template", ["chatml", "llama3", "qwen3", "mistral"])
+def test_a_conversation_may_begin_with_the_assistant(template: str) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES[template])
+    turns = [{"role": "assistant", "content": "Hello."}, *chat("a", "b")]
+    row = prepare_text([{"messages": turns}], tokenizer, TextOptions(assistant_only_loss=True)).dataset[0]
+    trained = "".join("\0" if i == -100 else tokenizer.decode([i]) for i in row["labels"]).split("\0")
+    first, second = [part for part in trained if part]
+    assert first.startswith("Hello.")
+    assert "b" in second
+    whole = tokenizer.apply_chat_template(turns, tokenize=False)
+    assert tokenizer.decode(row["input_ids"]) == whole
+
+
+@pytest.mark.parametrize("end", ["inside", "outside"])
+def test_a_template_that_does_not_train_the_end_of_a_turn_is_warned_of(
+    end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside, outside = ("<|end|>", "") if end == "inside" else ("", "<|end|>")
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        f"{inside}{{% endgeneration %}}{outside}{{% else %}}{{{{ m.content }}}}<|end|>{{% endif %}}{{% endfor %}}"
+    )
+    rows = [{"messages": chat("a", "b")}]
+    prepare_text(rows, byte_tokenizer(template), TextOptions(assistant_only_loss=True))
+    assert ("does not learn to stop" in caplog.text) == (end == "outside")
+
+
 def test_completions_may_be_trained_with_their_prompts() -> None:
     compared("prompt-completion", word_tokenizer(), completion_only_loss=False)
 

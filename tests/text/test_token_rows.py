@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from windlass.text.encoder import EncodedRows
+from windlass.text.packing import pack_rows
 from windlass.text.token_rows import TokenRows
 
 ROWS = TokenRows.of([EncodedRows([[1, 2], [3]], [[-100, 2], [3]]), EncodedRows([[4, 5, 6]], [[4, 5, 6]])])
@@ -25,3 +26,13 @@ def test_rows_are_read_like_those_of_a_table() -> None:
 def test_parts_are_joined() -> None:
     assert list(TokenRows.joined([ROWS, ROWS])) == [*ROWS, *ROWS]
     assert len(TokenRows.of([])) == 0
+
+
+def test_rows_are_shuffled_as_those_of_a_table() -> None:
+    datasets = pytest.importorskip("datasets")
+    ids = [[n] * (n % 5 + 1) for n in range(40)]
+    plain = TokenRows.of([EncodedRows(ids, ids)])
+    for rows in (plain, pack_rows(plain, 7, "bfd")):
+        table = datasets.Dataset.from_list(list(rows))
+        assert list(rows.shuffle(seed=7)) == list(table.shuffle(seed=7))
+        assert list(rows.shuffle(seed=7)) != list(rows)

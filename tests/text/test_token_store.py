@@ -158,6 +158,9 @@ def test_a_preparation_is_cached_by_all_that_decides_it(
     assert folders(rows, formatting_func=lambda row: row["text"] + "!") == 7
     assert folders(rows, formatting_func=lambda row: row["text"] + "!") == 7
     assert folders([{"text": "one", "more": object()}]) == 7, "what has no JSON form is not cached"
+    tokenizer.split_special_tokens = True  # "<eos>" is tokenized as five letters
+    assert folders(rows) == 8
+    tokenizer.split_special_tokens = False
     assert list(prepare_text(table, tokenizer, cache=tmp_path).dataset) == list(
         prepare_text(table, tokenizer).dataset
     )

@@ -34,6 +34,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sliding window": ("MistralConfig", _SIZES | {"sliding_window": 3}),
     "soft-capping": ("Gemma2Config", _SIZES | _MIXED | {"attn_logit_softcapping": 0.5}),
     "gemma3": ("Gemma3TextConfig", _SIZES | _MIXED),
+    "experts": ("MixtralConfig", _SIZES | {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "gpt2": (
         "GPT2Config",
         {"vocab_size": 23, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.0,
@@ -108,7 +109,18 @@ def _close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "qwen2", "sliding window", "soft-capping", "gemma3", "gpt2", "gpt_neox", "chunks", "opt"],
+    [
+        "llama",
+        "qwen2",
+        "sliding window",
+        "soft-capping",
+        "gemma3",
+        "experts",
+        "gpt2",
+        "gpt_neox",
+        "chunks",
+        "opt",
+    ],
 )
 def test_gradients_are_those_of_documents_alone(name: str) -> None:
     model, documents = _model(name), _documents()
@@ -124,7 +136,7 @@ def test_gradients_are_those_of_documents_alone(name: str) -> None:
     assert model.training
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "sinks"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "sinks", "experts"])
 def test_gradients_in_single_precision(name: str) -> None:
     model, documents = _model(name, torch.float32), _documents()
     loss, gradients = _gradients(model, _alone(model, documents))

@@ -15,6 +15,7 @@ from windlass.core.errors import Problem
 ENDINGS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".json": "json",
     ".csv": "csv",
     ".tsv": "tsv",
     ".txt": "txt",
@@ -156,12 +157,6 @@ def _tuning(recipe: Recipe) -> Iterator[Conflict]:
     if recipe.model.config is not None:
         fix = "names new weights, which cannot be tuned; give model.name, or base.config for a base to train first"
         yield "model.config", recipe.model.config, fix
-    if recipe.model.name is not None and recipe.base is not None:
-        yield (
-            "base",
-            "given",
-            f"is trained if no model is named; leave it out, or model.name={recipe.model.name}",
-        )
     if recipe.quantization is not None and recipe.adapter is None:
         fix = "weights of few bits are not trained themselves; add an adapter, such as adapter={r: 8}"
         yield "quantization", recipe.quantization, fix

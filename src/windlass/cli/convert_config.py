@@ -96,6 +96,8 @@ def convert(values: Mapping[str, Any]) -> tuple[str, Conversion]:
         else:
             made.lost[name] = value, keys.REASONS.get(name, "a recipe has no such key")
     keys.settle(source, values, made.put, lambda name, why: made.lost.__setitem__(name, (values[name], why)))
+    if not _evaluates(made.recipe):
+        made.put("data.eval_fraction", 0)  # a recipe holds out a part of the data by default
     if "task_type" not in made.recipe.get("adapter", {}):  # without an adapter, its options have no effect
         made.recipe.pop("adapter", None)
         if "quantization" in made.recipe:
@@ -105,6 +107,11 @@ def convert(values: Mapping[str, Any]) -> tuple[str, Conversion]:
             )
     _drop_what_is_refused(made)
     return source, made
+
+
+def _evaluates(recipe: Mapping[str, Any]) -> bool:
+    data, strategy = recipe.get("data", {}), recipe.get("training", {}).get("eval_strategy", "no")
+    return bool({"eval", "eval_split", "eval_fraction"} & data.keys()) or strategy not in ("no", False)
 
 
 def _apply(made: Conversion, name: str, value: Any, rule: Any) -> None:

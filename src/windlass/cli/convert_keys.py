@@ -51,6 +51,26 @@ def _data(name: Any) -> Pairs:
         yield "data.format", "hub"
 
 
+def _listed_data(name: Any) -> Pairs:
+    """A file, not the name of a dataset in LLaMA-Factory's list of datasets."""
+    if not isinstance(name, str) or not (Path(name).suffix or Path(name).exists()):
+        raise ValueError(
+            "is a name in dataset_info.json, which is not looked up; set data.train to its file or hub name, or "
+            "data.mixture to several files"
+        )
+    yield "data.train", name
+
+
+def _special_tokens(value: Any) -> Pairs:
+    """The two tokens that a recipe sets."""
+    tokens = dict(value) if isinstance(value, Mapping) else {"special_tokens": value}
+    for name in ("eos_token", "pad_token"):
+        if name in tokens:
+            yield f"training.{name}", tokens.pop(name)
+    if tokens:
+        raise ValueError(f"of {', '.join(tokens)}: tokens of the tokenizer are set in its folder")
+
+
 def _fraction(value: Any) -> Pairs:
     if not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError("a recipe holds out a share of the data: data.eval_fraction below 1")
@@ -102,8 +122,11 @@ _LORA: dict[str, Rule] = {
     "load_in_8bit": _when(True, ("quantization", "int8")),
 }
 
+_BY_LENGTH = _when(True, ("training.train_sampling_strategy", "group_by_length"))
 _TRL: dict[str, Rule] = {
     **_LORA,
+    "warmup_ratio": "training.warmup_steps",
+    "group_by_length": _BY_LENGTH,
     "model_name_or_path": "model.name",
     "model_revision": _revision,
     "dtype": _dtype,
@@ -130,6 +153,13 @@ def _axolotl_data(value: Any) -> Pairs:
         yield "data.text_column", first["field"]
 
 
+def _axolotl_eval(value: Any) -> Pairs:
+    found = dict(_axolotl_data(value))
+    if (isinstance(value, list) and len(value) > 1) or found.get("data.format") == "hub":
+        raise ValueError("a recipe evaluates on one file: set data.eval to it, or data.eval_split")
+    yield "data.eval", found["data.train"]
+
+
 def _axolotl_optimizer(value: Any) -> Pairs:
     yield "training.optim", {"adamw_torch_8bit": "adamw_8bit"}.get(value, value)
 
@@ -139,6 +169,10 @@ _AXOLOTL: dict[str, Rule] = {
     "base_model": "model.name",
     "tokenizer_config": "tokenizer.name",
     "datasets": _axolotl_data,
+    "test_datasets": _axolotl_eval,
+    "special_tokens": _special_tokens,
+    "group_by_length": _BY_LENGTH,
+    "train_on_inputs": _when(True, ("training.completion_only_loss", False)),
     "val_set_size": _fraction,
     "sequence_len": "training.max_length",
     "sample_packing": "training.packing",
@@ -161,8 +195,11 @@ _FACTORY: dict[str, Rule] = {
     **_LORA,
     "model_name_or_path": "model.name",
     "model_revision": _revision,
-    "dataset": _data,
-    "eval_dataset": "data.eval",
+    "dataset": _listed_data,
+    "eval_dataset": lambda value: (
+        (name.replace("train", "eval"), path) for name, path in _listed_data(value)
+    ),
+    "group_by_length": _BY_LENGTH,
     "max_samples": "data.max_samples",
     "val_size": _fraction,
     "cutoff_len": "training.max_length",
@@ -175,7 +212,7 @@ _FACTORY: dict[str, Rule] = {
     "quantization_bit": lambda value: (
         iter([("quantization", {4: "nf4", 8: "int8"}[value])]) if value in (4, 8) else _unknown_width(value)
     ),
-    "train_on_prompt": lambda value: iter([("training.completion_only_loss", not value)]),
+    "train_on_prompt": _when(True, ("training.completion_only_loss", False)),
 }
 
 
@@ -186,21 +223,19 @@ def _unknown_width(value: Any) -> Pairs:
 TABLES: dict[str, dict[str, Rule]] = {TRL: _TRL, AXOLOTL: _AXOLOTL, FACTORY: _FACTORY}
 # Keys that request what a recipe does anyway.
 MEANINGLESS: dict[str, tuple[str, ...]] = {
-    TRL: ("use_peft", "bnb_4bit_quant_type", "dataset_streaming", "do_train", "lora_task_type"),
+    TRL: ("use_peft", "bnb_4bit_quant_type", "dataset_streaming", "do_train", "lora_task_type", "overwrite_output_dir"),
     AXOLOTL: ("adapter", "strict", "model_type", "tokenizer_type", "dataset_prepared_path", "pad_to_sequence_len",
-              "is_llama_derived_model", "is_mistral_derived_model", "train_on_inputs"),
+              "is_llama_derived_model", "is_mistral_derived_model", "evals_per_epoch", "saves_per_epoch"),
     FACTORY: ("stage", "do_train", "finetuning_type", "overwrite_cache", "overwrite_output_dir", "quantization_type",
               "quantization_method", "plot_loss"),
 }  # fmt: skip
 REASONS = {
     "template": "the chat template of the tokenizer is used; set training.chat_template_path for another one",
     "chat_template": "the chat template of the tokenizer is used; set training.chat_template_path for another one",
-    "evals_per_epoch": "evaluations are at the end of each epoch; set training.eval_steps for others",
-    "saves_per_epoch": "checkpoints are at the end of each epoch; set training.save_steps for others",
+    "datasets": "a recipe reads one source, or several files: set data.train or data.mixture",
     "wandb_project": "set training.report_to=wandb and WANDB_PROJECT",
     "wandb_name": "set training.run_name",
     "deepspeed": "set parallel.strategy=deepspeed and parallel.deepspeed.config to its file, or parallel.strategy=fsdp",
-    "special_tokens": "set training.eos_token, and tokens of the tokenizer in its folder",
     "unfrozen_parameters": "a recipe trains all weights or an adapter",
     "dataset_dir": "data.train is a path; the name of a dataset in dataset_info.json is not looked up",
 }
@@ -218,6 +253,8 @@ def settle(
         put("adapter.task_type", "CAUSAL_LM")
     if source == AXOLOTL:
         _settle_axolotl(values, put, lose)
+    if source == FACTORY and not values.get("train_on_prompt"):
+        put("training.assistant_only_loss", True)  # of each conversation, as its templates do
 
 
 def _settle_axolotl(
@@ -231,7 +268,31 @@ def _settle_axolotl(
         "train_on_inputs"
     ):
         put("training.assistant_only_loss", True)
-    if values.get("evals_per_epoch") and not values.get("eval_steps"):
-        put("training.eval_strategy", "epoch")
-    if values.get("saves_per_epoch") and not values.get("save_steps"):
-        put("training.save_strategy", "epoch")
+    for what in ("eval", "save"):
+        count = values.get(f"{what}s_per_epoch")
+        if values.get(f"{what}_steps"):
+            put(f"training.{what}_strategy", "steps")
+        elif count:
+            _settle_times(what, count, values, put, lose)
+
+
+def _settle_times(
+    what: str,
+    count: Any,
+    values: Mapping[str, Any],
+    put: Callable[[str, Any], None],
+    lose: Callable[[str, str], None],
+) -> None:
+    """So many times in each epoch: at its end, or each such share of all updates."""
+    times = count * values.get("num_epochs", 1)
+    put(f"training.{what}_strategy", "epoch")
+    if count == 1:
+        return
+    if values.get("max_steps") or times <= 1:
+        lose(
+            f"{what}s_per_epoch",
+            f"happens at the end of each epoch; set training.{what}_steps for other times",
+        )
+        return
+    put(f"training.{what}_strategy", "steps")
+    put(f"training.{what}_steps", round(1 / times, 6))

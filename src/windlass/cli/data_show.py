@@ -13,6 +13,7 @@ from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.output import STDOUT, say, shown
 from windlass.text.encoder import IGNORED
 from windlass.text.forms import recognise_form, standardised
+from windlass.text.located_rows import LocatedRows
 from windlass.text.prepare_text import prepare_text
 from windlass.text.text_options import TextOptions
 
@@ -27,7 +28,8 @@ def show_command(options: argparse.Namespace) -> int:
     if split is None:
         raise DataError(f"there is no split {options.split!r}; there is: {', '.join(source.splits)}")
     rows, settings = split.rows, split.options
-    chosen = rows[options.start : options.start + options.rows] if options.start >= 0 else []
+    span = slice(options.start, options.start + options.rows) if options.start >= 0 else slice(0)
+    chosen = LocatedRows(rows[span], rows.places[span])
     if not chosen:
         raise ConfigError(
             Problem("--start", options.start, f"must be less than the number of rows, {len(rows)}")
@@ -53,13 +55,11 @@ def _described(row: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: {value}"
 
 
-def _print_tokens(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Any, options: TextOptions, first: int
-) -> None:
+def _print_tokens(rows: LocatedRows, tokenizer: Any, options: TextOptions, first: int) -> None:
     coloured = STDOUT.isatty() and not os.environ.get("NO_COLOR")
     marks = (_COLOUR, _PLAIN) if coloured else _BRACKETS
-    for number, row in enumerate(rows, first):
-        found = prepare_text([row], tokenizer, options)
+    for number, (row, place) in enumerate(zip(rows, rows.places, strict=True), first):
+        found = prepare_text(LocatedRows([row], [place]), tokenizer, options.of_tokens())
         (ids, labels), summary = found.dataset[0].values(), found.summary
         assert summary is not None
         cut = ", truncated" if summary.truncated else ""

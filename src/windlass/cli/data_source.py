@@ -13,7 +13,7 @@ from windlass.cli.schema import DataSpec, Recipe
 from windlass.cli.splits import load_records
 from windlass.cli.tokenizing import build_tokenizer
 from windlass.cli.training import training_arguments
-from windlass.cli.tuning_data import load_tuning_data
+from windlass.cli.tuning_data import load_tuning_data, tuning_rows
 from windlass.config.documents import coerce, parse_override
 from windlass.config.nearest import nearest
 from windlass.config.sft import SFTConfig
@@ -23,6 +23,7 @@ from windlass.finetuning.base_model import set_special_tokens
 from windlass.finetuning.prepared_text import text_options
 from windlass.finetuning.sft_data import trains_on_completions
 from windlass.finetuning.templates import take_over_template
+from windlass.text.located_rows import LocatedRows
 from windlass.text.mixture import DatasetMixture
 from windlass.text.text_options import TextOptions
 
@@ -35,7 +36,7 @@ _NAMES = tuple(item.name for item in fields(TextOptions) if item.name not in _CO
 class SourceSplit:
     """Rows, and what they are prepared with."""
 
-    rows: Sequence[Mapping[str, Any]]
+    rows: LocatedRows
     options: TextOptions
 
 
@@ -82,7 +83,7 @@ def _of_recipe(path: str, overrides: Sequence[str]) -> DataSource:
     splits = {"train": train, "eval": held}
     return DataSource(
         {
-            name: SourceSplit([row for _, row in records], options)
+            name: SourceSplit(LocatedRows((r for _, r in records), (w for w, _ in records)), options)
             for name, records in splits.items()
             if records
         },
@@ -99,7 +100,7 @@ def _of_tuning(recipe: Recipe) -> DataSource:
     take_over_template(args.chat_template_path, data.tokenizer)
     set_special_tokens(data.tokenizer, args)
 
-    def split(rows: Sequence[Mapping[str, Any]], packing: bool) -> SourceSplit:
+    def split(rows: Any, packing: bool) -> SourceSplit:
         return SourceSplit(
             rows, text_options(args, packing, trains_on_completions(args, rows, formatted=False))
         )
@@ -124,8 +125,8 @@ def _of_file(path: str, overrides: Sequence[str]) -> DataSource:
     options = _checked(TextOptions, given[""], [*_NAMES, "tokenizer"], "")
     if not Path(path).exists():
         raise ConfigError(Problem("file", path, "no such file; name a recipe (*.yaml) or a file with data"))
-    records = read_records(path, DataSpec(**{"train": path, **data}))
-    rows = [values for _, values in records]
+    spec = DataSpec(**{"train": path, **data})
+    rows = tuning_rows(read_records(path, spec), spec)
     return DataSource({"train": SourceSplit(rows, TextOptions(**options))}, _tokenizer(name))
 
 

@@ -15,7 +15,8 @@ from windlass.cli.checks import format_of
 from windlass.cli.schema import DataSpec
 from windlass.core.errors import DataError
 from windlass.core.plain_text import parse_json
-from windlass.text.tables import load_hub, parquet_rows
+from windlass.text.forms import COLUMNS, has_form
+from windlass.text.tables import load_hub, parquet_rows, unfilled
 
 # (file and line or row, values)
 Record = tuple[str, dict[str, Any]]
@@ -71,6 +72,27 @@ def _jsonl(path: Path, data: DataSpec) -> Iterator[Record]:
         yield f"{path}:{number}", value
 
 
+def _json(path: Path, data: DataSpec) -> Iterator[Record]:
+    """A list of objects, as Alpaca and ShareGPT come; or lines of objects, under the wrong name."""
+    text = "\n".join(line for _, line in _lines(path))
+    if text.lstrip().startswith("{"):
+        yield from _jsonl(path, data)
+        return
+    try:
+        found = parse_json(text)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}:{error.lineno}: not valid JSON ({error.msg}, column {error.colno})"
+        ) from None
+    for number, value in enumerate(found if isinstance(found, list) else [found], 1):
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{path}: item {number} must be a JSON object, and is a {type(value).__name__}; a json file holds "
+                "a list of objects, or one on each line"
+            )
+        yield f"{path}: item {number}", value
+
+
 def _table(path: Path, data: DataSpec, *, delimiter: str, quoting: Any) -> Iterator[Record]:
     csv.field_size_limit(LONGEST_CELL)
     lines = (line + "\n" for _, line in _lines(path))
@@ -92,11 +114,13 @@ def _table(path: Path, data: DataSpec, *, delimiter: str, quoting: Any) -> Itera
 
 
 def _header(path: Path, cells: list[str], data: DataSpec) -> list[str]:
-    if data.text_column not in cells:
+    pair = [name for name in (data.prompt_column, data.completion_column) if name is not None]
+    if not all(name in cells for name in pair or [data.text_column]) and (pair or not has_form(cells)):
         shown = ", ".join(cell[:40] for cell in cells)
         raise DataError(
-            f"{path}:1: no column {data.text_column!r} in the first line ({shown}). Set data.text_column if that line "
-            "is a header, else name the columns: data.columns='[text, label]'"
+            f"{path}:1: no column {(pair or [data.text_column])[0]!r} in the first line ({shown}). Set "
+            f"data.{'prompt_column' if pair else 'text_column'} if that line is a header, else name the columns: "
+            "data.columns='[text, label]'"
         )
     return cells
 
@@ -135,7 +159,14 @@ def _folder(path: Path, data: DataSpec) -> Iterator[Record]:
 
 
 def _parquet(path: Path, data: DataSpec) -> Iterator[Record]:
-    rows = parquet_rows(path, (data.text_column, data.label_column, data.target_column))
+    named = (
+        data.text_column,
+        data.label_column,
+        data.target_column,
+        data.prompt_column,
+        data.completion_column,
+    )
+    rows = parquet_rows(path, {*COLUMNS, *(name for name in named if name is not None)})
     for row, values in enumerate(rows, 1):
         yield f"{path}: row {row}", values
 
@@ -143,7 +174,7 @@ def _parquet(path: Path, data: DataSpec) -> Iterator[Record]:
 def _hub(name: str, data: DataSpec, split: str) -> Iterator[Record]:
     dataset = load_hub(name, data.subset, split)
     for row, values in enumerate(dataset):
-        yield f"{name}[{split}] row {row}", values
+        yield f"{name}[{split}] row {row}", unfilled(values, dataset.features)
 
 
 def _python_docs(_: Path, data: DataSpec) -> Iterator[Record]:
@@ -156,6 +187,7 @@ def _python_docs(_: Path, data: DataSpec) -> Iterator[Record]:
 
 READERS: dict[str, Callable[[Path, DataSpec], Iterator[Record]]] = {
     "jsonl": _jsonl,
+    "json": _json,
     "csv": partial(_table, delimiter=",", quoting=csv.QUOTE_MINIMAL),
     "tsv": partial(_table, delimiter="\t", quoting=csv.QUOTE_NONE),  # quotation marks are text there
     "txt": _txt,

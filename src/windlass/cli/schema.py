@@ -13,7 +13,7 @@ from windlass.config.sections.setting import Range, at_least, between, setting
 
 TASKS = ("causal-lm", "classification", "masked-lm", "seq2seq", "image-classification", "sft")
 FORMATS = (
-    "auto", "jsonl", "csv", "tsv", "txt", "parquet", "folder", "hub", "python-docs", "parallel", "digits",
+    "auto", "jsonl", "json", "csv", "tsv", "txt", "parquet", "folder", "hub", "python-docs", "parallel", "digits",
 )  # fmt: skip
 METRICS = ("bleu", "rouge")
 ALGORITHMS = ("auto", "bpe", "wordpiece")
@@ -127,7 +127,9 @@ class Recipe:
     metric: str | None = setting(
         None, "of generated text, and for load_best_model_at_end; seq2seq only", choices=METRICS
     )
-    base: BaseSpec | None = setting(None, "sft without a model: a small one is trained first")
+    base: BaseSpec | None = setting(
+        None, "sft without model.name: a small one is trained first; with it, no effect"
+    )
     adapter: dict[str, Any] | None = setting(
         None, "sft only: train a LoRA adapter; options of peft.LoraConfig, such as {r: 8}"
     )

@@ -50,6 +50,12 @@ class RunOutcome:
     command: str
 
 
+def _prepared(trainer: Any) -> str:
+    """What was truncated, dropped and packed; empty for a trainer that prepares no text."""
+    counts = getattr(trainer, "data_summaries", dict)()
+    return "".join(f"  {name + ':':<9} {summary}\n" for name, summary in counts.items())
+
+
 def describe_run(parts: RecipeParts, trainer: Any) -> str:
     """Return the sizes of model and data."""
     config = trainer.model.config
@@ -62,6 +68,7 @@ def describe_run(parts: RecipeParts, trainer: Any) -> str:
         f"Model       {config.model_type}, {count(size)} parameters{vocabulary}\n"
         f"{_adapter(trainer.model)}"
         f"Data        {_amount(parts.train)}, {held}\n"
+        f"{_prepared(trainer)}"
         f"Output      {trainer.args.output_dir}"
     )
 

@@ -41,8 +41,8 @@ def build_tokenizer(recipe: Recipe, texts: Iterable[str], saved: Path | None = N
     """
     transformers = require("transformers", "run a recipe")
     training = recipe.tokenizer.train
-    if recipe.task == "sft" and recipe.tokenizer.name is None and recipe.model.name is None:
-        training = training or TokenizerTraining()
+    if recipe.task == "sft":
+        training = _of_base(recipe)
     if training is not None and saved is not None:
         return transformers.AutoTokenizer.from_pretrained(str(saved))
     if training is not None:
@@ -54,6 +54,15 @@ def build_tokenizer(recipe: Recipe, texts: Iterable[str], saved: Path | None = N
     except (OSError, ValueError) as error:
         raise ModelError(f"the tokenizer {name!r} cannot be loaded: {error}") from error
     return _with_padding(tokenizer)
+
+
+def _of_base(recipe: Recipe) -> TokenizerTraining | None:
+    """The new tokenizer of a base that is trained first. A model that is named has its own, and a ready recipe, whose
+    sections on the base apply without a name, can be used on it.
+    """
+    if recipe.model.name is not None or recipe.tokenizer.name is not None:
+        return None
+    return recipe.tokenizer.train or TokenizerTraining()
 
 
 def _with_padding(tokenizer: Any) -> Any:

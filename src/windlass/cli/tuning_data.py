@@ -12,6 +12,7 @@ from windlass.cli.schema import DataSpec, Recipe
 from windlass.cli.splits import load_records
 from windlass.cli.tokenizing import build_tokenizer
 from windlass.core.errors import DataError
+from windlass.text.located_rows import LocatedRows
 from windlass.text.mixture import DatasetMixture
 
 Rows = Sequence[Mapping[str, Any]] | DatasetMixture
@@ -23,7 +24,7 @@ class TuningData:
 
     tokenizer: Any
     train: Rows
-    evaluation: list[dict[str, Any]] | None
+    evaluation: LocatedRows | None
 
 
 def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> TuningData:
@@ -45,7 +46,7 @@ def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = N
     sources = {path: tuning_rows(train, data) for path, (train, _) in parts.items()}
     # One file of evaluation data, or a part of each source.
     held_out = list(parts.values())[:1] if data.eval else parts.values()
-    held = [row for _, records in held_out for row in tuning_rows(records, data)]
+    held = tuning_rows([record for _, records in held_out for record in records], data)
     forms = {tuple(sorted(row)) for row in held}
     if len(parts) > 1 and len(forms) > 1:
         shown = "; ".join(", ".join(form) for form in sorted(forms))
@@ -58,19 +59,21 @@ def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = N
     return TuningData(tokenizer, train, held or None)
 
 
-def tuning_rows(records: Sequence[Record], data: DataSpec) -> list[dict[str, Any]]:
+def tuning_rows(records: Sequence[Record], data: DataSpec) -> LocatedRows:
     """Return the rows to tune on: prompts with completions if the recipe names their columns, else rows as they are.
 
     A prompt that does not end with a blank is ended by a line feed, so that its last token is the same without the
     completion.
     """
+    places = [where for where, _ in records]
     if data.prompt_column is None or data.completion_column is None:
-        return [values for _, values in records]
+        return LocatedRows((values for _, values in records), places)
     prompts, answers = (texts(list(records), name) for name in (data.prompt_column, data.completion_column))
-    return [
+    rows = [
         {"prompt": prompt if prompt[-1:].isspace() else f"{prompt}\n", "completion": answer}
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
+    return LocatedRows(rows, places)
 
 
 def tuning_texts(rows: Rows, text_column: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.sections.setting import STRIDE, at_least, setting
 
 PACKING_STRATEGIES = ("bfd", "bfd_split", "wrapped")
-TRUNCATION_MODES = ("keep_start", "keep_end")
+TRUNCATION_MODES = ("keep_start", "keep_end", "error")
 LOSS_TYPES = ("nll", "dft")
 # Words of earlier versions of TRL, and what replaced them.
 _OLD_WORDS = {
@@ -83,7 +83,9 @@ class SFTConfig(TrainingArguments):
         1024, "Tokens of a sample, or of a packed row; None does not truncate.", bounds=at_least(1)
     )
     truncation_mode: str = setting(
-        "keep_start", "Which end of a long sample is kept.", choices=TRUNCATION_MODES
+        "keep_start",
+        "Which end of a long sample is kept; error: such a sample is refused.",
+        choices=TRUNCATION_MODES,
     )
     shuffle_dataset: bool = setting(False, "Shuffle the prepared dataset once, before training.")
     packing: bool = setting(False, "Put several samples into rows of max_length tokens.")
@@ -161,5 +163,8 @@ class SFTConfig(TrainingArguments):
 
     @property
     def joins_rows(self) -> bool:
-        """True if batches are one row of documents, without padding."""
-        return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
+        """True if batches are one row of documents, without padding: those of training too if evaluation data alone is
+        packed, because both are collated in one way.
+        """
+        packs = self.packing or self.packs_evaluation
+        return self.padding_free or (packs and self.packing_strategy != "wrapped")

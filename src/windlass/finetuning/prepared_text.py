@@ -18,7 +18,7 @@ def text_options(
     """Return what `SFTConfig` says on the preparation of one dataset.
 
     Args:
-        packing: the rows are packed later.
+        packing: the rows are packed.
         completion_only: train on completions alone; see `sft_data.trains_on_completions`.
     """
     return TextOptions(
@@ -28,7 +28,9 @@ def text_options(
         completion_only_loss=None if formatting_func is not None else completion_only,
         assistant_only_loss=args.assistant_only_loss,
         formatting_func=formatting_func,
-        packing=packing,
+        packing=args.packing_strategy if packing else None,
+        # Before and, by the trainer, after packing: documents of one row are not neighbours, nor are rows.
+        shuffle_seed=args.seed if packing and args.shuffle_dataset else None,
         num_proc=args.dataset_num_proc,
     )
 

@@ -11,7 +11,6 @@ from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.finetuning.prepared_text import prepare_kept, text_options
 from windlass.text.mixture import DatasetMixture
-from windlass.text.packing import pack_dataset
 from windlass.text.summary import TextSummary
 
 _MASKS = ("completion_mask", "assistant_masks")
@@ -29,6 +28,7 @@ class SFTData:
         tokenizer: turns text into ids.
         formatting_func: row -> text.
         own_collator: the script passed a collator, which may read masks itself.
+        embeddings: tokens that the model knows; None = not known.
         summaries: name of a dataset -> counts of its preparation; streams have none.
     """
 
@@ -36,6 +36,7 @@ class SFTData:
     tokenizer: Any
     formatting_func: Callable[[Any], Any] | None
     own_collator: bool
+    embeddings: int | None = None
     summaries: dict[str, TextSummary] = field(default_factory=dict)
 
     def prepare(self, dataset: Any, name: str, packing: bool) -> Any:
@@ -48,6 +49,7 @@ class SFTData:
         Raises:
             ConfigError, DataError: what cannot be prepared, before training.
         """
+        _check_images(dataset, name)
         if self.args.skips_preparation:
             self._check_skipped(dataset, name)
             return dataset
@@ -59,13 +61,9 @@ class SFTData:
         found = prepare_kept(dataset, self.tokenizer, options, name, not self.args.disable_tqdm)
         if found.summary is not None:
             self.summaries[name] = found.summary
+            self._check_vocabulary(found.summary.largest_id, name)
         prepared = found.dataset
-        if packing:
-            # Before and after packing: documents of one row are not neighbours, nor are rows.
-            prepared = self._shuffled(prepared)
-            assert self.args.max_length is not None  # checked with the options
-            prepared = pack_dataset(prepared, self.args.max_length, self.args.packing_strategy)
-        return self._shuffled(prepared)
+        return prepared.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else prepared
 
     def prepare_all(self, datasets: Any, packing: bool) -> Any:
         """Prepare one dataset, or each of a dict of them."""
@@ -73,15 +71,13 @@ class SFTData:
             return {name: self.prepare(dataset, name, packing) for name, dataset in datasets.items()}
         return self.prepare(datasets, "eval", packing)
 
-    def _shuffled(self, dataset: Any) -> Any:
-        if not self.args.shuffle_dataset:
-            return dataset
-        if not hasattr(dataset, "shuffle"):
-            fix = (
-                f"a {type(dataset).__name__} has no method shuffle; pass a datasets.Dataset, or leave it out"
+    def _check_vocabulary(self, largest_id: int, name: str) -> None:
+        if self.embeddings is not None and largest_id >= self.embeddings:
+            raise DataError(
+                f"the {name} dataset has the token {largest_id}, and the embedding of the model has "
+                f"{self.embeddings} rows: use the model's own tokenizer, or call "
+                f"model.resize_token_embeddings({max(largest_id + 1, len(self.tokenizer))})"
             )
-            raise ConfigError(Problem("shuffle_dataset", True, fix))
-        return dataset.shuffle(seed=self.args.seed)
 
     def _check_skipped(self, dataset: Any, name: str) -> None:
         columns = columns_of(dataset)
@@ -97,22 +93,33 @@ def check_train_dataset(dataset: Any) -> None:
     """Raise unless `dataset` can be prepared.
 
     Raises:
-        ValueError: there is none, or it has no rows.
+        ValueError: there is none.
         TypeError: it is neither a dataset nor a sequence of mappings.
-        ConfigError: it has images, which are not trained on yet.
+        ConfigError: it has images.
     """
     if dataset is None:
         raise ValueError("`train_dataset` is required")
-    if isinstance(dataset, (str, bytes, Mapping)) or not hasattr(dataset, "__iter__"):
+    is_dataset = hasattr(dataset, "__iter__") or (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    )
+    if isinstance(dataset, (str, bytes, Mapping)) or not is_dataset:
+        splits = ", ".join(map(repr, dataset)) if isinstance(dataset, Mapping) else ""
         raise TypeError(
             "`train_dataset` must be a `Dataset` or `IterableDataset` of the package datasets, or a sequence of "
             f"mappings, got `{type(dataset).__name__}`"
+            + (f"; pass one of its parts: {splits}" if splits else "")
         )
+    _check_images(dataset, "train")
+
+
+def _check_images(dataset: Any, name: str) -> None:
     found = sorted(columns_of(dataset) & set(_IMAGES))
     if found:
-        raise ConfigError(
-            Problem("train_dataset", found, "columns with images are not supported yet; pass text alone")
+        fix = (
+            "columns with images are not supported: the loss without logits, packing and the preparation are those of "
+            "text models. Remove the column to train on the text alone"
         )
+        raise ConfigError(Problem(f"{name}_dataset", found, fix))
 
 
 def columns_of(dataset: Any) -> set[str]:

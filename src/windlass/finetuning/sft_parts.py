@@ -95,8 +95,16 @@ def build_sft_parts(given: Given) -> SFTParts:
     collator = given.data_collator or DataCollatorForCausalLM(
         tokenizer.pad_token_id, args.joins_rows, pad_to_multiple_of=step
     )
-    data = SFTData(args, tokenizer, given.formatting_func, own_collator)
+    data = SFTData(args, tokenizer, given.formatting_func, own_collator, _embeddings(model))
     return SFTParts(args, model, processing_class, collator, data, router_weight)
+
+
+def _embeddings(model: Any) -> int | None:
+    """The tokens that the model's embedding has; None if it cannot be asked."""
+    try:
+        return getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def _check_sharding(args: SFTConfig, model: nn.Module) -> None:

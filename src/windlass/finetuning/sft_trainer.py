@@ -18,6 +18,8 @@ from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
 from windlass.finetuning.sft_loss import sft_loss
 from windlass.finetuning.sft_parts import Given, build_sft_parts
 from windlass.finetuning.token_figures import TokenFigures, UpdateBorders
+from windlass.metrics.tokens import TargetCounter
+from windlass.text.summary import TextSummary
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.document_attention import documents_apart, refuse_leaks
 from windlass.transforms.linear_cross_entropy import LossOptions
@@ -26,6 +28,7 @@ from windlass.transforms.offload import ActivationOffload
 logger = get_job_logger(__name__)
 
 _TAGS = ["windlass", "sft"]
+_TARGETS = TargetCounter(shifted=True)
 _COLUMNS = ["input_ids", "labels", "seq_lengths"]
 
 
@@ -139,8 +142,12 @@ class SFTTrainer(Trainer):
     def data_facts(self) -> dict[str, Any]:
         """Return counts of the prepared datasets, for a report: rows, tokens, truncated, dropped, lengths."""
         return {
-            f"{n}: {k}": v for n, summary in self._data.summaries.items() for k, v in summary.facts().items()
+            f"{n}: {k}": v for n, summary in self.data_summaries().items() for k, v in summary.facts().items()
         }
+
+    def data_summaries(self) -> dict[str, TextSummary]:
+        """Return the counts of the prepared datasets by name; streams have none."""
+        return dict(self._data.summaries)
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
@@ -157,6 +164,12 @@ class SFTTrainer(Trainer):
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     # --- loss -------------------------------------------------------------------------------------------------------
+
+    def count_targets(self, batch: Any) -> float:
+        """Targets of a batch: label t of a row is predicted from position t-1. Known, so that no forward with whole
+        logits has to measure it.
+        """
+        return _TARGETS(batch)
 
     def compute_loss(
         self,

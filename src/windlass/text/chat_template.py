@@ -23,6 +23,7 @@ _MARK = "\ue000"
 # the text, and so is the conversation up to and including the turn, their difference is the turn. Otherwise (templates
 # that remove the reasoning of former turns, or end the last turn in another way) the turn is replaced by a mark:
 # - It begins where the generation prompt and the text before the mark diverge, which is a constant of the template.
+#   If the conversation begins with the turn, there is no such prompt, and the turn begins at the mark.
 # - What follows the mark is the end of a turn and then the rest, which must be the end of the text. A turn ends with
 #   what follows the mark if the conversation ends there, or with what is between the mark and a generation prompt.
 _WRAPPER = """\
@@ -34,10 +35,10 @@ _WRAPPER = """\
 {%- if training_message['role'] == 'assistant' -%}
 {%- set training.start = -1 -%}
 {%- set training_past = messages[:loop.index0] -%}
-{%- if training_past -%}
-{%- set training_before = training_render(training_past, true) -%}
-{%- set training_after = training_render(messages[:loop.index], false) -%}
-{%- if training.text.startswith(training_after) and training_after.startswith(training_before) -%}
+{%- set training_before = training_render(training_past, true) if training_past else '' -%}
+{%- set training_after = training_render(messages[:loop.index], false) if training_past else '' -%}
+{%- if training_past
+    and training.text.startswith(training_after) and training_after.startswith(training_before) -%}
 {%- set training.start = training_before | length -%}
 {%- set training.end = training_after | length -%}
 {%- else -%}
@@ -47,7 +48,9 @@ _WRAPPER = """\
 {%- set training_ended = training_render(training_past + training_mark, false).split('@MARK@') -%}
 {%- if training_marked | length == 2 and training_ended | length == 2 -%}
 {%- set training_close = training_ended[1] -%}
-{%- if not training_marked[1].startswith(training_close) -%}
+{%- if not training_past -%}
+{%- set training_before = training_marked[0] -%}
+{%- elif not training_marked[1].startswith(training_close) -%}
 {%- set training_asks = training_render(training_past + training_mark, true).split('@MARK@')[1] -%}
 {%- set training_bare = training_render(training_past, false) -%}
 {%- if not training_before.startswith(training_bare) and eos_token and training_bare.endswith(eos_token) -%}
@@ -69,7 +72,6 @@ _WRAPPER = """\
     and training.text.startswith(training_before[:training.shared])
     and training.text[training.shared:training.end].endswith(training_close) -%}
 {%- set training.start = training.shared -%}
-{%- endif -%}
 {%- endif -%}
 {%- endif -%}
 {%- endif -%}
@@ -99,13 +101,12 @@ class ChatTemplate:
     Args:
         tokenizer: a `transformers` tokenizer; its special tokens are known to the template.
         template: Jinja text; None for the tokenizer's own.
-        with_spans: find what the assistant wrote; the template is made trainable if it has no markers.
 
     Raises:
         DataError: there is no template, or the assistant's spans cannot be proven.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None, with_spans: bool = False) -> None:
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
         self._tokenizer, self._own = tokenizer, template
         if template is None and not tokenizer.chat_template:
             name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
@@ -113,8 +114,8 @@ class ChatTemplate:
                 f"the dataset holds conversations, and the tokenizer {name!r} has no chat template. "
                 "Set tokenizer.chat_template, or chat_template_path to a Jinja file or to a model that has one."
             )
-        self._with_spans = with_spans
         self._trainable: dict[str, str] = {}
+        self._wants_parts = not self._shows(_MARK) and self._shows([{"type": "text", "text": _MARK}])
 
     def text(self, messages: Messages, *, add_generation_prompt: bool = False, **options: Any) -> str:
         """Return the text of a conversation. `options`: tools, and arguments of the template."""
@@ -129,14 +130,33 @@ class ChatTemplate:
             )
         return self._rendered(messages, self._trainable[template], False, options)
 
+    def trains_ends(self) -> bool:
+        """Return False if the assistant's spans end with its text, so that a model would not learn to stop."""
+        try:
+            text, spans = self.text_and_spans([_USER, _REPLY, _USER])
+        except DataError:  # the template has another kind of conversation
+            return True
+        return not spans or not text[slice(*spans[-1])].rstrip().endswith(_REPLY["content"])
+
+    def _shows(self, content: Any) -> bool:
+        """Return True if the template renders a content of this kind. Others print Python's notation, or nothing."""
+        try:
+            asked = [{"role": "user", "content": content}]
+            return _MARK in self._tokenizer.apply_chat_template(
+                asked, tokenize=False, chat_template=self._own
+            )
+        except Exception:  # of the template, which has another kind of conversation
+            return False
+
     def _rendered(
         self, messages: Messages, template: str | None, prompted: bool, options: Mapping[str, Any]
     ) -> tuple[str, Spans]:
+        messages = [_with_content(message, self._wants_parts) for message in messages]
         try:
             if template is not None:
                 return render(self._tokenizer, template, messages, **options)
             text = self._tokenizer.apply_chat_template(
-                list(messages),
+                messages,
                 tokenize=False,
                 add_generation_prompt=prompted,
                 **{"chat_template": self._own, **options},
@@ -146,6 +166,17 @@ class ChatTemplate:
             if isinstance(error, MemoryError):
                 raise
             raise DataError(f"the chat template cannot render the conversation: {error}") from None
+
+
+def _with_content(message: Mapping[str, Any], as_parts: bool) -> dict[str, Any]:
+    """The message with its content as one text, or as a list of parts. What a tool returned is left as it is."""
+    content: Any = message.get("content")
+    is_parts = isinstance(content, list) and all(isinstance(p, Mapping) and "text" in p for p in content)
+    if as_parts and isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    if is_parts and not as_parts:
+        return {**message, "content": "".join(part["text"] for part in content)}
+    return dict(message)
 
 
 def has_generation_markers(template: str | None) -> bool:

@@ -53,6 +53,7 @@ def _settings(tokenizer: Any, options: TextOptions) -> Iterator[bytes]:
     yield json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str).encode()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
+        yield json.dumps(getattr(backend, "encode_special_tokens", False)).encode()  # not a part of its JSON
         # truncation and padding are what the last call set
         state = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
         yield json.dumps(

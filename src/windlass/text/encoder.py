@@ -12,6 +12,7 @@ from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.text.chat_template import ChatTemplate, Spans
 from windlass.text.forms import Form, Row, is_conversational_row, standardised
+from windlass.text.located_rows import RowError
 
 IGNORED = -100
 _logger = get_logger(__name__)
@@ -56,14 +57,24 @@ class RowEncoder:
         self._completion_only = self._wants_completion(first)
         self._check_masks(first)
         self._template = self._chat_template() if self._chats else None
-        self._eos = self._end_token() if not self._chats and self._kind != "tokens" else ""
+        is_plain = not self._chats and self._kind != "tokens"
+        self._eos = self._end_token() if is_plain else ""
+        self._bos, self._adds_eos = self._added() if is_plain else ("", False)
 
     def _chat_template(self) -> ChatTemplate:
         spans = self._options.assistant_only_loss
         if spans and not getattr(self._tokenizer, "is_fast", False):
             fix = "needs a fast tokenizer, which knows the characters of each token"
             raise ConfigError(Problem("assistant_only_loss", True, fix))
-        return ChatTemplate(self._tokenizer, self._options.chat_template)
+        template = ChatTemplate(self._tokenizer, self._options.chat_template)
+        if spans and not template.trains_ends():
+            warn_once(
+                _logger,
+                "the chat template has nothing that ends a turn of the assistant within its markers, so with "
+                "assistant_only_loss=True the model does not learn to stop. Put the end of the turn between "
+                "{% generation %} and {% endgeneration %}, or train on all tokens.",
+            )
+        return template
 
     def _check_masks(self, first: Row) -> None:
         """Refuse masks that this form has not."""
@@ -95,11 +106,18 @@ class RowEncoder:
             raise ConfigError(Problem("eos_token", None, fix))
         return str(end)
 
+    def _added(self) -> tuple[str, bool]:
+        """The token that the tokenizer puts before a text ("" = none), and if it puts the end token after it."""
+        ids = self._tokenizer("a")["input_ids"]
+        bos = str(self._tokenizer.bos_token or "")
+        begins = bool(bos) and ids[0] == self._tokenizer.convert_tokens_to_ids(bos)
+        return bos if begins else "", ids[-1] == self._tokenizer.convert_tokens_to_ids(self._eos)
+
     def __call__(self, rows: Sequence[Row], first: int) -> EncodedRows:
         """Encode `rows`; `first` is the number of the first of them in the dataset, for error messages.
 
         Raises:
-            DataError: a row is invalid; the message has its number.
+            RowError: a row is invalid.
         """
         standard = [self._standard(row, first + at) for at, row in enumerate(rows)]
         if self._kind == "tokens":
@@ -117,7 +135,7 @@ class RowEncoder:
                 row, self._form, options.dataset_text_field, bool(self._tokenizer.chat_template)
             )
         except DataError as error:
-            raise DataError(f"row {number}: {error}") from None
+            raise RowError(number, str(error)) from None
 
     # -- rows that hold tokens already -------------------------------------------------------------------------------
 
@@ -145,7 +163,10 @@ class RowEncoder:
         ids, ranges = self._tokens(texts, spans)
         starts = [0] * len(ids)
         if self._completion_only:
-            starts = [self._start(p, w) for p, w in zip(self._tokens(prompts, None)[0], ids, strict=True)]
+            alone = self._tokens(prompts, None)[0]
+            if self._adds_eos:
+                alone = [prompt[:-1] for prompt in alone]
+            starts = [self._start(prompt, whole) for prompt, whole in zip(alone, ids, strict=True)]
         found = []
         for at, row in enumerate(ids):
             start = starts[at]
@@ -167,21 +188,27 @@ class RowEncoder:
             if is_conversational_row(row) != self._chats:
                 kinds = ("a conversation", "text")
                 found, before = kinds if self._chats is False else kinds[::-1]
-                raise DataError(f"row {first + at}: holds {found}, and the first row holds {before}")
+                raise RowError(first + at, f"holds {found}, and the first row holds {before}")
             if not self._chats:
                 prompt, body = row.get("prompt", ""), row["text"] if "text" in row else row["completion"]
-                texts.append(prompt + (body if body.endswith(self._eos) else body + self._eos))
-                prompts.append(prompt)
+                texts.append((prompt + self._ended(body)).removeprefix(self._bos))
+                prompts.append(prompt.removeprefix(self._bos))
                 continue
             try:
                 prompt, text, where = self._conversation(row)
             except DataError as error:
-                raise DataError(f"row {first + at}: {error}") from None
+                raise RowError(first + at, str(error)) from None
             texts.append(text)
             prompts.append(prompt)
             if spans is not None:
                 spans.append(where)
         return texts, prompts, spans
+
+    def _ended(self, text: str) -> str:
+        """The text with one end token, which the tokenizer may add itself."""
+        if self._adds_eos:
+            return text.removesuffix(self._eos)
+        return text if text.endswith(self._eos) else text + self._eos
 
     def _conversation(self, row: Row) -> tuple[str, str, Spans]:
         assert self._template is not None
@@ -231,10 +258,11 @@ class RowEncoder:
 
     def _check_assistant(self, has_target: bool, number: int) -> None:
         if not has_target:
-            raise DataError(
-                f"row {number}: assistant_only_loss=True, and the chat template marks no token as written by the "
+            raise RowError(
+                number,
+                "assistant_only_loss=True, and the chat template marks no token as written by the "
                 "assistant. Check the roles of the row, and that the template has {% generation %} around the "
-                "assistant's text."
+                "assistant's text.",
             )
 
     # -- length ------------------------------------------------------------------------------------------------------
@@ -242,14 +270,15 @@ class RowEncoder:
     def _fitted(self, pairs: Iterable[tuple[list[int], list[int]]], first: int) -> EncodedRows:
         """Truncate by the policy, and drop the rows that have no label."""
         options, found = self._options, EncodedRows()
-        most = None if options.packing else options.max_length
+        most = options.max_length
         kept = slice(None, most) if options.truncation_mode == "keep_start" else slice(-(most or 0), None)
         for number, (ids, labels) in enumerate(pairs, first):
             if most is not None and len(ids) > most:
                 if options.truncation_mode == "error":
-                    raise DataError(
-                        f"row {number}: has {len(ids)} tokens, more than max_length={most}, and truncation_mode is "
-                        '"error". Raise max_length, or set truncation_mode to "keep_start" or "keep_end".'
+                    raise RowError(
+                        number,
+                        f"has {len(ids)} tokens, more than max_length={most}, and truncation_mode is "
+                        '"error". Raise max_length, or set truncation_mode to "keep_start" or "keep_end".',
                     )
                 ids, labels = ids[kept], labels[kept]
                 found.truncated += 1

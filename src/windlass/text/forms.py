@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from windlass.core.errors import DataError
 
@@ -40,7 +43,17 @@ _COLUMNS: dict[Form, tuple[str, ...]] = {
 }
 # Beside the messages of a row.
 _EXTRAS = ("tools", "chat_template_kwargs")
+_OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "attention_mask")
+# All columns that some form reads, but for that of plain text.
+COLUMNS = frozenset({*chain.from_iterable(_COLUMNS.values()), *_EXTRAS, *_OF_TOKENS, "input", "system"})
+# Arguments of `apply_chat_template` that the preparation itself sets.
+_SET_HERE = frozenset({
+    "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors", "tools", "padding",
+    "truncation", "max_length", "return_assistant_tokens_mask",
+})  # fmt: skip
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
+_RESULTS = frozenset({"tool", "function", "ipython"})
+_NAMES_OF_MESSAGES = ("role", "content", "name")
 _SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
     "model": "assistant", "observation": "tool", "function_response": "tool", "function_call": "assistant",
@@ -73,8 +86,15 @@ def recognise_form(columns: Iterable[str], text_field: str = "text") -> Form:
     known = "".join(f"\n  - {form.value}" for form in _COLUMNS)
     raise DataError(
         f"the columns of the dataset fit no known form; found: {', '.join(found) or 'none'}. Known forms:{known}\n"
-        f"Rename columns, set dataset_text_field (now {text_field!r}), or pass a formatting_func."
+        f"Rename columns, set dataset_text_field (now {text_field!r}), or pass a formatting_func; in a recipe, "
+        "data.prompt_column and data.completion_column name a pair."
     )
+
+
+def has_form(columns: Iterable[str]) -> bool:
+    """Return True if columns with these names have a form other than plain text."""
+    found = set(columns)
+    return any(found.issuperset(needed) for needed in _COLUMNS.values() if needed)
 
 
 def is_conversational_row(row: Row) -> bool:
@@ -89,8 +109,10 @@ def standardised(row: Row, form: Form, text_field: str, has_template: bool) -> d
         has_template: the tokenizer has a chat template, so that an instruction is rendered as a message.
 
     Raises:
-        DataError: a value of the wrong type, an unknown role or an empty conversation.
+        DataError: a value of the wrong type, an unknown role, a message without content or an empty conversation.
     """
+    if not isinstance(row, Mapping):
+        raise DataError(f"must be a mapping of columns, not {type(row).__name__}")
     return _STANDARDISERS[form](row, text_field, has_template)
 
 
@@ -121,7 +143,7 @@ def _from_value(message: Any) -> Any:
 
 
 def _prompt_completion(row: Row, *_: object) -> dict[str, Any]:
-    prompt, completion = row["prompt"], row["completion"]
+    prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
         found = {"prompt": prompt, "completion": completion}
         return {**{n: checked_messages(v, n) for n, v in found.items()}, **_extras(row)}
@@ -132,7 +154,7 @@ def _prompt_completion(row: Row, *_: object) -> dict[str, Any]:
 
 def _alpaca(row: Row, _: str, has_template: bool) -> dict[str, Any]:
     instruction, output = _string(row, "instruction"), _string(row, "output")
-    context = row.get("input") or ""
+    context = _string(row, "input") if row.get("input") is not None else ""
     if has_template:
         content = f"{instruction}\n\n{context}" if context else instruction
         system = row.get("system")
@@ -146,16 +168,28 @@ def _alpaca(row: Row, _: str, has_template: bool) -> dict[str, Any]:
 
 
 def _tokenized(row: Row, *_: object) -> dict[str, Any]:
+    if row.get("input_ids") is None:
+        raise DataError("input_ids is missing or null")
     found: dict[str, Any] = {}
-    for name in ("input_ids", "labels", "completion_mask", "assistant_masks", "attention_mask"):
+    for name in _OF_TOKENS:
         if row.get(name) is not None:
-            found[name] = list(row[name])
+            found[name] = _integers(row[name], name)
             if len(found[name]) != len(found["input_ids"]):
                 lengths = f"{len(found[name])} values, input_ids {len(found['input_ids'])}"
                 raise DataError(f"{name} has {lengths}; they must have equal lengths")
-    if "input_ids" not in found:
-        raise DataError("input_ids is missing or null")
     return found
+
+
+def _integers(values: Any, name: str) -> list[int]:
+    """One row of tokens or of what belongs to each; `values` may be a list, an array or a tensor."""
+    array = np.asarray(values) if not isinstance(values, (str, bytes)) else np.empty(())
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
+        what = "text" if isinstance(values, (str, bytes)) else f"{type(values).__name__} of other values"
+        raise DataError(f"{name} must be a list of whole numbers, not {what}")
+    if name == "input_ids" and array.size and array.min() < 0:
+        raise DataError(f"input_ids holds {array.min()}; tokens are numbered from 0")
+    numbers: Any = array.astype(np.int64).tolist()
+    return list(numbers)
 
 
 _STANDARDISERS: dict[Form, Callable[[Row, str, bool], dict[str, Any]]] = {
@@ -173,7 +207,18 @@ def _string(row: Row, name: str) -> str:
     if not isinstance(value, str):
         kind = "is missing or null" if value is None else f"must hold text, not {type(value).__name__}"
         raise DataError(f"column {name!r} {kind}")
-    return value
+    return _unicode(value, f"column {name!r}")
+
+
+def _unicode(text: str, where: str) -> str:
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        fix = "half of a surrogate pair, which text cut inside a character has; remove it"
+        raise DataError(f"{where} holds {text[error.start]!r} at character {error.start}, {fix}") from None
+    return text
 
 
 def checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
@@ -192,7 +237,36 @@ def checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
         if message["role"] not in ROLES:
             known = ", ".join(sorted(ROLES))
             raise DataError(f"{name}[{at}] has the unknown role {message['role']!r}; known roles: {known}")
+        _check_content(message, f"{name}[{at}]")
     return messages
+
+
+def _check_content(message: Mapping[str, Any], where: str) -> None:
+    """Raise DataError for a content that a template would leave out, or print as Python's notation of it."""
+    content, role = message.get("content"), message["role"]
+    if isinstance(content, str):
+        _unicode(content, f"the content of {where}")
+    elif content is None:
+        # a call of tools, or reasoning, under names that templates do not agree on
+        if not any(value for name, value in message.items() if name not in _NAMES_OF_MESSAGES):
+            raise DataError(f"{where} ({role}) has no content; add a text, or remove the message")
+    elif role in _RESULTS and isinstance(content, (Mapping, list)):
+        pass  # what a tool returned
+    elif isinstance(content, list):
+        _check_parts(content, f"{where} ({role})")
+    else:
+        raise DataError(f"the content of {where} ({role}) must be text, not {type(content).__name__}")
+
+
+def _check_parts(parts: list[Any], where: str) -> None:
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"the content of {where} has a part of type {kind!r}, and only text is trained on: give a text, or "
+                'a list of {"type": "text", "text": ...}'
+            )
+        _unicode(part["text"], f"the content of {where}")
 
 
 def _extras(row: Row) -> dict[str, Any]:
@@ -203,4 +277,12 @@ def _extras(row: Row) -> dict[str, Any]:
             found["tools"] = json.loads(found["tools"]) or None
         except json.JSONDecodeError as error:
             raise DataError(f"column 'tools' is not valid JSON: {error}") from None
+    if not isinstance(found.get("tools") or [], list):
+        raise DataError(f"column 'tools' must hold a list, or its JSON, not {type(found['tools']).__name__}")
+    options = found.get("chat_template_kwargs", {})
+    if not isinstance(options, Mapping):
+        raise DataError(f"column 'chat_template_kwargs' must hold a mapping, not {type(options).__name__}")
+    refused = sorted(set(options) & _SET_HERE)
+    if refused:
+        raise DataError(f"chat_template_kwargs has {refused[0]!r}, which is set for each form; leave it out")
     return found

@@ -16,6 +16,7 @@ import numpy as np
 
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.text.packed_stream import PackedStream
+from windlass.text.token_rows import COLUMNS, TokenRows
 
 Array = np.ndarray[Any, Any]
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
@@ -142,6 +143,21 @@ def pack_dataset(
             dict(zip(packed, row, strict=True)) for row in zip(*map(_as_lists, packed.values()), strict=True)
         ]
     return PackedStream(dataset, seq_length, strategy)
+
+
+def pack_rows(rows: TokenRows, seq_length: int, strategy: str, group: int = 1000) -> TokenRows:
+    """`pack_dataset` for prepared rows: those that it makes of a `datasets.Dataset` of them."""
+    parts = []
+    for first in range(0, len(rows), group):
+        borders = rows.offsets[first : first + group + 1]
+        span = slice(int(borders[0]), int(borders[-1]))
+        columns = {name: (rows.flat[name][span], borders - borders[0]) for name in COLUMNS}
+        packed = pack_columns(columns, seq_length, strategy)
+        (ids, offsets), (labels, _) = packed["input_ids"], packed["labels"]
+        lengths, documents = packed.get("seq_lengths", (None, None))
+        sizes = None if lengths is None else lengths.astype(np.int32)
+        parts.append(TokenRows(ids, labels, offsets, sizes, documents))
+    return TokenRows.joined(parts) if parts else rows
 
 
 Flat = tuple[Array, Array]

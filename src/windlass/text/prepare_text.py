@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
 from windlass.text.content_key import content_key
-from windlass.text.encoder import RowEncoder
+from windlass.text.encoder import IGNORED, RowEncoder
 from windlass.text.forms import Form, recognise_form
+from windlass.text.located_rows import RowError
+from windlass.text.packing import pack_dataset, pack_rows
 from windlass.text.summary import TextSummary
 from windlass.text.tables import is_stream, is_table, table_of
 from windlass.text.text_options import TextOptions
 from windlass.text.token_rows import TokenRows
-from windlass.text.token_store import TokenStore
+from windlass.text.token_store import Prepared, TokenStore
 from windlass.text.worker_pool import BATCH, as_rows, encode
 
 # Fewer rows are prepared before a worker process has imported its packages.
@@ -32,7 +38,8 @@ class PreparedText:
     """A dataset with the columns "input_ids" and "labels".
 
     Attributes:
-        dataset: a `datasets.Dataset` or `IterableDataset` if that was given, else `TokenRows`.
+        dataset: a `datasets.Dataset` or `IterableDataset` if that was given, else `TokenRows`. Packed rows have the
+            column "seq_lengths" too, unless the strategy is "wrapped".
         summary: counts; None for a stream, whose rows are prepared while it is read.
     """
 
@@ -48,7 +55,7 @@ def prepare_text(
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PreparedText:
-    """Tokenize a dataset of any known form, and give each token its label.
+    """Tokenize a dataset of any known form, give each token its label, and pack the rows if the options ask for it.
 
     Args:
         dataset: a `datasets.Dataset` or `IterableDataset`, or a sequence of mappings.
@@ -65,6 +72,11 @@ def prepare_text(
     options = options or TextOptions()
     if is_stream(dataset):
         return PreparedText(_prepared_stream(dataset, tokenizer, options), None)
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"rows of a {type(dataset).__name__} have no numbers; pass a list, a datasets.Dataset, or "
+            "datasets.IterableDataset.from_generator(function)"
+        )
     if not len(dataset):
         raise DataError("the dataset has no rows")
     if is_table(dataset) and dataset.format["type"] == "custom":
@@ -72,19 +84,47 @@ def prepare_text(
             "the dataset has a transform (Dataset.with_transform), whose result may differ between two passes. Apply "
             "it with Dataset.map, or skip the preparation: dataset_kwargs={'skip_prepare_dataset': True}"
         )
-    plain, form = _formed(dataset, options)
-    example = plain[0]
-    encoder = RowEncoder(tokenizer, options, form, example)
-
-    def prepared() -> tuple[TokenRows, TextSummary]:
-        return _encoded(plain, encoder, _workers(len(plain), options), progress)
-
-    key = content_key(plain, tokenizer, options) if cache is not None else None
-    rows, summary = (
-        prepared() if key is None else TokenStore(Path(str(cache)).expanduser()).get(key, prepared)
-    )
+    try:
+        rows, summary = _prepared(dataset, tokenizer, options, cache, progress)
+    except RowError as error:
+        raise error.located(dataset) from None
     _report(summary)
     return PreparedText(table_of(rows) if is_table(dataset) else rows, summary)
+
+
+def _prepared(
+    dataset: Any, tokenizer: Any, options: TextOptions, cache: str | Path | None, progress: Progress | None
+) -> Prepared:
+    plain, form = _formed(dataset, options)
+    encoder = RowEncoder(tokenizer, options.of_tokens(), form, plain[0])
+    store = None if cache is None else TokenStore(Path(str(cache)).expanduser())
+    key = None if store is None else content_key(plain, tokenizer, options.of_tokens())
+
+    def kept(of: str | None, make: Callable[[], Prepared]) -> Prepared:
+        return make() if store is None or of is None else store.get(of, make)
+
+    def tokens() -> Prepared:
+        return kept(key, lambda: _encoded(plain, encoder, _workers(len(plain), options), progress))
+
+    if options.packing is None:
+        return tokens()
+    return kept(_packed_key(key, options), lambda: _packed(tokens(), options))
+
+
+def _packed_key(key: str | None, options: TextOptions) -> str | None:
+    if key is None:
+        return None
+    settings = [key, options.packing, options.max_length, options.shuffle_seed]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+
+
+def _packed(tokens: Prepared, options: TextOptions) -> Prepared:
+    rows, summary = tokens
+    assert options.packing is not None
+    assert options.max_length is not None
+    ordered = rows if options.shuffle_seed is None else rows.shuffle(options.shuffle_seed)
+    packed = pack_rows(ordered, options.max_length, options.packing)
+    return packed, replace(summary, packed_rows=len(packed))
 
 
 def _formed(dataset: Any, options: TextOptions) -> tuple[Any, Form]:
@@ -118,7 +158,7 @@ def _formatted(function: Callable[[Mapping[str, Any]], str], row: Any, number: i
     text = function(row)
     if not isinstance(text, str):
         kind = type(text).__name__
-        raise DataError(f"row {number}: formatting_func must return the text of the row, not {kind}")
+        raise RowError(number, f"formatting_func must return the text of the row, not {kind}")
     return text
 
 
@@ -135,7 +175,20 @@ def _encoded(
     total = len(dataset)
     batches = encode(dataset, encoder, workers, lambda done: progress(done, total) if progress else None)
     rows = TokenRows.joined([batch.rows for batch in batches])
+    _check_targets(rows)
     return rows, TextSummary.of(rows, sum(b.truncated for b in batches), sum(b.dropped for b in batches))
+
+
+def _check_targets(rows: TokenRows) -> None:
+    """Refuse rows of one token each: the first token of a row is predicted from nothing."""
+    labels = rows.flat["labels"]
+    if len(rows) and np.count_nonzero(labels != IGNORED) == np.count_nonzero(
+        labels[rows.offsets[:-1]] != IGNORED
+    ):
+        raise DataError(
+            f"none of the {len(rows)} rows has a token to train on after its first one, which nothing predicts. "
+            "Check the columns, the masks and max_length."
+        )
 
 
 def _report(summary: TextSummary) -> None:
@@ -156,26 +209,33 @@ def _prepared_stream(stream: Any, tokenizer: Any, options: TextOptions) -> Any:
     form = _form_of(example, stream.column_names, options)
     if options.formatting_func is not None and form is Form.TEXT:
         example = {options.dataset_text_field: _formatted(options.formatting_func, example, 0)}
-    encoder = RowEncoder(tokenizer, options, form, example)
+    encoder = RowEncoder(tokenizer, options.of_tokens(), form, example)
     function = options.formatting_func if form is Form.TEXT else None
-    return stream.map(
-        StreamStep(encoder, function, options.dataset_text_field),
+    tokens = stream.map(
+        StreamStep(encoder, function, options.dataset_text_field, stream.features),
         with_indices=True,
         batched=True,
         batch_size=BATCH,
         remove_columns=list(stream.column_names or example),
     )
+    if options.shuffle_seed is not None:
+        tokens = tokens.shuffle(seed=options.shuffle_seed)
+    if options.packing is None:
+        return tokens
+    assert options.max_length is not None
+    return pack_dataset(tokens, options.max_length, options.packing)
 
 
 class StreamStep:
     """Encodes the batches of a stream, for its `map`. Logs the first rows that it drops."""
 
-    def __init__(self, encoder: RowEncoder, function: Any, text_field: str) -> None:
+    def __init__(self, encoder: RowEncoder, function: Any, text_field: str, features: Any) -> None:
         self._encoder, self._function, self._text_field = encoder, function, text_field
+        self._features = features
         self._warned = False
 
     def __call__(self, columns: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, Any]:
-        rows = as_rows(columns)
+        rows = as_rows(columns, self._features)
         if self._function is not None:
             numbered = zip(rows, numbers, strict=True)
             rows = [{self._text_field: _formatted(self._function, row, number)} for row, number in numbered]

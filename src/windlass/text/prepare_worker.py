@@ -22,9 +22,7 @@ def serve(incoming: Connection, outgoing: Connection) -> None:
     except (EOFError, BrokenPipeError):
         return  # the process that started this one has ended, or wants no more
     except Exception:
-        outgoing.send(
-            Failure(-1, f"a worker process of the preparation failed:\n{traceback.format_exc()}", False)
-        )
+        outgoing.send(Failure(-1, f"a worker process of the preparation failed:\n{traceback.format_exc()}"))
 
 
 def main() -> None:

@@ -22,8 +22,10 @@ class TextSummary:
         truncated: rows that were cut to the maximum length.
         dropped: rows that were left out, because none of their tokens had a label.
         longest: tokens of the longest row.
+        largest_id: the largest token, which the embedding of a model must have.
         histogram: (lower bound, rows) of ranges of lengths; a range ends where the next one begins, at twice its
             lower bound.
+        packed_rows: rows that these were packed into; None = they were not packed.
     """
 
     rows: int
@@ -32,7 +34,9 @@ class TextSummary:
     truncated: int
     dropped: int
     longest: int
+    largest_id: int
     histogram: tuple[tuple[int, int], ...]
+    packed_rows: int | None = None
 
     @classmethod
     def of(cls, rows: TokenRows, truncated: int, dropped: int) -> TextSummary:
@@ -40,7 +44,9 @@ class TextSummary:
         lengths = rows.lengths
         trained = int(np.count_nonzero(rows.flat["labels"] != IGNORED))
         longest = int(lengths.max()) if len(lengths) else 0
-        return cls(len(rows), int(lengths.sum()), trained, truncated, dropped, longest, _histogram(lengths))
+        largest = int(rows.flat["input_ids"].max()) if len(rows.flat["input_ids"]) else 0
+        counts = _histogram(lengths)
+        return cls(len(rows), int(lengths.sum()), trained, truncated, dropped, longest, largest, counts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts as JSON values."""
@@ -53,7 +59,8 @@ class TextSummary:
 
     def facts(self) -> dict[str, Any]:
         """Return the counts as the report of a run shows them, with a line for each range of lengths."""
-        named = {name.replace("_", " "): value for name, value in asdict(self).items() if name != "histogram"}
+        hidden = {"histogram", "largest_id"} | ({"packed_rows"} if self.packed_rows is None else set())
+        named = {name.replace("_", " "): value for name, value in asdict(self).items() if name not in hidden}
         lengths = {f"rows of {low:,} to {2 * low - 1:,} tokens": rows for low, rows in self.histogram}
         return {**named, **lengths}
 
@@ -62,6 +69,7 @@ class TextSummary:
         return (
             f"{self.rows:,} rows, {self.tokens:,} tokens ({share:.0%} trained), longest {self.longest:,}; "
             f"{self.truncated:,} truncated, {self.dropped:,} dropped"
+            + ("" if self.packed_rows is None else f"; packed into {self.packed_rows:,} rows")
         )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from windlass.core.errors import DataError
 from windlass.core.optional import is_imported, require
-from windlass.text.token_rows import COLUMNS, TokenRows
+from windlass.text.token_rows import TokenRows
 
 
 def is_table(dataset: Any) -> bool:
@@ -33,16 +33,27 @@ def load_hub(name: str, subset: str | None, split: str) -> Any:
         raise DataError(f"hub dataset {name!r} (split {split!r}) cannot be loaded: {error}") from error
 
 
-def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a parquet file, with those of `columns` that it has; with all if it has none of them."""
+def parquet_rows(path: Path, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a parquet file, with those of `columns` that it has; with all if it has none of them. Nulls
+    that the file has put into records for the keys of other records are left out.
+    """
     parquet = require("pyarrow.parquet", "read parquet files")
     try:
         file = parquet.ParquetFile(path)
     except Exception as error:  # pyarrow raises several unrelated types for a damaged file
         raise DataError(f"{path}: not a readable parquet file ({error})") from None
-    wanted = [name for name in columns if name in file.schema_arrow.names]
+    wanted = [name for name in file.schema_arrow.names if name in columns]
     batches = file.iter_batches(columns=wanted or None)
-    yield from chain.from_iterable(batch.to_pylist() for batch in batches)
+    for row in chain.from_iterable(batch.to_pylist() for batch in batches):
+        yield {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+        return [_without_nulls(item) for item in value]
+    return value
 
 
 def table_bytes(table: Any) -> Iterator[bytes]:
@@ -56,21 +67,46 @@ def table_bytes(table: Any) -> Iterator[bytes]:
         yield sink.getvalue().to_pybytes()
 
 
+def unfilled(value: Any, feature: Any) -> Any:
+    """Return a value of a table without the nulls that a table puts into each record for the keys of other records.
+
+    Args:
+        feature: the type of the value as `datasets` describes it; a dict for records. JSON is left as it is.
+    """
+    if isinstance(feature, Mapping):
+        if not isinstance(value, Mapping):
+            return value
+        return {k: unfilled(item, feature.get(k)) for k, item in value.items() if item is not None}
+    items = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+    if items is None or not isinstance(value, list):
+        return value
+    return [unfilled(item, items) for item in value]
+
+
+def has_records(feature: Any) -> bool:
+    """Return True if values of this type hold records."""
+    if isinstance(feature, Mapping):
+        return True
+    items = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+    return items is not None and has_records(items)
+
+
 def table_of(rows: TokenRows) -> Any:
     """Return a `datasets.Dataset` of int32 lists on the memory of `rows`, which is not copied."""
     datasets = require("datasets", "make a dataset of prepared rows")
     arrow = require("pyarrow", "make a dataset of prepared rows")
     # Offsets of a list are 32-bit numbers; a table beyond that has several chunks.
-    chunks: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    chunks: dict[str, list[Any]] = {name: [] for name in rows.column_names}
     for first, last in _chunks(rows):
-        offsets = (rows.offsets[first : last + 1] - rows.offsets[first]).astype("int32")
-        start, end = rows.offsets[first], rows.offsets[last]
-        for name in COLUMNS:
-            values = arrow.array(rows.flat[name][start:end])
-            chunks[name].append(arrow.ListArray.from_arrays(arrow.array(offsets), values))
+        for name, made in chunks.items():
+            borders = rows.borders(name)[first : last + 1]
+            values = arrow.array(rows.flat[name][borders[0] : borders[-1]])
+            made.append(
+                arrow.ListArray.from_arrays(arrow.array((borders - borders[0]).astype("int32")), values)
+            )
     kind = arrow.list_(arrow.int32())
-    columns = [arrow.chunked_array(chunks[name], type=kind) for name in COLUMNS]
-    return datasets.Dataset(arrow.Table.from_arrays(columns, names=list(COLUMNS)))
+    columns = [arrow.chunked_array(made, type=kind) for made in chunks.values()]
+    return datasets.Dataset(arrow.Table.from_arrays(columns, names=list(chunks)))
 
 
 def _chunks(rows: TokenRows, most: int = 2**30) -> Iterator[tuple[int, int]]:

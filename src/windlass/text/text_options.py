@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.core.errors import ConfigError, Problem
+from windlass.text.packing import STRATEGIES
 
 TRUNCATION_MODES = ("keep_start", "keep_end", "error")
 
@@ -24,7 +25,9 @@ class TextOptions:
         chat_template: Jinja text used instead of the tokenizer's template.
         formatting_func: row -> text, used instead of recognising the form.
         eos_token: appended to plain texts and completions that do not end with it; None = the tokenizer's.
-        packing: rows are packed later, which cuts them; nothing is truncated or dropped here.
+        packing: strategy by which rows are packed into rows of `max_length` tokens; see `pack_dataset`. None = rows are
+            not packed.
+        shuffle_seed: rows are shuffled before they are packed; None = they are packed in their order.
         num_proc: worker processes; None or 1 = this process.
     """
 
@@ -36,7 +39,8 @@ class TextOptions:
     chat_template: str | None = None
     formatting_func: Callable[[Mapping[str, Any]], str] | None = None
     eos_token: str | None = None
-    packing: bool = False
+    packing: str | None = None
+    shuffle_seed: int | None = None
     num_proc: int | None = None
 
     def __post_init__(self) -> None:
@@ -56,6 +60,13 @@ class TextOptions:
         if self.formatting_func is not None and self.completion_only_loss:
             fix = "formatting_func returns one text, which has no completion; leave one of the two out"
             found.append(Problem("completion_only_loss", True, fix))
-        if self.packing and self.max_length is None:
+        if self.packing is not None and self.packing not in STRATEGIES:
+            found.append(Problem("packing", self.packing, f"must be one of {', '.join(STRATEGIES)}, or None"))
+        if self.packing is not None and self.max_length is None:
             found.append(Problem("max_length", None, "packing needs the length of a packed row"))
         return found
+
+    def of_tokens(self) -> TextOptions:
+        """The options of the rows that are packed: those that packing splits are not truncated before."""
+        most = self.max_length if self.packing in (None, "bfd") else None
+        return replace(self, packing=None, shuffle_seed=None, max_length=most)

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from windlass.text.encoder import EncodedRows
 
 COLUMNS = ("input_ids", "labels")
+LENGTHS = "seq_lengths"
 Ints = NDArray[Any]
 
 
 class TokenRows(Sequence[Any]):
-    """A map-style dataset of rows `{"input_ids": list[int], "labels": list[int]}`.
+    """A map-style dataset of rows `{"input_ids": list[int], "labels": list[int]}`, packed ones with "seq_lengths".
 
     A slice or a column name returns lists of rows, as those of a `datasets.Dataset` do.
 
@@ -24,11 +25,23 @@ class TokenRows(Sequence[Any]):
         input_ids: int32 [tokens], of all rows.
         labels: int32 [tokens]; -100 = not trained.
         offsets: int64 [rows + 1]: row i has the tokens from `offsets[i]` up to `offsets[i + 1]`.
+        seq_lengths: of packed rows, the tokens of each document: int32 [documents].
+        documents: of packed rows, int64 [rows + 1]: row i has the documents from `documents[i]` up to
+            `documents[i + 1]`.
     """
 
-    def __init__(self, input_ids: Ints, labels: Ints, offsets: Ints) -> None:
+    def __init__(
+        self,
+        input_ids: Ints,
+        labels: Ints,
+        offsets: Ints,
+        seq_lengths: Ints | None = None,
+        documents: Ints | None = None,
+    ) -> None:
         self.flat = {"input_ids": input_ids, "labels": labels}
-        self.offsets = offsets
+        if seq_lengths is not None:
+            self.flat[LENGTHS] = seq_lengths
+        self.offsets, self.documents = offsets, documents
 
     @classmethod
     def of(cls, parts: Iterable[EncodedRows]) -> TokenRows:
@@ -47,22 +60,41 @@ class TokenRows(Sequence[Any]):
 
     @classmethod
     def joined(cls, parts: Sequence[TokenRows]) -> TokenRows:
-        """Return the rows of all parts."""
+        """Return the rows of all parts, which all are packed or all are not."""
         if len(parts) == 1:
             return parts[0]
-        flat = [np.concatenate([part.flat[name] for part in parts]) for name in COLUMNS]
-        lengths = np.concatenate([part.lengths for part in parts])
-        return cls(flat[0], flat[1], np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+        flat = {name: np.concatenate([part.flat[name] for part in parts]) for name in parts[0].flat}
+        borders = {name: _joined([np.diff(part.borders(name)) for part in parts]) for name in flat}
+        return cls(
+            flat["input_ids"], flat["labels"], borders["input_ids"], flat.get(LENGTHS), borders.get(LENGTHS)
+        )
+
+    def arrays(self) -> dict[str, Ints]:
+        """Return what the constructor was given."""
+        return {**self.flat, "offsets": self.offsets} | (
+            {} if self.documents is None else {"documents": self.documents}
+        )
+
+    def borders(self, name: str) -> Ints:
+        """Where the rows begin in a flat column, and the end of the last one: int64 [rows + 1]."""
+        return self.documents if name == LENGTHS and self.documents is not None else self.offsets
 
     @property
     def column_names(self) -> list[str]:
         """The columns of a row."""
-        return list(COLUMNS)
+        return list(self.flat)
 
     @property
     def lengths(self) -> Ints:
         """Tokens of each row: int64 [rows]."""
         return np.diff(self.offsets)
+
+    def shuffle(self, seed: int) -> TokenRows:
+        """Return the rows in the order that `datasets.Dataset.shuffle` gives them for this seed."""
+        order = np.random.default_rng(seed).permutation(len(self))
+        found = {name: _taken(values, self.borders(name), order) for name, values in self.flat.items()}
+        (ids, offsets), (labels, _) = found["input_ids"], found["labels"]
+        return TokenRows(ids, labels, offsets, *found.get(LENGTHS, ()))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -72,20 +104,31 @@ class TokenRows(Sequence[Any]):
             return self._column(index, range(len(self)))
         if isinstance(index, slice):
             rows = range(*index.indices(len(self)))
-            return {name: self._column(name, rows) for name in COLUMNS}
+            return {name: self._column(name, rows) for name in self.flat}
         at = int(index) + (len(self) if index < 0 else 0)
         if not 0 <= at < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        start, end = self.offsets[at : at + 2]
-        return {name: self.flat[name][start:end].tolist() for name in COLUMNS}
+        return {name: self._column(name, range(at, at + 1))[0] for name in self.flat}
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
         for at in range(len(self)):
             yield self[at]
 
     def _column(self, name: str, rows: range) -> list[list[int]]:
-        flat, offsets = self.flat[name], self.offsets
-        return [flat[offsets[at] : offsets[at + 1]].tolist() for at in rows]
+        flat, borders = self.flat[name], self.borders(name)
+        return [flat[borders[at] : borders[at + 1]].tolist() for at in rows]
+
+
+def _taken(values: Ints, borders: Ints, order: Ints) -> tuple[Ints, Ints]:
+    """The values of the rows `order`, and the borders of these rows."""
+    lengths = np.diff(borders)[order]
+    ends = np.cumsum(lengths)
+    take = np.repeat(borders[order] - (ends - lengths), lengths) + np.arange(int(lengths.sum()))
+    return values[take], np.append(0, ends)
+
+
+def _joined(lengths: Sequence[Ints]) -> Ints:
+    return np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
 
 
 def _flat(rows: list[list[int]]) -> Ints:

@@ -20,7 +20,7 @@ from windlass.text.summary import TextSummary
 from windlass.text.token_rows import TokenRows
 
 _MANIFEST = "manifest.json"
-_TYPES = {"input_ids": "<i4", "labels": "<i4", "offsets": "<i8"}
+_TYPES = {"input_ids": "<i4", "labels": "<i4", "offsets": "<i8", "seq_lengths": "<i4", "documents": "<i8"}
 _POLL = 0.1
 _logger = get_logger(__name__)
 Prepared = tuple[TokenRows, TextSummary]
@@ -92,10 +92,9 @@ class TokenStore:
         if new.exists():  # of a process that was killed
             self._files.remove_tree(new)
         self._files.make_folder(new)
-        arrays = {**rows.flat, "offsets": rows.offsets}
         sizes = {}
-        for name, kind in _TYPES.items():
-            content: Any = np.ascontiguousarray(arrays[name], dtype=kind)
+        for name, values in rows.arrays().items():
+            content: Any = np.ascontiguousarray(values, dtype=_TYPES[name])
             chunks = [memoryview(content).cast("B")] if content.size else []
             sizes[name] = self._files.write(new / f"{name}.bin", chunks).size
         manifest = {"key": key, "sizes": sizes, "summary": summary.to_dict()}
@@ -112,14 +111,15 @@ class TokenStore:
             manifest = parse_json((folder / _MANIFEST).read_bytes())
             if manifest["key"] != key:
                 return None
-            arrays = {name: self._array(folder, name, manifest["sizes"][name]) for name in _TYPES}
+            arrays = {name: self._array(folder, name, size) for name, size in manifest["sizes"].items()}
+            rows = TokenRows(**arrays)
             summary = TextSummary.from_dict(manifest["summary"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, OSError) as error:
             _logger.warning("%s is damaged, and is prepared again: %s", folder, error)
             return None
-        return TokenRows(arrays["input_ids"], arrays["labels"], arrays["offsets"]), summary
+        return rows, summary
 
     def _array(self, folder: Path, name: str, size: int) -> Any:
         path = folder / f"{name}.bin"

@@ -10,15 +10,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.text.encoder import RowEncoder
-from windlass.text.tables import is_table
+from windlass.text.located_rows import RowError
+from windlass.text.tables import has_records, is_table, unfilled
 from windlass.text.token_rows import TokenRows
 
 # Rows tokenized at once: enough for the threads of a fast tokenizer, few enough for the processor's cache.
@@ -39,11 +39,15 @@ class EncodedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A batch that could not be encoded."""
+    """A batch that could not be encoded.
+
+    Attributes:
+        row: that is invalid; None = the worker failed.
+    """
 
     number: int
     message: str
-    is_data: bool
+    row: int | None = None
 
 
 class DatasetPart:
@@ -69,8 +73,8 @@ class DatasetPart:
         for number, size in zip(self._numbers, self._sizes, strict=True):
             try:
                 found = encoder(self._read(at, at + size), number * BATCH)
-            except DataError as error:
-                yield Failure(number, str(error), is_data=True)
+            except RowError as error:
+                yield Failure(number, error.problem, error.row)
                 return
             yield EncodedBatch(number, TokenRows.of([found]), size, found.truncated, found.dropped)
             at += size
@@ -78,13 +82,18 @@ class DatasetPart:
     def _read(self, start: int, end: int) -> list[Any]:
         if not is_table(self._rows):
             return [self._rows[at] for at in range(start, end)]
-        columns = self._rows[start:end]
-        return as_rows(columns)
+        return as_rows(self._rows[start:end], self._rows.features)
 
 
-def as_rows(columns: Any) -> list[dict[str, Any]]:
-    """Return the rows of a mapping of columns."""
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+def as_rows(columns: Any, features: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the rows of a mapping of columns; `features` are the columns' types, if they are known."""
+    cleaned = {
+        name: [unfilled(value, features[name]) for value in values]
+        if features and has_records(features.get(name))
+        else values
+        for name, values in columns.items()
+    }
+    return [dict(zip(cleaned, values, strict=True)) for values in zip(*cleaned.values(), strict=True)]
 
 
 def encode(
@@ -97,7 +106,7 @@ def encode(
         progress: called with the number of rows done.
 
     Raises:
-        DataError: the first row that cannot be encoded.
+        RowError: the first row that cannot be encoded.
     """
     workers = min(workers, -(-len(dataset) // BATCH))
     pool = _started(dataset, encoder, workers) if workers > 1 else None
@@ -107,7 +116,7 @@ def encode(
     try:
         for batch in source:
             if isinstance(batch, Failure):
-                raise DataError(batch.message) if batch.is_data else RuntimeError(batch.message)
+                raise RuntimeError(batch.message) if batch.row is None else RowError(batch.row, batch.message)
             found.append(batch)
             done += batch.read
             progress(done)
@@ -177,7 +186,7 @@ class _Pool:
             found: EncodedBatch | Failure | None = connection.recv()
         except EOFError:
             code = self._processes[self._from.index(connection)].wait()
-            return Failure(-1, f"a worker process of the preparation ended with exit code {code}", False)
+            return Failure(-1, f"a worker process of the preparation ended with exit code {code}")
         return found
 
     def close(self) -> None:

@@ -128,6 +128,7 @@ def loss_hooks(trainer: Overridable, owner: type) -> LossHooks:
         function=trainer.compute_loss_func,
         default_loss=not overrides(trainer, owner, "compute_loss"),
         default_step=not overrides(trainer, owner, "training_step"),
+        default_count=not overrides(trainer, owner, "count_targets"),
         smoothing=smoothing_of(trainer.args, trainer.model),
         compiled=bool(trainer.args.torch_compile) or hasattr(trainer.model, "_orig_mod"),
         declared=trainer.loss_is_scaled_for_ga,

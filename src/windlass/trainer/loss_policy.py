@@ -39,7 +39,7 @@ class LossHooks:
         compute_loss, training_step, count_targets, prepare_inputs: its bound methods.
         autocast: returns the mixed-precision context of a forward.
         function: `compute_loss_func`.
-        default_loss, default_step: `compute_loss` and `training_step` are not overridden.
+        default_loss, default_step, default_count: `compute_loss`, `training_step`, `count_targets` are not overridden.
         smoothing: `label_smoothing_factor`.
         compiled: the model is compiled.
         declared: `loss_is_scaled_for_ga`.
@@ -54,6 +54,7 @@ class LossHooks:
     function: Callable[..., Any] | None
     default_loss: bool
     default_step: bool
+    default_count: bool
     smoothing: float
     compiled: bool
     declared: bool | None
@@ -62,6 +63,13 @@ class LossHooks:
     def of_model(self) -> bool:
         """True if the loss is the model's own, not one that a script or label smoothing computes."""
         return self.default_loss and self.function is None and not self.smoothing
+
+    @property
+    def counts_alone(self) -> bool:
+        """True if nothing reads which labels are targets: the loss and the count are both overridden. A smoothed loss,
+        which an override may call, reads it.
+        """
+        return not self.default_loss and not self.default_count and not self.smoothing
 
 
 class LossPolicy:
@@ -170,7 +178,8 @@ class LossPolicy:
         self._count_watch, self.kind = None, None
         self.divides = self._may_divide()
         find = self._meaning_of_model if self.hooks.of_model else self._meaning_of_hook
-        self.normaliser.meaning = find(probe, prepared, targets)
+        if declared is None or self.hooks.default_loss:
+            self.normaliser.meaning = find(probe, prepared, targets)
         if declared is not None:
             self.scales = declared
             self.normaliser.meaning = Meaning.SCALED if declared else Meaning.MICRO_MEAN
@@ -180,6 +189,10 @@ class LossPolicy:
 
     def _measure_shift(self, probe: Probe, prepared: Any) -> None:
         """Measure which labels are targets, with the model's own loss, if it has one, also for a script's loss."""
+        if (
+            self.hooks.counts_alone
+        ):  # a forward with labels may need far more memory than the loss of the hook
+            return
         able = prepared is not None
         if able and not self.hooks.of_model:
             able = math.isfinite(probe.value(prepared, self._model_loss))
