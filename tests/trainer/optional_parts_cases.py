@@ -10,7 +10,7 @@ from tests.trainer.test_losses import trainer_for
 from torch import Tensor, nn
 
 # The head that each row is for. An update takes four rows: both heads, one, one per rank, the other one.
-HEADS = "0101" "0000" "0011" "1111" "1001" "0000"
+HEADS = "010100000011111110010000"
 # Rows of a micro-batch, and micro-batches of an update on each rank, by the number of ranks.
 SPLITS = {1: [(4, 1)], 2: [(2, 1), (1, 2)]}
 
