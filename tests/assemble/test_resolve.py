@@ -252,6 +252,14 @@ def test_schedules_that_follow_a_metric_know_its_direction() -> None:
     assert plan_of(**changes, metric_for_best_model="loss").optimizer.schedule_options["mode"] == "min"
 
 
+def test_a_search_for_unused_parameters_is_left_to_the_model_unless_it_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert plan_of().dist.find_unused_parameters is None
+    for chosen in (True, False):
+        assert plan_of(ddp_find_unused_parameters=chosen).dist.find_unused_parameters is chosen
+
+
 def test_nothing_is_pinned_for_a_run_on_the_cpu() -> None:
     assert resolve_data(TrainingArguments("out")).pin_memory
     assert not resolve_data(TrainingArguments("out", use_cpu=True)).pin_memory

@@ -75,7 +75,6 @@ def options(**changes: Any) -> dict[str, Any]:
         "per_device_eval_batch_size": 2 if "WORLD_SIZE" in os.environ else 8,
         "report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_steps": 2, "learning_rate": 1e-2,
         "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True,
-        "ddp_find_unused_parameters": True,  # a model's pooler, which the embeddings do not use
     }  # fmt: skip
     return {**common, **changes}
 

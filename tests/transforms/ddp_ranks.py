@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError
@@ -151,6 +153,31 @@ def unused() -> None:
         strategy.warm_up(lambda: strategy.model(torch.ones(1, 2), False).sum().backward())
 
 
+def reentrant() -> nn.Module:
+    """A model whose blocks are recomputed within the backward, as Hugging Face's models note it."""
+    model = Forked()
+    model.gradient_checkpointing = True  # type: ignore[assignment]
+    model._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=True)  # type: ignore[assignment]
+    return model
+
+
+def searched_unless_that_would_mislead() -> None:
+    """What a Trainer asks for by default."""
+    plan = DistPlan(find_unused_parameters=None)
+    strategy = DataParallel(Forked(), plan)
+    ran: list[bool] = []
+    strategy.warm_up(lambda: ran.append(True))  # type: ignore[func-returns-value, arg-type]
+    assert not ran, "the search keeps the buckets as they are, so nothing must be run before"
+    update(strategy, True)
+    assert not strategy.model._has_rebuilt_buckets
+    update(strategy, False)  # one that is unused in a later batch only
+    for unsearched in (
+        DataParallel(reentrant(), plan),
+        DataParallel(Forked(), DistPlan(find_unused_parameters=None, static_graph=True)),
+    ):
+        assert not unsearched.model.find_unused_parameters
+
+
 def nothing_to_complain_of() -> None:
     for plan in (DistPlan(find_unused_parameters=True), DistPlan(static_graph=True)):
         strategy = DataParallel(Forked(), plan)
@@ -188,6 +215,7 @@ def main() -> None:
     pytorchs_batched_form_still_fails(world.rank)
     unused()
     nothing_to_complain_of()
+    searched_unless_that_would_mislead()
     gang.barrier()
     alone_with_it(world.rank)
     print("replicas are right")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from windlass.accelerator.offloaded_weights import (
     get_state_dict_offloaded_model,
@@ -16,14 +15,10 @@ from windlass.accelerator.offloaded_weights import (
     load_offloaded_parameter,
 )
 from windlass.accelerator.prepared import Prepared
-from windlass.checkpoint import strict_json
-from windlass.checkpoint.codec import encode
-from windlass.checkpoint.files import Files
-from windlass.checkpoint.replacing import replacing
+from windlass.accelerator.value_files import save_values
 from windlass.checkpoint.split import save_split
-from windlass.checkpoint.tensor_file import write_tensors
 from windlass.config.quantities import convert_file_size_to_int
-from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import is_url
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.module_state import state_of
@@ -80,25 +75,17 @@ class ModelFiles:
         """Write tensors and plain values, on the main process.
 
         Args:
-            obj: for ".safetensors", a dict of tensors; for ".json", a nest of tensors and plain values, whose tensors
-                go to a safetensors file of the same name.
-            f: a file name that ends in ".safetensors" or ".json".
+            obj: for ".safetensors", a dict of tensors; else a nest of tensors and plain values.
+            f: a file name. One that ends in neither ".safetensors" nor ".json" gets ".json" appended, with one
+                warning; `windlass.utils.load` finds it under the name given here.
             safe_serialization: no effect, because pickle is never written.
 
         Raises:
-            ConfigError: another file name extension. CheckpointError: values that cannot be saved; they are named.
+            CheckpointError: values that cannot be saved; they are named.
         """
         path = _local(f)
-        if path.suffix not in (".safetensors", ".json"):
-            fix = "pickle is never written: end the name in .safetensors (a dict of tensors) or .json (anything plain)"
-            raise ConfigError(Problem("f", str(f), fix))
-        if self._gang.rank != 0:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".json":
-            _save_values(path, obj)
-        else:
-            save_tensors(path, obj)
+        if self._gang.rank == 0:
+            save_values(path, obj)
 
 
 def warn_if_unsafe(safe_serialization: bool) -> None:
@@ -112,27 +99,3 @@ def _local(folder: str | os.PathLike[str]) -> Path:
         fix = "is remote, where checkpoints alone can be written; use a folder of this machine"
         raise ConfigError(Problem("folder", os.fspath(folder), fix))
     return Path(folder).expanduser().absolute()
-
-
-def save_tensors(path: Path, tensors: Any) -> None:
-    """Write a dict of tensors as a safetensors file; tensors that share memory are written once for each name.
-
-    Raises:
-        CheckpointError: it is not a dict of tensors.
-    """
-    if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise CheckpointError(f"{path.name} holds a dict of tensors; end the name in .json for anything else")
-    files = Files()
-    with replacing(path, files) as new:
-        write_tensors(new, dict(tensors), {"format": "pt"}, files=files)
-
-
-def _save_values(path: Path, values: Any) -> None:
-    """Write a nest of plain values as JSON, and its tensors, if any, as the safetensors file of the same name."""
-    files = Files()
-    tree, found = encode(values)
-    if found:
-        with replacing(path.with_suffix(".safetensors"), files) as new:
-            write_tensors(new, found, files=files)
-    with replacing(path, files) as new:
-        files.write(new, [strict_json.dump(tree, path.name)])

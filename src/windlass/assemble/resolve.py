@@ -20,6 +20,7 @@ from windlass.config.parallel import (
     plan_parallel,
     uses_deepspeed,
 )
+from windlass.config.parallel.rows_training import DDP_FIND_UNUSED
 from windlass.config.plan import (
     BatchPlan,
     CadencePlan,
@@ -314,7 +315,12 @@ def resolve_parallel(args: Any, world: World) -> Parallel:
     Raises:
         ConfigError: with every problem, contradictions of the two among them.
     """
-    return plan_parallel(merge(from_arguments(args), from_environment(os.environ)), world)
+    settings = merge(from_arguments(args), from_environment(os.environ))
+    found = plan_parallel(settings, world)
+    if settings.get(DDP_FIND_UNUSED.name) is not None:
+        return found
+    # As transformers' Trainer; in a loop of the user's own the default is that of accelerate: no search.
+    return replace(found, dist=replace(found.dist, find_unused_parameters=None))
 
 
 def resolve_engine(args: Any) -> ZeroPlan | None:

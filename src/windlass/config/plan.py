@@ -377,13 +377,14 @@ class DistPlan:
     """How the model is distributed over ranks. With one rank only `shard` has an effect.
 
     Attributes:
+        find_unused_parameters: None: DDP searches unless blocks are recomputed re-entrantly; FSDP does not.
         strategy: a key of `transforms/strategies.py`; "ddp" is the plain one.
         comm_hook: how DDP compresses gradients during communication.
         reduce_each: gradients are reduced after each micro-batch, which needs less memory of a sharded model.
     """
 
     timeout_seconds: int = 1800
-    find_unused_parameters: bool = False
+    find_unused_parameters: bool | None = False
     bucket_cap_mb: int | None = None
     broadcast_buffers: bool | None = None
     static_graph: bool = False

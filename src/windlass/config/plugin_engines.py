@@ -50,7 +50,7 @@ class DeepSpeedPlugin:
         """What is not built."""
         for name in ("enable_msamp", "msamp_opt_level"):
             if getattr(self, name):
-                yield Problem(f"DeepSpeedPlugin.{name}", getattr(self, name), _EightBits.reason)
+                yield Problem(f"DeepSpeedPlugin.{name}", getattr(self, name), MS_AMP)
 
     def settings(self) -> dict[str, Any]:
         """What was set, under the names of a launch file."""

@@ -162,8 +162,8 @@ MEMBERS_MAPPED = {
     "follows from a seed in any case",
     "save_state": SAFETENSORS,
     "save_model": SAFETENSORS,
-    "save": "writes safetensors (a name in .safetensors) or JSON (.json); other endings are refused, because "
-    "pickle is never written",
+    "save": "writes safetensors (a name in .safetensors) or JSON (.json); of another name, such as model.pt, it writes "
+    "model.pt.json and model.pt.safetensors, with one warning: pickle is never written",
     "fp8_backend": "is AO or NO: torchao is the only backend",
     "tensor_parallel_rank": "is always 0: tensors are not split further",
     "context_parallel_rank": "is always 0: sequences are not split",

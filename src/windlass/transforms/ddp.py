@@ -22,6 +22,7 @@ from windlass.transforms.buffers import (
     share_buffers,
 )
 from windlass.transforms.comm_hooks import Compression
+from windlass.transforms.recompute import recomputes_reentrantly
 from windlass.transforms.strategy import device_of
 from windlass.transforms.unused import ReachedParameters
 
@@ -67,7 +68,7 @@ class DataParallel(Alone):
         self._compression = Compression(self._wrapper, plan)
         self._seen = 0
         # Under either option PyTorch finds unused parameters itself; otherwise the first update is checked.
-        watched = not (plan.find_unused_parameters or plan.static_graph)
+        watched = not (self._wrapper.find_unused_parameters or plan.static_graph)
         self._watch = ReachedParameters(module, self._wrapper) if watched else None
 
     @property
@@ -99,8 +100,11 @@ class DataParallel(Alone):
 
         DDP rebuilds its buckets after the first backward, in the order in which gradients arrived. The last bit of sums
         over three or more ranks depends on the buckets, so without this a resumed run would differ from an
-        uninterrupted one. Buffers, extra states, gradients and random generators are restored.
+        uninterrupted one. Buffers, extra states, gradients and random generators are restored. If unused parameters are
+        searched for, buckets keep their first order, and nothing is run.
         """
+        if self._wrapper is None or self._wrapper.find_unused_parameters:
+            return
         before = ForwardState(self._module)
         with preserved_rng(device_of(self._module)):
             for _ in range(2):
@@ -133,7 +137,7 @@ class DataParallel(Alone):
 def replicate(module: nn.Module, plan: DistPlan) -> Replicated:
     """Wrap `module`, already on its device, for data parallelism over the default process group."""
     options: dict[str, Any] = {
-        "find_unused_parameters": plan.find_unused_parameters,
+        "find_unused_parameters": _searches(module, plan),
         "static_graph": plan.static_graph,
         # Gradients as views of the buckets: no copy before the optimizer reads them.
         "gradient_as_bucket_view": True,
@@ -146,6 +150,16 @@ def replicate(module: nn.Module, plan: DistPlan) -> Replicated:
     if device.type not in ("cpu", "mps"):
         options["device_ids"] = [device]
     return _wrap(module, options)
+
+
+def _searches(module: nn.Module, plan: DistPlan) -> bool:
+    """Return True if each forward is to search its graph for parameters that it does not use.
+
+    A re-entrant block hides its parameters from the search, which would take them as unused.
+    """
+    if plan.find_unused_parameters is None:
+        return not (plan.static_graph or recomputes_reentrantly(module))
+    return plan.find_unused_parameters
 
 
 def _wrap(module: nn.Module, options: dict[str, Any]) -> Replicated:

@@ -393,7 +393,7 @@ def _set_order(units: list[FSDPModule], plan: DistPlan, chosen: ShardPlan) -> No
     """Set explicit prefetching in the order in which modules were defined, the root first."""
     for index, unit in enumerate(units):
         if hasattr(unit, "set_reduce_scatter_unused_params"):
-            unit.set_reduce_scatter_unused_params(plan.find_unused_parameters, recurse=False)
+            unit.set_reduce_scatter_unused_params(bool(plan.find_unused_parameters), recurse=False)
         elif plan.find_unused_parameters:
             fix = f"a sharded model needs a newer torch than {torch.__version__} for it; leave it out, or update torch"
             raise ConfigError(Problem("ddp_find_unused_parameters", True, fix))

@@ -71,6 +71,21 @@ def apply_recompute(
     return model
 
 
+def recomputes_reentrantly(model: nn.Module) -> bool:
+    """Return True if blocks of `model` are recomputed by a backward within the backward.
+
+    Only a model with a method of its own can do so. Hugging Face's models keep the function that their blocks call.
+    """
+    return any(_is_reentrant(module) for module in model.modules())
+
+
+def _is_reentrant(module: nn.Module) -> bool:
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    if not getattr(module, "gradient_checkpointing", False) or not isinstance(function, functools.partial):
+        return False
+    return bool(function.keywords.get("use_reentrant"))
+
+
 def _operators(given: Any) -> tuple[str, ...]:
     """The names of operators in `given`, which torch has."""
     wrong = [given] if not isinstance(given, (list, tuple)) else [n for n in given if not _is_operator(n)]

@@ -149,7 +149,7 @@ def _check(plan: DistPlan) -> None:
     problems = [
         Problem(said, getattr(plan, name), fix)
         for name, said in names.items()
-        if getattr(plan, name) != getattr(defaults, name)
+        if getattr(plan, name) not in (None, getattr(defaults, name))
     ]
     if problems:
         raise ConfigError(problems)

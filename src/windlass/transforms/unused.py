@@ -60,7 +60,8 @@ class ReachedParameters:
             f"the loss does not depend on {len(unused)} of {len(self._names)} trained parameters: "
             f"{', '.join(unused[:_SHOWN])}{more}. Their gradients cannot be reduced over ranks. Freeze them "
             "(requires_grad_(False)), use them in the loss, or set ddp_find_unused_parameters=True "
-            "(DistributedDataParallelKwargs(find_unused_parameters=True)), which costs a walk of the graph per update"
+            "(DistributedDataParallelKwargs(find_unused_parameters=True)), which costs a walk of the graph per update "
+            "and does not work with blocks that are recomputed with use_reentrant=True"
         )
 
 

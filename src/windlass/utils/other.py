@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.accelerator.model_files import save_tensors, warn_if_unsafe
-from windlass.checkpoint.files import Files
-from windlass.checkpoint.tensor_file import open_tensors
+from windlass.accelerator.value_files import load_values, save_values
 from windlass.compat.state import PartialState
 from windlass.config.launch_file import basic_settings, default_file, write_file
 from windlass.core.device import visible_devices
-from windlass.core.errors import ConfigError, Problem
-from windlass.core.trees import convert_to_fp32
+from windlass.core.trees import convert_to_fp32, send_to_device
 from windlass.dist.sharded import is_sharded
 
 
@@ -50,35 +47,32 @@ def wait_for_everyone() -> None:
 
 
 def save(
-    obj: Mapping[str, Tensor],
+    obj: Any,
     f: str | os.PathLike[str],
     save_on_each_node: bool = False,
-    safe_serialization: bool = True,
+    safe_serialization: bool = False,
 ) -> None:
-    """Write a dict of tensors as safetensors, on the main process.
+    """Write tensors and plain values, on the main process.
 
     Args:
-        obj: tensors by name; those that share memory are written once each.
-        f: the file.
+        obj: for ".safetensors", a dict of tensors; else a nest of tensors and plain values.
+        f: the file. A name that ends in neither ".safetensors" nor ".json" gets ".json" appended, with one warning.
         save_on_each_node: write on the main process of every machine.
-        safe_serialization: False is mapped to True with one warning: pickle is never written.
+        safe_serialization: no effect, because pickle is never written.
     """
-    warn_if_unsafe(safe_serialization)
-    if Path(f).suffix in (".bin", ".pt", ".pth", ".pkl"):
-        raise ConfigError(Problem("save.f", str(f), "pickle is never written: end the name in .safetensors"))
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
-        save_tensors(Path(f), dict(obj))
+        save_values(Path(f), obj)
 
 
-def load(f: str | os.PathLike[str], map_location: torch.device | str | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, on the host or on `map_location`."""
-    if Path(f).suffix != ".safetensors":
-        fix = "only safetensors files are read; reading a pickle can run any code"
-        raise ConfigError(Problem("load.f", str(f), fix))
-    with open_tensors(Path(f), Files()) as tensors:
-        found = {name: tensors.read(name) for name in tensors.names}
-    return {name: t if map_location is None else t.to(map_location) for name, t in found.items()}
+def load(f: str | os.PathLike[str], map_location: torch.device | str | None = None) -> Any:
+    """Return what `save` wrote under this name, or the tensors of a safetensors file.
+
+    Args:
+        map_location: the device of the tensors; None is the host.
+    """
+    found = load_values(Path(f))
+    return found if map_location is None else send_to_device(found, map_location)
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

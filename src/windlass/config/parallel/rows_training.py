@@ -283,7 +283,8 @@ MESH = (
 
 _ddp = rows_of("ddp")
 DDP_FIND_UNUSED = _ddp(
-    "find_unused_parameters", kinds.flag, False, "Search in each step for parameters without a gradient.",
+    "find_unused_parameters", kinds.flag, False,
+    "Search each forward for parameters that it does not use; a Trainer does unless set.",
     fields=("ddp_find_unused_parameters",),
 )  # fmt: skip
 DDP_BUCKET = _ddp(

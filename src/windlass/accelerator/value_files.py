@@ -1,0 +1,101 @@
+"""Single files of a script: tensors and plain values, as safetensors and JSON under whatever name it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from windlass.checkpoint import strict_json
+from windlass.checkpoint.codec import decode, encode
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.replacing import replacing
+from windlass.checkpoint.tensor_file import open_tensors, write_tensors
+from windlass.core.errors import CheckpointError
+from windlass.core.logs import get_logger, warn_once
+
+_log = get_logger(__name__)
+_TENSORS, _VALUES = ".safetensors", ".json"
+
+
+def save_values(path: Path, values: Any) -> None:
+    """Write `values` by the ending of `path`.
+
+    Args:
+        path: ".safetensors" takes a dict of tensors. ".json" takes a nest of plain values, whose tensors go to a
+            safetensors file of the same name. Any other ending, such as ".pt", means pickle, which is never written:
+            ".json" is appended to the name, with one warning.
+
+    Raises:
+        CheckpointError: values that cannot be saved; they are named.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == _TENSORS:
+        _save_tensors(path, values)
+    elif path.suffix == _VALUES:
+        _save_nest(path, values)
+    else:
+        _save_nest(_beside(path, _VALUES), values)
+        warn_once(
+            _log,
+            f"pickle is never written: {path} is saved as {path.name}{_VALUES}, with its tensors in "
+            f"{path.name}{_TENSORS}. windlass.utils.load({path.name!r}) reads them, torch.load does not",
+        )
+
+
+def load_values(path: Path) -> Any:
+    """Read what `save_values` wrote under this name, with tensors on the host.
+
+    Raises:
+        CheckpointError: there is no such file, or another program wrote it.
+    """
+    if path.suffix == _TENSORS:
+        with open_tensors(path, Files()) as tensors:
+            return {name: tensors.read(name) for name in tensors.names}
+    if path.suffix == _VALUES:
+        return _load_nest(path)
+    place = _beside(path, _VALUES)
+    if place.exists():
+        return _load_nest(place)
+    raise CheckpointError(
+        f"{path} was not written by Windlass, for there is no {place.name}; of other files only .safetensors are read: "
+        "reading a pickle can run any code"
+    )
+
+
+def _save_tensors(path: Path, tensors: Any) -> None:
+    """Write a dict of tensors as a safetensors file; tensors that share memory are written once for each name.
+
+    Raises:
+        CheckpointError: it is not a dict of tensors.
+    """
+    if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
+        raise CheckpointError(f"{path.name} holds a dict of tensors; end the name in .json for anything else")
+    files = Files()
+    with replacing(path, files) as new:
+        write_tensors(new, dict(tensors), {"format": "pt"}, files=files)
+
+
+def _save_nest(path: Path, values: Any) -> None:
+    files = Files()
+    tree, found = encode(values)
+    if found:
+        with replacing(path.with_suffix(_TENSORS), files) as new:
+            write_tensors(new, found, files=files)
+    with replacing(path, files) as new:
+        files.write(new, [strict_json.dump(tree, path.name)])
+
+
+def _load_nest(path: Path) -> Any:
+    files, beside = Files(), path.with_suffix(_TENSORS)
+    tree = strict_json.read(path, files)
+    if not beside.exists():
+        return decode(tree, {})
+    with open_tensors(beside, files) as tensors:
+        return decode(tree, tensors)
+
+
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
