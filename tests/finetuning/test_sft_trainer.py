@@ -68,16 +68,6 @@ def test_packed_rows_have_their_lengths(tmp_path: Path) -> None:
     assert "attention_mask" not in batch
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_packed_evaluation_data_has_the_loss_of_the_same_rows_alone(tmp_path: Path, packing: bool) -> None:
-    def loss(**changes: Any) -> float:
-        rows = small.table(small.texts())
-        trainer = trainer_of(tmp_path, small.texts(), eval_dataset=rows, packing=packing, **changes)
-        return float(trainer.evaluate()["eval_loss"])
-
-    assert loss(eval_packing=True) == pytest.approx(loss(eval_packing=False), rel=1e-6)
-
-
 def test_a_formatting_function_makes_texts(tmp_path: Path) -> None:
     rows = [{"q": "the cat", "a": "sat on"}] * 4
     trainer = trainer_of(tmp_path, rows, formatting_func=lambda row: f"{row['q']} {row['a']}")
@@ -128,36 +118,6 @@ def test_a_stream_is_trained_on(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.global_step == 3
     assert trainer.args.accelerator_config.dispatch_batches is False
-
-
-@pytest.mark.parametrize("kind", ["table", "generator"])
-def test_a_packed_stream_is_resumed_exactly(tmp_path: Path, kind: str) -> None:
-    """In the middle of a group of rows that were packed together."""
-    import datasets
-
-    def stream() -> Any:
-        if kind == "table":
-            return small.table(small.texts(60)).to_iterable_dataset()
-        return datasets.IterableDataset.from_generator(lambda: iter(small.texts(60)))
-
-    def trainer(name: str, **changes: Any) -> SFTTrainer:
-        options = {
-            "packing": True,
-            "max_length": 24,
-            "per_device_train_batch_size": 2,
-            "max_steps": 7,
-            **changes,
-        }
-        return trainer_of(tmp_path / name, stream(), **options)
-
-    whole = trainer("whole")
-    whole.train()
-    trainer("cut", save_strategy="steps", save_steps=4).train()
-    resumed = trainer("cut")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-4"))
-    assert resumed.state.log_history[-1]["step"] == 7
-    for name, weight in resumed.model.named_parameters():
-        assert torch.equal(weight, whole.model.get_parameter(name)), name
 
 
 def test_prepared_rows_are_left_alone(tmp_path: Path) -> None:
@@ -416,48 +376,6 @@ def test_tokens_are_written_to_the_configs(tmp_path: Path) -> None:
 def test_contradictions_are_found_before_training(tmp_path: Path, changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer_of(tmp_path, small.texts(), **changes)
-
-
-def test_a_token_that_the_model_does_not_know_is_found_before_training(tmp_path: Path) -> None:
-    known = [{"input_ids": [3, 35, 5]}] * 4
-    trainer = trainer_of(tmp_path, known)
-    unknown = small.table([{"input_ids": [3, 36, 5]}] * 4)
-    with pytest.raises(
-        DataError, match=r"the eval dataset has the token 36, and the embedding .* has 36 rows"
-    ):
-        trainer.evaluate(unknown)
-
-
-def test_images_and_rows_without_numbers_are_refused(tmp_path: Path) -> None:
-    images = small.table([{**row, "image": 1} for row in small.texts(3)])
-    with pytest.raises(
-        ConfigError, match=r"train_dataset=\['image'\]: columns with images are not supported"
-    ):
-        trainer_of(tmp_path, images)
-    with pytest.raises(ConfigError, match=r"eval_dataset=\['image'\]"):
-        trainer_of(tmp_path, small.texts(3), eval_dataset=images)
-    with pytest.raises(DataError, match="rows of a generator have no numbers"):
-        trainer_of(tmp_path, (row for row in small.texts(3)))
-
-
-def test_a_dataset_of_torch_is_a_sequence_of_rows(tmp_path: Path) -> None:
-    class Texts(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return 5
-
-        def __getitem__(self, index: int) -> Any:
-            return small.texts(5)[index]
-
-    found = trainer_of(tmp_path, Texts()).train_dataset
-    assert list(found) == list(trainer_of(tmp_path, small.texts(5)).train_dataset)
-
-
-def test_shuffled_lists_are_packed_like_tables(tmp_path: Path) -> None:
-    given = (small.table(small.texts(40)), tuple(small.texts(40)))
-    rows, table = (
-        list(trainer_of(tmp_path, data, packing=True, shuffle_dataset=True).train_dataset) for data in given
-    )
-    assert rows == table
 
 
 def test_a_training_dataset_is_required(tmp_path: Path) -> None:

@@ -200,6 +200,18 @@ def test_a_text_has_one_token_at_its_beginning_and_end(adds: str) -> None:
     assert [label for label in pair["labels"] if label != -100] == [b, end]
 
 
+def test_a_vocabulary_need_not_have_letters() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<eos>": 0, "one": 1, "two": 2})
+    )  # nothing for others
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
+    row = prepare_text([{"prompt": "one", "completion": " two"}], words).dataset[0]
+    assert row == {"input_ids": [1, 2, 0], "labels": [-100, 2, 0]}
+
+
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_packed_rows_are_those_of_pack_dataset(strategy: str, seed: int | None, tmp_path: Path) -> None:

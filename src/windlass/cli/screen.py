@@ -52,7 +52,7 @@ class RunOutcome:
 
 def _prepared(trainer: Any) -> str:
     """What was truncated, dropped and packed; empty for a trainer that prepares no text."""
-    counts = getattr(trainer, "data_summaries", dict)()
+    counts: dict[str, Any] = getattr(trainer, "data_summaries", dict)()
     return "".join(f"  {name + ':':<9} {summary}\n" for name, summary in counts.items())
 
 

@@ -108,10 +108,13 @@ class RowEncoder:
 
     def _added(self) -> tuple[str, bool]:
         """The token that the tokenizer puts before a text ("" = none), and if it puts the end token after it."""
-        ids = self._tokenizer("a")["input_ids"]
+        # Not of an empty text, for which some tokenizers add nothing, but of one that every vocabulary has.
+        special = set(self._tokenizer.all_special_tokens)
+        word = next((token for token in self._tokenizer.get_vocab() if token not in special), self._eos)
+        ids = self._tokenizer(word)["input_ids"]
         bos = str(self._tokenizer.bos_token or "")
-        begins = bool(bos) and ids[0] == self._tokenizer.convert_tokens_to_ids(bos)
-        return bos if begins else "", ids[-1] == self._tokenizer.convert_tokens_to_ids(self._eos)
+        begins = bool(bos) and ids[:1] == [self._tokenizer.convert_tokens_to_ids(bos)]
+        return bos if begins else "", ids[-1:] == [self._tokenizer.convert_tokens_to_ids(self._eos)]
 
     def __call__(self, rows: Sequence[Row], first: int) -> EncodedRows:
         """Encode `rows`; `first` is the number of the first of them in the dataset, for error messages.
