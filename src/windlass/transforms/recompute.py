@@ -54,7 +54,9 @@ def apply_recompute(
         raise ConfigError(Problem("activation_checkpointing", True, fix))
     chosen = {"use_reentrant": False, **(options or {})}
     every = _whole_stride(chosen.pop("every_n_layers", 1))
-    offload = bool(chosen.pop("offload", False))
+    offload = chosen.pop("offload", False)
+    if not isinstance(offload, bool):
+        raise ConfigError(Problem(f"{_FIELD}.offload", offload, "must be True or False"))
     selective = chosen.pop("selective", False)
     if selective:
         if chosen["use_reentrant"]:
