@@ -119,8 +119,8 @@ class _Fused(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError(
                 "the memory-lean loss was differentiated twice: its gradients are made in the forward and given away "
-                "in the backward. Keep the graph (retain_graph=True), compute the loss again, or switch the memory-lean "
-                "loss off."
+                "in the backward. Keep the graph (retain_graph=True), compute the loss again, or switch the "
+                "memory-lean loss off."
             )
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         made = ctx.gradients
