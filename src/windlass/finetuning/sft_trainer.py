@@ -19,9 +19,9 @@ from windlass.finetuning.sft_loss import sft_loss
 from windlass.finetuning.sft_parts import Given, build_sft_parts
 from windlass.finetuning.token_figures import TokenFigures, UpdateBorders
 from windlass.trainer.trainer import Trainer
+from windlass.transforms.activation_offload import ActivationOffload
 from windlass.transforms.document_attention import documents_apart, refuse_leaks
 from windlass.transforms.linear_cross_entropy import LossOptions
-from windlass.transforms.offload import ActivationOffload
 
 logger = get_job_logger(__name__)
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from windlass.core.errors import ConfigError, Problem
+from windlass.transforms.activation_offload import ActivationOffload
 from windlass.transforms.blocks import repeated_blocks
-from windlass.transforms.offload import ActivationOffload
 from windlass.transforms.strategy import device_of
 
 _FIELD = "activation_checkpointing_kwargs"
