@@ -28,10 +28,20 @@ def _same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             assert ours[name] == value, name
 
 
-@pytest.mark.parametrize("samples", [PLAIN, MASKED, PACKED], ids=["plain", "masked", "packed"])
+_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"padding_free": True},
+    {"pad_to_multiple_of": 8},
+    {"return_position_ids": True},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"padding_free": True}, {"return_position_ids": True}, {"pad_to_multiple_of": 8}],
+    ("samples", "options"),
+    [
+        *((samples, options) for samples in (PLAIN, MASKED) for options in _OPTIONS),
+        *((PACKED, options) for options in _OPTIONS[:3]),
+    ],
     ids=str,
 )
 def test_batches_are_those_of_trl(samples: Any, options: dict[str, Any]) -> None:
@@ -40,6 +50,14 @@ def test_batches_are_those_of_trl(samples: Any, options: dict[str, Any]) -> None
         DataCollatorForCausalLM(pad_token_id=9, **options)(samples),
         trl.DataCollatorForLanguageModeling(pad_token_id=9, **options)(samples),
     )
+
+
+def test_packed_rows_with_positions_have_no_mask() -> None:
+    """With TRL's mask, attention would join their documents, and the first token of each would be a target."""
+    batch = DataCollatorForCausalLM(pad_token_id=9, return_position_ids=True)(PACKED)
+    assert "attention_mask" not in batch
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 0], [0, 0, 1, 2]]
+    assert batch["labels"].tolist() == [[-100, 2, -100, -100], [-100, -100, 6, 7]]
 
 
 def test_padding_of_one_row_is_a_document() -> None:

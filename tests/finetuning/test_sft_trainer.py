@@ -403,6 +403,16 @@ def test_offloading_and_recomputation_change_nothing(tmp_path: Path) -> None:
     assert all(other == losses[0] for other in losses[1:])
 
 
+def test_an_optimizer_that_updates_in_the_backward_clips(tmp_path: Path) -> None:
+    """With two backwards through the graph, in which the loss without logits has one node."""
+    losses = []
+    for name in ("sgd", "lomo"):
+        trainer = trainer_of(tmp_path / name, small.texts(), optim=name, max_grad_norm=0.5)
+        trainer.train()
+        losses.append([r["loss"] for r in trainer.state.log_history if "loss" in r])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 def test_the_defaults_train_on_a_cpu(tmp_path: Path) -> None:
     args = SFTConfig(str(tmp_path), use_cpu=True, max_steps=1, report_to="none")
     trainer = SFTTrainer(

@@ -15,6 +15,7 @@ from tests.laws.source import PACKAGE, Module, modules
 _MODULE = "nn.Module keeps its tensors, children and settings there, and enumerates them in another way"
 _CALL = "nn.Module calls through these, and torch.compile replaces one of them"
 _TORCH = "a function of PyTorch that its own optimizers and loss scaler use, without a public name"
+_AUTOGRAD = "autograd states only there which backward runs, and of which tensor another one is a view"
 _WORKERS = "PyTorch's loader keeps its processes there, and tells nobody else about them"
 _SHARDED = "FSDP2 keeps its groups of parameters there"
 _DEBUG = "what hangs can be found out here only"
@@ -41,6 +42,7 @@ THIRD_PARTY = {
          "_foreach_mul", "_foreach_sign_", "_foreach_sqrt", "_foreach_sqrt_", "_foreach_sub_"),
         _TORCH,
     ),
+    **dict.fromkeys(("_autograd", "_base", "_current_graph_task_id", "_get_current_graph_task_keep_graph"), _AUTOGRAD),
     "_step_count": "PyTorch's schedules count their steps there, and tell nobody else about them",
     **dict.fromkeys(("_iterator", "_worker_info"), _WORKERS),
     **dict.fromkeys(("_get_fsdp_state", "_fsdp_param_groups", "_unsharded_param"), _SHARDED),
@@ -68,7 +70,7 @@ THIRD_PARTY = {
         _SCRIPTS,
     ),
     "_make_wrapper_subclass": "PyTorch makes tensors without memory under no other name",
-    **dict.fromkeys(("_is_gathered", "_sharded_by", "_recompute", "_recompute_offload"), _MARK),
+    **dict.fromkeys(("_is_gathered", "_sharded_by", "_recompute"), _MARK),
 }  # fmt: skip
 
 # Temporary: their objects are being rebuilt with owners of their own.

@@ -157,8 +157,9 @@ def test_recomputed_layers_keep_documents_apart(reentrant: bool) -> None:
     _close([packed_loss, *packed], [loss, *gradients], 1e-12)
 
 
-def test_several_packed_rows() -> None:
-    model, documents = _model("sliding window"), [*_documents(), *_documents()]
+@pytest.mark.parametrize("name", ["llama", "sliding window", "sinks"])
+def test_several_packed_rows(name: str) -> None:
+    model, documents = _model(name, torch.float32), [*_documents(), *_documents()]
     lengths = [[9, 3], [5, 1, 6]]
     rows = [[token for ids in group for token in ids] for group in (documents[:2], documents[2:5])]
     samples = [{"input_ids": ids, "seq_lengths": parts} for ids, parts in zip(rows, lengths, strict=True)]
@@ -167,8 +168,22 @@ def test_several_packed_rows() -> None:
     alone = [model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in documents[:5]]
     with documents_apart(model):
         logits = model(**inputs).logits
-    torch.testing.assert_close(logits[0], torch.cat(alone[:2]), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(logits[1], torch.cat(alone[2:]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logits[0], torch.cat(alone[:2]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[1], torch.cat(alone[2:]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "sliding window", "soft-capping", "sinks"])
+def test_packed_rows_with_padding_behind_them(name: str) -> None:
+    model, documents = _model(name, torch.float32), _documents()
+    rows, lengths = [documents[0] + documents[1], documents[2]], [[9, 3], [5]]
+    samples = [{"input_ids": ids, "seq_lengths": parts} for ids, parts in zip(rows, lengths, strict=True)]
+    batch = DataCollatorForCausalLM(0, return_position_ids=True)(samples)
+    loss, gradients = _gradients(model, _alone(model, documents[:3]))
+    assert "attention_mask" not in batch
+    for mask in ({}, {"attention_mask": torch.tensor([[1] * 12, [1] * 5 + [0] * 7])}):
+        with documents_apart(model):
+            packed_loss, packed = _gradients(model, lambda: _loss_sum(model, {**batch, **mask}))  # noqa: B023
+        _close([packed_loss, *packed], [loss, *gradients], 1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "soft-capping", "sliding window"])

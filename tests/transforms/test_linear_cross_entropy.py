@@ -140,10 +140,14 @@ def test_autocast() -> None:
     assert [gradient.dtype for gradient in _gradients(ours, tuple(tensors))] == [torch.float32] * 3
 
 
-def test_a_second_backward_is_refused() -> None:
+def test_a_second_backward_needs_a_graph_that_is_kept() -> None:
+    """LOMO with clipping goes twice through one graph."""
     *tensors, targets = _tensors()
     loss = linear_cross_entropy(*tensors, targets).loss
-    loss.backward(retain_graph=True)
+    first = torch.autograd.grad(3 * loss, tensors, retain_graph=True)
+    loss.backward()
+    for tensor, gradient in zip(tensors, first, strict=True):
+        torch.testing.assert_close(gradient, 3 * tensor.grad)
     with pytest.raises(RuntimeError, match="differentiated twice"):
         loss.backward()
 

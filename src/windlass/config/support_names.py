@@ -19,7 +19,7 @@ _DEEPSPEED = (
 )
 _HF_DEEPSPEED = "it divides models while they are built: import it from transformers.integrations.deepspeed"
 _MEGATRON = "Megatron-LM is not built; shard the model with fsdp_plugin"
-_EIGHT_BIT = "training and loading in eight or four bits is not built"
+_EIGHT_BIT = "loading in few bits is not built; mixed_precision='fp8' converts layers to torchao's float8"
 _PIPELINE = "pipelines are not built; shard the model with fsdp_plugin"
 _TPU = "one process drives all devices of PyTorch/XLA, with the loaders and the sums of any other device"
 _PODS = "jobs on pods of TPUs are not started; start the script itself on one machine with TPUs"

@@ -20,6 +20,8 @@ class DataCollatorForCausalLM:
     """Collate samples with `input_ids` and, if they have them, `labels` and `seq_lengths` (of packed rows).
 
     Without `padding_free`: `input_ids`, `labels` and `attention_mask` of shape (samples, longest), padded on the right.
+    With `return_position_ids`, packed rows have no mask, for with one attention would not keep documents apart:
+    `position_ids` start again with each document and each token of padding.
 
     With `padding_free`: one row of shape (1, tokens), and what models and attention kernels need to keep its documents
     apart: `position_ids` that restart with each document, `cu_seq_lens_q` and `cu_seq_lens_k` (its borders, int32, of
@@ -71,6 +73,9 @@ class DataCollatorForCausalLM:
         }
         if self.return_position_ids:
             batch["position_ids"] = pad_rows([_positions(row) for row in lengths], 0, "right", width)
+            if any(len(row) > 1 for row in lengths):
+                del batch["attention_mask"]
+                batch["labels"][batch["position_ids"] == 0] = IGNORED
         return batch
 
     def _one_row(self, ids: list[Any], labels: list[Any], lengths: list[list[int]]) -> Batch:

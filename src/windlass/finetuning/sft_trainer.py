@@ -21,9 +21,9 @@ from windlass.finetuning.token_figures import TokenFigures, UpdateBorders
 from windlass.metrics.tokens import TargetCounter
 from windlass.text.summary import TextSummary
 from windlass.trainer.trainer import Trainer
+from windlass.transforms.activation_offload import ActivationOffload
 from windlass.transforms.document_attention import documents_apart, refuse_leaks
 from windlass.transforms.linear_cross_entropy import LossOptions
-from windlass.transforms.offload import ActivationOffload
 
 logger = get_job_logger(__name__)
 

@@ -203,7 +203,10 @@ def document_attention(
     """
     attend = _Attend(dropout, scaling, softcap, s_aux)
     if not isinstance(attention_mask, DocumentMask):
-        attention_mask = _by_borders(attention_mask, kwargs.get("cu_seq_lens_q"), query)
+        borders, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+        attention_mask = _by_borders(attention_mask, borders, query)
+        if not isinstance(attention_mask, DocumentMask) and query.shape[2] == key.shape[2]:
+            attention_mask = _by_positions(attention_mask, positions, query)
     if not isinstance(attention_mask, DocumentMask):
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if softcap is not None or s_aux is not None:
@@ -239,6 +242,37 @@ def _by_borders(mask: Tensor | None, borders: Tensor | None, query: Tensor) -> D
     documents = list(pairwise(borders.tolist()))
     masks = [None if mask is None else mask[..., start:end, start:end] for start, end in documents]
     return DocumentMask([end - start for start, end in documents], masks)
+
+
+def _by_positions(
+    mask: Tensor | None, positions: Tensor | None, query: Tensor
+) -> DocumentMask | Tensor | None:
+    """The documents of rows by positions that start again, for masks that were made without them: some models do so,
+    and transformers does if there is an attention mask too.
+    """
+    rows, length = query.shape[0], query.shape[2]
+    if (
+        positions is None
+        or positions.shape != (rows, length)
+        or (mask is not None and mask.dtype is not torch.bool)
+    ):
+        return mask
+    again = positions[:, 1:] <= positions[:, :-1]
+    if not again.any():
+        return mask
+    starts = nn.functional.pad(again, (1, 0), value=True).flatten().nonzero().flatten()
+    lengths = torch.diff(starts, append=starts.new_tensor([rows * length])).tolist()
+    places = [divmod(start, length) for start in starts.tolist()]
+    masks = [_part(mask, row, at, size) for (row, at), size in zip(places, lengths, strict=True)]
+    return DocumentMask(lengths, masks)
+
+
+def _part(mask: Tensor | None, row: int, start: int, size: int) -> Tensor | None:
+    """The mask of one document. Padding, which nothing sees, sees itself: a softmax over nothing is not a number."""
+    if mask is None:
+        return None
+    part = mask[min(row, len(mask) - 1), :, start : start + size, start : start + size]
+    return part | torch.eye(size, dtype=torch.bool, device=mask.device)
 
 
 def _split(states: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:

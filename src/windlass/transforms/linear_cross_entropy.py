@@ -79,7 +79,7 @@ def linear_cross_entropy(
         bias: shape (classes,).
         targets: int64, shape (targets,); -100 is left out.
 
-    The result can be differentiated once: its gradients are made in the forward.
+    Its gradients are made in the forward, and given away by a backward that does not keep the graph.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -119,10 +119,15 @@ class _Fused(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError(
                 "the memory-lean loss was differentiated twice: its gradients are made in the forward and given away "
-                "in the backward. Compute the loss again, or switch the memory-lean loss off."
+                "in the backward. Keep the graph (retain_graph=True), compute the loss again, or switch the "
+                "memory-lean loss off."
             )
-        gradients, ctx.gradients = ctx.gradients, None
-        return *(None if g is None else g.mul_(gradient.to(g.dtype)) for g in gradients), None, None, None
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        made = ctx.gradients
+        if not kept:
+            ctx.gradients = None
+        scale = torch.mul if kept else Tensor.mul_  # in place, no second copy of the weight's gradient exists
+        return *(None if g is None else scale(g, gradient.to(g.dtype)) for g in made), None, None, None
 
 
 class _Sums:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from windlass.core.errors import ConfigError, Problem
+from windlass.transforms.activation_offload import ActivationOffload
 from windlass.transforms.blocks import repeated_blocks
-from windlass.transforms.offload import ActivationOffload
 from windlass.transforms.strategy import device_of
 
 _FIELD = "activation_checkpointing_kwargs"
@@ -54,7 +54,9 @@ def apply_recompute(
         raise ConfigError(Problem("activation_checkpointing", True, fix))
     chosen = {"use_reentrant": False, **(options or {})}
     every = _whole_stride(chosen.pop("every_n_layers", 1))
-    offload = bool(chosen.pop("offload", False))
+    offload = chosen.pop("offload", False)
+    if not isinstance(offload, bool):
+        raise ConfigError(Problem(f"{_FIELD}.offload", offload, "must be True or False"))
     selective = chosen.pop("selective", False)
     if selective:
         if chosen["use_reentrant"]:

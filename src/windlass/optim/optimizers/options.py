@@ -13,7 +13,13 @@ from windlass.core.errors import ConfigError, Problem
 # The class of an optimizer, and its keyword arguments without the parameters.
 Recipe = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
-_WORDS: dict[type, str] = {torch.dtype: "floating-point dtype, such as float32 or bfloat16"}
+_WORDS: dict[type, str] = {
+    torch.dtype: "a floating-point dtype, such as float32 or bfloat16",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 # Options that have an argument of their own; setting both would leave one without effect.
 _ELSEWHERE = {
@@ -40,9 +46,7 @@ def read_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str,
         try:
             values[name] = _parse(value, known[name])
         except (TypeError, ValueError):
-            problems.append(
-                Problem(field, value, f"must be a {_WORDS.get(known[name], known[name].__name__)}")
-            )
+            problems.append(Problem(field, value, f"must be {_WORDS[known[name]]}"))
     if problems:
         raise ConfigError(problems)
     return values

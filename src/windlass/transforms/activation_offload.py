@@ -215,15 +215,15 @@ class ActivationOffload:
     def _block(self, tensor: Tensor, lane: Lane) -> _Block:
         """The block from the first to the last element of `tensor`."""
         flat = tensor.as_strided((_span(tensor),), (1,))
-        source = tensor.untyped_storage()
-        # A reference to the storage, which each block has, keeps its address from being used again.
-        key = (source._cdata, tensor.storage_offset(), len(flat), tensor.dtype, tensor._version)
+        # Each block has such a reference, which keeps the storage's address from being used again.
+        source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        key = (source.cdata, tensor.storage_offset(), len(flat), tensor.dtype, tensor._version)
         known = self._by_source.get(key)
         if known is not None and not known.source.expired():  # type: ignore[no-untyped-call]
             return known
         self._release(_LEAVING)
         copy, token = lane.to_host(flat)
-        block = _Block(StorageWeakRef(source), self._count, copy, token, tensor.device, lane)  # type: ignore[no-untyped-call]
+        block = _Block(source, self._count, copy, token, tensor.device, lane)
         self._count += 1
         self._by_source[key] = self._by_number[block.number] = block
         self._leaving.append((flat, lane, token))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from windlass.transforms.offload import MIN_BYTES, ActivationOffload, DirectLane
+from windlass.transforms.activation_offload import MIN_BYTES, ActivationOffload, DirectLane
 
 
 class Counted(DirectLane):
