@@ -21,6 +21,7 @@ from windlass.checkpoint.names import canonical_names, counted
 from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import misfits
 from windlass.core.errors import CheckpointError
+from windlass.core.module_state import full_state_dict
 from windlass.core.optional import require
 from windlass.core.tensors import address
 from windlass.core.types import State
@@ -76,7 +77,7 @@ class Adapter:
         """The adapter's tensors and the buffers by their names in the model, whole and on the host of every rank.
         Collective if they are sharded.
         """
-        state = self.model.state_dict(keep_vars=True)
+        state = full_state_dict(self.model)
         return {name: whole(state[name].detach()).cpu() for name in (*self.names, *sorted(self.buffers))}
 
     def fingerprint(self) -> dict[str, list[Any]]:
@@ -86,7 +87,7 @@ class Adapter:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         frozen = {
             name: tensor
-            for name, tensor in self.model.state_dict(keep_vars=True).items()
+            for name, tensor in full_state_dict(self.model).items()
             if name not in self.names and name in parameters
         }
         short = canonical_names(frozen)
@@ -123,7 +124,7 @@ def find_adapter(model: nn.Module) -> Adapter | None:
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return None
     trained = {id(p) for p in model.parameters() if p.requires_grad}
-    state = model.state_dict(keep_vars=True)
+    state = full_state_dict(model)
     configs: Any = model.peft_config
     for name in configs:
         names = _names_in_file(model, name, state)
@@ -217,7 +218,7 @@ def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: F
             f"{path} holds adapters alone, and this model does not train one: put the same adapter on the model with "
             "peft (get_peft_model) before it is loaded"
         )
-    state = model.state_dict(keep_vars=True)
+    state = full_state_dict(model)
     with open_tensors(path, files or Files()) as file:
         wanted = {stored: tuple(state[name].shape) for name, stored in adapter.names.items()}
         if problems := misfits(file, wanted, {name: name for name in wanted}, "adapter"):
