@@ -51,7 +51,31 @@ class Metric(evaluate.Metric):
         pairs = [(set(p.split()), set(r[0].split())) for p, r in zip(predictions, references)]
         return {"score": 100 * sum(len(p & r) / max(1, len(p | r)) for p, r in pairs) / len(pairs)}
 """
-_METRICS = {"glue": _GLUE_METRIC, "accuracy": _GLUE_METRIC, "sacrebleu": _WORDS_METRIC}
+_TAGS_METRIC = """
+import datasets
+import evaluate
+
+
+class Metric(evaluate.Metric):
+    def _info(self):
+        tags = datasets.Sequence(datasets.Value("string"))
+        features = datasets.Features({"predictions": tags, "references": tags})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references, **_):
+        pairs = [pair for p, r in zip(predictions, references) for pair in zip(p, r)]
+        found = sum(p == r != "O" for p, r in pairs)
+        precision, recall = (found / max(1, sum(pair[side] != "O" for pair in pairs)) for side in (0, 1))
+        f1 = 2 * precision * recall / max(1e-9, precision + recall)
+        hits = sum(p == r for p, r in pairs) / len(pairs)
+        return dict(overall_precision=precision, overall_recall=recall, overall_f1=f1, overall_accuracy=hits)
+"""
+_METRICS = {
+    "glue": _GLUE_METRIC,
+    "accuracy": _GLUE_METRIC,
+    "sacrebleu": _WORDS_METRIC,
+    "seqeval": _TAGS_METRIC,
+}
 _REWARD = """
 def short(completions, **_):
     return [-float(len(completion[0]["content"])) for completion in completions]
@@ -251,6 +275,16 @@ def _plain(folder: Path, texts: _Texts) -> None:
     names = ("wikitext-2-v1", "wikitext-2-raw-v1")
     configs = "".join(f"- config_name: {name}\n  data_files:\n{files}" for name in names)
     (wiki / "README.md").write_text(f"---\nconfigs:\n{configs}---\n", "utf-8")
+    tagged = [
+        {"tokens": words, "ner_tags": ["B-NAME" if word[:1].isupper() else "O" for word in words]}
+        for words in (line.split() for line in lines[:240])
+    ]
+    for name, rows in (
+        ("tagged", tagged[:160]),
+        ("tagged-dev", tagged[160:200]),
+        ("tagged-test", tagged[200:]),
+    ):
+        _jsonl(folder / f"{name}.json", rows)
     pairs = [{"translation": {"en": en, "de": de}} for en, de in texts.translations(80)]
     _jsonl(folder / "translations.json", pairs)
 

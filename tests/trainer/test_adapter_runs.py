@@ -53,6 +53,22 @@ def test_a_stopped_run_ends_with_the_same_bits(folder: Path) -> None:
         assert found[0] == found[1], name
 
 
+def test_a_state_dict_assigned_for_the_adapter_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    """As in alpaca-lora and scripts made from it, whose trainer saved every model whole."""
+    from peft import get_peft_model_state_dict
+
+    model = adapted()
+    whole = model.state_dict
+    model.state_dict = (lambda self, *_, **__: get_peft_model_state_dict(self, whole())).__get__(
+        model, type(model)
+    )
+    for stop, resume in ((3, False), (6, True)):
+        stretch(tmp_path, stop, resume, model=model)
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        found = [(run / "checkpoint-6" / name).read_bytes() for run in (folder / "clean", tmp_path)]
+        assert found[0] == found[1], name
+
+
 def test_another_base_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"another base.*other values: base_model\.model\.model\.embed"):
         stretch(folder / "stopped", 6, True, seed=1)

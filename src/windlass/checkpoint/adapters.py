@@ -126,7 +126,7 @@ def find_adapter(model: nn.Module) -> Adapter | None:
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return None
     trained = {id(p) for p in model.parameters() if p.requires_grad}
-    state = model.state_dict(keep_vars=True)
+    state = full_state_dict(model)
     configs: Any = model.peft_config
     for name in configs:
         names = _names_in_file(model, name, state)

@@ -80,6 +80,23 @@ def bare(module: nn.Module) -> nn.Module:
     return inner
 
 
+def _full_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """The module's state dict, not detached; of a peft model always with the base.
+
+    Scripts assign peft's models a `state_dict` that returns the adapter alone, under the names of its file, from a time
+    when trainers saved every model whole.
+    """
+    if _returns_its_adapter(module):
+        return dict(type(module).state_dict(module, keep_vars=True))
+    return dict(module.state_dict(keep_vars=True))
+
+
+def _returns_its_adapter(module: nn.Module) -> bool:
+    return (
+        "state_dict" in vars(module) and hasattr(module, "peft_config") and hasattr(module, "get_base_model")
+    )
+
+
 def customizes_state(module: nn.Module) -> bool:
     """Return True if the module or one inside overrides how its state dict is made or loaded, by a method or a hook.
 
@@ -90,7 +107,9 @@ def customizes_state(module: nn.Module) -> bool:
 
 def _customizes(module: nn.Module) -> bool:
     methods = [getattr(type(module), name) for name in _METHODS]
-    methods += [module.__dict__[name] for name in _METHODS if name in module.__dict__]
+    methods += [vars(module)[name] for name in _METHODS if name in vars(module)]
+    if _returns_its_adapter(module):
+        methods.remove(vars(module)["state_dict"])
     hooks = [hook for table in _HOOKS for hook in (getattr(module, table, None) or {}).values()]
     return not all(_module_of(item).startswith(_KNOWN) for item in (*methods, *hooks))
 
@@ -115,7 +134,7 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 def values_of(module: nn.Module) -> dict[str, Any]:
     """The module's own state dict, not detached, with what an engine keeps in place of parameters."""
-    state, elsewhere = dict(module.state_dict(keep_vars=True)), _elsewhere(module)
+    state, elsewhere = _full_state_dict(module), _elsewhere(module)
     if elsewhere is None:
         return state
     return {name: _kept(value, elsewhere) for name, value in state.items()}

@@ -112,7 +112,7 @@ class ModelWriter:
             self.tokenizer.save_pretrained(str(folder))
 
     def _write_weights(self, folder: Path, state: Mapping[str, Any] | None) -> None:
-        weights = dict(bare(self.model).state_dict()) if state is None else state
+        weights = state_of(self.model) if state is None else state
         if weights:
             name, tensors = self.named(weights)
             if name == WEIGHTS_NAME:
