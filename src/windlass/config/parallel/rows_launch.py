@@ -150,7 +150,7 @@ FP8 = _refused(
     format="HYBRID", amax_history_len=1024, amax_compute_algo="most_recent", opt_level="O2",
     enable_fsdp_float8_all_gather=True, pad_inner_dim=True,
 )  # fmt: skip
-_HOSTS = "is for starting over ssh, which Windlass does not do; start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
+_HOSTS = "is for starting over ssh: start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
 DEEPSPEED = (
     *_refused("deepspeed", NO_NVME, "offload_optimizer_nvme_path", "offload_param_nvme_path"),
     *_refused("deepspeed", _HOSTS, "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
