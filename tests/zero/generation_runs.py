@@ -18,7 +18,8 @@ from windlass import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 def main() -> None:
     folder, name, stage = sys.argv[1:]
-    model = encoder_decoder()  # before the arguments, after which it would be built in parts: it sets whole weights
+    # Before the arguments, after which it would be built in parts: it sets whole weights.
+    model = encoder_decoder()
     args = Seq2SeqTrainingArguments(
         **settings(
             Path(folder) / name, per_device_train_batch_size=4 // WORLD, per_device_eval_batch_size=2, max_steps=2,
