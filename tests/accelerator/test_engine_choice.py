@@ -26,7 +26,9 @@ def test_the_first_is_selected_until_another_is() -> None:
     assert choice.plugin is not None
     assert choice.plugin.zero_stage == 3
     assert choice.plugin.deepspeed_config["bf16"] == {"enabled": True}
-    assert [plan.config for plan in made] == list(CONFIGS.values()), "models are built as the selected one says"
+    assert [plan.config for plan in made] == list(CONFIGS.values()), (
+        "models are built as the selected one says"
+    )
     with pytest.raises(ConfigError, match="'student', 'teacher'"):
         choice.select("third")
 
@@ -48,7 +50,10 @@ def test_an_accelerator_shows_its_plugins() -> None:
         ({"deepspeed_plugins": {"a": object()}}, "must be a dict of names and DeepSpeedPlugin objects"),
         ({"deepspeed_plugins": {}}, "must be a dict of names"),
         ({"deepspeed_plugin": 2}, "or one such object"),
-        ({"deepspeed_plugin": DeepSpeedPlugin(), "deepspeed_plugins": {"a": DeepSpeedPlugin()}}, "one of the two"),
+        (
+            {"deepspeed_plugin": DeepSpeedPlugin(), "deepspeed_plugins": {"a": DeepSpeedPlugin()}},
+            "one of the two",
+        ),
     ],
 )
 def test_what_is_not_a_plugin_is_named(given: dict[str, Any], words: str) -> None:
@@ -58,8 +63,12 @@ def test_what_is_not_a_plugin_is_named(given: dict[str, Any], words: str) -> Non
 
 def test_a_configuration_that_enables_a_precision_sets_it() -> None:
     config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
-    assert Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)).mixed_precision == "bf16"
+    assert (
+        Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)).mixed_precision == "bf16"
+    )
     model = nn.Linear(1, 1)
-    accelerator = Accelerator(cpu=True, mixed_precision="no", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="no", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)
+    )
     with pytest.raises(ConfigError, match="contradicts mixed_precision=False"):
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

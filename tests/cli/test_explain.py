@@ -74,7 +74,9 @@ def test_the_dtypes_of_a_run_are_stated(capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
-def test_each_value_of_a_configuration_of_deepspeed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_value_of_a_configuration_of_deepspeed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "ds.json"
     file.write_text(
         '{"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}, "gradient_clipping": "auto", '

@@ -78,5 +78,7 @@ def test_deepspeed_with_a_stage(words: list[str], section: dict[str, Any]) -> No
 
 def test_a_whole_configuration_and_a_field_contradict() -> None:
     words = ["parallel.deepspeed.config.zero_optimization.stage=1", "parallel.deepspeed.zero_stage=3"]
-    with pytest.raises(ConfigError, match=r"parallel.deepspeed.zero_stage.*contradicts parallel.deepspeed.config"):
+    with pytest.raises(
+        ConfigError, match=r"parallel.deepspeed.zero_stage.*contradicts parallel.deepspeed.config"
+    ):
         load_recipe(None, ["parallel.strategy=deepspeed", *words])

@@ -53,7 +53,9 @@ def test_they_train_in_two_processes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.skipif(not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'")
+@pytest.mark.skipif(
+    not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
+)
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_reference_model_under_deepspeed(stage: str) -> None:
     """trl makes an engine of its own for the reference model, of the configuration that the accelerator shows."""

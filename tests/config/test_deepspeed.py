@@ -97,7 +97,8 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
             "gradient_accumulation_steps": 1,
             "zero_optimization": {
-                **DOCUMENTED["zero_optimization"], "sub_group_size": 1e9, "stage3_gather_16bit_weights_on_model_save": "auto",
+                **DOCUMENTED["zero_optimization"],
+                "stage3_gather_16bit_weights_on_model_save": "auto",
             },
         },
         {"fp16": True},
@@ -175,8 +176,17 @@ def test_the_files_norm_comes_before_the_default(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}, "fp16"),
         ({"zero_optimization": {"stage": 1}, "elasticity": {"enabled": True}}, "elasticity"),
         ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "OneBitAdam"}}, "must be AdamW or Adam"),
-        ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "decay"),
-        ({"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "optim_args"),
+        (
+            {
+                "zero_optimization": {"stage": 1},
+                "optimizer": {"type": "Adam", "params": {"adam_w_mode": False}},
+            },
+            "decay",
+        ),
+        (
+            {"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"amsgrad": True}}},
+            "optim_args",
+        ),
         ({"zero_optimization": {"stage": 1}, "tensorboard": {"enabled": True}}, "report_to"),
         ({"zero_optimization": {"stage": 1}, "scheduler": {"type": "Cosine"}}, "WarmupLR"),
         ({"zero_optimization": {"stage": 1}, "communication_data_type": "auto"}, 'no value for "auto"'),

@@ -28,7 +28,10 @@ def made(source: str, way: str) -> Any:
 def held(model: Any) -> list[int]:
     """The elements of this rank before training, and those of the model."""
     own = [getattr(parameter, "ds_tensor", parameter).numel() for parameter in model.parameters()]
-    return [sum(own), sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())]
+    return [
+        sum(own),
+        sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()),
+    ]
 
 
 def main() -> None:

@@ -18,6 +18,8 @@ from windlass import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 def main() -> None:
     folder, name, stage = sys.argv[1:]
+    # Before the arguments, after which it would be built in parts: it sets whole weights.
+    model = encoder_decoder()
     args = Seq2SeqTrainingArguments(
         **settings(
             Path(folder) / name, per_device_train_batch_size=4 // WORLD, per_device_eval_batch_size=2, max_steps=2,
@@ -26,7 +28,7 @@ def main() -> None:
         )
     )  # fmt: skip
     trainer = Seq2SeqTrainer(
-        encoder_decoder(), args, train_dataset=pairs(16), eval_dataset=pairs(11, seed=8),
+        model, args, train_dataset=pairs(16), eval_dataset=pairs(11, seed=8),
         processing_class=tokenizer(), compute_metrics=exact_share,
     )  # fmt: skip
     trainer.train()

@@ -45,7 +45,9 @@ def loop(stage: int, folder: Path) -> dict[str, Any]:
                     output = model(**batch)
                     with torch.no_grad():
                         target = frozen(**batch)["logits"].softmax(-1)
-                    away = nn.functional.kl_div(output["logits"].log_softmax(-1), target, reduction="batchmean")
+                    away = nn.functional.kl_div(
+                        output["logits"].log_softmax(-1), target, reduction="batchmean"
+                    )
                     loss = output["loss"] + away
                     accelerator.backward(loss)
                     optimizer.step()

@@ -59,9 +59,7 @@ def check(folder: Path, name: str, alone: dict[str, Any], divided: bool = True) 
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["pretrained", "model_init"])
-def test_no_rank_builds_a_whole_model(
-    way: str, source: Path, alone: dict[str, Any], tmp_path: Path
-) -> None:
+def test_no_rank_builds_a_whole_model(way: str, source: Path, alone: dict[str, Any], tmp_path: Path) -> None:
     """It is evaluated before, trained, saved and evaluated after."""
     launch(2, SCRIPT, tmp_path, "run", source, 3, way)
     check(tmp_path, "run", alone)
@@ -74,7 +72,16 @@ def test_no_rank_builds_a_whole_model(
 def test_the_launchers_flag(
     flag: str, divided: bool, source: Path, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    flags = ("--use_cpu", "--num_processes", 2, "--use_deepspeed", "--zero_stage", 3, "--zero3_init_flag", flag)
+    flags = (
+        "--use_cpu",
+        "--num_processes",
+        2,
+        "--use_deepspeed",
+        "--zero_stage",
+        3,
+        "--zero3_init_flag",
+        flag,
+    )
     launch_as(*flags, SCRIPT, tmp_path, "run", source, -1, "pretrained")
     check(tmp_path, "run", alone, divided)
 

@@ -34,7 +34,9 @@ def parts(folder: Path) -> str:
 def test_updates_that_overflow_are_skipped_and_a_resumed_run_has_the_same_bits(
     stage: int, tmp_path: Path
 ) -> None:
-    launch(2, SCRIPT, tmp_path, f"run:{stage}:24", f"stopped:{stage}:12", f"stopped:{stage}:24:resume", "anyway")
+    launch(
+        2, SCRIPT, tmp_path, f"run:{stage}:24", f"stopped:{stage}:12", f"stopped:{stage}:24:resume", "anyway"
+    )
     run_script(SCRIPT, tmp_path, "alone:-1:24")
     found, alone = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("run", "alone"))
     skipped = [norm for norm in found["grad_norm"] if norm is None or not math.isfinite(norm)]

@@ -44,7 +44,9 @@ def test_an_adapter_trains_as_in_one_process_and_is_continued(
     stage: int, alone: Path, tmp_path: Path
 ) -> None:
     launch(2, SCRIPT, tmp_path, f"run:{stage}:6", f"stopped:{stage}:3", f"stopped:{stage}:6:resume")
-    losses, expected = (json.loads(file.read_text()) for file in (tmp_path / "run.json", alone / "alone.json"))
+    losses, expected = (
+        json.loads(file.read_text()) for file in (tmp_path / "run.json", alone / "alone.json")
+    )
     assert losses == pytest.approx(expected, abs=TOLERANCE)
     found = weights(tmp_path / "run")
     assert found.keys() == weights(alone / "alone").keys()

@@ -220,7 +220,9 @@ class Accelerator(Ranks):
     deepspeed_engine_wrapped = deepspeed_config = constant(
         None, "None: the engine is inside the model that `prepare` returns."
     )
-    deepspeed_plugin = value_of("_setup.engines.plugin", "The selected plugin, every field filled in, or None.")
+    deepspeed_plugin = value_of(
+        "_setup.engines.plugin", "The selected plugin, every field filled in, or None."
+    )
     native_amp = property_of("_setup", Setup.native_amp)
     scaler = property_of("_setup", Setup.scaler)
     device_placement = value_of(

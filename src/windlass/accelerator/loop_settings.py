@@ -115,7 +115,15 @@ def resolve_settings(given: Any, world: World) -> LoopSettings:
     plugin = given.gradient_accumulation_plugin
     named, wrong = _named_plugins(given)
     problems += wrong
-    parts = (loader, project, plugin, given.dynamo_plugin, given.fsdp_plugin, given.torch_tp_plugin, *named.values())
+    parts = (
+        loader,
+        project,
+        plugin,
+        given.dynamo_plugin,
+        given.fsdp_plugin,
+        given.torch_tp_plugin,
+        *named.values(),
+    )
     problems += _problems(given, project)
     problems += [problem for part in parts if part is not None for problem in part.objections()]
     if handlers.float8 is not None and any(p.field == "AORecipeKwargs.config" for p in problems):
@@ -182,9 +190,15 @@ def _named_plugins(given: Any) -> tuple[dict[str, DeepSpeedPlugin], list[Problem
     if found is None:
         return {}, []
     origin = "Accelerator(deepspeed_plugin" + ("=)" if several is None else "s=)")
-    fit = isinstance(found, dict) and found and all(isinstance(item, DeepSpeedPlugin) for item in found.values())
+    fit = (
+        isinstance(found, dict)
+        and found
+        and all(isinstance(item, DeepSpeedPlugin) for item in found.values())
+    )
     if not fit:
-        fix = "must be a dict of names and DeepSpeedPlugin objects" + (", or one such object" if several is None else "")
+        fix = "must be a dict of names and DeepSpeedPlugin objects" + (
+            ", or one such object" if several is None else ""
+        )
         return {}, [Problem(origin, type(found).__name__, fix)]
     return {str(name): item for name, item in found.items()}, []
 

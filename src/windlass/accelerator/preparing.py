@@ -182,9 +182,9 @@ class Preparer:
         trained = any(p.requires_grad for p in model.parameters())
         device = self._setup.device if place else device_of(model)
         zero = self._zero.plan
-        if zero is not None and stage_of(zero.config) == 3:
-            if is_divided(model) if evaluation_mode else not trained:
-                return self._zero.frozen(model, device)
+        divides = zero is not None and stage_of(zero.config) == 3
+        if divides and (is_divided(model) if evaluation_mode else not trained):
+            return self._zero.frozen(model, device)
         if evaluation_mode or not (trained or sharding):
             return Alone(model)
         if zero is not None:

@@ -59,7 +59,9 @@ def engine_schedule(args: Any, zero: ZeroPlan | None, steps: int) -> dict[str, A
     if zero is None or "scheduler" not in zero.config:
         return None
     config, problems = completed(
-        {"scheduler": zero.config["scheduler"]}, zero.origin, RunValues(_with_arguments(_of_schedule(args, steps)))
+        {"scheduler": zero.config["scheduler"]},
+        zero.origin,
+        RunValues(_with_arguments(_of_schedule(args, steps))),
     )
     if problems:
         raise ConfigError(problems)

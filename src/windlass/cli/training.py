@@ -73,7 +73,9 @@ def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(one)
     for name, value in other.items():
         inner = found.get(name)
-        found[name] = _merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+        found[name] = (
+            _merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+        )
     return found
 
 
@@ -93,7 +95,10 @@ def merge_parallel(
     joined = dict(training)
     if CONFIG.name in settings:
         fix = "configures DeepSpeed as a whole: set these values there, or leave it out"
-        problems += [problem(found, f"contradicts parallel.{CONFIG.name}, which {fix}") for found in settings.explicit(*FIELDS)]
+        problems += [
+            problem(found, f"contradicts parallel.{CONFIG.name}, which {fix}")
+            for found in settings.explicit(*FIELDS)
+        ]
     # The strategy first: what else is set of DeepSpeed replaces its defaults.
     for setting in sorted(settings.values(), key=lambda found: found.key != STRATEGY.name):
         if setting.key == STRATEGY.name and isinstance(joined.get("deepspeed"), str):

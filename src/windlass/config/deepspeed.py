@@ -14,11 +14,17 @@ from windlass.core.lazy import reverse
 
 AUTO = "auto"
 
-_MONITOR = "is a tracker of the engine, which does not know the run's losses; set report_to, which sends them all"
-_OTHER_MODEL = "changes the model or its data by DeepSpeed's own classes, which a run does not use; leave it out"
+_MONITOR = (
+    "is a tracker of the engine, which does not know the run's losses; set report_to, which sends them all"
+)
+_OTHER_MODEL = (
+    "changes the model or its data by DeepSpeed's own classes, which a run does not use; leave it out"
+)
 _OTHER_SPLIT = "splits a model in another way than ZeRO, with layers of DeepSpeed's own; leave it out"
 _OTHER_STEP = "updates weights later than their gradients, so the result is another; leave it out"
-_CUDA_ONLY = "sends rounded values by kernels for CUDA, so results differ from those of one process; leave it out"
+_CUDA_ONLY = (
+    "sends rounded values by kernels for CUDA, so results differ from those of one process; leave it out"
+)
 _IN_GROUPS = "divides among groups of ranks, and checkpoints are of parts of one group; leave it out"
 _PRECISION = "is set by the run: bf16=True, fp16=True or mixed_precision; leave it out"
 _REASONS: dict[str, tuple[str, ...]] = {
@@ -84,11 +90,17 @@ SECTION_KEYS = {
          "leaf_module"), ""),
     **reverse(_ZERO_REASONS),
 }  # fmt: skip
-NO_NVME = "keeps tensors in files of DeepSpeed's own, of which no checkpoint can be made while it trains; use cpu"
-_ADAMW = "must be AdamW or Adam, which PyTorch's AdamW carries out: choose others by optim=..., and leave this out"
+NO_NVME = (
+    "keeps tensors in files of DeepSpeed's own, of which no checkpoint can be made while it trains; use cpu"
+)
+_ADAMW = (
+    "must be AdamW or Adam, which PyTorch's AdamW carries out: choose others by optim=..., and leave this out"
+)
 _NOT_COUPLED = "adds weight decay to gradients, which AdamW does not; leave it out"
 _OPTIONS = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode")
-_NO_OPTION = "is not read: lr, betas, eps and weight_decay are; set others by TrainingArguments(optim_args=...)"
+_NO_OPTION = (
+    "is not read: lr, betas, eps and weight_decay are; set others by TrainingArguments(optim_args=...)"
+)
 _SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 _NO_STAGE = 'must be 0, 1, 2 or 3: {"zero_optimization": {"stage": 2}} shards gradients and optimizer state'
 
@@ -175,7 +187,9 @@ def _unfit_optimizer(section: Mapping[str, Any], origin: str) -> Iterator[Proble
         return
     for name, value in _section(section, "params").items():
         if name not in _OPTIONS:
-            yield Problem(f"{origin}.optimizer.params.{name}", value, f"{_NO_OPTION}{did_you_mean(name, _OPTIONS)}")
+            yield Problem(
+                f"{origin}.optimizer.params.{name}", value, f"{_NO_OPTION}{did_you_mean(name, _OPTIONS)}"
+            )
         elif name == "adam_w_mode" and not value:
             yield Problem(f"{origin}.optimizer.params.{name}", value, _NOT_COUPLED)
 
@@ -209,7 +223,9 @@ ARGUMENTS = {
 def explained(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Path, value and source of each value; the source is empty for a value that the configuration itself has."""
     for path, value in _leaves(config):
-        source = ARGUMENTS.get(path) or ("the hidden_size of the model" if path in _bucket_sizes(None) else "its default")
+        source = ARGUMENTS.get(path) or (
+            "the hidden_size of the model" if path in _bucket_sizes(None) else "its default"
+        )
         yield path, value, source if value == AUTO else ""
 
 

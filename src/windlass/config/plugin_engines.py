@@ -63,7 +63,7 @@ class DeepSpeedPlugin:
         said = {name: value for name in names if (value := getattr(self, name)) is not None}
         return said if whole is None else {**said, "deepspeed_config_file": whole}
 
-    # --- what scripts ask of it -----------------------------------------------------------------------------------------
+    # --- what scripts ask of it ---------------------------------------------------------------------------------------
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Set what `deepspeed_config` says about the precision: "no", "fp16" or "bf16"."""
@@ -99,7 +99,9 @@ class DeepSpeedPlugin:
         if given is not None:
             return dict(CONFIG.read(given))
         keys = {word: key for key in FIELDS for word in key.words}
-        return config_of({keys[word].name: keys[word].read(value) for word, value in said.items() if word in keys})
+        return config_of(
+            {keys[word].name: keys[word].read(value) for word, value in said.items() if word in keys}
+        )
 
 
 def plugin_of(plan: ZeroPlan, compute: str) -> DeepSpeedPlugin:

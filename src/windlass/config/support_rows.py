@@ -128,7 +128,8 @@ DataCollatorForPermutationLanguageModeling DataCollatorWithFlattening
 
 ACCELERATOR = """
 device_placement split_batches mixed_precision gradient_accumulation_steps cpu dataloader_config
-deepspeed_plugin deepspeed_plugins fsdp_plugin rng_types log_with project_dir project_config gradient_accumulation_plugin
+deepspeed_plugin deepspeed_plugins
+fsdp_plugin rng_types log_with project_dir project_config gradient_accumulation_plugin
 step_scheduler_with_optimizer kwargs_handlers dynamo_backend dynamo_plugin parallelism_config
 scheduler_unit
 """
@@ -172,5 +173,6 @@ MEMBERS_MAPPED = {
 
 MEMBERS_REFUSED = {
     "pipeline_parallel_rank": "pipelines are not built",
-    "deepspeed_ulysses_dl_adapter": "DeepSpeed's sequence parallelism is not built; prepare the loader",
+    "deepspeed_ulysses_dl_adapter": "it is for DeepSpeed's sequence parallelism, which ZeRO does not need; prepare "
+    "the loader",
 }

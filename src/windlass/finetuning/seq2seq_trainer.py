@@ -207,8 +207,8 @@ class Seq2SeqTrainer(Trainer):
     def _generate(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor:
         """Token ids, int64 of shape (batch, tokens).
 
-        Parameters of a sharded model are whole meanwhile, because `generate` calls parts of it, which gather nothing
-        but their own; and its ranks step together, for those that reshard to fewer ranks communicate in each forward.
+        `generate` calls parts of the model, which the strategy prepares. Ranks of a sharded model step together, for
+        those that reshard to fewer ranks, and engines that gather each layer, communicate in each forward.
         """
         strategy = self._model_writer.strategy
         options = {"synced_gpus": strategy.sharded and self.args.world_size > 1, **options}
@@ -218,7 +218,7 @@ class Seq2SeqTrainer(Trainer):
             # Shifted labels: generation would continue after them.
             dropped |= set(_FROM_LABELS)
         kept = {name: value for name, value in inputs.items() if name not in dropped}
-        with torch.no_grad(), strategy.gathered(), self.compute_loss_context_manager():
+        with torch.no_grad(), strategy.generating(), self.compute_loss_context_manager():
             generated: Tensor = self.model.generate(**kept, **options)  # type: ignore[operator]
         return generated
 

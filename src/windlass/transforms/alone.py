@@ -94,5 +94,8 @@ class Alone:
     def gathered(self) -> AbstractContextManager[Any]:
         return _NOTHING
 
+    def generating(self) -> AbstractContextManager[Any]:
+        return _NOTHING
+
     def release(self) -> None:
         """Nothing is held."""

@@ -240,6 +240,10 @@ class FullyShardedModel:
                 state[name] = gathered.get(id(value), value)
         return state
 
+    def generating(self) -> AbstractContextManager[Any]:
+        """Whole parameters: parts gather nothing but their own."""
+        return self.gathered()
+
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """In the dtype of forwards (`param_dtype`); changes to parameters are lost. A `state_dict()` ends it early: it

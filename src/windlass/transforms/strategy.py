@@ -116,7 +116,11 @@ class Strategy(Protocol):
         ...
 
     def gathered(self) -> AbstractContextManager[Any]:
-        """Context in which all ranks have whole parameters (to generate, or to inspect them). Collective."""
+        """Context in which all ranks have whole parameters, to inspect them. Collective."""
+        ...
+
+    def generating(self) -> AbstractContextManager[Any]:
+        """Context in which parts of the module may be called by themselves, as `generate` does. Collective."""
         ...
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Models of transformers that are divided among ranks while they are built (stage 3), so that no rank has a whole one."""
+"""Models of transformers that are divided among ranks while they are built (stage 3): no rank has a whole one."""
 
 from __future__ import annotations
 

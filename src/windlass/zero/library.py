@@ -18,7 +18,6 @@ from windlass.dist.flat import FlatParts, divided
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import export_local_rank, open_group_of_one
 
-
 # The attributes of DeepSpeed's scaler that change in fp16.
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -113,7 +112,7 @@ class ZeroEngine:
         norm = torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32)
         return norm, bool(self._engine.was_step_applied())
 
-    # --- the loss scale of fp16 -----------------------------------------------------------------------------------------
+    # --- the loss scale of fp16 ---------------------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> float:

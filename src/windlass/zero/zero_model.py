@@ -91,6 +91,10 @@ class ZeroModel(Alone):
                 state[name] = copies.get(id(value), value)
         return state
 
+    def generating(self) -> AbstractContextManager[Any]:
+        """Nothing to do: hooks of every layer gather it. Within `gathered`, they would free what that has gathered."""
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         with self._parts.gathered(self._module.parameters()):

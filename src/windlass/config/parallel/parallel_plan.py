@@ -84,7 +84,9 @@ def with_precision_of_engine(settings: Settings) -> Settings:
     found = precision_of(_zero_config(settings)) if uses_deepspeed(settings) else None
     if found is not None and not settings.explicit(rows.PRECISION):
         origin = settings[deepspeed.CONFIG.name].origin
-        settings.add(Setting(rows.PRECISION.name, found, f"{origin}.{found}.enabled", "script", implicit=False))
+        settings.add(
+            Setting(rows.PRECISION.name, found, f"{origin}.{found}.enabled", "script", implicit=False)
+        )
     return settings
 
 

@@ -142,7 +142,7 @@ LAUNCH = (
     MAX_RESTARTS, MONITOR_INTERVAL, LOG_DIR, TEE, THREADS, DEVICES, AFFINITY, ENGINE, ENGINE_OPTIONS, STALL_TIMEOUT,
     MACHINE_TIMEOUT, PREEMPTION_GRACE, REQUEUE, MAX_REQUEUES, ROLE, ENVIRONMENT, TPU, *_IDLE_LAUNCH, *_REFUSED_LAUNCH,
 )  # fmt: skip
-_HOSTS = "is not built; start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
+_HOSTS = "is for starting over ssh: start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
 DEEPSPEED = (
     *_refused("deepspeed", NO_NVME, "offload_optimizer_nvme_path", "offload_param_nvme_path"),
     *_refused("deepspeed", _HOSTS, "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
