@@ -6,7 +6,7 @@ Every failure is a `HubError`, whose text has no token.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ def _limit_waits() -> None:
     The limit holds for the whole process. A script that makes the package's HTTP client itself decides about it.
     """
     http: Any = require("huggingface_hub.utils._http", "publish on the Hub")
-    original: Any = getattr(http, "default_client_factory", None)
-    if original is None or getattr(http, "_GLOBAL_CLIENT_FACTORY", None) is not original:
+    original: Callable[[], Any] = getattr(http, "default_client_factory", lambda: None)
+    if getattr(http, "_GLOBAL_CLIENT_FACTORY", None) is not original:
         return
 
     def factory() -> Any:
