@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.dist.launch import Started, run_script
+from tests.hub.server import Hub
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -238,6 +239,26 @@ def test_a_resumed_run_takes_the_tokenizer_of_its_checkpoint(resume: bool | str,
     place = str(tmp_path / resume) if resume == "checkpoint-2" else resume
     assert saved_tokenizer(tmp_path, place) == tmp_path / "checkpoint-2"
     assert saved_tokenizer(tmp_path, None) is None
+
+
+def test_a_run_from_the_hub_takes_the_tokenizer_of_its_checkpoint(
+    room: Path, windlass: Run, hub: Hub, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere the text may be another one, from which another tokenizer would be trained."""
+    monkeypatch.setenv("HF_TOKEN", token)
+    publish = ("training.push_to_hub=true", "training.hub_model_id=run", "training.hub_strategy=checkpoint")
+    quick = ("lm.yaml", "training.eval_strategy=no", "training.save_steps=2")
+    windlass("train", *quick, "--output-dir", "first", "training.max_steps=2", *publish)
+    (room / "text.txt").write_text("a bird sang in the old tree until the rain came down\n" * 60)
+    windlass(
+        "train", *quick, "--output-dir", "second", "training.max_steps=4", "--resume", "hub:someone/run@main"
+    )
+    first, second = (
+        (room / folder / f"checkpoint-{step}" / "tokenizer.json").read_text()
+        for folder, step in (("first", 2), ("second", 4))
+    )
+    assert first == second
+    assert "nobody/run: no such repository" in windlass("train", *quick, "--resume", "hub:nobody/run", code=2)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals to a process")

@@ -33,6 +33,7 @@ class Fault:
     Attributes:
         status: this answer, and nothing done.
         stall: seconds before anything else.
+        hold: waits for this before anything else.
         cut: the connection is closed without an answer, and nothing done.
         half: the connection is closed when half of the content has been read.
         lost: the request is carried out, and the connection closed without an answer.
@@ -42,6 +43,7 @@ class Fault:
     match: str
     status: int | None = None
     stall: float = 0.0
+    hold: threading.Event | None = None
     cut: bool = False
     half: bool = False
     lost: bool = False
@@ -173,6 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
         content = self._read(size // 2 if fault is not None and fault.half else size)
         if fault is not None:
             time.sleep(fault.stall)
+            if fault.hold is not None:
+                fault.hold.wait(60)
             if fault.cut or fault.half:
                 self._close()
                 return

@@ -49,8 +49,12 @@ def test_what_arrives_damaged_is_not_resumed(hub: Hub, token: str, published: Pa
     ("address", "error", "words"),
     [
         ("hub:run", ConfigError, "hub:OWNER/NAME"),
-        ("hub:someone/absent", CheckpointError, "someone/absent"),
-        ("hub:someone/run@absent", CheckpointError, "cannot read"),
+        (
+            "hub:someone/absent",
+            CheckpointError,
+            "someone/absent: no such repository, or the token may not read it",
+        ),
+        ("hub:someone/run@absent", CheckpointError, "cannot read .* no such branch, tag or commit"),
         ("hub:someone/run/checkpoint-7", CheckpointError, "no checkpoint in checkpoint-7"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,8 @@ def test_a_lasting_failure_ends_the_upload(
 
 def test_a_hub_that_stalls_is_given_up_at_the_end(hub: Hub, token: str, tmp_path: Path) -> None:
     one, running, lines = upload(tmp_path), Uploads(client(token)), list[str]()
-    hub.faults = [Fault("POST .*/commit/", stall=3.0)]
+    # Cut at last, or the commit would be made later, in the repository of another test.
+    hub.faults = [Fault("POST .*/commit/", stall=3.0, cut=True)]
     running.add(one)
     assert running.finish(0.2, lines.append) == [one]
     assert "waiting for 1 upload(s)" in lines[0]
@@ -96,7 +98,8 @@ def test_an_upload_that_waits_is_replaced_by_a_newer_one(hub: Hub, token: str, t
     for every, commits in ((False, 3), (True, 4)):
         hub.reset()
         running = Uploads(client(token), every=every)
-        hub.faults = [Fault("POST .*/preupload/", stall=0.5)]
+        go_on = threading.Event()
+        hub.faults = [Fault("POST .*/preupload/", hold=go_on)]
         folders = [tmp_path / f"{every}{number}" for number in range(3)]
         made = [upload(folder, "a") for folder in folders]
         for number, one in enumerate(made):
@@ -104,6 +107,7 @@ def test_an_upload_that_waits_is_replaced_by_a_newer_one(hub: Hub, token: str, t
             running.add(one)
             while number == 0 and not any("preupload" in request for request in hub.requests):
                 pass  # the first one is under way
+        go_on.set()
         assert running.finish(60, print) == []
         assert len(hub.repositories["someone/run"].commits) == commits
         assert hub.files("someone/run") == {"a.json": b"2"}

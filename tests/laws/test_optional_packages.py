@@ -47,11 +47,12 @@ HOMES: dict[str, set[str]] = {
     "sklearn": {"cli"},
     "PIL": {"cli"},
     "torch_xla": {"core"},
+    "liger_kernel": {"transforms"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
 ONE_FILE = {
     "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets",
-    "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "torch_xla", *TRACKERS,
+    "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "torch_xla", "liger_kernel", *TRACKERS,
 }  # fmt: skip
 
 

@@ -46,6 +46,7 @@ THIRD_PARTY = {
     "_step_count": "PyTorch's schedules count their steps there, and tell nobody else about them",
     **dict.fromkeys(("_iterator", "_worker_info"), _WORKERS),
     **dict.fromkeys(("_get_fsdp_state", "_fsdp_param_groups", "_unsharded_param"), _SHARDED),
+    "_GLOBAL_CLIENT_FACTORY": "huggingface_hub tells nobody else if a script makes its HTTP client",
     "_flatten": "a mesh joins its axes under no other name",
     **dict.fromkeys(("_current_frames", "_get_sequence_number_for_group"), _DEBUG),
     "_getframe": "sys has this under no other name",

@@ -27,7 +27,9 @@ STATE = "from windlass import Accelerator; print(Accelerator().distributed_type,
 def run(folder: Path, script: str, *launcher: str, **variables: str) -> subprocess.CompletedProcess[str]:
     path = folder / "script.py"
     path.write_text(script)
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", **variables}
+    # Several devices of this process are driven by SPMD, which sets a variable; a script of its own has not begun yet.
+    inherited = {name: value for name, value in os.environ.items() if name != "XLA_USE_SPMD"}
+    environment = {**inherited, "PJRT_DEVICE": "CPU", **variables}
     command = [sys.executable, *launcher, str(path)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
 

@@ -107,6 +107,18 @@ def _quieten_libraries() -> None:
         require("transformers.utils.logging", "run a recipe").disable_progress_bar()
 
 
+def _downloaded(resume: bool | str | None, args: TrainingArguments) -> bool | str | None:
+    """Return where a run is resumed from. A checkpoint on the Hub is downloaded first: its tokenizer is needed before
+    there is a Trainer.
+    """
+    from windlass.hub.fetching import SCHEME, fetch
+
+    if not (isinstance(resume, str) and resume.startswith(SCHEME)):
+        return resume
+    with args.main_process_first(desc="downloading the checkpoint"):
+        return str(fetch(resume, args.hub_token, run_folder(args)))
+
+
 def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, command: str) -> int:
     say = _speaker()
     _quieten_libraries()
@@ -114,6 +126,7 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
     from windlass.cli.recipe_parts import build_parts, build_trainer, continue_prompt, saved_tokenizer
     from windlass.cli.screen import RunOutcome, describe_run, render_screen
 
+    resume = _downloaded(resume, args)
     parts = build_parts(recipe, args, saved_tokenizer(run_folder(args), resume))
     trainer, ends = build_trainer(parts, args), RunEnds()
     trainer.add_callback(ends)

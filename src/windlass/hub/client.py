@@ -6,7 +6,7 @@ Every failure is a `HubError`, whose text has no token.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ def _limit_waits() -> None:
     The limit holds for the whole process. A script that makes the package's HTTP client itself decides about it.
     """
     http: Any = require("huggingface_hub.utils._http", "publish on the Hub")
-    original = getattr(http, "default_client_factory", None)
-    if original is None or getattr(http, "_GLOBAL_CLIENT_FACTORY", None) is not original:
+    original: Callable[[], Any] = getattr(http, "default_client_factory", lambda: None)
+    if getattr(http, "_GLOBAL_CLIENT_FACTORY", None) is not original:
         return
 
     def factory() -> Any:
@@ -41,10 +41,24 @@ def _limit_waits() -> None:
     http.set_client_factory(factory)
 
 
+# Errors of the package whose last line does not name the fault.
+_ABSENT = {
+    "RepositoryNotFoundError": "no such repository, or the token may not read it",
+    "RevisionNotFoundError": "no such branch, tag or commit",
+}
+
+
 def _reason(error: BaseException) -> str:
     """The kind of an error, and the last line of its text, in which the client puts the Hub's own words."""
+    if _status(error) == 404 and type(error).__name__ in _ABSENT:
+        return _ABSENT[type(error).__name__]
     lines = str(error).strip().rstrip(".").splitlines()
     return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+
+
+def _status(error: BaseException) -> int | None:
+    """The Hub's answer; None if there was none."""
+    return getattr(getattr(error, "response", None), "status_code", None)
 
 
 class HubError(WindlassError, ConnectionError):
@@ -182,7 +196,7 @@ class HubClient:
             raise self._described(what, error) from quiet(error)
 
     def _described(self, what: str, error: Exception) -> HubError:
-        status = getattr(getattr(error, "response", None), "status_code", None)
+        status = _status(error)
         reasons = [_reason(error)]
         if status is None and error.__cause__ is not None:  # the client names the file alone
             reasons.append(_reason(error.__cause__))

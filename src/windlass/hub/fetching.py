@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 from windlass.checkpoint.manifest import MANIFEST_NAME, parse_manifest
@@ -32,14 +33,15 @@ def fetch(address: str, token: str | None, folder: Path) -> Path:
         fix = "name a repository as hub:OWNER/NAME, with @REVISION and /FOLDER if needed"
         raise ConfigError(Problem("resume_from_checkpoint", address, fix))
     client = HubClient(match["repository"], token)
-    place, staged = match["folder"] or LAST, folder / STAGING / "download"
+    (folder / STAGING).mkdir(parents=True, exist_ok=True)
+    # Of its own, because processes that find the checkpoint there read its manifest again at the same time.
+    place, staged = match["folder"] or LAST, Path(tempfile.mkdtemp(prefix="download-", dir=folder / STAGING))
     try:
         commit = client.commit_of(match["revision"])
         if f"{place}/{MANIFEST_NAME}" not in client.names(place, commit):
             raise CheckpointError(
                 f"{address} has no checkpoint in {place}; a run with hub_strategy='checkpoint' uploads one"
             )
-        shutil.rmtree(staged, ignore_errors=True)
         manifest = client.fetch(f"{place}/{MANIFEST_NAME}", commit, staged).read_bytes()
         info = parse_manifest(staged / place, manifest)
         target = folder / STAGING / f"checkpoint-{info.step}"

@@ -47,7 +47,7 @@ def _compile(module: nn.Module, plan: CompilePlan) -> None:
         backend=plan.backend,
         mode=plan.mode,
         fullgraph=plan.fullgraph,
-        dynamic=plan.dynamic or None,  # False would compile for each size anew, until torch gives up
+        dynamic=plan.dynamic or None,  # False would compile for each size, until torch gives up
         options=plan.options or None,
     )
     module._compiled_call_impl = (
