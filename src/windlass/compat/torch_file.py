@@ -147,7 +147,7 @@ class TorchFile:
         run = torch.empty(count, dtype=tensor.dtype)
         if count:
             self._file.seek(self._begin_of(tensor.key) + (tensor.offset + start) * tensor.dtype.itemsize)
-            filled, into = 0, memoryview(run.view(torch.uint8).numpy())
+            filled, into = 0, run.view(torch.uint8).numpy().data
             while filled < len(into) and (got := self._file.readinto(into[filled:])):
                 filled += got
             if filled != len(into):
