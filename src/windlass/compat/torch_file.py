@@ -24,7 +24,8 @@ from torch import Tensor
 
 from windlass.checkpoint.deferred import Shaped, TensorSource
 from windlass.checkpoint.files import Files
-from windlass.compat.pickle_reader import MAX_BYTES, StoredTensor, read_pickle
+from windlass.compat.pickle_reader import MAX_BYTES, read_pickle
+from windlass.compat.stored_tensor import StoredTensor
 from windlass.core.errors import CheckpointError
 from windlass.core.trees import map_leaves
 from windlass.dist.sharded import Part
