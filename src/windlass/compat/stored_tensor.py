@@ -1,4 +1,4 @@
-"""What a pickle of tensors describes: tensors whose bytes lie beside it, their dtypes and storages, and what is unread."""
+"""What a pickle of tensors describes: tensors whose bytes lie beside it, dtypes, storages, and what is not read."""
 
 from __future__ import annotations
 
