@@ -227,13 +227,15 @@ def _rank(
             timeout=timedelta(seconds=PATIENCE),
         )
     met = Met(folder / f"met-{number}-{rank}")
-    if not trial.meets_late:
+    callbacks: list[Any] = [] if trial.exact else [SamplesSeen(folder, rank, number)]
+    if trial.meets_late:
+        callbacks.append(met)
+    else:
         met.mark()
     if trial.remote:
         on_a_new_machine(folder, number)
     save_retry.LAST_PAUSES = (0.01,) * 5
     _note_commits(folder / f"committed-{rank}.txt", MirroredStore if trial.remote else Store)
-    callbacks: list[Any] = [met] if trial.exact else [met, SamplesSeen(folder, rank, number)]
     counts = None
     if strike is None and not resume:
         counts = Counts()
