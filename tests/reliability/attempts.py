@@ -32,6 +32,7 @@ from tests.reliability.dooms import (
 from tests.reliability.whereabouts import on_a_new_machine, output_dir
 from tests.trainer.resume_cases import bits, in_a_child, run
 
+from windlass import TrainerCallback
 from windlass.checkpoint.mirrored import MirroredStore
 from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import Store
@@ -165,6 +166,19 @@ def attempt(
                 os.killpg(pid, signal.SIGKILL)
 
 
+class Met(TrainerCallback):
+    """Marks that this rank has met the others: those of a rank that dies before are ended, as a launcher does."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def mark(self) -> None:
+        self._path.touch()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.mark()
+
+
 def _fork(work: Callable[[], None], rank: int, world: int, said: Path) -> int:
     sys.stdout.flush()
     child = os.fork()
@@ -212,12 +226,16 @@ def _rank(
             world_size=world,
             timeout=timedelta(seconds=PATIENCE),
         )
-    (folder / f"met-{number}-{rank}").touch()
+    met = Met(folder / f"met-{number}-{rank}")
+    callbacks: list[Any] = [] if trial.exact else [SamplesSeen(folder, rank, number)]
+    if trial.meets_late:
+        callbacks.append(met)
+    else:
+        met.mark()
     if trial.remote:
         on_a_new_machine(folder, number)
     save_retry.LAST_PAUSES = (0.01,) * 5
     _note_commits(folder / f"committed-{rank}.txt", MirroredStore if trial.remote else Store)
-    callbacks: list[Any] = [] if trial.exact else [SamplesSeen(folder, rank, number)]
     counts = None
     if strike is None and not resume:
         counts = Counts()

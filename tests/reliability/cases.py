@@ -45,6 +45,11 @@ class Trial:
     unfit: frozenset[str] = field(default_factory=frozenset)
 
     @property
+    def meets_late(self) -> bool:
+        """Ranks exchange addresses in a store, which tells of no death, until training begins: DeepSpeed's groups."""
+        return "deepspeed" in self.case.arguments
+
+    @property
     def has_workers(self) -> bool:
         return bool(self.case.arguments.get("dataloader_num_workers"))
 

@@ -56,8 +56,6 @@ class Matrix:
         self._results = place / "results.jsonl"
         place.mkdir(parents=True, exist_ok=True)
         preload([trial(name) for name in PRELOADED[own]], place)
-        if own == "zero":
-            load_operations()
         # Its processes are forked here, while this one has a single thread.
         self._pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"))
         self.results: list[dict[str, Any]] = []
@@ -118,13 +116,6 @@ def _natural(name: str) -> list[tuple[int, str]]:
 def make_history(place: Path, seed: int, name: str) -> dict[str, Any]:
     chosen = plan(seed, name)
     return History(chosen, place / name, place / "clean" / chosen.trial.name.replace(" ", "-")).run()
-
-
-def load_operations() -> None:
-    """Load what DeepSpeed compiles for CPUs, so that ranks need not: one killed there leaves a lock behind."""
-    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-
-    ShareMemCommBuilder().load(verbose=False)
 
 
 def code_hash() -> str:

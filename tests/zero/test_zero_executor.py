@@ -48,8 +48,10 @@ def check(folder: Path, stage: object, alone: dict[str, Any]) -> None:
 
 
 def test_stage_1_on_two_ranks_equals_one_process(alone: dict[str, Any], tmp_path: Path) -> None:
-    launch(2, SCRIPT, tmp_path, 1)
+    compiled = tmp_path / "compiled"
+    launch(2, SCRIPT, tmp_path, 1, environ={"TORCH_EXTENSIONS_DIR": str(compiled)})
     check(tmp_path, 1, alone)
+    assert not compiled.exists(), "nothing is compiled, so a killed process leaves no lock of it"
 
 
 @pytest.mark.slow

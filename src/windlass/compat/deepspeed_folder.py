@@ -25,7 +25,7 @@ from torch import Tensor
 
 from windlass.checkpoint.deferred import Shaped, TensorSource, empty_host
 from windlass.checkpoint.files import Files
-from windlass.compat.pickle_reader import StoredTensor
+from windlass.compat.stored_tensor import StoredTensor
 from windlass.compat.torch_file import TorchFile, open_torch_file
 from windlass.core.errors import CheckpointError
 from windlass.dist.sharded import Part

@@ -11,7 +11,7 @@ from torch import nn
 
 from windlass.checkpoint.names import canonical_names, shorten
 from windlass.checkpoint.optimizer_state import IMPLEMENTATION
-from windlass.compat.pickle_reader import StoredTensor
+from windlass.compat.stored_tensor import StoredTensor
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.types import State

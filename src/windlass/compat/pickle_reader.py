@@ -4,7 +4,7 @@ An interpreter of opcodes that builds plain containers, numbers, text and descri
 name in the file is imported: those that `torch.save` writes for tensors, storages and ordered maps are mapped to
 functions of this module. Any other name, and any opcode that creates an object, is an error; or, where a reader needs
 only some values beside objects of another program, such an object is an `Unread`, without class or content.
-The allow-list consists of `_CALLS`, `_STORAGES`, `_DTYPES` and `_OPCODES`.
+The allow-list consists of `_CALLS`, `STORAGES`, `DTYPES` and `_OPCODES`.
 
 Bytes, opcodes, depth and the size of whole numbers are bounded, and so is the size of the result as a tree: a small
 file can refer to one tuple many times, on every level. Opcodes: CPython's `Lib/pickletools.py`.
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from windlass.compat.stored_tensor import DTYPES, STORAGES, StoredTensor, Unread
 from windlass.core.errors import CheckpointError
 
 MAX_BYTES = 1 << 26  # of the pickle without the bytes of tensors
@@ -32,60 +33,7 @@ _MAX_NAME = 200
 _MAX_DIMENSIONS = 64
 _KEY = re.compile(r"[0-9A-Za-z_.-]{1,64}")
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-        torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool, torch.complex64, torch.complex128,
-        torch.float8_e4m3fn, torch.float8_e5m2,
-    )
-}  # fmt: skip
-_STORAGES: dict[tuple[str, str], torch.dtype | None] = {
-    ("torch", f"{kind}Storage"): dtype
-    for kind, dtype in {
-        "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
-        "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
-        "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
-    }.items()
-}  # fmt: skip
-_STORAGES["torch.storage", "UntypedStorage"] = None
 _NUMPY_CODES = frozenset({"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"})
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """The description of a tensor, whose bytes are in the storage `key` of the file.
-
-    Attributes:
-        offset, stride: in elements; the tensor lies inside its storage.
-    """
-
-    key: str
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Its elements are adjacent in row-major order."""
-        expected = 1
-        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and step != expected:
-                return False
-            expected *= size
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class Unread:
-    """In place of an object, or of a class or function: its name in the file. Nothing of that name is looked up."""
-
-    name: str
 
 
 def read_pickle(data: bytes, what: str, storages: Mapping[str, int], *, objects: bool = False) -> Any:
@@ -272,10 +220,10 @@ class _Machine:
         """Push the object of a name, which is looked up in the tables of this module only."""
         if not isinstance(module, str) or not isinstance(name, str):
             raise self.error("a name is not text")
-        if (module, name) in _STORAGES:
-            self.stack.append(_StorageKind(_STORAGES[module, name]))
-        elif module == "torch" and name in _DTYPES:
-            self.stack.append(_DTYPES[name])
+        if (module, name) in STORAGES:
+            self.stack.append(_StorageKind(STORAGES[module, name]))
+        elif module == "torch" and name in DTYPES:
+            self.stack.append(DTYPES[name])
         elif (module, name) in _CALLS:
             self.stack.append(_Name(module, name))
         elif self._objects:

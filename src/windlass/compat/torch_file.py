@@ -24,7 +24,8 @@ from torch import Tensor
 
 from windlass.checkpoint.deferred import Shaped, TensorSource
 from windlass.checkpoint.files import Files
-from windlass.compat.pickle_reader import MAX_BYTES, StoredTensor, read_pickle
+from windlass.compat.pickle_reader import MAX_BYTES, read_pickle
+from windlass.compat.stored_tensor import StoredTensor
 from windlass.core.errors import CheckpointError
 from windlass.core.trees import map_leaves
 from windlass.dist.sharded import Part
@@ -147,7 +148,7 @@ class TorchFile:
         run = torch.empty(count, dtype=tensor.dtype)
         if count:
             self._file.seek(self._begin_of(tensor.key) + (tensor.offset + start) * tensor.dtype.itemsize)
-            filled, into = 0, memoryview(run.view(torch.uint8).numpy())
+            filled, into = 0, run.view(torch.uint8).numpy().data
             while filled < len(into) and (got := self._file.readinto(into[filled:])):
                 filled += got
             if filled != len(into):

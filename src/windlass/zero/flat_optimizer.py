@@ -33,7 +33,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skips = self._released = False
         self._given: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
         self._members = self._given
-        self._earlier = dict(optimizer.state)
+        self._earlier: dict[Any, dict[str, Any]] = dict(optimizer.state)
         optimizer.state.clear()
         self._places: Mapping[nn.Parameter, Place] = {}
 

@@ -25,6 +25,9 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def _deepspeed() -> ModuleType:
     library = require("deepspeed", "train with ZeRO")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it reports each step of its start
+    # Sums in shared memory, for its inference on CPUs. It would compile them when it starts, under a lock that a killed
+    # process leaves behind, and wait there, without an end, for ranks that are gone.
+    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return library
 
 
