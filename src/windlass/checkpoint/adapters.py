@@ -22,7 +22,7 @@ from windlass.checkpoint.names import canonical_names, counted
 from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import misfits
 from windlass.core.errors import CheckpointError
-from windlass.core.module_state import state_was_loaded, values_of
+from windlass.core.module_state import full_state_dict, state_was_loaded, values_of
 from windlass.core.optional import require
 from windlass.core.tensors import address
 from windlass.core.types import State

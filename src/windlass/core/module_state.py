@@ -80,7 +80,7 @@ def bare(module: nn.Module) -> nn.Module:
     return inner
 
 
-def _full_state_dict(module: nn.Module) -> dict[str, Tensor]:
+def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """The module's state dict, not detached; of a peft model always with the base.
 
     Scripts assign peft's models a `state_dict` that returns the adapter alone, under the names of its file, from a time
@@ -134,7 +134,7 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 def values_of(module: nn.Module) -> dict[str, Any]:
     """The module's own state dict, not detached, with what an engine keeps in place of parameters."""
-    state, elsewhere = _full_state_dict(module), _elsewhere(module)
+    state, elsewhere = full_state_dict(module), _elsewhere(module)
     if elsewhere is None:
         return state
     return {name: _kept(value, elsewhere) for name, value in state.items()}
