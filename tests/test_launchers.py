@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import signal
 import subprocess
@@ -13,10 +14,11 @@ from pathlib import Path
 
 import accelerate
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from windlass.accelerator.accelerator import Accelerator
 from windlass.core.errors import ConfigError
-from windlass.launchers import debug_launcher, notebook_launcher
+from windlass.launchers import _cause, debug_launcher, notebook_launcher
 
 
 def test_signatures_are_those_that_notebooks_know() -> None:
@@ -79,6 +81,19 @@ def test_a_failure_comes_back_with_its_traceback(tmp_path: Path) -> None:
     assert "ValueError: no 6" in str(caught.value)
     assert 'raise ValueError(f"no {factor * 2}")' in str(caught.value)
     assert (tmp_path / "1").read_text() == "cpu"
+
+
+def test_the_reported_failure_is_the_cause_of_the_others(tmp_path: Path) -> None:
+    """A rank that waits for one that failed loses its connection within the same second."""
+    texts = ("RuntimeError: gloo: Connection closed by peer [127.0.0.1]:1", "ValueError: planned")
+    failures = {}
+    for rank, text in enumerate(texts):
+        file = tmp_path / f"{rank}.json"
+        extra = {"py_callstack": text, "timestamp": "100"}
+        file.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        failures[rank] = ProcessFailure(rank, 1, 1, str(file))
+    assert _cause(failures)[0] == 1
+    assert _cause({0: failures[0]})[0] == 0, "the only one that is known"
 
 
 def test_what_is_wrong_is_said_all_at_once() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from windlass.cli.launching.failure_report import lost_peers
 from windlass.config.launch_token import NEEDS_TOKEN, reachable_from_here_only, read_token
 from windlass.config.parallel import KEYS, OWN_VARIABLE, Settings, to_environment
 from windlass.config.support_names import WHY
@@ -212,9 +213,20 @@ def _launch(call: _Call, count: int, meeting: Meeting, **options: Any) -> None:
             with _in_environment(call.settings):
                 elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            rank_number, failure = error.get_first_failure()
+            rank_number, failure = _cause(error.failures)
             text = f"rank {rank_number} failed (exit code {failure.exitcode}):\n\n{_traceback(failure)}"
             raise RuntimeError(text) from None
+
+
+def _cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """Return the rank that failed first, and how. Times are whole seconds, in which others lose their peer and fail."""
+    return min(failures.items(), key=lambda found: (lost_peers(_message(found[1])), found[1].timestamp))
+
+
+def _message(failure: ProcessFailure) -> str:
+    """Return the message of the exception, without its traceback."""
+    message = failure.error_file_data.get("message")
+    return str(message.get("message") if isinstance(message, dict) else message or failure.message)
 
 
 def _traceback(failure: ProcessFailure) -> str:

@@ -35,6 +35,11 @@ Kind = Literal["failed", "stalled", "deserted", "lost", "abandoned"]
 _PRECEDENCE: tuple[Kind, ...] = ("stalled", "failed", "deserted", "lost", "abandoned")
 
 
+def lost_peers(message: str) -> bool:
+    """Return True if an error with this message was raised only because another rank had gone."""
+    return _LOST_PEERS.search(message) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class RankFacts:
     """The state of one process at an incident.
@@ -67,7 +72,7 @@ class RankFacts:
     @property
     def lost_its_peers(self) -> bool:
         """True if it failed only because another rank had gone."""
-        return bool(self.message) and _LOST_PEERS.search(self.message) is not None
+        return lost_peers(self.message)
 
     @property
     def timed_out(self) -> bool:
