@@ -100,7 +100,7 @@ def test_what_is_wrong_is_said_all_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         notebook_launcher(print, num_processes=0, node_rank=3, mixed_precision="fp7", rdzv_backend="pigeon")
     assert len(caught.value.problems) == 4
-    assert "must be one of no, fp16, bf16" in str(caught.value)
+    assert "must be one of no, bf16, fp16, fp8" in str(caught.value)
 
 
 _FROM_MAIN = """

@@ -18,6 +18,7 @@ SMALL = st.integers(1, 6)
 def args(micro: int = 4, accumulation: int = 1, samples: int | None = None, find: bool = False) -> Any:
     return SimpleNamespace(
         per_device_train_batch_size=micro,
+        train_batch_size_of=lambda world: micro,
         gradient_accumulation_steps=accumulation,
         global_batch_size=samples,
         auto_find_batch_size=find,

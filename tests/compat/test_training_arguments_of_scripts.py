@@ -28,7 +28,11 @@ class ScriptArguments(TrainingArguments):
 
 def test_a_subclass_declares_fields_that_may_be_json() -> None:
     wanted = set(their_arguments.TrainingArguments._VALID_DICT_FIELDS)
-    assert {*TrainingArguments._VALID_DICT_FIELDS} == wanted | {"liger_kernel_config", "optim_groups"}
+    assert {*TrainingArguments._VALID_DICT_FIELDS} == wanted | {
+        "fp8_config",
+        "liger_kernel_config",
+        "optim_groups",
+    }
     args = ScriptArguments("out", model_init_kwargs='{"depth": 3, "name": "x"}', note="{}")
     assert args.model_init_kwargs == {"depth": 3, "name": "x"}
     assert args.note == "{}"

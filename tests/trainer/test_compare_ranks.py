@@ -30,7 +30,7 @@ EXPECTED = {
     "callbacks": "['DefaultFlowCallback'] on rank 0, ['DefaultFlowCallback', 'EarlyStoppingCallback'] on rank 1",
     "plan.precision.compute": "'fp32' on rank 0, 'bf16' on rank 1",
     "gradient_accumulation_steps": "1 on rank 0, 2 on rank 1",
-    "mixed_precision": "'fp32' on rank 0, 'bf16' on rank 1",
+    "mixed_precision": "'no' on rank 0, 'bf16' on rank 1",
     "split_batches": "False on rank 0, True on rank 1",
     "prepare() argument 0, model.weight": "'float32[2, 3]' on rank 0, 'float32[4, 3]' on rank 1",
     "prepare() argument 1, optimizer.group 0.lr": "0.1 on rank 0, 0.2 on rank 1",

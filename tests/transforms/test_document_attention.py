@@ -115,7 +115,6 @@ def _close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
         "sliding window",
         "soft-capping",
         "gemma3",
-        "experts",
         "gpt2",
         "gpt_neox",
         "chunks",

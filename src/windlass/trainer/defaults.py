@@ -89,20 +89,21 @@ def _engine_problems(
 ) -> list[Problem]:
     """Objects of the script beside sections of a DeepSpeed configuration that represent the same."""
     optimizer, schedule = optimizers
-    given = [
-        ("optimizer", "optimizers[0]", optimizer and type(optimizer).__name__),
-        ("optimizer", "optimizer_cls_and_kwargs", cls_and_kwargs and cls_and_kwargs[0].__name__),
-        ("scheduler", "optimizers[1]", schedule and type(schedule).__name__),
+    objects = [
+        ("optimizer", "optimizers[0]", optimizer),
+        ("optimizer", "optimizer_cls_and_kwargs", cls_and_kwargs and cls_and_kwargs[0]),
+        ("scheduler", "optimizers[1]", schedule),
     ]
-    given = [entry for entry in given if entry[2]]
+    given = [entry for entry in objects if entry[2] is not None]
     zero = resolve_engine(args) if given else None
     return [
         Problem(
             f"{zero.origin}.{section}.type",
             zero.config[section].get("type"),
-            f"contradicts {source}={name} of the Trainer: leave out one of the two",
+            f"contradicts {source}={getattr(found, '__name__', type(found).__name__)} of the Trainer: leave out one of "
+            "the two",
         )
-        for section, source, name in given
+        for section, source, found in given
         if zero is not None and section in zero.config
     ]
 
