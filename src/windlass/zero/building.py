@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -66,9 +67,13 @@ def of_arguments(args: Any) -> DividedBuilding | None:
     if parallel_problems(settings, world):
         return None
 
+    # The arguments hold the result: a strong reference would keep both until the garbage collector runs, and with
+    # them the setting of the process.
+    alive = weakref.ref(args)
+
     def place() -> tuple[torch.device, Gang]:
-        device = args.device
-        return device, join(world, device, args.ddp_timeout, args.ddp_backend)
+        holder: Any = alive()
+        return holder.device, join(world, holder.device, holder.ddp_timeout, holder.ddp_backend)
 
     precision, dist = dtype_plans(settings)
     return of_plan(precision, dist.zero, place)

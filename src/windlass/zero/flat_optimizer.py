@@ -31,8 +31,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # The base class's constructor is not called: it would create groups and a state of its own.
         self.optimizer = optimizer
         self.skips = self._released = False
-        self._given: list[list[nn.Parameter]] = [list(group["params"]) for group in optimizer.param_groups]
-        self._members = self._given
+        # The engine removes groups that are empty, replaces the parameters of the others, and may copy them.
+        self._groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+        self._members: list[list[nn.Parameter]] = [members for _, members in self._groups]
         self._earlier: dict[Any, dict[str, Any]] = dict(optimizer.state)
         optimizer.state.clear()
         self._places: Mapping[nn.Parameter, Place] = {}
@@ -63,7 +64,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def use_places(self, places: Mapping[nn.Parameter, Place]) -> None:
         """Called once the engine has divided the parameters."""
         self._places = places
-        self._members = [kept for group in self._given if (kept := [p for p in group if p in places])]
+        self._members = [kept for _, group in self._groups if (kept := [p for p in group if p in places])]
         for parameter, entry in self._earlier.items():
             if parameter in places:
                 self._take_entry("a parameter", places[parameter], entry)
@@ -74,8 +75,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         entries = {parameter: self._entry(place) for parameter, place in self._places.items()}
         self.state.clear()
         self.state.update({parameter: entry for parameter, entry in entries.items() if entry})
-        for group, members in zip(self.param_groups, self._given, strict=True):
-            group["params"] = list(members)
+        settings = iter(self.param_groups)
+        for group, members in self._groups:
+            current = next(settings) if any(p in self._places for p in members) else group
+            group.update({**current, "params": members})
+        self.param_groups[:] = [group for group, _ in self._groups]
         self._released = True
 
     def _entry(self, place: Place) -> dict[str, Any]:

@@ -81,12 +81,11 @@ class ZeroModel(Alone):
             return super().whole_state()
         own = dict(bare(self._module).state_dict(keep_vars=True))
         state: dict[str, Any] = {}
-        copies: dict[int, Tensor] = {}
+        copies: dict[int, Tensor | None] = {}  # None on other ranks, which gather tied weights once, too
         for name, value in own.items():
             if isinstance(value, nn.Parameter) and id(value) not in copies:
                 with self._parts.gathered([value]):
-                    if self._gang.rank == 0:
-                        copies[id(value)] = value.detach().to("cpu", copy=True)
+                    copies[id(value)] = value.detach().to("cpu", copy=True) if self._gang.rank == 0 else None
             if self._gang.rank == 0:
                 state[name] = copies.get(id(value), value)
         return state
