@@ -189,24 +189,11 @@ PLUGIN = {
 }  # fmt: skip
 
 
-def _accelerate_config(stage: int) -> dict[str, Any]:
-    return {
-        **_engine_config(stage), "train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": 1,
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-    }  # fmt: skip
-
-
 def accelerate(strategy: str, model: Model, samples: Samples, steps: int) -> None:
-    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
 
-    stage = _stage(strategy)
-    if stage is not None:
-        AcceleratorState._reset_state(reset_partial_state=True)  # of the round before
-        plugin = DeepSpeedPlugin(hf_ds_config=_accelerate_config(stage))
-        _user_loop(Accelerator(cpu=True, deepspeed_plugin=plugin), model, samples, steps)
-        return
     accelerator = Accelerator(cpu=True)
     if strategy == "fsdp":
         # On processors it leaves the plugin aside without a word and replicates; its state has to be told.

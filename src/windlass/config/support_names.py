@@ -19,7 +19,10 @@ _DEEPSPEED = (
 )
 _HF_DEEPSPEED = "it divides models while they are built: import it from transformers.integrations.deepspeed"
 _MEGATRON = "Megatron-LM is not built; shard the model with fsdp_plugin"
-_EIGHT_BIT = "loading in few bits is not built; mixed_precision='fp8' converts layers to torchao's float8"
+_EIGHT_BIT = (
+    "weights of few bits are loaded by from_pretrained(quantization_config=...), and mixed_precision='fp8' converts "
+    "layers to torchao's float8"
+)
 _PIPELINE = "pipelines are not built; shard the model with fsdp_plugin"
 _TPU = "one process drives all devices of PyTorch/XLA, with the loaders and the sums of any other device"
 _PODS = "jobs on pods of TPUs are not started; start the script itself on one machine with TPUs"
@@ -30,7 +33,9 @@ _SHARDING = "sharded models are prepared, saved and loaded by Accelerator and Tr
 _OWN_NAMES = "checkpoints have a layout of their own; save_state and load_state, or the Trainer, know it"
 _OFFLOADED = "weights are offloaded into safetensors files, which OffloadedWeightsLoader reads"
 _SEARCH = "Trainer.hyperparameter_search is not built; call train() in a loop over TrainingArguments, with model_init"
-_LAYERWISE = "optimizers that update layer by layer are not built; adafactor keeps the smallest state of those that are"
+_LAYERWISE = (
+    "an optimizer that updates layer by layer, such as optim='galore_adamw_layerwise', needs no stand-in"
+)
 _NOT_A_TRACKER = "this tracker is not built; a GeneralTracker or a callback of your own can send logs to it"
 _MODELS = "it belongs to the models of transformers; import it from there, its models train as they are"
 _NEFTUNE = "a run adds the noise itself and takes it away: set neftune_noise_alpha"

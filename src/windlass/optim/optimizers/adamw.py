@@ -19,7 +19,7 @@ _DENSE = (nn.Parameter, Tensor)
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, whose fused step takes half the time on the host; the same kernel, so the same bits.
+    """`torch.optim.AdamW`, whose fused step takes less time on the host; the same kernel, so the same bits.
 
     In every step torch sorts the tensors of each group by device and dtype, and dispatches the kernels of sharded
     parameters through `DTensor`. Where one call of the kernel for each group is all that comes of it, it is made
