@@ -12,18 +12,16 @@ import torch
 from safetensors.torch import load_file
 from tests.compat import deepspeed_alone
 from tests.dist.launch import launch
+from tests.zero.needed import needs_deepspeed
 
 from windlass.checkpoint.stored import load_folder, open_folder, open_weights
 from windlass.cli.main import main
 from windlass.core.errors import CheckpointError
-from windlass.core.optional import is_available
 
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
-    ),
+    needs_deepspeed,
 ]
 KINDS = ("0", "1", "2", "3", "1b", "3b")
 TIED = {"head.weight": "embed.weight"}

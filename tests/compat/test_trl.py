@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from windlass.core.optional import is_available
+from tests.zero.needed import needs_deepspeed
 
 pytest.importorskip("trl", reason="trl is not installed")
 SCRIPT = Path(__file__).parent / "trl_trainers.py"
@@ -53,9 +52,7 @@ def test_they_train_in_two_processes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.skipif(
-    not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
-)
+@needs_deepspeed
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_reference_model_under_deepspeed(stage: str) -> None:
     """trl makes an engine of its own for the reference model, of the configuration that the accelerator shows."""

@@ -14,10 +14,10 @@ from tests.reliability.dooms import FAULTS, INTERRUPTS, KILLS, LEAVES, Doom
 from tests.reliability.histories import History, Plan, make_clean
 from tests.reliability.kill_matrix import Matrix, matrix_in, memory
 from tests.trainer.resume_cases import Case
+from tests.zero.needed import needs_deepspeed
 
 from windlass import Trainer
 from windlass.checkpoint.store import Store
-from windlass.core.optional import is_available
 
 SEED = 0
 _KINDS = {"kill": KILLS, "interrupt": INTERRUPTS, "leave": LEAVES, "fault": FAULTS}
@@ -56,9 +56,7 @@ def test_every_case_ends_as_if_nothing_had_happened(matrix: Matrix, group: str) 
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.skipif(
-    not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
-)
+@needs_deepspeed
 def test_runs_under_deepspeed_end_as_if_nothing_had_happened() -> None:
     """Each case is killed once or twice, or meets with a fault."""
     with (

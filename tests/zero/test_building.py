@@ -9,15 +9,10 @@ import torch
 from tests.dist.launch import launch, launch_as, run_script
 from tests.trainer.small import arguments, llama
 from tests.zero import built_runs
-
-from windlass.core.optional import is_available
+from tests.zero.needed import needs_deepspeed
 
 SCRIPT = Path(built_runs.__file__)
 TOLERANCE = 5e-6  # of fp32
-
-needs_deepspeed = pytest.mark.skipif(
-    not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
-)
 
 
 @pytest.fixture(scope="module")

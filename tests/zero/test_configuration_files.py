@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from tests.config.test_deepspeed import DOCUMENTED
 from tests.dist.launch import launch
 from tests.zero import file_runs
-
-from windlass.core.optional import is_available
+from tests.zero.needed import needs_deepspeed
 
 SCRIPT = Path(file_runs.__file__)
 TOLERANCE = 5e-6  # of fp32
@@ -20,9 +19,7 @@ TOLERANCE = 5e-6  # of fp32
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
-    ),
+    needs_deepspeed,
 ]
 
 

@@ -11,17 +11,14 @@ import pytest
 import torch
 from tests.dist.launch import launch, run_script
 from tests.zero import fp16_runs
-
-from windlass.core.optional import is_available
+from tests.zero.needed import needs_deepspeed
 
 SCRIPT = Path(fp16_runs.__file__)
 
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
-    ),
+    needs_deepspeed,
 ]
 
 

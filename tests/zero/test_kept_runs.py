@@ -13,8 +13,7 @@ import pytest
 from safetensors.torch import load_file
 from tests.dist.launch import launch, run_script
 from tests.zero import kept_runs
-
-from windlass.core.optional import is_available
+from tests.zero.needed import needs_deepspeed
 
 SCRIPT = Path(kept_runs.__file__)
 TOLERANCE = 5e-6  # of fp32
@@ -22,9 +21,7 @@ TOLERANCE = 5e-6  # of fp32
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
-    ),
+    needs_deepspeed,
 ]
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tests.dist.launch import launch, run_script
 from tests.zero import loop_ranks
+from tests.zero.needed import needs_deepspeed
 
 from windlass import Accelerator
 from windlass.core.errors import ConfigError
-from windlass.core.optional import is_available
 from windlass.utils import DeepSpeedPlugin
 
 SCRIPT = Path(loop_ranks.__file__)
@@ -22,9 +22,7 @@ TOLERANCE = 5e-6  # of fp32
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
-    ),
+    needs_deepspeed,
 ]
 
 

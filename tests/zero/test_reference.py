@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tests.dist.launch import launch, run_script
 from tests.zero import reference_ranks
-
-from windlass.core.optional import is_available
+from tests.zero.needed import needs_deepspeed
 
 SCRIPT = Path(reference_ranks.__file__)
 TOLERANCE = 5e-6  # of fp32
@@ -18,9 +17,7 @@ TOLERANCE = 5e-6  # of fp32
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
-    ),
+    needs_deepspeed,
 ]
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from tests.dist.launch import ROOT, launch_as, run_script
 from tests.zero import launched_run
-
-from windlass.core.optional import is_available
+from tests.zero.needed import needs_deepspeed
 
 SCRIPT = Path(launched_run.__file__)
 TOLERANCE = 5e-6  # of fp32
@@ -21,9 +20,7 @@ TOLERANCE = 5e-6  # of fp32
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
-    ),
+    needs_deepspeed,
 ]
 
 

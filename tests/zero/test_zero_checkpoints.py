@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from tests.dist.launch import launch, run_script
 from tests.zero import resumed_runs, runs
+from tests.zero.needed import needs_deepspeed
 
 from windlass.checkpoint.sharded import load_parts, open_parts
 from windlass.checkpoint.stored import load_folder, open_folder
 from windlass.cli.main import main
 from windlass.core.errors import CheckpointError
-from windlass.core.optional import is_available
 
 SCRIPT = Path(resumed_runs.__file__)
 TOLERANCE = 5e-6
@@ -24,9 +24,7 @@ TOLERANCE = 5e-6
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
-    ),
+    needs_deepspeed,
 ]
 
 

@@ -8,17 +8,14 @@ import pytest
 import torch
 from tests.dist.launch import launch, run_script
 from tests.zero import runs
-
-from windlass.core.optional import is_available
+from tests.zero.needed import needs_deepspeed
 
 SCRIPT = Path(runs.__file__)
 TOLERANCE = 5e-6  # of fp32
 
 pytestmark = [
     pytest.mark.dist,
-    pytest.mark.skipif(
-        not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
-    ),
+    needs_deepspeed,
 ]
 
 
