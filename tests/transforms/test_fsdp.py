@@ -64,6 +64,7 @@ def test_a_world_of_one(tmp_path: Path) -> None:
     try:
         compare(gang, ShardPlan(**BLOCKS), 3, 2)
         compare(gang, ShardPlan(cpu_offload=True, recompute=True, ignored="blocks.0", **BLOCKS), 3, 2)
+        compare(gang, ShardPlan(recompute=True, recompute_offload=True, **BLOCKS), 3, 2)
         carried_state(gang, tmp_path)
         low_precision(gang)
     finally:

@@ -26,7 +26,7 @@ from windlass.checkpoint.store import SaveDropped
 from windlass.core.errors import CheckpointError
 
 # The writer gives way to what trains, where both want the same core.
-_NICENESS = 5
+_NICENESS = 10
 # How long a run that ends in an error waits for what other ranks of the disk write (seconds): they may be gone.
 _PATIENCE, _WAIT = 5.0, 0.05
 

@@ -329,6 +329,8 @@ class ShardPlan:
         cpu_offload: parameters, gradients and optimizer state stay in host memory between uses.
         param_dtype, reduce_dtype, output_dtype: None keeps that of the parameters.
         forward_prefetch, backward_prefetch: how many layers ahead are gathered explicitly; 0 leaves it to PyTorch.
+        recompute: recompute the activations of each layer in the backward.
+        recompute_offload: keep the inputs of recomputed layers in host memory.
         state: format in checkpoints: one file of whole tensors, or the shards of each rank.
         ram_efficient: only rank 0 loads the weights into host memory; the others start from the meta device.
         ignored: regular expression or names of modules that are not sharded.
@@ -346,6 +348,7 @@ class ShardPlan:
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     recompute: bool = False
+    recompute_offload: bool = False
     state: Literal["full", "sharded"] = "sharded"
     ram_efficient: bool = False
     ignored: str | tuple[str, ...] | None = None

@@ -158,6 +158,7 @@ def fsdp_plugin_of(plan: ShardPlan) -> FullyShardedDataParallelPlugin:
         ignored_modules=plan.ignored,
         state_dict_type=rows.STATES[plan.state],
         activation_checkpointing=plan.recompute,
+        activation_checkpointing_offload=plan.recompute_offload,
         cpu_ram_efficient_loading=plan.ram_efficient,
         transformer_cls_names_to_wrap=list(plan.layers) or None,
         min_num_params=plan.min_parameters if plan.wrap == "size" else None,

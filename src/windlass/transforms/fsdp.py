@@ -297,7 +297,7 @@ def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) 
     ignored = ignored_parameters(module, chosen.ignored)
     units = units_of(module, chosen, ignored)
     if chosen.recompute:
-        apply_recompute(module, blocks=units)
+        apply_recompute(module, {"offload": chosen.recompute_offload}, units)
     for unit in (*reversed(units), module):
         own = [p for p in unit.parameters() if p not in ignored and not is_sharded(p)]
         _check_one_dtype(unit, own, chosen)

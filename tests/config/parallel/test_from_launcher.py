@@ -65,11 +65,11 @@ def test_flags_of_the_real_accelerate_arrive() -> None:
         "--fsdp_backward_prefetch", "BACKWARD_PRE", "--fsdp_activation_checkpointing", "true",
         "--dynamo_backend", "aot_eager", "--dynamo_use_fullgraph", "--dynamo_use_dynamic",
     )  # fmt: skip
-    plan = planned(environ)
+    plan = planned(environ | {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"})
     assert plan.compile == CompilePlan("aot_eager", fullgraph=True, dynamic=True)
     assert plan.dist.shard == ShardPlan(
         reshard=False, wrap="transformer", layers=("Block", "Head"), cpu_offload=True, param_dtype="bf16",
-        reduce_dtype="fp32", forward_prefetch=1, recompute=True, state="sharded",
+        reduce_dtype="fp32", forward_prefetch=1, recompute=True, recompute_offload=True, state="sharded",
         # Models that transformers loads under this launcher hold weights on the first rank only.
         ram_efficient=True,
     )  # fmt: skip
@@ -95,7 +95,8 @@ def test_variables_without_their_switch_are_not_read() -> None:
     ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}, "Transformer Engine"),
     ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_OPT_LEVEL": "O1"}, "MS-AMP"),
     ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}, "context parallelism"),
-    ({"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, "CHECKPOINTING_OFFLOAD"),
+    ({"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"},
+     "CHECKPOINTING_OFFLOAD.*only with activation_checkpointing"),
     ({"ACCELERATE_USE_CPU": "perhaps"}, "ACCELERATE_USE_CPU"),
     ({"ACCELERATE_TORCH_DEVICE": "cuda:1"}, "ACCELERATE_TORCH_DEVICE"),
     (of_accelerate("--enable_cpu_affinity"), "ACCELERATE_CPU_AFFINITY"),

@@ -61,10 +61,17 @@ def test_options_may_repeat_the_prefix_and_be_of_either_version() -> None:
     )
     two = {
         "version": 2, "reshard_after_forward": False, "cpu_offload": True, "activation_checkpointing": True,
-        "cpu_ram_efficient_loading": True, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 5, "xla": False,
+        "activation_checkpointing_offload": True, "cpu_ram_efficient_loading": True, "auto_wrap_policy": "SIZE_BASED_WRAP",
+        "min_num_params": 5, "xla": False,
     }  # fmt: skip
     assert shard(fsdp=True, fsdp_config=two) == ShardPlan(
-        reshard=False, wrap="size", min_parameters=5, cpu_offload=True, recompute=True, ram_efficient=True
+        reshard=False,
+        wrap="size",
+        min_parameters=5,
+        cpu_offload=True,
+        recompute=True,
+        recompute_offload=True,
+        ram_efficient=True,
     )
 
 

@@ -125,6 +125,10 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
         found = settings[rows.FSDP_OFFLOAD.name]
         fix = "keeps gradients in host memory, which the fp16 loss scaler of an accelerator cannot read; use bf16"
         yield Problem(found.origin, found.value, fix)
+    if settings.value(rows.FSDP_RECOMPUTE_OFFLOAD) and not settings.value(rows.FSDP_RECOMPUTE):
+        found = settings[rows.FSDP_RECOMPUTE_OFFLOAD.name]
+        fix = "has an effect only with activation_checkpointing of fsdp; set it, or leave this out"
+        yield Problem(found.origin, found.value, fix)
     if settings.value(rows.DDP_HOOK) != "no":
         found = settings[rows.DDP_HOOK.name]
         fix = "compresses DDP's gradients; under FSDP set fsdp.reduce_dtype instead"
@@ -304,6 +308,7 @@ def _shard(settings: Settings, world: World) -> ShardPlan:
         **{**values_for(settings, "fsdp", ShardPlan), **computed},
         reshard=_reshard(settings),
         recompute=settings.value(rows.FSDP_RECOMPUTE) or settings.value(rows.FSDP_XLA_RECOMPUTE),
+        recompute_offload=settings.value(rows.FSDP_RECOMPUTE_OFFLOAD),
         ram_efficient=settings.value(rows.FSDP_RAM_EFFICIENT),
         ignored=settings.value(rows.FSDP_IGNORED),
     )

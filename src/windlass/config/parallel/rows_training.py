@@ -203,6 +203,10 @@ FSDP_RECOMPUTE = _fsdp(
     "activation_checkpointing", kinds.flag, False,
     "Recompute the activations of each wrapped layer in the backward instead of keeping them.", written=False,
 )  # fmt: skip
+FSDP_RECOMPUTE_OFFLOAD = _fsdp(
+    "activation_checkpointing_offload", kinds.flag, False,
+    "With activation_checkpointing, keep the inputs of the layers in host memory.", written=False,
+)  # fmt: skip
 FSDP_IGNORED = _fsdp(
     "ignored_modules", kinds.names_or_pattern, None,
     "Modules that are not sharded: names, or a regular expression that matches names.",
@@ -228,7 +232,8 @@ FSDP_XLA_RECOMPUTE = _fsdp(
 )  # fmt: skip
 FSDP = (
     FSDP_VERSION, FSDP_SHARDING, FSDP_RESHARD, FSDP_WRAP, FSDP_LAYERS, FSDP_MIN_PARAMETERS, FSDP_OFFLOAD, FSDP_STATE,
-    FSDP_BACKWARD_PREFETCH, FSDP_FORWARD_PREFETCH, FSDP_RAM_EFFICIENT, FSDP_RECOMPUTE, FSDP_IGNORED,
+    FSDP_BACKWARD_PREFETCH, FSDP_FORWARD_PREFETCH, FSDP_RAM_EFFICIENT, FSDP_RECOMPUTE, FSDP_RECOMPUTE_OFFLOAD,
+    FSDP_IGNORED,
     FSDP_PARAM_DTYPE, FSDP_REDUCE_DTYPE, FSDP_OUTPUT_DTYPE,
     FSDP_XLA, FSDP_XLA_SETTINGS, FSDP_XLA_RECOMPUTE,
     _fsdp("xla_fsdp_v2", kinds.flag, False, "Shard by SPMD under PyTorch/XLA.",
@@ -241,8 +246,6 @@ FSDP = (
           idle="has no effect in FSDP2, which limits its memory by itself"),
     _fsdp("buffer_dtype", _DTYPES, None, "FSDP1: dtype of buffers.",
           idle="has no effect in FSDP2, which does not cast buffers"),
-    _fsdp("activation_checkpointing_offload", kinds.flag, False, "Keep the inputs of recomputation in host memory.",
-          written=False, refused="is not built yet; fsdp activation_checkpointing recomputes without offloading"),
 )  # fmt: skip
 
 # --- the mesh -------------------------------------------------------------------------------------------------------

@@ -80,6 +80,7 @@ def _of_sharding(settings: Settings, asked: bool, on_xla: bool) -> Iterator[Prob
 _COMPILER = "PyTorch/XLA's compiler decides when parameters are gathered and freed; leave it out"
 _REFUSED: tuple[tuple[Any, Any, str], ...] = (
     (rows.FSDP_OFFLOAD, bool, "PyTorch/XLA keeps parameters on its devices; leave it out"),
+    (rows.FSDP_RECOMPUTE_OFFLOAD, bool, "PyTorch/XLA keeps activations on its devices; leave it out"),
     (rows.FSDP_SHARDING, lambda word: word != "full_shard",
      "PyTorch/XLA shards everything over all devices: use full_shard, or leave fsdp out to copy the model to each"),
     (rows.FSDP_RESHARD, lambda value: value is not True, _COMPILER),
