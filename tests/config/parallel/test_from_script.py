@@ -61,8 +61,8 @@ def test_options_may_repeat_the_prefix_and_be_of_either_version() -> None:
     )
     two = {
         "version": 2, "reshard_after_forward": False, "cpu_offload": True, "activation_checkpointing": True,
-        "activation_checkpointing_offload": True, "cpu_ram_efficient_loading": True, "auto_wrap_policy": "SIZE_BASED_WRAP",
-        "min_num_params": 5, "xla": False,
+        "activation_checkpointing_offload": True, "cpu_ram_efficient_loading": True,
+        "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 5, "xla": False,
     }  # fmt: skip
     assert shard(fsdp=True, fsdp_config=two) == ShardPlan(
         reshard=False,
