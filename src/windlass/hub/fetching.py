@@ -10,7 +10,8 @@ from pathlib import Path
 from windlass.checkpoint.manifest import MANIFEST_NAME, parse_manifest
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.hub.client import HubClient, HubError
-from windlass.hub.publisher import LAST, STAGING
+from windlass.hub.publisher import LAST
+from windlass.hub.staging import STAGING
 
 SCHEME = "hub:"
 _ADDRESS = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/\s]+))?(?:/(?P<folder>\S+))?")
