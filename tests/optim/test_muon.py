@@ -70,7 +70,7 @@ def test_what_other_operations_make_orthogonal_is_torchs_but_for_rounding(shape:
     settings = torchs.param_groups[0]
     found = orthogonalized(matrix, settings["ns_coefficients"], settings["ns_steps"], settings["eps"])
     scale = max(1, shape[0] / shape[1]) ** 0.5
-    assert torch.allclose(found.float() * scale, -parameter, atol=0.02)  # of singular values around 1
+    assert torch.allclose(found.float() * scale, -parameter, atol=0.08)  # bf16, of values below 1
 
 
 def test_a_schedule_sets_the_rate_of_both() -> None:

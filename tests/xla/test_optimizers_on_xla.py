@@ -1,7 +1,8 @@
-"""Optimizers on PyTorch/XLA's devices: their updates are those of the CPU, and nothing of them is computed on the host."""
+"""Optimizers on PyTorch/XLA's devices: their updates are those of the CPU, and none is computed on the host."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,6 @@ def test_an_update_is_that_of_the_cpu_and_one_graph(
     assert furthest(weights(here), start) > tolerance
     if rounds:
         return  # it reads the bits of numbers, for which the library has no operation on its devices
-    for before, after in zip(found[3:], found[4:], strict=False):
+    for before, after in itertools.pairwise(found[3:]):
         asked = {key: after[key] - before[key] for key in after}
         assert asked == {"compiled": 0, "graphs": 1, "syncs": 1, "read": 0}
