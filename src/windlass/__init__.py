@@ -86,7 +86,7 @@ _HOMES = {
     "windlass.text.conversations": (
         "apply_chat_template", "extract_prompt", "get_training_chat_template", "is_conversational",
         "is_conversational_from_value", "maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt",
-        "maybe_unpair_preference_dataset", "unpair_preference_dataset",
+        "maybe_unpair_preference_dataset", "supports_tool_calling", "unpair_preference_dataset",
     ),
     "windlass.text.mixture": ("DatasetMixture",),
     "windlass.text.prepare_text": ("PreparedText", "prepare_text"),

@@ -53,6 +53,16 @@ def test_a_folder_with_a_model(hub: Hub, run: Path, tmp_path: Path) -> None:
     assert set(hub.files("someone/mine")) == {"model.safetensors"}
 
 
+def test_the_final_model_of_a_run_is_not_that_of_its_newest_checkpoint(
+    hub: Hub, run: Path, tmp_path: Path
+) -> None:
+    """As after `load_best_model_at_end`: what `push_to_hub()` could not upload."""
+    best = (run / "checkpoint-1/model.safetensors").read_bytes()
+    (run / "model.safetensors").write_bytes(best)
+    assert checkpoint_command(["push", str(run), "mine", "--model-only"]) == 0
+    assert hub.files("someone/mine")["model.safetensors"] == best
+
+
 def test_what_the_hub_refuses_is_told_without_arguments_of_a_run(
     hub: Hub, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.dist.launch import launch
 from tests.hub.server import Fault, Hub
 from tests.trainer.small import Net, arguments, rows
 
@@ -57,6 +58,37 @@ def test_a_hub_that_fails_costs_the_upload_and_not_the_run(
     assert not any(
         token in path.read_text("utf-8", "ignore") for path in tmp_path.rglob("*") if path.is_file()
     )
+
+
+@pytest.mark.dist
+def test_only_the_main_process_publishes(hub: Hub, token: str, root: Path, tmp_path: Path) -> None:
+    launch(2, root / "tests/hub/published_ranks.py", tmp_path / "run", token, hub.url)
+    assert sum("repos/create" in request for request in hub.requests) == 1
+    assert hub.repositories["someone/run"].messages[-1] == "End of training"
+    assert "last-checkpoint/rank-00001.safetensors" in hub.files("someone/run")
+
+
+@pytest.mark.dist
+def test_every_rank_ends_with_the_error_of_the_main_process(
+    hub: Hub, token: str, root: Path, tmp_path: Path
+) -> None:
+    hub.faults = [Fault("POST /api/repos/create", status=403, times=9)]
+    said = launch(2, root / "tests/hub/published_ranks.py", tmp_path / "run", token, hub.url)
+    assert said.count("refused: hub_token='***': cannot open") == 2
+    assert said.count("Give a token that may write there at step 0") == 2
+    assert "Traceback" not in said
+
+
+def test_a_save_that_cannot_be_staged_costs_the_upload_and_not_the_run(
+    hub: Hub, token: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trainer(tmp_path, token, hub_strategy="checkpoint")
+    run.init_hf_repo()
+    (tmp_path / ".windlass-hub").write_text("a file, so no folder can be made there")
+    run.train()
+    assert run.state.global_step == 4
+    assert "was not uploaded, and training continues" in caplog.text
+    assert f"later: windlass checkpoint push {tmp_path}/checkpoint-4 someone/run" in caplog.text
 
 
 KILLED = """

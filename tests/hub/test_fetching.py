@@ -11,7 +11,7 @@ from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
 from windlass.core.errors import CheckpointError, ConfigError
-from windlass.hub.fetching import fetch
+from windlass.hub.fetching import fetch, fetched_before
 from windlass.hub.publisher import HubSettings, Publisher
 
 
@@ -35,6 +35,27 @@ def test_a_checkpoint_comes_back_to_the_bit_and_only_once(
     asked = len(hub.requests)
     assert fetch("hub:someone/run@main/last-checkpoint", token, tmp_path) == path
     assert not any("optimizer" in request for request in hub.requests[asked:])
+
+
+def test_other_processes_take_what_the_first_one_fetched(
+    hub: Hub, token: str, published: Path, tmp_path: Path
+) -> None:
+    """Each asking for itself, they could resume different checkpoints: a run that goes on moves the branch."""
+    address = "hub:someone/run"
+    with pytest.raises(CheckpointError, match="was not downloaded"):
+        fetched_before(address, tmp_path)
+    path = fetch(address, token, tmp_path)
+    asked = len(hub.requests)
+    assert fetched_before(address, tmp_path) == path
+    assert len(hub.requests) == asked
+
+
+def test_a_branch_with_a_slash_is_named_with_its_escape(
+    hub: Hub, token: str, published: Path, tmp_path: Path
+) -> None:
+    repository = hub.repositories["someone/run"]
+    repository.branches["try/2"] = repository.branches["main"]
+    assert fetch("hub:someone/run@try%2F2", token, tmp_path).name == "checkpoint-1"
 
 
 def test_what_arrives_damaged_is_not_resumed(hub: Hub, token: str, published: Path, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
 from windlass.checkpoint.stored import open_folder, open_weights
+from windlass.cli.checkpoint import checkpoint_command
 from windlass.core.errors import ConfigError
 from windlass.hub.publisher import HubSettings, Publisher
 
@@ -122,16 +125,57 @@ def test_a_hub_in_trouble_is_not_the_fault_of_a_setting(
     assert [problem.field for problem in error.value.problems] == ["push_to_hub"]
 
 
-def test_what_was_not_uploaded_is_listed(
-    hub: Hub, token: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    publisher = Publisher(HubSettings("run", token), tmp_path)
-    publisher.open()
-    hub.faults = [Fault("POST .*/commit/", status=403)]
-    publisher.saved(run / "checkpoint-1")
-    assert not publisher.finish()
-    assert f"windlass checkpoint push {run / 'checkpoint-1'} someone/run" in caplog.text
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({"strategy": "every_save"}, "--model-only"),
+        ({"strategy": "checkpoint"}, ""),
+        ({"strategy": "checkpoint", "revision": "my branch"}, "--revision 'my branch'"),
+        ({"strategy": "all_checkpoints"}, "--own-folder"),
+    ],
+)
+def test_what_was_not_uploaded_is_listed_with_a_command_that_does_the_same(
+    hub: Hub, token: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], options: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HF_TOKEN", token)
+    checkpoint = tmp_path / "two words" / "checkpoint-1"
+    shutil.copytree(run / "checkpoint-1", checkpoint)
+    branch = settings.get("revision", "main")
+    found = []
+    for faults in ([], [Fault("POST .*/commit/", status=403)]):
+        hub.reset()
+        publisher = Publisher(HubSettings("run", token, **settings), tmp_path)
+        publisher.open()
+        hub.faults = faults
+        publisher.saved(checkpoint)
+        assert publisher.finish() is not bool(faults)
+        found.append(hub.files("someone/run", branch))
     assert list((tmp_path / ".windlass-hub").iterdir()) == []
+    (command,) = {line.partition("; later: ")[2] for line in caplog.text.splitlines() if "; later: " in line}
+    assert command == f"windlass checkpoint push '{checkpoint}' someone/run {options}".strip()
+    assert checkpoint_command(shlex.split(command)[2:]) == 0
+    again = hub.files("someone/run", branch)
+    assert again.pop("README.md").startswith(b"---")
+    assert (again, found[1]) == (found[0], {})
+
+
+def test_another_publisher_of_the_same_folder_leaves_uploads_under_way_alone(
+    hub: Hub, token: str, run: Path, tmp_path: Path
+) -> None:
+    """`windlass checkpoint push` beside a run, or `push_to_hub(revision=...)` of the same script."""
+    first, second = (Publisher(HubSettings(name, token), tmp_path) for name in ("run", "other"))
+    first.open()
+    go_on = threading.Event()
+    hub.faults = [Fault("someone/run/preupload/", hold=go_on)]
+    first.saved(run / "checkpoint-1")
+    second.saved(run / "checkpoint-2")
+    assert second.finish()
+    go_on.set()
+    assert first.finish()
+    name = "model.safetensors"
+    assert hub.files("someone/run")[name] == (run / "checkpoint-1" / name).read_bytes()
+    assert hub.files("someone/other")[name] == (run / "checkpoint-2" / name).read_bytes()
 
 
 def test_the_weights_of_a_sharded_checkpoint_are_joined_for_the_root(

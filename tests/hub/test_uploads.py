@@ -10,7 +10,8 @@ from tests.hub.server import Fault, Hub
 
 from windlass.hub import uploads as module
 from windlass.hub.client import HubClient, HubError
-from windlass.hub.uploads import Upload, Uploads, linked
+from windlass.hub.staging import StagedFiles
+from windlass.hub.uploads import Upload, Uploads
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +20,10 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def upload(folder: Path, what: str = "a", **changes: str) -> Upload:
-    (folder / what / changes.get("replaces", "")).mkdir(parents=True)
-    (folder / what / changes.get("replaces", "") / f"{what}.json").write_text(f'"{what}"')
-    return Upload(what, f"upload {what}", folder / what, later="later", **changes)
+    files = StagedFiles(folder / what)
+    (files.path / changes.get("replaces", "")).mkdir(exist_ok=True)
+    (files.path / changes.get("replaces", "") / f"{what}.json").write_text(f'"{what}"')
+    return Upload(what, f"upload {what}", files, later="later", **changes)
 
 
 def client(token: str) -> HubClient:
@@ -47,7 +49,7 @@ def test_a_passing_failure_is_tried_again(hub: Hub, token: str, tmp_path: Path, 
     assert running.finish(60, print) == []
     assert one.commit.result().startswith(hub.url)
     assert hub.files("someone/run") == {"a.json": b'"a"'}
-    assert not one.folder.exists()
+    assert not one.files.path.exists()
 
 
 def test_a_file_that_is_refused_once_is_tried_again(
@@ -55,7 +57,7 @@ def test_a_file_that_is_refused_once_is_tried_again(
 ) -> None:
     """The place for a file is handed out anew with each attempt, so a refusal there may be one of its age."""
     one, running = upload(tmp_path), Uploads(client(token))
-    (one.folder / "w.safetensors").write_bytes(b"weights")
+    (one.files.path / "w.safetensors").write_bytes(b"weights")
     hub.faults = [Fault("PUT /lfs/", status=403)]
     running.add(one)
     assert running.finish(60, print) == []
@@ -103,7 +105,7 @@ def test_an_upload_that_waits_is_replaced_by_a_newer_one(hub: Hub, token: str, t
         folders = [tmp_path / f"{every}{number}" for number in range(3)]
         made = [upload(folder, "a") for folder in folders]
         for number, one in enumerate(made):
-            (one.folder / "a.json").write_text(str(number))
+            (one.files.path / "a.json").write_text(str(number))
             running.add(one)
             while number == 0 and not any("preupload" in request for request in hub.requests):
                 pass  # the first one is under way
@@ -131,10 +133,3 @@ def test_a_file_that_the_repository_ignores_is_an_error(hub: Hub, token: str, tm
     running.add(one)
     assert running.finish(60, print) == [one]
     assert "left out a.json" in one.error
-
-
-def test_links_outlive_their_originals(tmp_path: Path) -> None:
-    (tmp_path / "w").write_bytes(b"weights")
-    linked({"sub/w": tmp_path / "w"}, tmp_path / "links")
-    (tmp_path / "w").unlink()
-    assert (tmp_path / "links/sub/w").read_bytes() == b"weights"

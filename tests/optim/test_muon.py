@@ -10,7 +10,7 @@ from tests.optim.helpers import Net
 from torch import nn
 
 from windlass.optim.groups import decay_groups
-from windlass.optim.optimizers.muon import MuonWithAdamW
+from windlass.optim.optimizers.muon import MuonWithAdamW, orthogonalized
 
 
 def names_of(model: nn.Module, groups: list[dict[str, Any]], use: bool) -> set[str]:
@@ -58,6 +58,19 @@ def test_each_half_is_torchs_to_the_bit_also_after_its_state_was_loaded() -> Non
             optimizer.step()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
+def test_what_other_operations_make_orthogonal_is_torchs_but_for_rounding(shape: tuple[int, int]) -> None:
+    """For devices of PyTorch/XLA, where torch's own would be computed on the host."""
+    matrix, parameter = torch.randn(shape, generator=torch.Generator().manual_seed(0)), torch.zeros(shape)
+    torchs = torch.optim.Muon([parameter], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
+    parameter.grad = matrix
+    torchs.step()
+    settings = torchs.param_groups[0]
+    found = orthogonalized(matrix, settings["ns_coefficients"], settings["ns_steps"], settings["eps"])
+    scale = max(1, shape[0] / shape[1]) ** 0.5
+    assert torch.allclose(found.float() * scale, -parameter, atol=0.08)  # bf16, of values below 1
 
 
 def test_a_schedule_sets_the_rate_of_both() -> None:

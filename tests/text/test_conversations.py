@@ -101,3 +101,24 @@ def test_a_training_template_is_made_only_if_needed() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}?"
     with pytest.raises(ValueError, match="cannot be made trainable"):
         windlass.get_training_chat_template(tokenizer)
+
+
+CALLS = (
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + ARGUMENTS }}"
+    "{% endfor %}{{ m.role + m.content }}{% endfor %}"
+)
+KINDS_OF_CALLS = {
+    "objects": CALLS.replace("ARGUMENTS", "call.function.arguments | tojson"),
+    "texts": CALLS.replace("ARGUMENTS", "call.function.arguments"),  # adds a text, so it takes no object
+    "names alone": CALLS.replace(" + ARGUMENTS", ""),
+    "refused": "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}",
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS_OF_CALLS, *sorted(TEMPLATES)])
+def test_templates_that_render_calls_of_tools_are_those_of_trl(kind: str) -> None:
+    chat_templates = pytest.importorskip("trl.chat_template_utils")
+    tokenizer = byte_tokenizer({**TEMPLATES, **KINDS_OF_CALLS}[kind])
+    expected = chat_templates.supports_tool_calling(tokenizer)
+    assert windlass.supports_tool_calling(tokenizer) == expected == (kind in ("objects", "texts"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.xla.models import (
 )
 from torch.utils.data import DataLoader
 
-from windlass import Accelerator, TrainerCallback
+from windlass import Accelerator, HfArgumentParser, TrainerCallback, TrainingArguments
 from windlass.config.plugins import FullyShardedDataParallelPlugin
 from windlass.core import xla
 
@@ -86,6 +87,25 @@ def test_sharded_training_is_that_of_one_process(
     assert trainer.evaluate()["eval_loss"] == pytest.approx(reference.evaluate()["eval_loss"], abs=TOLERANCE)
     saved = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
     assert all(torch.equal(value, weights(trainer.model)[name]) for name, value in saved.items())
+
+
+@pytest.mark.parametrize(
+    "wraps",
+    [{"fsdp_transformer_layer_cls_to_wrap": ["Layer"]}, {"fsdp_min_num_params": 100}],
+    ids=["layers", "size"],
+)
+def test_the_flags_that_a_guide_prints(tmp_path: Path, reference: Any, wraps: dict[str, Any]) -> None:
+    file = tmp_path / "fsdp_config.json"
+    settings = {"flatten_parameters": True, "compute_dtype": "float32"}
+    file.write_text(
+        json.dumps({"xla": True, "xla_fsdp_settings": settings, "xla_fsdp_grad_ckpt": True, **wraps})
+    )
+    words = ["--output_dir", str(tmp_path), "--fsdp", "full shard", "--fsdp_config", str(file)]
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
+    trainer = new_trainer(tmp_path, fsdp=args.fsdp, fsdp_config=args.fsdp_config)
+    trainer.train()
+    assert losses(trainer) == pytest.approx(losses(reference), abs=TOLERANCE)
+    assert "devices=" in layout(trainer.model.layers[0].linear.weight)
 
 
 def test_one_graph_and_one_sync_in_an_update(tmp_path: Path) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +113,72 @@ def test_a_checkpoint_is_read_and_continued_on_the_cpu(tmp_path: Path) -> None:
     there = new_trainer(tmp_path / "xla", use_cpu=True)
     there.train(resume_from_checkpoint=str(tmp_path / "xla" / "checkpoint-3"))
     assert losses(there) == pytest.approx(losses(here), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "gradient_accumulation_steps": 3,
+            "num_train_epochs": 2,
+            "max_steps": -1,
+        },  # 16 micro-batches in an epoch
+        {"label_smoothing_factor": 0.1},
+        {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True},
+        {"nonfinite_policy": "skip"},
+    ],
+    ids=["short last groups", "smoothed labels", "best model", "skipping"],
+)
+def test_what_changes_an_update_does_so_as_on_the_cpu(tmp_path: Path, options: dict[str, Any]) -> None:
+    here, there = (
+        new_trainer(tmp_path / name, **options, **where)
+        for name, where in (("xla", {}), ("cpu", {"use_cpu": True}))
+    )
+    here.train()
+    there.train()
+    assert losses(here) == pytest.approx(losses(there), abs=TOLERANCE)
+    assert furthest(weights(here.model), weights(there.model)) < TOLERANCE
+    assert here.state.best_metric == pytest.approx(there.state.best_metric, abs=TOLERANCE)
+
+
+def test_a_checkpoint_of_the_cpu_is_continued_here(tmp_path: Path) -> None:
+    there = new_trainer(tmp_path, use_cpu=True)
+    there.train()
+    here = new_trainer(tmp_path)
+    here.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses(here) == pytest.approx(losses(there), abs=TOLERANCE)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.xla.models import new_model, new_trainer, xla
+from windlass import TrainerCallback
+
+class Killed(TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+xla.device()
+new_trainer(Path(sys.argv[1]), new_model(dropout=0.2), callbacks=[Killed()], save_steps=1).train()
+"""
+
+
+def test_a_killed_run_is_continued_with_the_same_bits(tmp_path: Path, root: Path) -> None:
+    whole = new_trainer(tmp_path / "whole", new_model(dropout=0.2))
+    whole.train()
+    inherited = {name: value for name, value in os.environ.items() if name != "XLA_USE_SPMD"}
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "killed")],
+        env={**inherited, "PYTHONPATH": str(root)},
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    again = new_trainer(tmp_path / "killed", new_model(dropout=0.2), save_steps=1)
+    again.train(resume_from_checkpoint=True)
+    assert losses(again) == losses(whole)
+    assert furthest(weights(again.model), weights(whole.model)) == 0
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:

@@ -62,9 +62,15 @@ def _parser() -> argparse.ArgumentParser:
     push.add_argument("repository", metavar="REPO", help="OWNER/NAME, or NAME")
     push.add_argument("--revision", metavar="BRANCH", help="branch of the repository (default: its main one)")
     push.add_argument("--private", action="store_true", help="make a new repository private")
-    push.add_argument(
-        "--model-only", action="store_true", help="without last-checkpoint, which can be resumed"
-    )
+    place = push.add_mutually_exclusive_group()
+    place.add_argument(
+        "--model-only", action="store_true",
+        help="the model alone: that in the folder itself, else that of its newest checkpoint",
+    )  # fmt: skip
+    place.add_argument(
+        "--own-folder", action="store_true",
+        help="into the folder checkpoint-N of the repository, instead of last-checkpoint",
+    )  # fmt: skip
     prune = actions.add_parser("prune", help="remove checkpoints", allow_abbrev=False)
     prune.add_argument("folder", metavar="DIR", help="a run's output folder")
     prune.add_argument("--keep-last", type=_count, metavar="N", help="keep this many of the newest")

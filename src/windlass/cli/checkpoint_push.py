@@ -10,7 +10,7 @@ from windlass.checkpoint.export import model_files
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.stored import open_folder
 from windlass.cli.checkpoint_listing import is_one_checkpoint, local_path
-from windlass.core.errors import CheckpointError, ConfigError
+from windlass.core.errors import CheckpointError
 from windlass.core.output import say
 from windlass.hub.client import HubError
 from windlass.hub.publisher import HubSettings, Publisher
@@ -20,17 +20,20 @@ from windlass.trainer.card import CARD, of_checkpoint, write_card
 def push_command(options: argparse.Namespace) -> int:
     """Verify and publish, and return the exit code."""
     folder = local_path(options.folder)
-    strategy = "every_save" if options.model_only else "checkpoint"
+    strategy = (
+        "every_save" if options.model_only else "all_checkpoints" if options.own_folder else "checkpoint"
+    )
     settings = HubSettings(
         options.repository, private=options.private or None, strategy=strategy, revision=options.revision
     )
-    checkpoint = _checkpoint(folder)
+    model = _model(folder) if options.model_only else []
+    checkpoint = None if model else _checkpoint(folder)
     if checkpoint is None:
-        publisher = _opened(Publisher(settings, folder))
-        names = model_files(open_folder(folder)) or []
+        publisher = _connected(Publisher(settings, folder))
+        names = model or model_files(open_folder(folder)) or []
         publisher.push({name: folder / name for name in names}, "Upload of the model", folder)
     else:
-        publisher = _opened(Publisher(settings, checkpoint.parent))
+        publisher = _connected(Publisher(settings, checkpoint.parent))
         with tempfile.TemporaryDirectory() as made:
             publisher.saved(checkpoint, _card(publisher, checkpoint, Path(made)))
     if not publisher.finish():
@@ -39,17 +42,24 @@ def push_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _opened(publisher: Publisher) -> Publisher:
+def _connected(publisher: Publisher) -> Publisher:
     """Open the repository; what fails is told in the words of this command, and not in those of a run's arguments."""
     try:
-        publisher.open()
-    except ConfigError as error:
-        if not isinstance(error.__cause__, HubError):
-            raise
-        refused = error.__cause__.status in (401, 403)
+        publisher.connect()
+    except HubError as error:
         advice = "log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
-        raise CheckpointError(f"{error.__cause__}{f'; {advice}' if refused else ''}") from None
+        raise CheckpointError(f"{error}{f'; {advice}' if error.status in (401, 403) else ''}") from None
     return publisher
+
+
+def _model(folder: Path) -> list[str]:
+    """The files of the final model that a run saved beside its checkpoints; empty if there is none."""
+    if is_one_checkpoint(folder) or not folder.is_dir():
+        return []
+    try:
+        return model_files(open_folder(folder)) or []
+    except CheckpointError:
+        return []
 
 
 def _card(publisher: Publisher, checkpoint: Path, made: Path) -> dict[str, Path]:

@@ -111,12 +111,15 @@ def _downloaded(resume: bool | str | None, args: TrainingArguments) -> bool | st
     """Return where a run is resumed from. A checkpoint on the Hub is downloaded first: its tokenizer is needed before
     there is a Trainer.
     """
-    from windlass.hub.fetching import SCHEME, fetch
+    from windlass.hub.fetching import SCHEME, fetch, fetched_before
 
     if not (isinstance(resume, str) and resume.startswith(SCHEME)):
         return resume
+    folder = run_folder(args)
     with args.main_process_first(desc="downloading the checkpoint"):
-        return str(fetch(resume, args.hub_token, run_folder(args)))
+        if args.local_process_index > 0:
+            return str(fetched_before(resume, folder))
+        return str(fetch(resume, args.hub_token, folder))
 
 
 def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, command: str) -> int:

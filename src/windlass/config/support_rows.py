@@ -78,7 +78,7 @@ TRL_NAMES = """
 SFTTrainer SFTConfig ModelConfig ScriptArguments DatasetMixtureConfig TrlParser get_dataset get_peft_config
 get_quantization_config get_kbit_device_map clone_chat_template get_training_chat_template apply_chat_template
 maybe_apply_chat_template is_conversational is_conversational_from_value maybe_convert_to_chatml extract_prompt
-maybe_extract_prompt unpair_preference_dataset maybe_unpair_preference_dataset pack_dataset
+maybe_extract_prompt unpair_preference_dataset maybe_unpair_preference_dataset pack_dataset supports_tool_calling
 """
 TRL_MAPPED = {"trl sft": "is `windlass train` with a recipe; `windlass convert-config FILE` makes one"}
 _NOT_TUNING = "is not built; `windlass run` runs scripts with TRL's own on this engine"
@@ -89,7 +89,6 @@ TRL_REFUSED = {
     ),
     "prepare_multimodal_messages": "is not built: images are not trained on yet",
     "add_response_schema": "is not built: answers are not parsed",
-    "supports_tool_calling": "is not built; render a conversation with tools, and compare",
 }
 
 METHODS = """

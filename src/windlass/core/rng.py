@@ -48,6 +48,13 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def new_generator(device: torch.device, seed: int) -> torch.Generator:
+    """Return a seeded generator to draw tensors for `device`, on `generator.device`: PyTorch/XLA has no generators but
+    that of its device, so for it this one draws on the host.
+    """
+    return torch.Generator("cpu" if device.type == "xla" else device).manual_seed(seed)
+
+
 def _accelerator_generator(device: torch.device) -> Any:
     if device.type == "cpu":
         return None

@@ -10,7 +10,7 @@ from windlass.hub.publisher import Publisher
 
 
 class HubCallback(TrainerCallback):
-    """Opens the repository before training, uploads what is saved, and waits for the uploads at the end.
+    """Uploads what is saved, and waits for the uploads at the end. The repository is open before training begins.
 
     Args:
         publisher: used on the main process; other processes do nothing.
@@ -18,10 +18,6 @@ class HubCallback(TrainerCallback):
 
     def __init__(self, publisher: Publisher) -> None:
         self.publisher = publisher
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self.publisher.open()
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import tempfile
 from pathlib import Path
+from urllib.parse import unquote
 
 from windlass.checkpoint.manifest import MANIFEST_NAME, parse_manifest
 from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.plain_text import parse_json
 from windlass.hub.client import HubClient, HubError
-from windlass.hub.publisher import LAST, STAGING
+from windlass.hub.publisher import LAST
+from windlass.hub.staging import STAGING
 
 SCHEME = "hub:"
+_NEWEST = "fetched.json"  # address -> folder, of the last call
 _ADDRESS = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/\s]+))?(?:/(?P<folder>\S+))?")
 
 
@@ -23,7 +28,8 @@ def fetch(address: str, token: str | None, folder: Path) -> Path:
     is used again if its manifest is the same.
 
     Args:
-        address: `hub:OWNER/NAME[@REVISION][/FOLDER]`; the folder is `last-checkpoint` by default.
+        address: `hub:OWNER/NAME[@REVISION][/FOLDER]`; the folder is `last-checkpoint` by default. A slash in the name
+            of a branch is written %2F.
 
     Raises:
         ConfigError: it is not an address. CheckpointError: there is no such checkpoint, or it cannot be downloaded.
@@ -37,7 +43,7 @@ def fetch(address: str, token: str | None, folder: Path) -> Path:
     # Of its own, because processes that find the checkpoint there read its manifest again at the same time.
     place, staged = match["folder"] or LAST, Path(tempfile.mkdtemp(prefix="download-", dir=folder / STAGING))
     try:
-        commit = client.commit_of(match["revision"])
+        commit = client.commit_of(unquote(match["revision"] or "") or None)
         if f"{place}/{MANIFEST_NAME}" not in client.names(place, commit):
             raise CheckpointError(
                 f"{address} has no checkpoint in {place}; a run with hub_strategy='checkpoint' uploads one"
@@ -50,8 +56,25 @@ def fetch(address: str, token: str | None, folder: Path) -> Path:
                 client.fetch(f"{place}/{name}", commit, staged)
             shutil.rmtree(target, ignore_errors=True)
             (staged / place).rename(target)
+        (staged / _NEWEST).write_text(json.dumps({address: target.name}), "utf-8")
+        (staged / _NEWEST).replace(folder / STAGING / _NEWEST)
         return target
     except HubError as error:
         raise CheckpointError(str(error)) from None
     finally:
         shutil.rmtree(staged, ignore_errors=True)
+
+
+def fetched_before(address: str, folder: Path) -> Path:
+    """Where `fetch` of another process of this job has put the checkpoint: the branch may have moved since.
+
+    Raises:
+        CheckpointError: it is not there, as on a machine with a disk of its own.
+    """
+    found = folder / STAGING / _NEWEST
+    name = parse_json(found.read_bytes()).get(address) if found.is_file() else None
+    if name is None:
+        raise CheckpointError(
+            f"{address} was not downloaded into {folder} by the first process of this machine"
+        )
+    return folder / STAGING / str(name)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -16,17 +16,19 @@ from windlass.checkpoint.export import ExportOptions, export_folder, model_files
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from windlass.checkpoint.stored import Folder, open_folder
-from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, Problem, WindlassError
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.output import one_line
 from windlass.core.redact import HIDDEN
 from windlass.hub.client import HubClient, HubError
-from windlass.hub.uploads import Upload, Uploads, linked
+from windlass.hub.staging import StagedFiles, remove_stale
+from windlass.hub.uploads import Upload, Uploads
 
 logger = get_logger(__name__)
 
 LAST = "last-checkpoint"
-STAGING = ".windlass-hub"
+# Flags of `windlass checkpoint push` for what each strategy uploads.
+_FLAGS = {"end": ["--model-only"], "every_save": ["--model-only"], "all_checkpoints": ["--own-folder"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,11 @@ class Publisher:
     """Uploads the files of one run beside training.
 
     Args:
-        folder: of the run, on this machine's disk. Files under way are linked in its folder `.windlass-hub`.
+        folder: of the run, on this machine's disk. Files under way are linked there (`hub/staging.py`).
     """
 
     def __init__(self, settings: HubSettings, folder: Path) -> None:
-        self._settings, self._staging = settings, folder / STAGING
-        self._numbers = itertools.count()
+        self._settings, self._folder = settings, folder
         self._client: HubClient | None = None
         self._uploads: Uploads | None = None
 
@@ -71,24 +72,30 @@ class Publisher:
         return self._settings.repository if self._client is None else self._client.repository
 
     def open(self) -> Uploads:
-        """Create the repository, if it does not exist.
+        """As `connect`; the error names the setting to change.
 
         Raises:
             ConfigError: the Hub refuses the name or the token, or cannot be reached.
         """
+        try:
+            return self.connect()
+        except HubError as error:
+            raise ConfigError(_problem(self._settings, error, in_branch=self._client is not None)) from None
+
+    def connect(self) -> Uploads:
+        """Create the repository and the branch, if they do not exist.
+
+        Raises:
+            HubError: the Hub refuses it, or cannot be reached.
+        """
         if self._uploads is None:
             settings = self._settings
             client = HubClient(settings.repository, settings.token, settings.revision)
-            field, value = "hub_model_id", settings.repository
-            try:
-                client.open(settings.private)
-                field, value = "hub_revision", settings.revision or ""
-                client.open_branch()
-            except HubError as error:
-                raise ConfigError(_problem(settings, error, field, value)) from error
-            for left in self._staging.glob("upload-*"):  # of a run that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            self._client, self._uploads = client, Uploads(client, every=settings.always)
+            client.open(settings.private)
+            self._client = client
+            client.open_branch()
+            remove_stale(self._folder)
+            self._uploads = Uploads(client, every=settings.always)
             atexit.register(self._finish_process, os.getpid())
         return self._uploads
 
@@ -121,33 +128,20 @@ class Publisher:
                 "push_to_hub(), or let all machines write into one folder",
             )
             return
-        uploads, source = self.open(), open_folder(checkpoint)
-        folder = self._new_folder()
-        place = {"checkpoint": LAST, "all_checkpoints": checkpoint.name}.get(strategy, "")
-        if place:
-            names = [*source.names, MANIFEST_NAME]
-            linked({f"{place}/{name}": checkpoint / name for name in names}, folder)
-        linked(further or {}, folder)
-        plain = model_files(source)
-        if plain is not None:
-            linked({name: checkpoint / name for name in plain}, folder)
-        elif not place:  # kept until its weights are exported
-            linked(
-                {name: checkpoint / name for name in [*source.names, MANIFEST_NAME]}, folder / checkpoint.name
-            )
-        prepare = (
-            None if plain is not None else partial(_export, folder, place or checkpoint.name, bool(place))
+        uploads = self.open()
+        upload = Upload(
+            what=checkpoint.name if strategy == "all_checkpoints" else "the newest checkpoint",
+            message=f"Training in progress, step {checkpoint.name.rpartition('-')[2]}",
+            files=StagedFiles(self._folder),
+            replaces={"checkpoint": LAST, "all_checkpoints": checkpoint.name}.get(strategy, ""),
+            later=self._command(checkpoint, *_FLAGS.get(strategy, [])),
         )
-        uploads.add(
-            Upload(
-                what=checkpoint.name if strategy == "all_checkpoints" else "the newest checkpoint",
-                message=f"Training in progress, step {source.path.name.rpartition('-')[2]}",
-                folder=folder,
-                replaces=place,
-                prepare=prepare,
-                later=self._command(checkpoint),
-            )
-        )
+        try:
+            _stage(upload, checkpoint, further or {})
+        except (OSError, WindlassError) as error:
+            uploads.drop(upload, f"{type(error).__name__}: {error}")
+        else:
+            uploads.add(upload)
 
     def push(self, files: Mapping[str, Path], message: str, source: Path) -> Future[str]:
         """Start to upload these files (path in the repository -> file). The result is the address of the commit.
@@ -155,9 +149,10 @@ class Publisher:
         Args:
             source: the folder they are in, for the command that uploads it later.
         """
-        uploads, folder = self.open(), self._new_folder()
-        linked(files, folder)
-        upload = Upload("the model", message, folder, later=self._command(source))
+        uploads = self.open()
+        later = self._command(source, "--model-only")
+        upload = Upload("the model", message, StagedFiles(self._folder), later=later)
+        upload.files.link(files)
         uploads.add(upload)
         return upload.commit
 
@@ -185,13 +180,26 @@ class Publisher:
         if self._uploads is not None:
             self._uploads.leave()
 
-    def _new_folder(self) -> Path:
-        folder = self._staging / f"upload-{next(self._numbers)}"
-        folder.mkdir(parents=True)
-        return folder
+    def _command(self, source: Path, *flags: str) -> str:
+        branch = [] if self._settings.revision is None else ["--revision", self._settings.revision]
+        words = ["windlass", "checkpoint", "push", one_line(source), self.repository, *branch, *flags]
+        return shlex.join(words)
 
-    def _command(self, source: Path) -> str:
-        return f"windlass checkpoint push {one_line(source)} {self.repository}"
+
+def _stage(upload: Upload, checkpoint: Path, further: Mapping[str, Path]) -> None:
+    """Link the files of a checkpoint that `upload` publishes, and `further` ones for the root of the repository."""
+    source, files = open_folder(checkpoint), upload.files
+    whole = {name: checkpoint / name for name in [*source.names, MANIFEST_NAME]}
+    plain = model_files(source)
+    keeps = bool(upload.replaces)
+    place = upload.replaces or checkpoint.name
+    if (
+        keeps or plain is None
+    ):  # a checkpoint that is not to be published is kept until its weights are exported
+        files.link({f"{place}/{name}": path for name, path in whole.items()})
+    files.link({**further, **{name: checkpoint / name for name in plain or []}})
+    if plain is None:
+        upload.prepare = partial(_export, files.path, place, keeps)
 
 
 def _export(folder: Path, place: str, keeps: bool) -> None:
@@ -206,8 +214,8 @@ def _export(folder: Path, place: str, keeps: bool) -> None:
         shutil.rmtree(folder / place)
 
 
-def _problem(settings: HubSettings, error: HubError, field: str, value: str) -> Problem:
-    """The setting to change; `field` if it is neither the token nor the network."""
+def _problem(settings: HubSettings, error: HubError, *, in_branch: bool) -> Problem:
+    """The setting to change: token, network, name, or the branch, if that was asked for."""
     ways = {401: "Log in with `hf auth login`, or set HF_TOKEN", 403: "Give a token that may write there"}
     if error.status in ways:
         return Problem("hub_token", HIDDEN if settings.token else None, f"{error}. {ways[error.status]}")
@@ -215,4 +223,6 @@ def _problem(settings: HubSettings, error: HubError, field: str, value: str) -> 
         where = "Without a network" if error.status is None else "If the Hub stays in trouble"
         fix = f"{error}. {where} set push_to_hub=False, and upload later with `windlass checkpoint push`"
         return Problem("push_to_hub", True, fix)
-    return Problem(field, value, str(error))
+    if in_branch:
+        return Problem("hub_revision", settings.revision, str(error))
+    return Problem("hub_model_id", settings.repository, str(error))

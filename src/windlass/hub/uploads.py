@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from windlass.core.logs import get_logger
 from windlass.hub.client import HubClient, HubError
+from windlass.hub.staging import StagedFiles
 
 logger = get_logger(__name__)
 
@@ -28,9 +26,9 @@ class Upload:
 
     Attributes:
         what: what is uploaded, for messages; a newer upload of the same takes the place of one that waits.
-        folder: the files, as they are to be in the repository; this upload alone owns it, and removes it at its end.
+        files: as they are to be in the repository; this upload alone owns them, and removes them at its end.
         replaces: folder in the repository, of which other files are removed; "" to remove none.
-        prepare: called before the first attempt, on the uploading thread, to complete `folder`.
+        prepare: called before the first attempt, on the uploading thread, to complete the files.
         later: the command that uploads the same later.
         error: why the last attempt failed.
         commit: the address of the commit, once it is made, or the error for which it was dropped.
@@ -39,7 +37,7 @@ class Upload:
 
     what: str
     message: str
-    folder: Path
+    files: StagedFiles
     replaces: str = ""
     prepare: Callable[[], None] | None = None
     later: str = ""
@@ -72,12 +70,19 @@ class Uploads:
                 for older in [one for one in self._waiting if one.what == upload.what]:
                     self._waiting.remove(older)
                     older.commit.cancel()
-                    shutil.rmtree(older.folder, ignore_errors=True)
+                    older.files.remove()
             self._waiting.append(upload)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="windlass-hub", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def drop(self, upload: Upload, why: str) -> None:
+        """Note an upload that cannot begin, for what `finish()` returns."""
+        upload.error = why
+        _warn_of_loss(upload)
+        with self._changed:
+            self._fail(upload)
 
     @property
     def pending(self) -> list[Upload]:
@@ -147,7 +152,7 @@ class Uploads:
                 if address is None:
                     self._fail(upload)
                 else:
-                    shutil.rmtree(upload.folder, ignore_errors=True)
+                    upload.files.remove()
                     upload.commit.set_result(address)
 
     def _try(self, upload: Upload) -> str | None:
@@ -166,10 +171,7 @@ class Uploads:
                 upload.error, again = f"{type(error).__name__}: {error}", False
             pause = _PAUSES[min(attempt, len(_PAUSES) - 1)]
             if not again or time.monotonic() + pause > until:
-                logger.warning(
-                    "%s was not uploaded, and training continues: %s. To upload it later: %s",
-                    upload.what, upload.error, upload.later,
-                )  # fmt: skip
+                _warn_of_loss(upload)
                 break
             if attempt == 0:
                 logger.warning(
@@ -180,8 +182,9 @@ class Uploads:
         return None
 
     def _commit(self, upload: Upload) -> str:
-        found = sorted(path for path in upload.folder.rglob("*") if path.is_file())
-        files = {path.relative_to(upload.folder).as_posix(): path for path in found}
+        folder = upload.files.path
+        found = sorted(path for path in folder.rglob("*") if path.is_file())
+        files = {path.relative_to(folder).as_posix(): path for path in found}
         there = self._client.names(upload.replaces) if upload.replaces else []
         return self._client.commit(
             files, upload.message, removed=[name for name in there if name not in files]
@@ -189,17 +192,13 @@ class Uploads:
 
     def _fail(self, upload: Upload) -> None:
         """Note a failure. The lock is held, so an upload ends once."""
-        shutil.rmtree(upload.folder, ignore_errors=True)
+        upload.files.remove()
         self._failed.append(upload)
         upload.commit.set_exception(HubError(upload.error, passing=False))
 
 
-def linked(files: Mapping[str, Path], folder: Path) -> None:
-    """Make `folder` with links to these files, or copies on a disk without links; their originals may be removed."""
-    for name, path in files.items():
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(path, target)
-        except OSError:
-            shutil.copyfile(path, target)
+def _warn_of_loss(upload: Upload) -> None:
+    logger.warning(
+        "%s was not uploaded, and training continues: %s. To upload it later: %s",
+        upload.what, upload.error, upload.later,
+    )  # fmt: skip

@@ -217,3 +217,30 @@ def get_training_chat_template(processing_class: Any = None, tokenizer: Any = No
     if not template:
         raise DataError("the tokenizer has no chat template")
     return None if has_generation_markers(template) else make_trainable(template, found)
+
+
+def supports_tool_calling(processing_class: Any) -> bool:
+    """Return True if the chat template renders calls of tools whole: a call's name and arguments, and what the tool
+    returned. Some templates drop one of them, or refuse the role.
+
+    Args:
+        processing_class: a `transformers` tokenizer, or a processor whose template takes plain text.
+    """
+    if processing_class.chat_template is None:
+        return False
+    name, key, value, result = (f"tool_{word}_a8f3e2b1" for word in ("name", "key", "value", "result"))
+    for arguments in ({key: value}, f'{{"{key}": "{value}"}}'):  # some templates join them to a text
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        messages = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": name, "content": result},
+        ]
+        try:
+            rendered = processing_class.apply_chat_template(messages, tokenize=False)
+        except TypeError:
+            continue
+        except Exception:  # of the template: jinja2 raises several types, as do its expressions
+            return False
+        return all(word in rendered for word in (name, key, value, result))
+    return False

@@ -10,7 +10,7 @@ from windlass.checkpoint.export import model_files
 from windlass.checkpoint.stored import open_folder
 from windlass.config.arguments import TrainingArguments
 from windlass.config.quantities import seconds
-from windlass.core.errors import CheckpointError, WindlassError
+from windlass.core.errors import CheckpointError, ConfigError, Problem, WindlassError
 from windlass.dist.gang import Gang
 from windlass.hub.callback import HubCallback
 from windlass.hub.fetching import SCHEME, fetch
@@ -69,6 +69,24 @@ def end_waits(handler: Any) -> None:
     for callback in handler.callbacks:
         if isinstance(callback, HubCallback):
             callback.publisher.leave()
+
+
+def opened(handler: Any, gang: Gang) -> None:
+    """Create the repository that a run publishes in, on the main process. Collective.
+
+    Raises:
+        ConfigError: the Hub refuses it, or cannot be reached; the same on every rank.
+    """
+    problems: list[tuple[str, Any, str]] = []
+    try:
+        for callback in handler.callbacks if gang.rank == 0 else ():
+            if isinstance(callback, HubCallback):
+                callback.publisher.open()
+    except ConfigError as error:
+        problems = [(found.field, found.value, found.fix) for found in error.problems]
+    refused = gang.broadcast_object(problems)
+    if refused:
+        raise ConfigError(Problem(*found) for found in refused)
 
 
 def fetched(resume: Any, args: TrainingArguments, gang: Gang, folder: RunFolder) -> Any:

@@ -32,7 +32,8 @@ def test_arguments_at_their_defaults_mean_plain_replication() -> None:
 @pytest.mark.parametrize(("fsdp", "options"), [
     (True, []), ("true", []), ("", None), (False, None), (None, None), ([], None), ("False", None),
     ("full_shard auto_wrap", ["full_shard", "auto_wrap"]), (["offload"], ["offload"]),
-    ("full_shard,offload", ["full_shard", "offload"]),
+    ("full_shard,offload", ["full_shard", "offload"]), ("full shard", ["full_shard"]),
+    ("hybrid shard zero2 auto wrap", ["hybrid_shard_zero2", "auto_wrap"]),
 ])  # fmt: skip
 def test_the_many_ways_to_switch_it_on(fsdp: Any, options: list[str] | None) -> None:
     assert shard_options(fsdp) == options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,19 @@ def test_each_option_of_its_wrapper_is_known_refused_or_corrected() -> None:
     assert "xla_fsdp_settings.sharding_rank=1: belongs to one process per device" in found
     assert "did you mean 'flatten_parameters'" in found
     assert "fp32_reduce_scatter" not in found
+
+
+def test_every_option_of_its_wrapper_is_known() -> None:
+    """Those that its constructor has, at their defaults; functions cannot be in a file."""
+    wrapper = pytest.importorskip("torch_xla.distributed.fsdp", reason="needs torch_xla: make test-xla")
+    found = inspect.signature(wrapper.XlaFullyShardedDataParallel.__init__).parameters
+    public = {name: one.default for name, one in found.items() if not name.startswith("_")}
+    functions = {name for name in public if name.endswith(("_policy", "_callable", "_fn"))}
+    options = {name: value for name, value in public.items() if name not in ("self", "module", *functions)}
+    assert len(options) > 10
+    plan_parallel(sharded(xla=True, xla_fsdp_settings=options), World())
+    for name in functions:
+        assert "name the layers by" in problems(sharded(xla=True, xla_fsdp_settings={name: "f"}))
 
 
 def test_a_file_that_asks_for_it_and_a_script_that_refuses_accelerators_contradict_each_other() -> None:

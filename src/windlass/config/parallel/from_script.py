@@ -83,11 +83,19 @@ def shard_options(fsdp: Any) -> list[str] | None:
     """The words of `fsdp=`; an empty list for a plain True, None when it is off."""
     if fsdp is True:
         return []
-    words = fsdp.replace(",", " ").split() if isinstance(fsdp, str) else list(fsdp or [])
+    words = _separated(fsdp.replace(",", " ")) if isinstance(fsdp, str) else list(fsdp or [])
     words = [str(getattr(word, "value", word)).lower() for word in words]
     if not words or words in (["false"], ["no"], ["0"]):
         return None
     return [] if words in (["true"], ["yes"], ["1"]) else words
+
+
+def _separated(text: str) -> list[str]:
+    """The options in a text; "full shard" is "full_shard", as a guide prints it."""
+    text = text.lower()
+    for option in sorted(_OPTIONS, key=len, reverse=True):
+        text = text.replace(option.replace("_", " "), option)
+    return text.split()
 
 
 def _option(settings: Settings, option: str) -> None:

@@ -20,6 +20,7 @@ _LEFT_TO_COMPILER = (
     "shard_param_on_dim_0", "pin_layout_in_collective_ops", "reduce_scatter_bucket_size_mb", "coalesce_all_gather_ops",
     "fp32_reduce_scatter",
 )  # fmt: skip
+_CALLABLES = ("auto_wrap_policy", "auto_wrapper_callable", "param_init_fn")
 _DTYPES = ("compute_dtype", "buffer_dtype")
 _PROCESSES = ("sharding_groups", "sharding_rank", "sharding_world_size")
 _FP32 = ("float32", "torch.float32", "fp32", "None")
@@ -104,6 +105,10 @@ def _of_options(found: Setting) -> Iterator[Problem]:
                 origin,
                 value,
                 "belongs to one process per device; one process drives all of them, leave it out",
+            )
+        elif name in _CALLABLES:
+            yield Problem(
+                origin, value, "a function: name the layers by transformer_layer_cls_to_wrap instead"
             )
         elif name not in known:
             yield Problem(origin, value, f"there is no such option{did_you_mean(name, known)}")

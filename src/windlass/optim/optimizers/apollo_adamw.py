@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.rng import new_generator
 from windlass.dist.sharded import whole
 from windlass.optim.optimizers.galore_adamw import adam_direction
 from windlass.optim.optimizers.low_rank import KNOWN, LowRankOptimizer, bases, down, projected_sides
@@ -98,10 +99,10 @@ class ApolloAdamW(LowRankOptimizer):
                 state.update(bases(grad, group["rank"], group["proj_type"]))
             return {side: state[side] for side in ("left", "right") if side in state}
         [side] = projected_sides(grad.shape, group["proj_type"])
-        rank, generator = group["rank"], torch.Generator(grad.device).manual_seed(number)
+        rank, generator = group["rank"], new_generator(grad.device, number)
         shape = (grad.shape[0], rank) if side == "left" else (rank, grad.shape[1])
-        drawn = torch.randn(shape, generator=generator, dtype=grad.dtype, device=grad.device)
-        return {side: drawn / rank**0.5}
+        drawn = torch.randn(shape, generator=generator, dtype=grad.dtype, device=generator.device)
+        return {side: drawn.to(grad.device) / rank**0.5}
 
     def displacement(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         return adam_direction(grad, state, group).mul_(group["lr"])

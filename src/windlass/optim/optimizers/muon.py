@@ -5,6 +5,7 @@ It is defined for the matrices of hidden layers. Embeddings, the output layer an
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -69,7 +70,8 @@ class MuonWithAdamW(Optimizer):
         }
         self._inner: list[tuple[bool, Optimizer]] = []
         if self._groups(True):
-            self._inner.append((True, Muon(self._groups(True), lr=lr, weight_decay=weight_decay, **for_muon)))  # type: ignore[arg-type]
+            kind = _MuonAnywhere(self._groups(True), lr=lr, weight_decay=weight_decay, **for_muon)  # type: ignore[arg-type]
+            self._inner.append((True, kind))
         if self._groups(False):
             kwargs: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
             self._inner.append((False, AdamW(self._groups(False), **kwargs)))
@@ -103,6 +105,53 @@ class MuonWithAdamW(Optimizer):
 
     def _groups(self, use: bool) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["use_muon"] == use]
+
+
+class _MuonAnywhere(Muon):
+    """Torch's Muon, on PyTorch/XLA in operations that its compiler has: it has no `addmm` with factors, and would read
+    matrices back and multiply them on the host.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if self.param_groups[0]["params"][0].device.type != "xla":
+            return super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _move(parameter, parameter.grad, self.state[parameter], group)
+        return None
+
+
+def _move(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """One update of a matrix, with the state of torch's Muon."""
+    if not state:
+        state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+    buffer, momentum = state["momentum_buffer"], group["momentum"]
+    buffer.lerp_(gradient, 1 - momentum)
+    direction = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+    direction = orthogonalized(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    rows, columns = parameter.shape
+    wide = group["adjust_lr_fn"] == "match_rms_adamw"
+    factor = 0.2 * math.sqrt(max(rows, columns)) if wide else math.sqrt(max(1, rows / columns))
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    parameter.add_(direction, alpha=-group["lr"] * factor)
+
+
+def orthogonalized(
+    matrix: Tensor, coefficients: tuple[float, float, float], steps: int, epsilon: float
+) -> Tensor:
+    """The nearest matrix with orthogonal rows or columns, nearly: `steps` Newton-Schulz iterations in bfloat16
+    (Jordan et al., 2024). Equal to torch's own but for the rounding of single operations.
+    """
+    a, b, c = coefficients
+    tall = matrix.size(0) > matrix.size(1)
+    found = matrix.bfloat16().T if tall else matrix.bfloat16()
+    found = found / found.norm().clamp(min=epsilon)
+    for _ in range(steps):
+        gram = found @ found.T
+        found = a * found + (b * gram + c * (gram @ gram)) @ found
+    return found.T if tall else found
 
 
 def _outer_parameters(model: nn.Module) -> Iterator[Tensor]:

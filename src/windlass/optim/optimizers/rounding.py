@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from windlass.core.rng import new_generator
 from windlass.dist.sharded import part
 
 
@@ -32,7 +33,7 @@ def add_stochastically_(weights: list[Tensor], updates: list[Tensor], seeds: Seq
         seeds: one for each weight; equal seeds give equal results.
     """
     for weight, update, seed in zip(weights, updates, seeds, strict=True):
-        generator = torch.Generator(weight.device).manual_seed(seed)
+        generator = new_generator(weight.device, seed)
         exact = weight.float() + update
         weight.copy_(_rounded_stochastically(exact, generator))
 
@@ -51,6 +52,7 @@ def seed_of(parameter: Tensor, position: int, step: int) -> int:
 def _rounded_stochastically(exact: Tensor, generator: torch.Generator) -> Tensor:
     """bf16 is the upper half of fp32: adding 16 random bits below it carries with the right probability."""
     bits = exact.view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
-    rounded = ((bits + noise) & -65536).view(torch.float32)
+    place = generator.device
+    noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=place, dtype=torch.int32)
+    rounded = ((bits + noise.to(bits.device)) & -65536).view(torch.float32)
     return torch.where(exact.isfinite(), rounded, exact).to(torch.bfloat16)

@@ -1,0 +1,82 @@
+"""Files that wait for their upload: links to them, in folders that no other process removes while this one lives."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
+
+STAGING = ".windlass-hub"
+
+
+class StagedFiles:
+    """A folder in a run's `.windlass-hub`, which belongs to one upload. It is made with its first file.
+
+    It is locked by the system until `remove()` or the end of the process, so that several runs, commands and publishers
+    may upload from the folder of one run.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._made: Path | None = None
+        self._lock: int | None = None
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        if self._made is None:
+            (self._run / STAGING).mkdir(parents=True, exist_ok=True)
+            self._made = Path(tempfile.mkdtemp(prefix="upload-", dir=self._run / STAGING))
+            self._lock = _locked(self._made)
+        return self._made
+
+    def link(self, files: Mapping[str, Path]) -> None:
+        """Make links to these files (path in the folder -> file), or copies on a disk without links. Their originals
+        may be removed.
+        """
+        for name, path in files.items():
+            target = self.path / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path, target)
+            except OSError:
+                shutil.copyfile(path, target)
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        if self._made is not None:
+            shutil.rmtree(self._made, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove_stale(run: Path) -> None:
+    """Remove the folders of processes that were killed; none where the disk has no locks."""
+    for left in (run / STAGING).glob("upload-*"):
+        lock = _locked(left)
+        if lock is not None:
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """Lock a folder, and return what holds the lock; None if another process has it, or there are no locks."""
+    if sys.platform == "win32":
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

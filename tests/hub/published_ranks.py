@@ -1,0 +1,21 @@
+"""Run by `torch.distributed.run`: two ranks publish on a Hub. Arguments: output folder, token, address of the Hub."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.hub.fixtures import set_address
+from tests.hub.test_callback import trainer
+
+from windlass.core.errors import ConfigError
+
+if __name__ == "__main__":
+    folder, token, address = sys.argv[1:]
+    set_address(address)
+    run = trainer(Path(folder), token, hub_strategy="checkpoint")
+    try:
+        run.train()
+        run.push_to_hub()
+    except ConfigError as error:
+        print("refused:", *error.problems, "at step", run.state.global_step)

@@ -1,0 +1,41 @@
+"""Links to files that wait for their upload."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from windlass.hub.staging import STAGING, StagedFiles, remove_stale
+
+
+def test_links_outlive_their_originals(tmp_path: Path) -> None:
+    (tmp_path / "w").write_bytes(b"weights")
+    staged = StagedFiles(tmp_path / "run")
+    staged.link({"sub/w": tmp_path / "w"})
+    (tmp_path / "w").unlink()
+    assert (staged.path / "sub/w").read_bytes() == b"weights"
+    staged.remove()
+    assert list((tmp_path / "run" / STAGING).iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from windlass.hub.staging import StagedFiles
+staged = StagedFiles(Path(sys.argv[1])).path
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="folders have no locks there")
+def test_only_folders_of_killed_processes_are_stale(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    ours = StagedFiles(tmp_path)
+    assert ours.path.is_dir()
+    assert len(list((tmp_path / STAGING).iterdir())) == 2
+    remove_stale(tmp_path)
+    assert list((tmp_path / STAGING).iterdir()) == [ours.path]
+    ours.remove()
