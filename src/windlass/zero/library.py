@@ -85,12 +85,27 @@ class ZeroEngine:
         self._engine, self._optimizer, _, _ = library.initialize(
             model=module, optimizer=optimizer, config=config, dist_init_required=False
         )
+        self._watch = (
+            module.register_forward_hook(self._forget_lone_forward)
+            if self.stage == 3 and self._trains
+            else None
+        )
 
     @property
     def model(self) -> nn.Module:
         """The wrapper that forwards run through."""
         engine: nn.Module = self._engine
         return engine
+
+    def _forget_lone_forward(self, *_: Any) -> None:
+        """Keep the order of a forward without gradients from becoming that of the training step.
+
+        The engine records in which order layers run. Of a forward alone it finds that no layer is used again, so it
+        frees parameters after their forward, and keeps to that in every later step: each would be gathered twice.
+        """
+        order = self._optimizer.parameter_offload.get_param_coordinator()
+        if order.is_record_trace() and not torch.is_grad_enabled():
+            order._invalidate_trace()
 
     # --- one update -------------------------------------------------------------------------------------------------
 
@@ -210,6 +225,8 @@ class ZeroEngine:
 
     def let_go(self) -> None:
         """Remove all hooks. A model of stage 3 cannot be called until another engine takes it."""
+        if self._watch is not None:
+            self._watch.remove()
         self._engine.destroy()
 
 
