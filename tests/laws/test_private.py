@@ -21,6 +21,7 @@ _SHARDED = "FSDP2 keeps its groups of parameters there"
 _DEBUG = "what hangs can be found out here only"
 _DATASETS = "datasets keeps the parts of a stream there"
 _SUBMITIT = "submitit knows its parameters and writes its script there"
+_ORDER = "DeepSpeed's own objects drop the recorded order of layers by this name"
 _ARGPARSE = "argparse has no public name for this type, or for the list of flags"
 _NAMED_TUPLE = "a public method of named tuples, whose names begin so lest they clash with fields"
 _LAYOUT = "transformers' models keep there what save_pretrained looks at, and nowhere else"
@@ -64,6 +65,7 @@ THIRD_PARTY = {
     **dict.fromkeys(("_convert_mem", "_equivalence_dict", "_make_sbatch_string", "_valid_parameters"), _SUBMITIT),
     **dict.fromkeys(("_ActionsContainer", "_SubParsersAction", "_actions"), _ARGPARSE),
     **dict.fromkeys(("_asdict", "_fields"), _NAMED_TUPLE),
+    "_invalidate_trace": _ORDER,
     **dict.fromkeys(
         (
             "_hf_hook", "_is_accelerate_prepared", "_old_forward", "_shared_state",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,12 @@ from tests.trainer.small import arguments
 
 from windlass import Trainer
 from windlass.core.errors import ConfigError
+
+
+class OwnOptimizer(Trainer):
+    def create_optimizer(self, *args: Any, **options: Any) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.optimizer
 
 
 @pytest.mark.dist
@@ -39,5 +46,10 @@ def test_objects_beside_the_same_section_of_deepspeeds_configuration_are_refused
     assert "deepspeed.scheduler.type='WarmupLR': contradicts optimizers[1]=ConstantLR of the Trainer" in text
     with pytest.raises(ConfigError, match=r"contradicts optimizer_cls_and_kwargs=SGD of the Trainer"):
         Trainer(model, args, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1}))
+    with pytest.raises(
+        ConfigError, match=r"optimizer.type='AdamW': contradicts the overridden create_optimizer:"
+    ):
+        OwnOptimizer(model, args)
     del config["optimizer"], config["scheduler"]
     Trainer(model, arguments(tmp_path, deepspeed=config), optimizers=(optimizer, schedule))
+    OwnOptimizer(model, arguments(tmp_path, deepspeed=config))

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 from tests.dist.launch import launch, run_script
+from tests.trainer.small import arguments, rows
 from tests.zero import runs
 from tests.zero.needed import needs_deepspeed
+
+from windlass import Trainer
+from windlass.core.errors import ModelError
 
 SCRIPT = Path(runs.__file__)
 TOLERANCE = 5e-6  # of fp32
@@ -72,3 +76,13 @@ def test_a_second_train_of_a_trainer_equals_that_of_one_process(stage: int, tmp_
     found = json.loads((tmp_path / "stage-1twice.json").read_text())
     launch(2, SCRIPT, tmp_path, f"{stage}twice")
     check(tmp_path, f"{stage}twice", {**found, "weights": weights(tmp_path / "stage-1twice")})
+
+
+def test_parameters_without_dimensions_are_refused_by_name(tmp_path: Path) -> None:
+    model = runs.Net()
+    model.scale = torch.nn.Parameter(torch.tensor(1.0))
+    args = arguments(tmp_path, **runs.config(1))
+    with pytest.raises(
+        ModelError, match=r"parameters without dimensions.*: scale\. Give them the shape \[1\]"
+    ):
+        Trainer(model, args, train_dataset=rows(8)).train()

@@ -90,8 +90,10 @@ SECTION_KEYS = {
          "leaf_module"), ""),
     **reverse(_ZERO_REASONS),
 }  # fmt: skip
-NO_NVME = (
-    "keeps tensors in files of DeepSpeed's own, of which no checkpoint can be made while it trains; use cpu"
+_FILES_STAGE = "keeps tensors in files at stage 3 alone; set stage 3, or device cpu"
+_FILES_PATH = "needs nvme_path: a folder on a local disk, of this run alone"
+_FILES_OPTIMIZER = (
+    "loads and updates parameters in files by the optimizer's offloading; set offload_optimizer too"
 )
 _ADAMW = (
     "must be AdamW or Adam, which PyTorch's AdamW carries out: choose others by optim=..., and leave this out"
@@ -144,6 +146,7 @@ def unfit(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
         yield Problem(f"{origin}.zero_optimization.stage", section["stage"], _NO_STAGE)
     for name in ("offload_optimizer", "offload_param"):
         yield from _unfit_offload(section.get(name), f"{origin}.zero_optimization.{name}")
+    yield from _unfit_files(config, section, origin)
     yield from _unfit_optimizer(_section(config, "optimizer"), origin)
     kind = _section(config, "scheduler").get("type")
     if "scheduler" in config and kind not in _SCHEDULERS:
@@ -174,10 +177,32 @@ def _unfit_offload(given: Any, origin: str) -> Iterator[Problem]:
     if given is None:
         return
     device = given.get("device", "none") if isinstance(given, Mapping) else given
-    if device == "nvme":
-        yield Problem(f"{origin}.device", device, NO_NVME)
-    elif device not in ("none", "cpu", None):
-        yield Problem(f"{origin}.device", device, "must be none or cpu")
+    if device not in ("none", "cpu", "nvme", None):
+        yield Problem(f"{origin}.device", device, "must be none, cpu or nvme")
+
+
+def _unfit_files(config: Mapping[str, Any], section: Mapping[str, Any], origin: str) -> Iterator[Problem]:
+    for path, folder in file_folders(config):
+        name = path.split(".")[1]
+        if stage_of(config) != 3:
+            yield Problem(f"{origin}.zero_optimization.{name}.device", "nvme", _FILES_STAGE)
+        elif not folder:
+            yield Problem(f"{origin}.{path}", folder, _FILES_PATH)
+        elif name == "offload_param" and _section(section, "offload_optimizer").get("device") not in (
+            "cpu",
+            "nvme",
+        ):
+            yield Problem(f"{origin}.zero_optimization.{name}.device", "nvme", _FILES_OPTIMIZER)
+
+
+def file_folders(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The path in the configuration and the value of each folder in which tensors are kept between steps."""
+    found = []
+    for name in ("offload_optimizer", "offload_param"):
+        section = _section(_section(config, "zero_optimization"), name)
+        if section.get("device") == "nvme":
+            found.append((f"zero_optimization.{name}.nvme_path", str(section.get("nvme_path") or "")))
+    return found
 
 
 def _unfit_optimizer(section: Mapping[str, Any], origin: str) -> Iterator[Problem]:

@@ -68,10 +68,6 @@ def state_was_loaded(module: nn.Module) -> None:
         elsewhere.loaded()
 
 
-def _kept(value: Any, elsewhere: ElsewhereState) -> Any:
-    return elsewhere.values.get(value, value) if isinstance(value, nn.Parameter) else value
-
-
 def bare(module: nn.Module) -> nn.Module:
     """The module that `torch.compile` wrapped; any other module as it is."""
     inner = module
@@ -137,7 +133,11 @@ def values_of(module: nn.Module) -> dict[str, Any]:
     state, elsewhere = full_state_dict(module), _elsewhere(module)
     if elsewhere is None:
         return state
-    return {name: _kept(value, elsewhere) for name, value in state.items()}
+    values = elsewhere.values  # once: they may be mapped from files
+    return {
+        name: values.get(value, value) if isinstance(value, nn.Parameter) else value
+        for name, value in state.items()
+    }
 
 
 def with_copied_buffers(module: nn.Module) -> dict[str, Any]:

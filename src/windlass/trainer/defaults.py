@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,28 @@ def first_model(model: Any, make: Callable[[], nn.Module] | None) -> nn.Module:
     return model
 
 
+# Method that a script may override -> the sections of a DeepSpeed configuration that represent what it makes.
+MAKERS = {
+    "create_optimizer": ("optimizer",),
+    "create_scheduler": ("scheduler",),
+    "create_optimizer_and_scheduler": ("optimizer", "scheduler"),
+}
+
+
 def check_given(
-    args: TrainingArguments, optimizers: tuple[Any, Any], cls_and_kwargs: Any, model_init: Any
+    args: TrainingArguments,
+    optimizers: tuple[Any, Any],
+    cls_and_kwargs: Any,
+    model_init: Any,
+    makers: Collection[str] = (),
 ) -> None:
-    """Raise ConfigError for an output folder that cannot be opened, and for contradictions to a script's optimizer."""
+    """Raise ConfigError for an output folder that cannot be opened, and for contradictions to a script's optimizer.
+
+    Args:
+        makers: the `MAKERS` that the script overrides.
+    """
     problems, given = _remote_problems(str(args.output_dir)), optimizers[0] is not None
-    problems += _engine_problems(args, optimizers, cls_and_kwargs)
+    problems += _engine_problems(args, optimizers, cls_and_kwargs, makers)
     if given and cls_and_kwargs is not None:
         problems.append(Problem("optimizers", "given", "leave out either it or optimizer_cls_and_kwargs"))
     if model_init is not None and (given or optimizers[1] is not None):
@@ -85,25 +101,29 @@ def check_given(
 
 
 def _engine_problems(
-    args: TrainingArguments, optimizers: tuple[Any, Any], cls_and_kwargs: Any
+    args: TrainingArguments, optimizers: tuple[Any, Any], cls_and_kwargs: Any, makers: Collection[str]
 ) -> list[Problem]:
-    """Objects of the script beside sections of a DeepSpeed configuration that represent the same."""
+    """Objects and overrides of the script beside sections of a DeepSpeed configuration that represent the same."""
     optimizer, schedule = optimizers
     objects = [
         ("optimizer", "optimizers[0]", optimizer),
         ("optimizer", "optimizer_cls_and_kwargs", cls_and_kwargs and cls_and_kwargs[0]),
         ("scheduler", "optimizers[1]", schedule),
     ]
-    given = [entry for entry in objects if entry[2] is not None]
+    given = [
+        (section, f"{source}={getattr(found, '__name__', type(found).__name__)} of the Trainer")
+        for section, source, found in objects
+        if found is not None
+    ]
+    given += [(section, f"the overridden {name}") for name in sorted(makers) for section in MAKERS[name]]
     zero = resolve_engine(args) if given else None
     return [
         Problem(
             f"{zero.origin}.{section}.type",
             zero.config[section].get("type"),
-            f"contradicts {source}={getattr(found, '__name__', type(found).__name__)} of the Trainer: leave out one of "
-            "the two",
+            f"contradicts {source}: leave out one of the two",
         )
-        for section, source, found in given
+        for section, source in given
         if zero is not None and section in zero.config
     ]
 

@@ -109,7 +109,8 @@ class Trainer(TrainerNames):
         self._run: Run | None = None
         self._folder: RunFolder | None = None
         self._take_model(defaults.first_model(model, None if model_init is None else self.call_model_init))
-        defaults.check_given(self.args, optimizers, optimizer_cls_and_kwargs, model_init)
+        makers = binding.replaced(self, *defaults.MAKERS)
+        defaults.check_given(self.args, optimizers, optimizer_cls_and_kwargs, model_init, makers)
         callbacks = defaults.one_of("callbacks", callbacks, "callback", callback) or []
         handler = CallbackHandler(
             [*defaults.default_callbacks(self.args, self.output_folder), *callbacks],

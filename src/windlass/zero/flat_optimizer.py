@@ -65,9 +65,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Called once the engine has divided the parameters."""
         self._places = places
         self._members = [kept for _, group in self._groups if (kept := [p for p in group if p in places])]
-        for parameter, entry in self._earlier.items():
-            if parameter in places:
-                self._take_entry("a parameter", places[parameter], entry)
+        if self._earlier:
+            self._fill({parameter: ("a parameter", entry) for parameter, entry in self._earlier.items()})
         self._earlier.clear()
 
     def release(self) -> None:
@@ -84,8 +83,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _entry(self, place: Place) -> dict[str, Any]:
         """The state of one parameter."""
-        found = (self.state.get(place.buffer) or {}).items()
-        return {key: place.parts_of(value) if _is_flat(value, place) else value for key, value in found}
+        state = self.state.get(place.buffer) or {}
+        found = {
+            key: place.kept(value) if isinstance(value, Tensor) else value for key, value in state.items()
+        }
+        shape = place.kept(place.buffer).shape
+        return {
+            key: place.parts_of(value) if isinstance(value, Tensor) and value.shape == shape else value
+            for key, value in found.items()
+        }
 
     # --- its state ----------------------------------------------------------------------------------------------------
 
@@ -121,12 +127,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         options = match_groups(members, state)
         for group, saved in zip(self.param_groups, options, strict=True):
             group.update({key: value for key, value in saved.items() if key not in IMPLEMENTATION})
-        for buffer in {id(place.buffer): place.buffer for place in self._places.values()}.values():
-            self.state.pop(buffer, None)
+        saved = {parameter: (name, state["state"].get(name)) for parameter, name in names.items()}
+        self._fill(
+            {parameter: (name, entry) for parameter, (name, entry) in saved.items() if entry is not None}
+        )
+
+    def _fill(self, entries: Mapping[nn.Parameter, tuple[str, Mapping[str, Any]]]) -> None:
+        """Replace the state by these entries of parameters, each with a name for errors. One buffer at a time: the
+        others may be in files.
+        """
+        members: dict[int, list[tuple[nn.Parameter, Place]]] = {}
         for parameter, place in self._places.items():
-            entry = state["state"].get(names[parameter])
-            if entry is not None:
-                self._take_entry(names[parameter], place, entry)
+            members.setdefault(id(place.buffer), []).append((parameter, place))
+        for group in members.values():
+            first = group[0][1]
+            with first.filling():
+                self.state.pop(first.buffer, None)
+                for parameter, place in group:
+                    if parameter in entries:
+                        self._take_entry(entries[parameter][0], place, entries[parameter][1])
 
     def _take_entry(self, name: str, place: Place, entry: Mapping[str, Any]) -> None:
         live = self.state[place.buffer]
@@ -172,10 +191,6 @@ def _run(value: Tensor | Deferred, place: Place) -> Tensor:
     if isinstance(value, Deferred):
         return read_run(value.source, value.name, place.start, place.length)
     return value.reshape(-1)[place.start :][: place.length]
-
-
-def _is_flat(value: Any, place: Place) -> bool:
-    return isinstance(value, Tensor) and value.shape == place.buffer.shape
 
 
 def _equal(one: Any, other: Any) -> bool:

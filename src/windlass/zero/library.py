@@ -17,6 +17,7 @@ from windlass.core.optional import require
 from windlass.dist.flat import FlatParts, divided
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import export_local_rank, open_group_of_one
+from windlass.zero.swap_files import SwapFiles, kept_part, lock_files, uses_files
 
 # The attributes of DeepSpeed's scaler that change in fp16.
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -41,6 +42,7 @@ class Place:
         shape: of the whole parameter.
         start: index of the run in the flattened parameter.
         pieces: of all ranks; see `FlatParts`.
+        files: in which the engine keeps the buffer and its state between steps; None: in memory.
     """
 
     buffer: Tensor
@@ -49,10 +51,19 @@ class Place:
     shape: torch.Size
     start: int
     pieces: Sequence[tuple[int, int, int]]
+    files: SwapFiles | None = None
 
-    def parts_of(self, buffer: Tensor) -> FlatParts:
-        """The parts of a tensor that lies in `buffer` as the parameter lies in its own."""
-        mine = buffer.detach().narrow(0, self.offset, self.length)
+    def kept(self, tensor: Tensor) -> Tensor:
+        """The values of `buffer`, or of a tensor of its state, where they are between two steps."""
+        return tensor if self.files is None else self.files.kept(self.buffer, tensor)
+
+    def filling(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which `buffer` is in memory and its state is replaced."""
+        return contextlib.nullcontext() if self.files is None else self.files.filling(self.buffer)
+
+    def parts_of(self, tensor: Tensor) -> FlatParts:
+        """The parts of a tensor, as `kept` returns it, that lies in it as the parameter lies in `buffer`."""
+        mine = tensor.detach().narrow(0, self.offset, self.length)
         return FlatParts(self.shape, mine, self.start, self.pieces)
 
 
@@ -79,11 +90,21 @@ class ZeroEngine:
     ) -> None:
         library = ready_library(device, gang)
         _check_fp16(library, config)
+        _check_files(library, config)
+        self._in_files = uses_files(config)
+        self._lock = lock_files(config, gang.rank) if self._in_files else None
         self.stage: int = config["zero_optimization"]["stage"]
         self._trains = optimizer is not None
         self._module, self._gang, self._zero = module, gang, library.zero
         self._engine, self._optimizer, _, _ = library.initialize(
             model=module, optimizer=optimizer, config=config, dist_init_required=False
+        )
+        swapper = getattr(self._optimizer, "optimizer_swapper", None)
+        self._files = None if swapper is None else SwapFiles(swapper)
+        self._watch = (
+            module.register_forward_hook(self._forget_lone_forward)
+            if self.stage == 3 and self._trains
+            else None
         )
 
     @property
@@ -91,6 +112,16 @@ class ZeroEngine:
         """The wrapper that forwards run through."""
         engine: nn.Module = self._engine
         return engine
+
+    def _forget_lone_forward(self, *_: Any) -> None:
+        """Keep the order of a forward without gradients from becoming that of the training step.
+
+        The engine records in which order layers run. Of a forward alone it finds that no layer is used again, so it
+        frees parameters after their forward, and keeps to that in every later step: each would be gathered twice.
+        """
+        order = self._optimizer.parameter_offload.get_param_coordinator()
+        if order.is_record_trace() and not torch.is_grad_enabled():
+            order._invalidate_trace()
 
     # --- one update -------------------------------------------------------------------------------------------------
 
@@ -163,7 +194,9 @@ class ZeroEngine:
                 pieces = divided(parameter.ds_numel, length, self._gang.size)
                 start, count = _of_rank(pieces, self._gang.rank)
                 buffer = zero.fp32_partitioned_groups_flat[group]
-                found[parameter] = Place(buffer, offset, count, parameter.ds_shape, start, pieces)
+                found[parameter] = Place(
+                    buffer, offset, count, parameter.ds_shape, start, pieces, self._files
+                )
         return found
 
     def frozen(self) -> dict[nn.Parameter, FlatParts]:
@@ -174,9 +207,9 @@ class ZeroEngine:
         for parameter in parameters:
             kept: Any = parameter.ds_tensor
             numel, shape = parameter.ds_numel, parameter.ds_shape  # type: ignore[attr-defined]
-            pieces = divided(numel, kept.numel(), self._gang.size)
+            pieces = divided(numel, kept.ds_numel, self._gang.size)
             start, count = _of_rank(pieces, self._gang.rank)
-            found[parameter] = FlatParts(shape, kept.detach()[:count], start, pieces)
+            found[parameter] = FlatParts(shape, kept_part(parameter).detach()[:count], start, pieces)
         return found
 
     def use_places(self, places: dict[nn.Parameter, Place]) -> None:
@@ -185,9 +218,12 @@ class ZeroEngine:
             if self.stage < 3:
                 self._optimizer.update_lp_params()
                 return
-            for parameter, place in places.items():
-                mine = place.buffer.detach().narrow(0, place.offset, place.length)
-                parameter.ds_tensor.data[: place.length].copy_(mine)  # type: ignore[attr-defined]
+            if self._in_files and self._trains:
+                self._optimizer.reset_swap_buffers()
+            else:
+                for parameter, place in places.items():
+                    mine = place.buffer.detach().narrow(0, place.offset, place.length)
+                    parameter.ds_tensor.data[: place.length].copy_(mine)  # type: ignore[attr-defined]
             # Small ones are whole on every rank, and not gathered before forwards.
             kept_whole = self._optimizer.persistent_parameters
             if kept_whole:
@@ -210,7 +246,13 @@ class ZeroEngine:
 
     def let_go(self) -> None:
         """Remove all hooks. A model of stage 3 cannot be called until another engine takes it."""
+        if self._watch is not None:
+            self._watch.remove()
         self._engine.destroy()
+        if self._files is not None:
+            self._files.remove()
+        if self._lock is not None:
+            self._lock.close()
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, section: Mapping[str, Any]) -> Any:
@@ -237,6 +279,20 @@ def ready_library(device: torch.device, gang: Gang) -> ModuleType:
         open_group_of_one(device)
     export_local_rank(gang.world.local_rank)
     return library
+
+
+def _check_files(library: ModuleType, config: Mapping[str, Any]) -> None:
+    """Check, before anything is divided, that DeepSpeed can read and write files of tensors on this machine."""
+    if not uses_files(config):
+        return
+    builder = library.accelerator.get_accelerator().create_op_builder("AsyncIOBuilder")
+    if builder is None or not builder.is_compatible(verbose=False):
+        fix = (
+            "DeepSpeed compiles its access to files, for which libaio, its headers or a C++ compiler is missing: "
+            "apt-get install libaio-dev g++ (Red Hat: dnf install libaio-devel gcc-c++) and pip install ninja; set "
+            "CPATH and LIBRARY_PATH if libaio lies elsewhere"
+        )
+        raise ConfigError(Problem("deepspeed.zero_optimization.offload_optimizer.device", "nvme", fix))
 
 
 def _of_rank(pieces: Iterable[tuple[int, int, int]], rank: int) -> tuple[int, int]:

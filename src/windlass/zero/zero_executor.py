@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.checkpoint.names import shorten
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import bare, customizes_state, let_go
@@ -219,4 +220,14 @@ def _check_model(module: nn.Module) -> None:
         raise ModelError(
             f"{type(bare(module)).__name__} overrides how its state dict is made or loaded, which checkpoints under "
             "DeepSpeed do not call: remove the override, or train without DeepSpeed"
+        )
+    whole = (
+        (name, getattr(parameter, "ds_shape", parameter.shape))
+        for name, parameter in module.named_parameters()
+    )
+    scalars = [name for name, shape in whole if len(shape) == 0]
+    if scalars:
+        raise ModelError(
+            f"the model has parameters without dimensions, which DeepSpeed cannot divide: {shorten(scalars)}. Give "
+            "them the shape [1] (torch.ones(1), not torch.tensor(1.0)), or train without DeepSpeed"
         )

@@ -24,11 +24,13 @@ class _Values:
 
     def __init__(self, engine: ZeroEngine) -> None:
         self._engine, self._places = engine, engine.places()
-        self.values: dict[Tensor, Tensor] = {}
-        for parameter, place in self._places.items():
-            self.values[parameter] = place.parts_of(place.buffer)
-        for parameter, parts in engine.frozen().items():
-            self.values[parameter] = parts
+
+    @property
+    def values(self) -> dict[Tensor, Tensor]:
+        trained = {
+            parameter: place.parts_of(place.kept(place.buffer)) for parameter, place in self._places.items()
+        }
+        return {**trained, **self._engine.frozen()}
 
     def loaded(self) -> None:
         self._engine.use_places(self._places)

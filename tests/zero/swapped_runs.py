@@ -1,0 +1,78 @@
+"""Run by `windlass launch`: trainings whose tensors are in files between steps, in memory, or without DeepSpeed.
+
+Args: folder, then words `name:kind:steps` or `name:kind:steps:resume`; kinds: "alone", "memory", "optimizer", "both".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.trainer.small import arguments, rows
+from tests.zero.runs import RANK, WORLD, config
+from torch import nn
+
+from windlass import Trainer
+
+
+class Wide(nn.Module):
+    """Large enough for files: DeepSpeed keeps tensors of less than 1 MB on a rank in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner, self.frozen, self.head = nn.Linear(4, 1024), nn.Linear(1024, 512), nn.Linear(512, 3)
+        self.middle = nn.Linear(1024, 1024)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(torch.tanh(self.frozen(torch.tanh(self.middle(torch.tanh(self.inner(x)))))))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def offloading(kind: str, files: Path) -> dict[str, Any]:
+    if kind == "alone":
+        return {}
+    disk = {"device": "nvme", "nvme_path": str(files), "buffer_count": 5}
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    if kind != "memory":
+        zero["offload_optimizer"] = disk
+    if kind == "both":
+        zero |= {
+            "offload_param": {**disk, "buffer_size": 1 << 21},
+            "stage3_param_persistence_threshold": 4096,
+        }
+    return config(3, zero_optimization=zero, aio={"block_size": 1 << 20})
+
+
+def trainer(folder: Path, kind: str, steps: int) -> Trainer:
+    args = arguments(
+        folder, per_device_train_batch_size=3, gradient_accumulation_steps=4 // WORLD, max_steps=steps, save_steps=3,
+        weight_decay=0.1, max_grad_norm=0.5, logging_steps=1, learning_rate=0.001,
+        **offloading(kind, folder.parent / "files"),
+    )  # fmt: skip
+    return Trainer(Wide(), args, train_dataset=rows(80), eval_dataset=rows(9))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for word in sys.argv[2:]:
+        name, kind, steps, *resume = word.split(":")
+        made = trainer(folder / name, kind, int(steps))
+        made.train(resume_from_checkpoint=bool(resume))
+        files = sorted(path.name for path in (folder / "files").rglob("*.tensor.swp"))
+        evaluation = made.evaluate()["eval_loss"]
+        made.save_model()
+        logged = [row for row in made.state.log_history if "loss" in row]
+        found = {key: [row[key] for row in logged] for key in ("loss", "grad_norm")}
+        if RANK == 0:
+            (folder / f"{name}.json").write_text(
+                json.dumps({**found, "evaluation": evaluation, "files": files})
+            )
+
+
+if __name__ == "__main__":
+    main()
