@@ -27,6 +27,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from tests.large_pages import use_large_pages
 
 from windlass.core import logs
 
@@ -80,10 +81,12 @@ def shared_data() -> Path:
     return folder
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What imports and collection made lives as long as the tests: no collection of garbage has to look at it."""
     gc.collect()
     gc.freeze()
+    if len(session.items) > 1000:  # for a few tests it costs more than it saves
+        use_large_pages()
 
 
 def _environment() -> dict[str, str]:
