@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 import transformers
-import transformers.configuration_utils as internal
+import transformers.modeling_utils as internal
 
 class Net(nn.Module):
     def __init__(self):
@@ -116,7 +116,7 @@ def test_a_trainers_script_runs_on_this_engine(tmp_path: Path) -> None:
     ended = run(tmp_path, TRAINS)
     assert ended.returncode == 0, ended.stderr
     assert "engine windlass.trainer.trainer True" in ended.stdout
-    assert "models transformers transformers.configuration_utils" in ended.stdout
+    assert "models transformers transformers.modeling_utils" in ended.stdout
     assert "checkpoint out/checkpoint-2" in ended.stdout
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("windlass answered")]
     assert "transformers.Trainer" in line
