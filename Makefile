@@ -15,8 +15,8 @@ PYTHON ?= python3
 TORCH  ?=
 VENV   ?= .venv$(if $(TORCH),-$(notdir $(PYTHON))-torch-$(TORCH))
 ARGS   ?=
-# Each test process uses one thread, so one process per core is what a machine carries.
-JOBS   ?= $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
+# Each test process uses one thread, and often waits for others that it started: three of them keep two cores busy.
+JOBS   ?= $(shell $(PYTHON) -c "import os; print(min(12, 3 * (os.cpu_count() or 1) // 2))")
 
 BIN := $(VENV)/bin
 # The versions to install; a release of torch that was asked for takes the place of the pinned one.
@@ -29,11 +29,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PIN
 train: $(VENV)/.installed-train
 	$(BIN)/windlass train $(ARGS)
 
+# Bytecode is written whatever the shell says: tests start many processes, each of which would compile the package.
+FOR_TESTS := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(FOR_TESTS) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-all: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow" --hypothesis-profile=long $(ARGS)
+	$(FOR_TESTS) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow" --hypothesis-profile=long $(ARGS)
 
 # On one device and on four, and what a release of torch before the pinned one does without PyTorch/XLA.
 XLA := .venv-xla

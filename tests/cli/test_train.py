@@ -290,15 +290,15 @@ def test_a_signal_leaves_a_state_that_resumes(
 
 def test_the_built_in_recipe(room: Path, windlass: Run) -> None:
     shorter = [
-        "training.max_steps=20",
-        "training.eval_steps=10",
-        "training.save_steps=10",
-        "training.logging_steps=10",
+        "training.max_steps=14",
+        "training.eval_steps=7",
+        "training.save_steps=7",
+        "training.logging_steps=7",
     ]
     out = windlass("train", *shorter)
-    losses = re.findall(r"loss +(\d\.\d+) \(step 1\) -> (\d\.\d+) \(step 20\)", out)
+    losses = re.findall(r"loss +(\d\.\d+) \(step 1\) -> (\d\.\d+) \(step 14\)", out)
     assert float(losses[0][0]) - float(losses[0][1]) > 1
-    assert (room / "runs" / "python-docs" / "checkpoint-20").is_dir()
+    assert (room / "runs" / "python-docs" / "checkpoint-14").is_dir()
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from accelerate import utils as reference_utils
 from safetensors.torch import save_file
 from tests.compat.big_models import IDS, Model, seeded
+from tests.dist.launch import run_script
 from torch import nn
 
 from windlass import Accelerator
@@ -303,10 +302,9 @@ def test_memory_stays_at_a_few_layers(tmp_path: Path) -> None:
         save_file({name: layer.clone() for name in names}, tmp_path / f"m-{index}.safetensors")
     where = {f"{number}.weight": f"m-{number // 8 * 8}.safetensors" for number in range(16)}
     (tmp_path / "m.safetensors.index.json").write_text(str(where).replace("'", '"'))
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True, timeout=240
-    )
-    grown, total = done.stdout.split()
+    script = tmp_path / "script.py"
+    script.write_text(MEMORY)
+    grown, total = run_script(script, tmp_path).split()
     assert float(total) == 3072
     imports = 16 << 20  # modules that are imported on the way, of some releases of Python and PyTorch
     assert int(grown) < 4 * layer.nbytes + imports

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.dist.launch import run_script
 from transformers.trainer_utils import TrainerMemoryTracker as Reference
 
 from windlass.compat.memory_stages import TrainerMemoryTracker
@@ -46,25 +47,25 @@ class Script:
         self.tracker.start()
 
 
-def in_fresh_process(tracker: type) -> list[dict[str, int]]:
+def in_fresh_process(folder: Path) -> list[dict[str, int]]:
     """What training, and then an evaluation, report."""
     program = f"""
 import json
 from typing import Any
-from {tracker.__module__} import TrainerMemoryTracker
+from {TrainerMemoryTracker.__module__} import TrainerMemoryTracker
 {inspect.getsource(Script)}
 script = Script(TrainerMemoryTracker())
 print(json.dumps([script.train(), script.evaluate()]))
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    found: list[dict[str, int]] = json.loads(run.stdout.splitlines()[-1])
+    script = folder / "script.py"
+    script.write_text(program)
+    found: list[dict[str, int]] = json.loads(run_script(script).splitlines()[-1])
     return found
 
 
 @on_linux
-def test_stages_are_measured_under_the_names_of_the_reference() -> None:
-    train, evaluation = in_fresh_process(TrainerMemoryTracker)
+def test_stages_are_measured_under_the_names_of_the_reference(tmp_path: Path) -> None:
+    train, evaluation = in_fresh_process(tmp_path)
     assert 56 * MIB < train["train_mem_cpu_alloc_delta"] < 100 * MIB
     assert 100 * MIB < train["train_mem_cpu_peaked_delta"] < 140 * MIB
     names = {
@@ -73,7 +74,7 @@ def test_stages_are_measured_under_the_names_of_the_reference() -> None:
     assert set(train) == names | {"before_init_mem_cpu"}
     assert set(evaluation) == {"eval_mem_cpu_alloc_delta", "eval_mem_cpu_peaked_delta"}
     if not Reference().skip_memory_metrics:  # it needs psutil
-        assert set(in_fresh_process(Reference)[0]) == set(train)
+        assert set(Script(Reference()).train()) == set(train)
 
 
 def test_a_stage_within_another_is_not_measured() -> None:

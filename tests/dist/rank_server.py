@@ -18,8 +18,10 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -44,6 +46,7 @@ def main() -> None:
 
 def warm_up() -> None:
     """Import what trainings import on their way."""
+    gc.disable()  # all of it stays
     import accelerate
     import torch
     import torch.distributed.checkpoint
@@ -56,9 +59,22 @@ def warm_up() -> None:
     # Names that their packages load when they are first asked for.
     _ = windlass.Accelerator, windlass.Trainer, accelerate.Accelerator, transformers.GPT2LMHeadModel
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer imports the compiler
+    for room in (
+        "accelerator",
+        "assemble",
+        "callbacks",
+        "checkpoint",
+        "data",
+        "engine",
+        "trainer",
+        "transforms",
+    ):
+        for module in pkgutil.iter_modules([f"{windlass.__path__[0]}/{room}"], f"windlass.{room}."):
+            importlib.import_module(module.name)
 
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     assert threads == 1, f"{threads} threads: a fork could inherit a lock that nobody releases"
+    gc.enable()
     gc.freeze()
 
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
+from tests.dist.launch import run_script
 
 from windlass.metrics.memory import device_peak_bytes, memory_metrics, reset_device_peak
 
 CPU = torch.device("cpu")
 
 
-def test_the_process_peak_grows_with_what_is_touched() -> None:
+def test_the_process_peak_grows_with_what_is_touched(tmp_path: Path) -> None:
     """In a fresh process, so that the memory of earlier tests is not in the way."""
-    code = (
-        "import torch; from windlass.metrics.memory import process_peak_bytes as peak; "
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch; from windlass.metrics.memory import process_peak_bytes as peak\n"
         "before = peak(); held = torch.ones(64 * 2**20); print(before, peak())"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    ).stdout
+    out = run_script(script)
     if "None" in out:
         pytest.skip("this system does not count a process's peak memory")
     before, after = map(int, out.split())

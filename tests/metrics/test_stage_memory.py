@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.dist.launch import run_script
 
 from windlass.metrics.stage_memory import StageMemory
 
@@ -34,11 +35,10 @@ print(json.dumps([nothing, inner, train, memory.end("eval")]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of the process is counted on Linux")
-def test_each_stage_has_what_it_kept_and_what_it_took_in_between() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", STAGES], capture_output=True, text=True, check=True, timeout=120
-    )
-    nothing, inner, train, evaluation = json.loads(run.stdout)
+def test_each_stage_has_what_it_kept_and_what_it_took_in_between(tmp_path: Path) -> None:
+    script = tmp_path / "stages.py"
+    script.write_text(STAGES)
+    nothing, inner, train, evaluation = json.loads(run_script(script))
     assert nothing == inner == {}
     assert train.keys() == {
         "before_init_mem_cpu", "init_mem_cpu_alloc_delta", "init_mem_cpu_peaked_delta", "train_mem_cpu_alloc_delta",

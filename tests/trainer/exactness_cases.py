@@ -18,7 +18,9 @@ from windlass import LossTerms, Trainer, TrainingArguments
 from windlass.dist.sharded import whole
 
 VOCABULARY, WIDTH = 17, 12
-EPOCHS, UPDATE, LEARNING_RATE, MAX_NORM = 2, 12, 1e-2, 0.3
+UPDATE, LEARNING_RATE, MAX_NORM = 12, 1e-2, 0.3
+# By ranks. In each epoch the last update differs from the others; what follows on it is seen in one process.
+EPOCHS = {1: 2, 2: 1, 3: 1}
 SPLITS = {1: [(12, 1), (4, 3), (1, 12)], 2: [(6, 1), (2, 3)], 3: [(4, 1), (2, 2)]}
 CLASS_WEIGHTS = torch.linspace(1, 2, VOCABULARY, dtype=torch.float64)
 
@@ -198,6 +200,7 @@ def train(
     micro: int,
     accumulation: int,
     rows: list[dict[str, list[int]]] = TRAIN,
+    epochs: int = 1,
     **arguments: Any,
 ) -> Outcome:
     """The run by Windlass, in this process's world.
@@ -209,7 +212,7 @@ def train(
     model = kind.model()
     args = TrainingArguments(
         output_dir=str(place),
-        num_train_epochs=EPOCHS,
+        num_train_epochs=epochs,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=accumulation,
         per_device_eval_batch_size=micro,
@@ -244,13 +247,13 @@ def train(
     }
 
 
-def train_by_hand(kind: Kind, rows: list[dict[str, list[int]]] = TRAIN) -> Outcome:
+def train_by_hand(kind: Kind, rows: list[dict[str, list[int]]], epochs: int) -> Outcome:
     """The same run without Windlass: whole updates, one process, one mean."""
     torch.manual_seed(0)
     model = kind.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     starts = range(0, len(rows), UPDATE)
-    total = EPOCHS * len(starts)
+    total = epochs * len(starts)
     outcome: Outcome = {"loss": [], "norm": [], "eval": []}
     for step in range(total):
         start = starts[step % len(starts)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.trainer.exactness_cases import KINDS, SPLITS, UNEVEN, UNEVEN_SPLIT, train
+from tests.trainer.exactness_cases import EPOCHS, KINDS, SPLITS, UNEVEN, UNEVEN_SPLIT, train
 
 from windlass import ModelError
 
@@ -27,7 +27,7 @@ REFUSED = ("sharded", "weighted terms with parts")
 def main() -> None:
     torch.set_default_dtype(torch.float64)
     place, world, strategy = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]), sys.argv[2]
-    run = functools.partial(train, place=place / "run", **STRATEGIES[strategy])
+    run = functools.partial(train, place=place / "run", epochs=EPOCHS[world], **STRATEGIES[strategy])
     outcomes = {
         name: {
             f"{micro} x {accumulation}": run(kind, micro=micro, accumulation=accumulation)

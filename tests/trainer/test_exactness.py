@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.dist.launch import launch
-from tests.trainer.exactness_cases import KINDS, SPLITS, TRAIN, UNEVEN, UNEVEN_SPLIT, train_by_hand
+from tests.trainer.exactness_cases import EPOCHS, KINDS, SPLITS, TRAIN, UNEVEN, UNEVEN_SPLIT, train_by_hand
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-12  # of float64 sums in another order
@@ -36,7 +36,8 @@ def test_every_split_equals_the_loop_written_by_hand(name: str, outcomes: list[d
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        by_hand = {len(rows): train_by_hand(KINDS[name], rows) for rows in (TRAIN, UNEVEN)}
+        epochs = EPOCHS[len(outcomes)]
+        by_hand = {len(rows): train_by_hand(KINDS[name], rows, epochs) for rows in (TRAIN, UNEVEN)}
     finally:
         torch.set_default_dtype(default)
     for outcome in outcomes:

@@ -15,10 +15,18 @@ from tests.dist.launch import launch, run_script
 from tests.trainer.preemption_cases import CODE, EVALUATED, At, Reading, newest, send, while_saving
 from tests.trainer.resume_cases import Case, Samples, build, in_a_child, run, same_run
 
+from windlass import Trainer
 from windlass.core.errors import ConfigError, Preempted
 from windlass.core.events import TrainerCallback
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
+    """Folder and trainer of a run that nobody told to leave."""
+    folder = tmp_path_factory.mktemp("untouched")
+    return folder, run(folder, EVALUATED)
 
 
 def told(folder: Path, case: Case, *callbacks: Any, evaluation: Any = None, **changes: Any) -> int:
@@ -59,8 +67,9 @@ WAYS: dict[str, tuple[Callable[[Path], int], int | None]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_that_is_told_to_leave_goes_on_as_if_it_had_not_been(way: str, folder: Path) -> None:
-    whole = run(folder / "whole", EVALUATED)
+def test_a_run_that_is_told_to_leave_goes_on_as_if_it_had_not_been(
+    way: str, folder: Path, untouched: tuple[Path, Trainer]
+) -> None:
     work, step = WAYS[way]
     place = folder / "told"
     assert work(place) == CODE
@@ -68,14 +77,13 @@ def test_a_run_that_is_told_to_leave_goes_on_as_if_it_had_not_been(way: str, fol
     if step is not None:
         assert newest(place) == step
     resumed = run(place, EVALUATED, resume=True if started else None)
-    same_run(place, resumed, folder / "whole", whole)
+    same_run(place, resumed, *untouched)
 
 
-def test_told_while_a_checkpoint_is_written(folder: Path) -> None:
-    whole = run(folder / "whole", EVALUATED)
+def test_told_while_a_checkpoint_is_written(folder: Path, untouched: tuple[Path, Trainer]) -> None:
     place = folder / "told"
     assert in_a_child(lambda: saving(place) and sys.exit(saving_code(place))) == CODE
-    same_run(place, run(place, EVALUATED, resume=True), folder / "whole", whole)
+    same_run(place, run(place, EVALUATED, resume=True), *untouched)
 
 
 def saving_code(place: Path) -> int:
@@ -196,12 +204,13 @@ class Standing(TrainerCallback):
                 signal.sigtimedwait([], 0.2)
 
 
-def test_at_the_deadline_the_process_leaves_with_what_stands(folder: Path) -> None:
-    whole = run(folder / "whole", EVALUATED)
+def test_at_the_deadline_the_process_leaves_with_what_stands(
+    folder: Path, untouched: tuple[Path, Trainer]
+) -> None:
     place = folder / "told"
     assert told(place, EVALUATED, Standing(), preemption_deadline=0.3, save_in_background=False) == CODE
     assert newest(place) == 3
-    same_run(place, run(place, EVALUATED, resume=True), folder / "whole", whole)
+    same_run(place, run(place, EVALUATED, resume=True), *untouched)
 
 
 @pytest.mark.parametrize("wrong", ["SIGKILL", "SIGINT", "TERM", "SIGNOTHING", ""])

@@ -1,4 +1,4 @@
-"""A script that any launcher can start: an accelerator says where it found itself, and one update is made."""
+"""A script that any launcher can start: an accelerator says where it found itself, and meets the others."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import sys
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from windlass.accelerator.accelerator import Accelerator
 
 accelerator = Accelerator()
-layer = nn.Linear(2, 1)
-model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
-accelerator.backward(model(torch.ones(3, 2, device=accelerator.device)).sum())
-optimizer.step()
+rank = torch.tensor([accelerator.process_index], device=accelerator.device)
+assert accelerator.gather(rank).tolist() == list(range(accelerator.num_processes))
 # The oldest of the launchers puts `--local-rank` before the arguments.
 text = f"{accelerator.num_processes} {accelerator.mixed_precision} {accelerator.device.type}"
 Path(sys.argv[-1], str(accelerator.process_index)).write_text(text)

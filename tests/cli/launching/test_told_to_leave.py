@@ -23,6 +23,17 @@ if os.environ["RANK"] == "1":
     raise Preempted(3, None)
 time.sleep(1000)
 """
+# In the first attempt all leave; in the second they end.
+LEAVES_ONCE = """
+import os, sys
+from pathlib import Path
+from windlass.core.errors import Preempted
+left = Path(sys.argv[1], "left-" + os.environ["RANK"])
+if not left.exists():
+    left.write_text("3")
+    raise Preempted(3, None)
+Path(sys.argv[1], "ended-" + os.environ["RANK"]).touch()
+"""
 
 
 def launched(
@@ -80,6 +91,19 @@ def test_it_ends_with_75_when_its_processes_have_saved(tmp_path: Path, untouched
     assert (job / "hash").read_text() == untouched
 
 
+@pytest.mark.dist
+def test_a_job_whose_processes_left_starts_again_by_itself(tmp_path: Path) -> None:
+    script = tmp_path / "leaves_once.py"
+    script.write_text(LEAVES_ONCE)
+    command = ("launch", "--cpu", "--num_processes", 2, "--requeue", "--max_requeues", "2", script, tmp_path)
+    code, said = end_of("windlass", *command, timeout=100, environ={"WINDLASS_HOME": "/nowhere"})
+    assert code == 0, said
+    check_left(tmp_path, said)
+    assert said.count("restarting the job (1 of 2)") == 1
+    assert all((tmp_path / f"ended-{rank}").exists() for rank in range(2))
+
+
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_job_whose_process_was_told_starts_again_by_itself(tmp_path: Path, untouched: str) -> None:
     code, said = launched(tmp_path, "rank1", flags=("--requeue", "--max_requeues", "2"))
