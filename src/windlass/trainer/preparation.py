@@ -35,7 +35,7 @@ from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, replaced
 from windlass.trainer.inputs import group_source
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.model_writer import ModelWriter
-from windlass.trainer.publishing import fetched, opened
+from windlass.trainer.publishing import fetched
 from windlass.trainer.resuming import (
     CheckpointSource,
     resumed_progress,
@@ -92,7 +92,6 @@ def prepare_run(
         ConfigError, CheckpointError, ModelError, RankMismatchError: whatever can be known to be wrong before training.
     """
     session, events = services.session, services.events
-    opened(events.handler, session.gang)
     manager, resume = folder.manager(Retention()), fetched(resume, args, session.gang, folder)
     checkpoint = CheckpointSource(session, folder, manager).resume_point(resume, args.resolve_path)
     if checkpoint is None:

@@ -225,6 +225,7 @@ class Trainer(TrainerNames):
         self, interruption: Interruption, resume: Any, ignore_keys: list[str] | None
     ) -> TrainOutput:  # fmt: skip
         assert self._folder is not None
+        publishing.opened(self.callback_handler, self._services.session.gang)
         hooks = binding.TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator)
         self._run, self._writer, checkpoint, place = preparation.prepare_run(
             self.args, self._services, hooks, interruption, self._folder, resume, optimizer=self.optimizer,

@@ -115,7 +115,7 @@ class _MuonAnywhere(Muon):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         if self.param_groups[0]["params"][0].device.type != "xla":
-            return super().step(closure)
+            return super().step(closure)  # type: ignore[no-untyped-call]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -146,7 +146,7 @@ def orthogonalized(
     """
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
-    found = matrix.bfloat16().T if tall else matrix.bfloat16()
+    found: Tensor = matrix.bfloat16().T if tall else matrix.bfloat16()
     found = found / found.norm().clamp(min=epsilon)
     for _ in range(steps):
         gram = found @ found.T
