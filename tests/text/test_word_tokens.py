@@ -44,6 +44,7 @@ PRE_TOKENIZERS = {
     ),
 }
 SENTENCES = [
+    "a    b \n\n   c \n \t\t  d    a",
     "the thing's there, in 1234 things;  they'LL sing \n\n of it",
     "In the 'then' and the  there.\r\n 12 34",
 ]
