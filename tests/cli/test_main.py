@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from windlass import __version__
+from windlass.cli.command_line import LAUNCH_VARIABLE
 from windlass.cli.main import TrainOptions, _parsers, _train_options, main
 from windlass.cli.train import resume_command
 
@@ -56,6 +58,26 @@ def test_the_command_that_resumes_a_job_of_several_processes(monkeypatch: pytest
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     assert resume_command(["train"]) == "torchrun --nproc-per-node 4 -m windlass train --resume"
+
+
+LAUNCHED = ["--num_processes", "2", "--log_dir", "my logs", "-m", "windlass", "train", "a.yaml", "x=1"]
+
+
+def test_the_command_that_resumes_a_launched_recipe_launches_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "--print", "--cpu", *LAUNCHED]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith(LAUNCH_VARIABLE))
+    (word,) = shlex.split(line)
+    monkeypatch.setenv(*word.split("=", 1))
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    again = (
+        "windlass launch --cpu --num_processes 2 --log_dir 'my logs' -m windlass train a.yaml x=1 --resume"
+    )
+    assert resume_command(["train", "a.yaml", "x=1"]) == again
+    monkeypatch.setenv(LAUNCH_VARIABLE, '["script.py"]')  # which started this command
+    assert resume_command(["train", "b.yaml"]).startswith("torchrun")
 
 
 def test_version_and_environment(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,28 @@ def test_shifting_is_seen(shift: bool, empty: str) -> None:
     assert probe_of(model).shifts_labels(BATCH, TargetCounter(), loss) is shift
 
 
+def labels_after_the_first(batch: Any) -> float:
+    return float((batch["labels"][:, 1:] != -100).sum())
+
+
+@pytest.mark.parametrize(
+    ("count", "shifted"),
+    [
+        (labels_after_the_first, True),
+        (lambda batch: float((batch["labels"] != -100).sum()), False),
+        (lambda batch: float(len(batch["labels"])), False),
+        (lambda batch: 0.0, False),
+    ],
+)
+def test_a_count_of_the_scripts_shows_if_the_first_label_is_a_target(count: Any, shifted: bool) -> None:
+    assert probe_of(Model()).counts_shifted(BATCH, TargetCounter(), count) is shifted
+
+
+def test_a_batch_without_labels_shows_nothing() -> None:
+    for batch in (None, {"x": torch.ones(2)}):
+        assert probe_of(Model()).counts_shifted(batch, TargetCounter(), labels_after_the_first) is False
+
+
 @pytest.mark.parametrize(
     "batch",
     [

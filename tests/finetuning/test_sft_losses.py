@@ -17,10 +17,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 
-def test_no_batch_has_its_logits_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_no_batch_has_its_logits_made(tmp_path: Path, smoothing: float) -> None:
     """Neither by training and evaluation, nor by the measurements before them, which the head has 8 tokens for."""
     trainer = trainer_of(tmp_path, small.texts(), eval_dataset=small.table(small.texts(4)), eval_strategy="steps",
-                         eval_steps=2, gradient_accumulation_steps=2)  # fmt: skip
+                         eval_steps=2, gradient_accumulation_steps=2, label_smoothing_factor=smoothing)  # fmt: skip
     sizes: list[int] = []
     head = trainer.model.get_output_embeddings()
     head.register_forward_hook(lambda _, __, logits: sizes.append(logits.numel()))

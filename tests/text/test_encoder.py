@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.text.tokenizers import TEMPLATES, byte_tokenizer, word_tokenizer
 
+from windlass.text.chat_template import ChatTemplate
 from windlass.text.encoder import token_ranges
 from windlass.text.prepare_text import prepare_text
 from windlass.text.text_options import TextOptions
@@ -98,7 +99,7 @@ def test_templates_and_masks(template: str) -> None:
     compared("chat completion", tokenizer, completion_only_loss=False)
 
 
-@pytest.mark.parametrize("template", ["chatml", "llama3", "qwen3", "mistral"])
+@pytest.mark.parametrize("template", ["chatml", "gptoss", "llama3", "mistral", "phi3", "qwen3"])
 def test_a_conversation_may_begin_with_the_assistant(template: str) -> None:
     tokenizer = byte_tokenizer(TEMPLATES[template])
     turns = [{"role": "assistant", "content": "Hello."}, *chat("a", "b")]
@@ -109,6 +110,25 @@ def test_a_conversation_may_begin_with_the_assistant(template: str) -> None:
     assert "b" in second
     whole = tokenizer.apply_chat_template(turns, tokenize=False)
     assert tokenizer.decode(row["input_ids"]) == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "turns"),
+    [
+        (
+            "gptoss",
+            ["a<|end|>", "<|channel|>final<|message|>b<|end|>", "<|channel|>final<|message|>d<|return|>"],
+        ),
+        ("phi3", ["a<|end|>\n", "b<|end|>\n", "d<|end|>\n<eos>"]),
+    ],
+)
+def test_first_turns_end_as_former_ones_do(template: str, turns: list[str]) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES[template])
+    says = zip(["assistant", "assistant", "user", "assistant"], "abcd", strict=True)
+    messages = [{"role": role, "content": text} for role, text in says]
+    text, spans = ChatTemplate(tokenizer).text_and_spans(messages)
+    assert text == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert [text[slice(*span)] for span in spans] == turns
 
 
 @pytest.mark.parametrize("end", ["inside", "outside"])

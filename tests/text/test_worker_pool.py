@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.text.tokenizers import CHATML, byte_tokenizer
@@ -44,6 +45,29 @@ def test_workers_return_the_rows_of_one_process() -> None:
     assert seen[-1] == (1100, 1100)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     assert len(seen) == 5
+
+
+def wait_for_the_worker() -> None:
+    """Wait until the one child of this process has ended; its exit code is left to who started it."""
+    (process,) = pytest.importorskip("psutil").Process().children()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a program choose the size of a pipe")
+@pytest.mark.usefixtures("children")
+def test_this_process_makes_the_last_batches_and_workers_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = prepare_text(ROWS, byte_tokenizer(CHATML), ALONE)
+    own, made = worker_pool.DatasetPart.batch, []
+
+    def batch(part: worker_pool.DatasetPart, number: int, encoder: Any) -> Any:
+        if not made:
+            wait_for_the_worker()  # a pipe holds all that it sends
+        made.append(number)
+        return own(part, number, encoder)
+
+    monkeypatch.setattr(worker_pool.DatasetPart, "batch", batch)
+    assert list(prepare_text(ROWS, byte_tokenizer(CHATML), TWO).dataset) == list(expected.dataset)
+    assert made == [4]
 
 
 @pytest.mark.usefixtures("children")
@@ -92,6 +116,10 @@ def test_a_worker_that_dies_ends_the_preparation(monkeypatch: pytest.MonkeyPatch
     class Fatal(worker_pool.DatasetPart):
         def __reduce__(self) -> tuple[object, ...]:
             return os._exit, (7,)
+
+        def batch(self, *args: Any) -> Any:
+            wait_for_the_worker()  # else all may be done here before
+            return super().batch(*args)
 
     monkeypatch.setattr(worker_pool, "DatasetPart", Fatal)
     with pytest.raises(RuntimeError, match="ended with exit code 7"):

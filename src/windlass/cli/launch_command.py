@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+from windlass.cli.command_line import LAUNCH_VARIABLE
 from windlass.config.launch_checks import Machine
 from windlass.config.nearest import did_you_mean
 from windlass.core.errors import ConfigError
@@ -46,10 +48,13 @@ def launch_command(words: Sequence[str]) -> int:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     options = _parser().parse_args(words)
     plan = resolve_launch(options, os.environ, this_machine())
+    own = words[: len(words) - len(plan.arguments)]  # without the script's arguments, which may hold secrets
+    added = {LAUNCH_VARIABLE: json.dumps([word for word in own if word != "--print"])}
     if options.compat:
         from windlass.compat.import_hook import environment
 
-        plan = replace(plan, environment={**plan.environment, **environment(os.environ)})
+        added |= environment(os.environ)
+    plan = replace(plan, environment={**plan.environment, **added})
     chosen = engine(plan.engine)
     if options.print:
         say(chosen.show(plan))

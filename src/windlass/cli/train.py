@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import shlex
 import sys
 import warnings
@@ -10,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
+from windlass.cli.command_line import EXIT_INTERRUPTED, LAUNCH_VARIABLE, TrainOptions
 from windlass.cli.print_config import render_config
 from windlass.cli.recipe import load_recipe
 from windlass.cli.schema import Recipe
@@ -86,6 +88,10 @@ def resume_command(arguments: Sequence[str]) -> str:
 
 
 def _launcher() -> list[str]:
+    """The words before "train" in the command that started this process."""
+    launched = json.loads(os.environ.get(LAUNCH_VARIABLE, "[]"))
+    if launched and Path(launched[-1]).name == "windlass":  # and not a script that started this command
+        return ["windlass", "launch", *launched]
     world = world_from_environment()
     if not world.is_distributed:
         return ["windlass"]

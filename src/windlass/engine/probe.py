@@ -73,6 +73,15 @@ class Probe:
         (votes,) = self._summed(vote)
         return votes * 2 > voters
 
+    def counts_shifted(self, batch: Any, counter: TargetCounter, count: Callable[[Any], float]) -> bool:
+        """Return True if `count`, a script's own, counts labels, and not the first one of each row: no forward is
+        needed then to find out which labels are targets.
+        """
+        only_first = _only_first_label(batch, counter)
+        vote = only_first is not None and count(only_first) == 0.0 < count(batch)
+        votes, voters = self._summed(float(vote), float(only_first is not None))
+        return 0 < votes == voters
+
     def divides(self, batch: Any, loss: Loss, denominator: float) -> bool | None:
         """True: the loss halves when the denominator doubles. False: it is unchanged. None: neither."""
         once, twice = self._summed(

@@ -25,7 +25,8 @@ _MARK = "\ue000"
 # - It begins where the generation prompt and the text before the mark diverge, which is a constant of the template.
 #   If the conversation begins with the turn, there is no such prompt, and the turn begins at the mark.
 # - What follows the mark is the end of a turn and then the rest, which must be the end of the text. A turn ends with
-#   what follows the mark if the conversation ends there, or with what is between the mark and a generation prompt.
+#   what follows the mark if the conversation ends there, or with what is between the mark and a generation prompt. The
+#   prompt is what the turn's past gets in addition; for a first turn, the messages up to the first of another role.
 _WRAPPER = """\
 {% macro training_render(messages, add_generation_prompt) %}
 @ORIGINAL@{{ '' }}{% endmacro %}
@@ -48,17 +49,25 @@ _WRAPPER = """\
 {%- set training_ended = training_render(training_past + training_mark, false).split('@MARK@') -%}
 {%- if training_marked | length == 2 and training_ended | length == 2 -%}
 {%- set training_close = training_ended[1] -%}
-{%- if not training_past -%}
-{%- set training_before = training_marked[0] -%}
-{%- elif not training_marked[1].startswith(training_close) -%}
+{%- if not training_past -%}{%- set training_before = training_marked[0] -%}{%- endif -%}
+{%- if not training_marked[1].startswith(training_close) -%}
+{%- set training.lead = training_past if training_past | rejectattr('role', 'equalto', 'assistant') | list else [] -%}
+{%- for training_later in training_whole -%}
+{%- if not training.lead and training_later['role'] != 'assistant' -%}
+{%- set training.lead = training_whole[:loop.index] -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if training.lead -%}
+{%- set training_asked_for = training_render(training.lead, true) -%}
 {%- set training_asks = training_render(training_past + training_mark, true).split('@MARK@')[1] -%}
-{%- set training_bare = training_render(training_past, false) -%}
-{%- if not training_before.startswith(training_bare) and eos_token and training_bare.endswith(eos_token) -%}
+{%- set training_bare = training_render(training.lead, false) -%}
+{%- if not training_asked_for.startswith(training_bare) and eos_token and training_bare.endswith(eos_token) -%}
 {%- set training_bare = training_bare[:(training_bare | length) - (eos_token | length)] -%}
 {%- endif -%}
-{%- set training_header = training_before[training_bare | length:] -%}
-{%- if training_before.startswith(training_bare) and training_header and training_asks.endswith(training_header) -%}
+{%- set training_header = training_asked_for[training_bare | length:] -%}
+{%- if training_asked_for.startswith(training_bare) and training_header and training_asks.endswith(training_header) -%}
 {%- set training_close = training_asks[:(training_asks | length) - (training_header | length)] -%}
+{%- endif -%}
 {%- endif -%}
 {%- endif -%}
 {%- set training.shared = training_before | length -%}

@@ -13,6 +13,7 @@ from windlass.core.logs import get_logger, warn_once
 from windlass.text.chat_template import ChatTemplate, Spans
 from windlass.text.forms import Form, Row, is_conversational_row, standardised
 from windlass.text.located_rows import RowError
+from windlass.text.word_tokens import WordTokens
 
 IGNORED = -100
 _logger = get_logger(__name__)
@@ -49,6 +50,7 @@ class RowEncoder:
 
     def __init__(self, tokenizer: Any, options: Any, form: Form, example: Row) -> None:
         self._tokenizer, self._form = tokenizer, form
+        self._words = WordTokens(tokenizer)
         # the function has been applied, and one of a script cannot be sent to another process
         self._options = replace(options, formatting_func=None)
         first = self._standard(example, 0)
@@ -227,6 +229,14 @@ class RowEncoder:
     def _tokens(
         self, texts: list[str], spans: list[Spans] | None
     ) -> tuple[list[list[int]], list[Spans] | None]:
+        if spans is None:
+            ids = self._words.ids(texts, special=not self._chats)
+            if ids is not None:
+                return ids, None
+        else:
+            found = self._words.ids_and_ranges(texts, spans)
+            if found is not None:
+                return found
         # verbose=False: no warning of rows longer than the model's context, which are cut later
         encoded = self._tokenizer(
             texts,

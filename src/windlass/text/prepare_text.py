@@ -27,7 +27,7 @@ from windlass.text.token_store import Prepared, TokenStore
 from windlass.text.worker_pool import BATCH, as_rows, encode
 
 # Fewer rows are prepared before a worker process has imported its packages.
-ENOUGH_FOR_WORKERS = 20_000
+ENOUGH_FOR_WORKERS = 50_000
 _MOST_WORKERS = 16
 _logger = get_job_logger(__name__)
 Progress = Callable[[int, int], None]

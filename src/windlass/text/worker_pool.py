@@ -2,17 +2,20 @@
 
 Workers are new interpreters that import this package only: the user's script is not imported again, as it is by the
 start methods of `multiprocessing`, and nothing is forked from a process that has threads. They read their part of the
-dataset once, and send back arrays.
+dataset once, and send back arrays. This process works too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from windlass.core.logs import get_logger
@@ -23,6 +26,8 @@ from windlass.text.token_rows import TokenRows
 
 # Rows tokenized at once: enough for the threads of a fast tokenizer, few enough for the processor's cache.
 BATCH = 256
+# Bytes of a pipe: a worker goes on while this process is busy with a batch of its own. Linux gives no more to users.
+_PIPE = 1 << 20
 _logger = get_logger(__name__)
 
 
@@ -59,25 +64,36 @@ class DatasetPart:
 
     def __init__(self, dataset: Any, first: int = 0, step: int = 1) -> None:
         starts = range(first * BATCH, len(dataset), step * BATCH)
-        self._numbers = [start // BATCH for start in starts]
-        self._sizes = [min(BATCH, len(dataset) - start) for start in starts]
-        ids = [i for start, size in zip(starts, self._sizes, strict=True) for i in range(start, start + size)]
+        self._sizes = {start // BATCH: min(BATCH, len(dataset) - start) for start in starts}
+        self._first, self._step = first, step
+        ids = [
+            i for number, size in self._sizes.items() for i in range(number * BATCH, number * BATCH + size)
+        ]
         if step == 1:
             self._rows = dataset
         else:
             self._rows = dataset.select(ids) if is_table(dataset) else [dataset[i] for i in ids]
 
+    def __len__(self) -> int:
+        return len(self._sizes)
+
     def encoded(self, encoder: RowEncoder) -> Iterator[EncodedBatch | Failure]:
         """Yield the batches in order, up to the first that fails."""
-        at = 0
-        for number, size in zip(self._numbers, self._sizes, strict=True):
-            try:
-                found = encoder(self._read(at, at + size), number * BATCH)
-            except RowError as error:
-                yield Failure(number, error.problem, error.row)
+        for number in self._sizes:
+            found = self.batch(number, encoder)
+            yield found
+            if isinstance(found, Failure):
                 return
-            yield EncodedBatch(number, TokenRows.of([found]), size, found.truncated, found.dropped)
-            at += size
+
+    def batch(self, number: int, encoder: RowEncoder) -> EncodedBatch | Failure:
+        """Encode one batch."""
+        size = self._sizes[number]
+        at = (number - self._first) // self._step * BATCH
+        try:
+            found = encoder(self._read(at, at + size), number * BATCH)
+        except RowError as error:
+            return Failure(number, error.problem, error.row)
+        return EncodedBatch(number, TokenRows.of([found]), size, found.truncated, found.dropped)
 
     def _read(self, start: int, end: int) -> list[Any]:
         if not is_table(self._rows):
@@ -102,7 +118,7 @@ def encode(
     """Return the encoded batches of a dataset, in order.
 
     Args:
-        workers: processes; 1 = this one.
+        workers: processes, this one counted.
         progress: called with the number of rows done.
 
     Raises:
@@ -110,7 +126,8 @@ def encode(
     """
     workers = min(workers, -(-len(dataset) // BATCH))
     pool = _started(dataset, encoder, workers) if workers > 1 else None
-    source = DatasetPart(dataset).encoded(encoder) if pool is None else pool.batches()
+    whole = DatasetPart(dataset)
+    source = whole.encoded(encoder) if pool is None else pool.batches(whole, encoder)
     found: list[EncodedBatch] = []
     done = 0
     try:
@@ -130,9 +147,10 @@ def _started(dataset: Any, encoder: RowEncoder, workers: int) -> _Pool | None:
     if sys.platform == "win32":
         _logger.warning("worker processes need a POSIX system; the dataset is prepared in this process")
         return None
-    pool = _Pool(workers)
+    others = workers - 1
+    pool = _Pool(others)
     try:
-        pool.send([(encoder, DatasetPart(dataset, first, workers)) for first in range(workers)])
+        pool.send([(encoder, DatasetPart(dataset, first, others)) for first in range(others)])
     except (AttributeError, TypeError, ValueError, ImportError) as error:  # what pickling raises
         pool.close()
         _logger.warning(
@@ -154,34 +172,51 @@ class _Pool:
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         self._processes = [
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) for _ in range(count)
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, pipesize=_PIPE)
+            for _ in range(count)
         ]
         self._to = [_connection(process.stdin, writes=True) for process in self._processes]
         self._from = [_connection(process.stdout, writes=False) for process in self._processes]
+        self._open: list[Any] = list(self._from)
+        self._senders: list[threading.Thread] = []
 
     def send(self, parts: Sequence[tuple[RowEncoder, DatasetPart]]) -> None:
+        """Send each worker its part, in threads: a worker reads it after it has imported what it needs."""
+        paths = bytes(ForkingPickler.dumps(list(sys.path)))  # before what may have to be imported from there
         for connection, part in zip(self._to, parts, strict=True):
-            connection.send(list(sys.path))  # before what may have to be imported from there
-            connection.send(part)
+            contents = (paths, bytes(ForkingPickler.dumps(part)))
+            self._senders.append(threading.Thread(target=_write, args=(connection, contents), daemon=True))
+            self._senders[-1].start()
 
-    def batches(self) -> Iterator[EncodedBatch | Failure]:
-        """Yield batches as they arrive; a failure once no earlier batch can fail any more."""
-        last: dict[Connection, float] = dict.fromkeys(self._from, -1)
+    def batches(self, whole: DatasetPart, encoder: RowEncoder) -> Iterator[EncodedBatch | Failure]:
+        """Yield every batch once, in any order; a failure once no earlier batch can fail any more.
+
+        Workers make the batches of their parts from the first one on, and this process those of `whole` from the last
+        one on, until they meet. So it need not wait until the workers have started, nor for the slowest of them.
+        """
+        missing, last = set(range(len(whole))), len(whole) - 1
         failure: Failure | None = None
-        while any(number < (failure.number if failure else float("inf")) for number in last.values()):
-            waiting = [c for c, number in last.items() if number < float("inf")]
-            for connection in wait(waiting):
-                assert isinstance(connection, Connection)
-                found = self._received(connection)
-                last[connection] = found.number if isinstance(found, EncodedBatch) else float("inf")
-                if isinstance(found, Failure) and (failure is None or found.number < failure.number):
+        while missing:
+            while last not in missing:
+                last -= 1
+            for found in self._arrived() or [whole.batch(last, encoder)]:
+                if isinstance(found, EncodedBatch):
+                    if found.number in missing:
+                        missing.remove(found.number)
+                        yield found
+                elif failure is None or found.number < failure.number:
                     failure = found
-                elif isinstance(found, EncodedBatch):
-                    yield found
+                    missing = {number for number in missing if number < found.number}
         if failure is not None:
             yield failure
 
-    def _received(self, connection: Connection) -> EncodedBatch | Failure | None:
+    def _arrived(self) -> list[EncodedBatch | Failure]:
+        """What workers have sent, at most one batch of each."""
+        received = {connection: self._received(connection) for connection in wait(self._open, timeout=0)}
+        self._open = [c for c in self._open if c not in received or isinstance(received[c], EncodedBatch)]
+        return [found for found in received.values() if found is not None]
+
+    def _received(self, connection: Any) -> EncodedBatch | Failure | None:
         try:
             found: EncodedBatch | Failure | None = connection.recv()
         except EOFError:
@@ -191,11 +226,19 @@ class _Pool:
 
     def close(self) -> None:
         """End the workers, which may be in the middle of a batch."""
-        for connection in (*self._to, *self._from):
-            connection.close()
         for process in self._processes:
             process.terminate()
             process.wait()
+        for sender in self._senders:
+            sender.join()
+        for connection in (*self._to, *self._from):
+            connection.close()
+
+
+def _write(connection: Connection, contents: Sequence[bytes]) -> None:
+    with contextlib.suppress(OSError):  # the worker has ended, which reading from it reports
+        for content in contents:
+            connection.send_bytes(content)
 
 
 def _connection(stream: Any, *, writes: bool) -> Connection:

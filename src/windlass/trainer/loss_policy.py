@@ -188,15 +188,22 @@ class LossPolicy:
         self._note_plain_mean()
 
     def _measure_shift(self, probe: Probe, prepared: Any) -> None:
-        """Measure which labels are targets, with the model's own loss, if it has one, also for a script's loss."""
+        """Measure which labels are targets, from a count of the script's, or with the model's own loss, if it has one,
+        also for a script's loss.
+        """
         if (
             self.hooks.counts_alone
         ):  # a forward with labels may need far more memory than the loss of the hook
             return
+        unshifted = TargetCounter(self._label_names)
+        if not self.hooks.default_count and probe.counts_shifted(
+            prepared, unshifted, self.hooks.count_targets
+        ):
+            self.counter = TargetCounter(self._label_names, shifted=True)
+            return
         able = prepared is not None
         if able and not self.hooks.of_model:
             able = math.isfinite(probe.value(prepared, self._model_loss))
-        unshifted = TargetCounter(self._label_names)
         shifted = probe.shifts_labels(prepared if able else None, unshifted, self._model_loss)
         self.counter = TargetCounter(self._label_names, shifted)
 
