@@ -29,10 +29,12 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 
 from tests.dist.launch import started_by
+from tests.large_pages import use_large_pages
 
 GRACE = 30.0  # seconds between SIGTERM and SIGKILL for the ranks that are left when one has failed
 _TICK = 0.005
@@ -74,8 +76,13 @@ def warm_up() -> None:
 
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     assert threads == 1, f"{threads} threads: a fork could inherit a lock that nobody releases"
+    # What the imports would do at the end of every rank takes as long as a small training, and is of no use there.
+    atexit.unregister(torch._dynamo.utils.dump_compile_times)
+    for finalizer in tuple(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.enable()
     gc.freeze()
+    use_large_pages()
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
+from windlass.config.plan import OptimizerPlan
 from windlass.core.logs import get_logger
+from windlass.optim.groups import decay_groups
+from windlass.optim.registry import make_optimizer, optimizer_factory
 
 
 def parameters(lr: float = 0.1, groups: int = 1) -> torch.optim.SGD:
@@ -77,3 +81,21 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance:
         assert torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance), (
             (one - other).abs().max()
         )
+
+
+def five_updates_like_the_librarys(plan: OptimizerPlan) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    """Assert that our class of a library's optimizer makes its updates; gives the trained layer and our optimizer."""
+    cls, kwargs = optimizer_factory(plan)
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    other = copy.deepcopy(model)
+    ours = make_optimizer(decay_groups(model, 0.1), cls, kwargs)
+    theirs = cls.__bases__[0](decay_groups(other, 0.1), **kwargs)
+    for _ in range(5):
+        inputs = torch.randn(8, 64)
+        for trained, optimizer in ((model, ours), (other, theirs)):
+            trained(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(model.weight, other.weight)
+    return model, ours

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
+from tests.optim.helpers import five_updates_like_the_librarys
 from torch import nn
 
 from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import MissingDependencyError
-from windlass.optim.groups import decay_groups
-from windlass.optim.registry import OPTIMIZERS, make_optimizer, optimizer_factory
+from windlass.optim.registry import OPTIMIZERS, optimizer_factory
 
 NAMES = [
     "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "lion_8bit", "paged_lion_32bit",
@@ -38,19 +37,8 @@ def test_class_and_arguments_are_those_of_transformers(name: str, tmp_path: Any)
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_five_updates_equal_the_librarys(name: str) -> None:
     pytest.importorskip("bitsandbytes")
-    cls, kwargs = optimizer_factory(OptimizerPlan(name=name, learning_rate=1e-2))
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64)
-    other = copy.deepcopy(model)
-    ours = make_optimizer(decay_groups(model, 0.1), cls, kwargs)
-    theirs = cls.__bases__[0](decay_groups(other, 0.1), **kwargs)
-    for _ in range(5):
-        inputs = torch.randn(8, 64)
-        for trained, optimizer in ((model, ours), (other, theirs)):
-            trained(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert torch.equal(model.weight, other.weight)
+    plan = OptimizerPlan(name=name, learning_rate=1e-2)
+    model, ours = five_updates_like_the_librarys(plan)
     stored = ours.state[model.weight]["state1"]
     assert stored.dtype == (torch.uint8 if "8bit" in name else torch.float32)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from tests.optim.helpers import five_updates_like_the_librarys
 
 from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ConfigError
-from windlass.optim.groups import decay_groups
-from windlass.optim.registry import make_optimizer, optimizer_factory
+from windlass.optim.registry import optimizer_factory
 
 pytest.importorskip("torchao")
 
@@ -27,21 +25,8 @@ def uncompiled() -> Iterator[None]:
 
 @pytest.mark.parametrize(("name", "size"), [("adamw_torch_8bit", 256), ("adamw_torch_4bit", 128)])
 def test_five_updates_equal_the_librarys(name: str, size: int) -> None:
-    cls, kwargs = optimizer_factory(
-        OptimizerPlan(name=name, learning_rate=1e-2, options={"block_size": str(size)})
-    )
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64)
-    other = copy.deepcopy(model)
-    ours = make_optimizer(decay_groups(model, 0.1), cls, kwargs)
-    theirs = cls.__bases__[0](decay_groups(other, 0.1), **kwargs)
-    for _ in range(5):
-        inputs = torch.randn(8, 64)
-        for trained, optimizer in ((model, ours), (other, theirs)):
-            trained(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert torch.equal(model.weight, other.weight)
+    plan = OptimizerPlan(name=name, learning_rate=1e-2, options={"block_size": str(size)})
+    model, ours = five_updates_like_the_librarys(plan)
     assert ours.state[model.weight]["exp_avg"].codes.dtype == torch.uint8
     assert ours.state[model.bias]["exp_avg"].dtype == torch.float32
 

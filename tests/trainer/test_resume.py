@@ -242,16 +242,26 @@ def test_early_stopping_that_was_decided_stays_decided(folder: Path) -> None:
 # --- another split, another length ----------------------------------------------------------------------------------
 
 
+# Checkpoint 3 stands when a run is killed in update 4.
+AT_ONCE = Case({"save_in_background": False})
+
+
+@pytest.fixture(scope="module")
+def saved_at_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
+    """Folder and trainer of an undisturbed run."""
+    place = tmp_path_factory.mktemp("saved-at-once")
+    return place, run(place, AT_ONCE)
+
+
 @pytest.mark.parametrize(("micro", "accumulation"), [(8, 1), (2, 4)])
-def test_the_order_goes_on_under_another_split(micro: int, accumulation: int, folder: Path) -> None:
-    case = Case(
-        {"save_in_background": False}
-    )  # so that checkpoint 3 stands when the run is killed in update 4
-    whole = run(folder / "whole", case)
+def test_the_order_goes_on_under_another_split(
+    micro: int, accumulation: int, folder: Path, saved_at_once: tuple[Path, Trainer]
+) -> None:
+    _, whole = saved_at_once
     killed = folder / "killed"
-    assert in_a_child(lambda: run(killed, case, kill("on_step_end", 4))) == KILLED
+    assert in_a_child(lambda: run(killed, AT_ONCE, kill("on_step_end", 4))) == KILLED
     split = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
-    resumed = run(killed, case, resume=True, **split)
+    resumed = run(killed, AT_ONCE, resume=True, **split)
     assert isinstance(resumed.model, Net)
     assert isinstance(whole.model, Net)
     assert resumed.model.seen == whole.model.seen[3 * 8 :]
@@ -320,22 +330,20 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(folder: Path, warned: list[str]) -> None:
-    case = Case(
-        {"save_in_background": False}
-    )  # so that checkpoint 3 stands when the run is killed in update 4
-    whole = run(folder / "whole", case)
+def test_a_damaged_newest_checkpoint_is_passed_over(
+    folder: Path, warned: list[str], saved_at_once: tuple[Path, Trainer]
+) -> None:
     killed = folder / "killed"
-    assert in_a_child(lambda: run(killed, case, kill("on_step_end", 4))) == KILLED
+    assert in_a_child(lambda: run(killed, AT_ONCE, kill("on_step_end", 4))) == KILLED
     file = killed / "checkpoint-3" / "optimizer.safetensors"
     damaged = bytearray(file.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     file.write_bytes(damaged)
-    resumed = run(killed, case, resume=True)
+    resumed = run(killed, AT_ONCE, resume=True)
     assert len(warned) == 1
     assert "checkpoint-2" in warned[0]
     assert "optimizer.safetensors" in warned[0]
-    same_run(killed, resumed, folder / "whole", whole)
+    same_run(killed, resumed, *saved_at_once)
 
 
 def test_every_checkpoint_damaged_is_an_error(folder: Path) -> None:

@@ -180,16 +180,16 @@ def every_plan(gang: Gang, count: int) -> None:
         ShardPlan(recompute=True, **BLOCKS),
         ShardPlan(ignored="blocks.1|mixer", **FEW),
     ):
-        compare(gang, plan, 4, 3)
+        compare(gang, plan, min(4, count // 2), 3)
 
 
-def hybrid(gang: Gang) -> None:
+def hybrid(gang: Gang, count: int) -> None:
     for plan in (
         ShardPlan(replicas=2, **BLOCKS),
         ShardPlan(replicas=2, ignored=("blocks.1",), **BLOCKS),
         ShardPlan(reshard=2, **BLOCKS),
     ):
-        strategy = compare(gang, plan, 4, 2)
+        strategy = compare(gang, plan, min(4, count // 2), 2)
         parameter = strategy.module.get_parameter("blocks.0.up.weight")
         assert copies(parameter) == plan.replicas
 
@@ -463,10 +463,11 @@ def low_precision(gang: Gang) -> None:
 
 def main() -> None:
     gang = join(world_from_environment(), CPU, 60)
+    count = int(sys.argv[2])
     if SIZE > 2:
-        hybrid(gang)
+        hybrid(gang, count)
     else:
-        every_plan(gang, int(sys.argv[2]))
+        every_plan(gang, count)
         for check in (
             whole_weights,
             one_copy_on_the_host,

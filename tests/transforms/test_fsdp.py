@@ -34,7 +34,7 @@ RANKS = Path(__file__).with_name("fsdp_ranks.py")
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("updates", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("updates", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_sharded_training_is_that_of_one_process(updates: int, tmp_path: Path) -> None:
     for world in (4, 2):  # the second reads what the first wrote
         launch(world, RANKS, tmp_path, updates, timeout=400)
