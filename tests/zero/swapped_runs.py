@@ -50,7 +50,8 @@ def offloading(kind: str, files: Path) -> dict[str, Any]:
 
 def trainer(folder: Path, kind: str, steps: int) -> Trainer:
     args = arguments(
-        folder, per_device_train_batch_size=3, gradient_accumulation_steps=4 // WORLD, max_steps=steps, save_steps=3,
+        folder, per_device_train_batch_size=3, gradient_accumulation_steps=4 // WORLD, max_steps=steps,
+        save_strategy="steps", save_steps=3,
         weight_decay=0.1, max_grad_norm=0.5, logging_steps=1, learning_rate=0.001,
         **offloading(kind, folder.parent / "files"),
     )  # fmt: skip

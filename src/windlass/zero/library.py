@@ -99,6 +99,9 @@ class ZeroEngine:
         self._engine, self._optimizer, _, _ = library.initialize(
             model=module, optimizer=optimizer, config=config, dist_init_required=False
         )
+        if self._trains and config.get("activation_checkpointing"):
+            # For models that call `deepspeed.checkpointing.checkpoint`; the engine reads this section for nothing.
+            library.checkpointing.configure(None, deepspeed_config=config)
         swapper = getattr(self._optimizer, "optimizer_swapper", None)
         self._files = None if swapper is None else SwapFiles(swapper)
         self._watch = (
