@@ -51,9 +51,9 @@ def offloading(kind: str, files: Path) -> dict[str, Any]:
 def trainer(folder: Path, kind: str, steps: int) -> Trainer:
     args = arguments(
         folder, per_device_train_batch_size=3, gradient_accumulation_steps=4 // WORLD, max_steps=steps,
-        save_strategy="steps", save_steps=3,
+        save_strategy="steps", save_steps=3, lr_scheduler_type="constant",
         weight_decay=0.1, max_grad_norm=0.5, logging_steps=1, learning_rate=0.001,
-        **offloading(kind, folder.parent / "files"),
+        **offloading(kind, folder / "files"),
     )  # fmt: skip
     return Trainer(Wide(), args, train_dataset=rows(80), eval_dataset=rows(9))
 
@@ -64,7 +64,7 @@ def main() -> None:
         name, kind, steps, *resume = word.split(":")
         made = trainer(folder / name, kind, int(steps))
         made.train(resume_from_checkpoint=bool(resume))
-        files = sorted(path.name for path in (folder / "files").rglob("*.tensor.swp"))
+        files = sorted(path.name for path in (folder / name / "files").rglob("*.tensor.swp"))
         evaluation = made.evaluate()["eval_loss"]
         made.save_model()
         logged = [row for row in made.state.log_history if "loss" in row]

@@ -27,10 +27,10 @@ class _Values:
 
     @property
     def values(self) -> dict[Tensor, Tensor]:
-        trained = {
-            parameter: place.parts_of(place.kept(place.buffer)) for parameter, place in self._places.items()
-        }
-        return {**trained, **self._engine.frozen()}
+        values: dict[Tensor, Tensor] = dict(self._engine.frozen())
+        for parameter, place in self._places.items():
+            values[parameter] = place.parts_of(place.kept(place.buffer))
+        return values
 
     def loaded(self) -> None:
         self._engine.use_places(self._places)
