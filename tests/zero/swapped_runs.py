@@ -1,6 +1,6 @@
 """Run by `windlass launch`: trainings whose tensors are in files between steps, in memory, or without DeepSpeed.
 
-Args: folder, then words `name:kind:steps` or `name:kind:steps:resume`; kinds: "alone", "memory", "optimizer", "both".
+Args: folder, then words `name:kind:steps` or `name:kind:steps:resume`; kinds: "alone", "memory", "optimizer".
 """
 
 from __future__ import annotations
@@ -40,11 +40,6 @@ def offloading(kind: str, files: Path) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     if kind != "memory":
         zero["offload_optimizer"] = disk
-    if kind == "both":
-        zero |= {
-            "offload_param": {**disk, "buffer_size": 1 << 21},
-            "stage3_param_persistence_threshold": 4096,
-        }
     return config(3, zero_optimization=zero, aio={"block_size": 1 << 20})
 
 
