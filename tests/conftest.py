@@ -55,6 +55,7 @@ _FOREIGN = (
     "MKL_",
     "CUDA_MODULE_LOADING",
     "TORCHELASTIC_",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # by DeepSpeed, which peft, trl and transformers import if it is installed
 )
 
 

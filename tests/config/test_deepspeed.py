@@ -172,14 +172,14 @@ def test_the_files_norm_comes_before_the_default(tmp_path: Path) -> None:
         ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'"),
         ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "did you mean 'overlap_comm'"),
         ({"zero_optimization": {"stage": 4}}, "must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "needs nvme_path"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "the first loss of a run differed",
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "needs nvme_path"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}}},
             "keeps tensors in files at stage 3 alone",
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "x"}}},
-            "set offload_optimizer too",
         ),
         ({"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}}, "fp16"),
         ({"zero_optimization": {"stage": 1}, "elasticity": {"enabled": True}}, "elasticity"),

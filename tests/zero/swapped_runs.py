@@ -1,6 +1,6 @@
 """Run by `windlass launch`: trainings whose tensors are in files between steps, in memory, or without DeepSpeed.
 
-Args: folder, then words `name:kind:steps` or `name:kind:steps:resume`; kinds: "alone", "memory", "optimizer", "both".
+Args: folder, then words `name:kind:steps` or `name:kind:steps:resume`; kinds: "alone", "memory", "optimizer".
 """
 
 from __future__ import annotations
@@ -40,19 +40,15 @@ def offloading(kind: str, files: Path) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     if kind != "memory":
         zero["offload_optimizer"] = disk
-    if kind == "both":
-        zero |= {
-            "offload_param": {**disk, "buffer_size": 1 << 21},
-            "stage3_param_persistence_threshold": 4096,
-        }
     return config(3, zero_optimization=zero, aio={"block_size": 1 << 20})
 
 
 def trainer(folder: Path, kind: str, steps: int) -> Trainer:
     args = arguments(
-        folder, per_device_train_batch_size=3, gradient_accumulation_steps=4 // WORLD, max_steps=steps, save_steps=3,
+        folder, per_device_train_batch_size=3, gradient_accumulation_steps=4 // WORLD, max_steps=steps,
+        save_strategy="steps", save_steps=3, lr_scheduler_type="constant",
         weight_decay=0.1, max_grad_norm=0.5, logging_steps=1, learning_rate=0.001,
-        **offloading(kind, folder.parent / "files"),
+        **offloading(kind, folder / "files"),
     )  # fmt: skip
     return Trainer(Wide(), args, train_dataset=rows(80), eval_dataset=rows(9))
 
@@ -63,7 +59,7 @@ def main() -> None:
         name, kind, steps, *resume = word.split(":")
         made = trainer(folder / name, kind, int(steps))
         made.train(resume_from_checkpoint=bool(resume))
-        files = sorted(path.name for path in (folder / "files").rglob("*.tensor.swp"))
+        files = sorted(path.name for path in (folder / name / "files").rglob("*.tensor.swp"))
         evaluation = made.evaluate()["eval_loss"]
         made.save_model()
         logged = [row for row in made.state.log_history if "loss" in row]

@@ -127,10 +127,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         options = match_groups(members, state)
         for group, saved in zip(self.param_groups, options, strict=True):
             group.update({key: value for key, value in saved.items() if key not in IMPLEMENTATION})
-        saved = {parameter: (name, state["state"].get(name)) for parameter, name in names.items()}
-        self._fill(
-            {parameter: (name, entry) for parameter, (name, entry) in saved.items() if entry is not None}
-        )
+        entries = {
+            parameter: (name, state["state"][name])
+            for parameter, name in names.items()
+            if name in state["state"]
+        }
+        self._fill(entries)
 
     def _fill(self, entries: Mapping[nn.Parameter, tuple[str, Mapping[str, Any]]]) -> None:
         """Replace the state by these entries of parameters, each with a name for errors. One buffer at a time: the

@@ -17,7 +17,7 @@ from windlass.core.optional import require
 from windlass.dist.flat import FlatParts, divided
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import export_local_rank, open_group_of_one
-from windlass.zero.swap_files import SwapFiles, kept_part, lock_files, uses_files
+from windlass.zero.swap_files import SwapFiles, lock_files, uses_files
 
 # The attributes of DeepSpeed's scaler that change in fp16.
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -99,6 +99,9 @@ class ZeroEngine:
         self._engine, self._optimizer, _, _ = library.initialize(
             model=module, optimizer=optimizer, config=config, dist_init_required=False
         )
+        if self._trains and config.get("activation_checkpointing"):
+            # For models that call `deepspeed.checkpointing.checkpoint`; the engine reads this section for nothing.
+            library.checkpointing.configure(None, deepspeed_config=config)
         swapper = getattr(self._optimizer, "optimizer_swapper", None)
         self._files = None if swapper is None else SwapFiles(swapper)
         self._watch = (
@@ -207,9 +210,9 @@ class ZeroEngine:
         for parameter in parameters:
             kept: Any = parameter.ds_tensor
             numel, shape = parameter.ds_numel, parameter.ds_shape  # type: ignore[attr-defined]
-            pieces = divided(numel, kept.ds_numel, self._gang.size)
+            pieces = divided(numel, kept.numel(), self._gang.size)
             start, count = _of_rank(pieces, self._gang.rank)
-            found[parameter] = FlatParts(shape, kept_part(parameter).detach()[:count], start, pieces)
+            found[parameter] = FlatParts(shape, kept.detach()[:count], start, pieces)
         return found
 
     def use_places(self, places: dict[nn.Parameter, Place]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from windlass.config.deepspeed import file_folders
 from windlass.core.errors import ConfigError, Problem
@@ -64,16 +64,6 @@ class SwapFiles:
         return self._swapper.swap_params_info.get(getattr(buffer, "ds_id", None))
 
 
-def kept_part(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a divided parameter: mapped from its file, if that is where it is."""
-    part: Any = parameter.ds_tensor  # type: ignore[attr-defined]
-    if part.status.name != "NOT_AVAILABLE":
-        found: Tensor = part
-        return found
-    path = parameter.nvme_swapper.get_path(parameter, must_exist=True)  # type: ignore[attr-defined]
-    return _mapped(path, part.ds_numel, parameter.dtype)
-
-
 def _mapped(path: str, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.from_file(path, shared=True, size=numel, dtype=dtype)
 
@@ -96,6 +86,6 @@ def lock_files(config: Mapping[str, Any], rank: int) -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
-        fix = "another run keeps tensors in this folder; give each run one of its own"
+        fix = "another run, or an earlier Trainer of this process, has its tensors there; give each one of its own"
         raise ConfigError(Problem(f"deepspeed.{path}", folder, fix)) from None
     return lock

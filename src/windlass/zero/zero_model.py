@@ -27,10 +27,8 @@ class _Values:
 
     @property
     def values(self) -> dict[Tensor, Tensor]:
-        trained = {
-            parameter: place.parts_of(place.kept(place.buffer)) for parameter, place in self._places.items()
-        }
-        return {**trained, **self._engine.frozen()}
+        trained = ((p, place.parts_of(place.kept(place.buffer))) for p, place in self._places.items())
+        return dict([*self._engine.frozen().items(), *trained])
 
     def loaded(self) -> None:
         self._engine.use_places(self._places)
