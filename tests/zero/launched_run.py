@@ -1,5 +1,5 @@
 """A script that knows nothing of DeepSpeed; its launcher sets it. Writes what it came to as JSON. Args: folder, and
-a configuration of DeepSpeed if the launcher sets none.
+a configuration of DeepSpeed if the launcher sets none, or "language" to train a language model in bf16.
 """
 
 from __future__ import annotations
@@ -8,13 +8,17 @@ import json
 import sys
 from pathlib import Path
 
-from tests.zero.runs import RANK, told, trainer
+from tests.zero.runs import RANK, language_trainer, told, trainer
 
 
 def main() -> None:
     words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]  # of DeepSpeed's launcher
-    folder, own = Path(words[0]), {"deepspeed": words[1]} if len(words) > 1 else {}
-    made = trainer(folder, stage=-1, **own)
+    folder, others = Path(words[0]), words[1:]
+    if others == ["language"]:
+        made = language_trainer(folder, stage=-1, steps=4)
+    else:
+        own = {"deepspeed": others[0]} if others else {}
+        made = trainer(folder, stage=-1, **own)
     made.train()
     found = {**told(made), "deepspeed": made.is_deepspeed_enabled}
     if RANK == 0:

@@ -1,6 +1,7 @@
 """Run by `windlass launch`: a loop that trains a model beside a frozen reference model; losses and weights, as JSON.
 
-Args: folder, then words of `loop`: a stage, or "-1" without DeepSpeed.
+Args: folder, then words of `loop`: a stage, "-1" without DeepSpeed, or "2+3" for two named configurations, that of the
+trained model and that of the reference.
 """
 
 from __future__ import annotations
@@ -29,12 +30,28 @@ def reference() -> nn.Module:
     return made.requires_grad_(False).eval()
 
 
-def loop(stage: int, folder: Path) -> dict[str, Any]:
-    plugin = DeepSpeedPlugin(zero_stage=stage) if stage >= 0 else None
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=plugin)
+def prepared(word: str) -> tuple[Accelerator, Any, Any, Any, Any]:
+    stages = [int(stage) for stage in word.split("+")]
+    plugins = [DeepSpeedPlugin(zero_stage=stage) for stage in stages if stage >= 0]
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        deepspeed_plugin=plugins[0] if len(plugins) == 1 else None,
+        deepspeed_plugins=dict(zip(("student", "teacher"), plugins, strict=True))
+        if len(plugins) > 1
+        else None,
+    )
     model, frozen = Net(), reference()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
-    model, frozen, optimizer, loader = accelerator.prepare(model, frozen, optimizer, data())
+    if len(plugins) < 2:
+        return accelerator, *accelerator.prepare(model, frozen, optimizer, data())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, data())
+    accelerator.state.select_deepspeed_plugin("teacher")
+    return accelerator, model, accelerator.prepare(frozen), optimizer, loader
+
+
+def loop(word: str, folder: Path) -> dict[str, Any]:
+    accelerator, model, frozen, optimizer, loader = prepared(word)
     losses: list[float] = []
 
     def train(updates: int) -> list[float]:
@@ -59,11 +76,11 @@ def loop(stage: int, folder: Path) -> dict[str, Any]:
         return found
 
     losses = train(4)
-    accelerator.save_state(str(folder / f"state{stage}"))
+    accelerator.save_state(str(folder / f"state{word}"))
     further = train(3)
     weights = [accelerator.get_state_dict(one) for one in (model, frozen)]
     divided = [any(hasattr(p, "ds_id") for p in one.parameters()) for one in (model, frozen)]
-    accelerator.load_state(str(folder / f"state{stage}"))
+    accelerator.load_state(str(folder / f"state{word}"))
     assert train(3) == further, "a loaded state continues to the same bits"
     return {
         "losses": losses + further,
@@ -74,7 +91,7 @@ def loop(stage: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    found = {stage: loop(int(stage), folder) for stage in sys.argv[2:]}
+    found = {word: loop(word, folder) for word in sys.argv[2:]}
     if int(os.environ.get("RANK", "0")) == 0:
         (folder / "found.json").write_text(json.dumps(found))
 

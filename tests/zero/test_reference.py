@@ -33,11 +33,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found_in(folder)["-1"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_reference_model_beside_the_trained_one(stage: int, alone: dict[str, Any], tmp_path: Path) -> None:
-    launch(2, SCRIPT, tmp_path, stage)
-    found = found_in(tmp_path)[str(stage)]
-    assert found["divided"] == [stage == 3, stage == 3], "at stage 3 each rank has a part of both"
+@pytest.mark.parametrize(
+    ("word", "divided"),
+    [("2", [False, False]), ("3", [True, True]), ("2+3", [False, True])],
+)
+def test_a_reference_model_beside_the_trained_one(
+    word: str, divided: list[bool], alone: dict[str, Any], tmp_path: Path
+) -> None:
+    launch(2, SCRIPT, tmp_path, word)
+    found = found_in(tmp_path)[word]
+    assert found["divided"] == divided, "at stage 3 each rank has a part"
     assert found["losses"] == pytest.approx(alone["losses"], abs=TOLERANCE)
     for weights, expected in zip(found["weights"], alone["weights"], strict=True):
         assert weights.keys() == expected.keys()

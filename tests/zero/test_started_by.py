@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from tests.config.parallel.test_from_files import PAGES, printed_files
 from tests.dist.launch import ROOT, launch_as, run_script
 from tests.zero import launched_run
 from tests.zero.needed import needs_deepspeed
@@ -58,6 +61,24 @@ def test_a_file_of_accelerate_config(alone: dict[str, Any], tmp_path: Path) -> N
     )
     launch_as("--config_file", file, SCRIPT, tmp_path)
     check(found_in(tmp_path), alone)
+
+
+@pytest.mark.skipif(not PAGES.is_dir(), reason="the guides are not beside this checkout")
+@pytest.mark.parametrize("at", [2, 3])  # the configuration in a file, and by the plugin's fields
+def test_the_guides_files_as_printed(at: int, tmp_path: Path) -> None:
+    """Four processes, as they say; the path of the configuration is the guides' author's."""
+    config, file = tmp_path / "zero3.json", tmp_path / "guide.yaml"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}))
+    for printed in (printed_files()[at], printed_files()[at + 4]):
+        for part in (printed, printed.get("deepspeed_config") or {}):
+            if "deepspeed_config_file" in part:
+                part["deepspeed_config_file"] = str(config)
+        file.write_text(yaml.safe_dump(printed))
+        launch_as("--config_file", file, SCRIPT, tmp_path, "language")
+        found = found_in(tmp_path)
+        assert found["deepspeed"]
+        assert len(found["loss"]) == 4
+        assert all(map(math.isfinite, found["loss"]))
 
 
 def test_deepspeeds_own_launcher(alone: dict[str, Any], tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,41 @@ def test_the_guides_files_have_no_key_that_is_unknown(name: str) -> None:
     absent = ["deepspeed_config.deepspeed_config_file in guide.yaml"] * (name == "file")
     assert [problem.field for problem in settings.problems] == absent
     assert settings["launch.processes"].value == yaml.safe_load(GUIDES[name])["num_processes"]
+
+
+PAGES = Path(__file__).resolve().parents[4] / "shared" / "guides"
+BLOCK = re.compile(r"^( *)```ya?ml\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+
+
+def printed_files() -> list[dict[str, Any]]:
+    """The launch files in the guides, as printed: one page has lost the indentation of its sections."""
+    texts = [page.read_text("utf-8") for page in sorted(PAGES.glob("*.txt"))]
+    return [yaml.safe_load(textwrap.dedent(body)) for text in texts for _, body in BLOCK.findall(text)]
+
+
+@pytest.mark.skipif(not PAGES.is_dir(), reason="the guides are not beside this checkout")
+def test_the_guides_files_as_printed(tmp_path: Path) -> None:
+    config = tmp_path / "ds_zero3_config.json"
+    config.write_text('{"zero_optimization": {"stage": 3}}')
+    plans = []
+    for file in printed_files():
+        for part in (file, file.get("deepspeed_config") or {}):
+            if "deepspeed_config_file" in part:  # a path of the guides' author
+                part["deepspeed_config_file"] = str(config)
+        settings = from_document(file, "guide.yaml")
+        assert not settings.problems
+        assert not [note for note in settings.notes if "means nothing here" in note]
+        plans.append(plan_parallel(settings, World(0, file["num_processes"], 0, 4)))
+    engines = [plan.dist.strategy for plan in plans]
+    assert engines == ["ddp", "fsdp", "deepspeed", "deepspeed"] * 2
+    said = [
+        (plan.dist.shard, plan.dist.zero and plan.dist.zero.config, plan.precision, plan.accumulation)
+        for plan in plans
+    ]
+    assert said[:4] == said[4:]  # with the indentation and without it
+    stages = [plan.dist.zero.config["zero_optimization"]["stage"] for plan in plans[2:4]]
+    assert stages == [3, 2]
+    assert plans[3].dist.zero.config["gradient_clipping"] == 0.7
 
 
 def test_the_guides_words_for_several_machines() -> None:
