@@ -59,6 +59,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/startup.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/overhead.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/distributed.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/distributed.py --deepspeed --write docs/benchmarks.md
 	$(BIN)/python benchmarks/checkpoint.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/contention.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/text_preparation.py --write docs/benchmarks.md

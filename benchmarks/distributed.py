@@ -1,10 +1,12 @@
 """What training in two processes costs: a step by hand, by Windlass and by accelerate, replicated, sharded, and under
 DeepSpeed, whose loop by hand calls its engine.
 
-Every contender is a pair of gloo processes, each on one thread and, where there are as many, on a core of its own. All
-train the same small language model on the same data with fused AdamW and clipping to norm 1.0, and read the loss every
-20 steps. The pairs take turns for `--rounds` rounds; a step's time is the distance between two calls of the model on
-the first process. The ratio compares the tenth percentiles over all rounds, which are steady on a noisy machine.
+Every contender is a pair of gloo processes, each on one thread and, where there are as many, on a core of its own.
+All train the same small language model on the same data with fused AdamW and clipping to norm 1.0, and read the loss
+every 20 steps. Under DeepSpeed all have the two groups of parameters that a Trainer makes, with weight decay and
+without: its engine sums and gathers each group by itself. The pairs take turns for `--rounds` rounds; a step's time
+is the distance between two calls of the model on the first process. The ratio compares the tenth percentiles over all
+rounds, which are steady on a noisy machine.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ STRATEGIES = {
     "zero1": "DeepSpeed (ZeRO-1)",
     "zero3": "DeepSpeed (ZeRO-3)",
 }
+# Section of the page -> its strategies.
+SECTIONS = {"distributed": ("ddp", "fsdp"), "deepspeed": ("zero1", "zero3")}
 CONTENDERS = ("raw", "accelerator", "trainer", "accelerate")
 LABELS = {
     "raw": "written by hand",
@@ -144,12 +148,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60, help="steps of one round")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="comma-separated")
+    parser.add_argument("--deepspeed", action="store_true", help="compare under DeepSpeed")
+    parser.add_argument("--strategies", help="comma-separated; by default all, with or without DeepSpeed")
     parser.add_argument("--only", default=",".join(CONTENDERS), help="contenders; raw is always run")
-    parser.add_argument("--write", type=Path, help="a page with a section `distributed` to rewrite")
+    parser.add_argument(
+        "--write", type=Path, help="a page with a section `distributed`, or `deepspeed`, to rewrite"
+    )
     parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args()
-    asked, strategies = {"raw", *options.only.split(",")}, options.strategies.split(",")
+    section = "deepspeed" if options.deepspeed else "distributed"
+    strategies = options.strategies.split(",") if options.strategies else SECTIONS[section]
+    asked = {"raw", *options.only.split(",")}
     if unknown := [*(asked - set(CONTENDERS)), *(set(strategies) - STRATEGIES.keys())]:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join((*STRATEGIES, *CONTENDERS))}")
     names = [name for name in CONTENDERS if name in asked]
@@ -165,8 +174,9 @@ def main() -> None:
         "rounds": options.rounds,
         "milliseconds": {one: summarise(found) for one, found in times.items()},
     }
-    command = f"python benchmarks/distributed.py --steps {options.steps} --rounds {options.rounds}"
-    report("distributed", render(figures, command), figures, options.write, options.json)
+    engine = " --deepspeed" if options.deepspeed else ""
+    command = f"python benchmarks/distributed.py{engine} --steps {options.steps} --rounds {options.rounds}"
+    report(section, render(figures, command), figures, options.write, options.json)
 
 
 if __name__ == "__main__":

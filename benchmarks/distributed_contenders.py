@@ -81,8 +81,13 @@ def _loader(samples: Samples, **options: Any) -> DataLoader[dict[str, Tensor]]:
     return DataLoader(samples, batch_size=BATCH, collate_fn=default_collate, **options)
 
 
-def _optimizer(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+def _optimizer(model: nn.Module, strategy: str) -> torch.optim.AdamW:
+    groups: list[dict[str, Any]] = [{"params": list(model.parameters())}]
+    if _stage(strategy) is not None:  # as a Trainer makes them: the engine sums and gathers each by itself
+        decayed = [name.endswith("weight") and "norm" not in name for name, _ in model.named_parameters()]
+        chosen = list(zip(decayed, model.parameters(), strict=True))
+        groups = [{"params": [p for is_decayed, p in chosen if is_decayed is kind]} for kind in (True, False)]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
 
 def _spread(model: Model, strategy: str) -> nn.Module:
@@ -102,16 +107,18 @@ def _engine_config(stage: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage}, "gradient_clipping": CLIP}
 
 
-def _engine_loop(stage: int, model: Model, samples: Samples, steps: int) -> None:
+def _engine_loop(strategy: str, model: Model, samples: Samples, steps: int) -> None:
     """As DeepSpeed's documentation has it: its engine clips, and divides what PyTorch's optimizer updates."""
     import deepspeed
 
+    stage = _stage(strategy)
+    assert stage is not None
     config = {
         **_engine_config(stage), "train_micro_batch_size_per_gpu": BATCH, "steps_per_print": 1 << 62,
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=_optimizer(model), config=config, dist_init_required=False
+        model=model, optimizer=_optimizer(model, strategy), config=config, dist_init_required=False
     )
     sampler = DistributedSampler(samples)
     loader, total, step, epoch = _loader(samples, sampler=sampler), torch.zeros(()), 0, 0
@@ -135,12 +142,11 @@ def _engine_loop(stage: int, model: Model, samples: Samples, steps: int) -> None
 
 def raw(strategy: str, model: Model, samples: Samples, steps: int) -> None:
     """The loop that a person would write, with clipping and a loss that is read when it is logged."""
-    stage = _stage(strategy)
-    if stage is not None:
-        _engine_loop(stage, model, samples, steps)
+    if _stage(strategy) is not None:
+        _engine_loop(strategy, model, samples, steps)
         return
     spread = _spread(model, strategy)
-    optimizer, sampler = _optimizer(spread), DistributedSampler(samples)
+    optimizer, sampler = _optimizer(spread, strategy), DistributedSampler(samples)
     loader, total, step, epoch = _loader(samples, sampler=sampler), torch.zeros(()), 0, 0
     spread.train()
     while step < steps:
@@ -161,10 +167,10 @@ def raw(strategy: str, model: Model, samples: Samples, steps: int) -> None:
                 return
 
 
-def _user_loop(accelerator: Any, model: Model, samples: Samples, steps: int) -> None:
+def _user_loop(accelerator: Any, strategy: str, model: Model, samples: Samples, steps: int) -> None:
     """The loop of the guides, for any library with an `Accelerator`."""
     prepared, optimizer, loader = accelerator.prepare(
-        model, _optimizer(model), _loader(samples, shuffle=True)
+        model, _optimizer(model, strategy), _loader(samples, shuffle=True)
     )
     total, step = torch.zeros(()), 0
     prepared.train()
@@ -201,7 +207,7 @@ def accelerate(strategy: str, model: Model, samples: Samples, steps: int) -> Non
         for state in (PartialState(), AcceleratorState()):
             state.distributed_type = DistributedType.FSDP
         assert accelerator.is_fsdp2
-    _user_loop(accelerator, model, samples, steps)
+    _user_loop(accelerator, strategy, model, samples, steps)
 
 
 def accelerator(strategy: str, model: Model, samples: Samples, steps: int) -> None:
@@ -214,7 +220,7 @@ def accelerator(strategy: str, model: Model, samples: Samples, steps: int) -> No
         fsdp_plugin=FullyShardedDataParallelPlugin(**PLUGIN) if strategy == "fsdp" else None,
         deepspeed_plugin=None if stage is None else DeepSpeedPlugin(hf_ds_config=_engine_config(stage)),
     )
-    _user_loop(made, model, samples, steps)
+    _user_loop(made, strategy, model, samples, steps)
     made.free_memory()
 
 

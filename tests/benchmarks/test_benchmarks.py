@@ -72,6 +72,8 @@ def test_the_page_has_every_section() -> None:
         "overhead",
         "startup",
         "distributed",
+        "deepspeed",
+        "hub",
         "checkpoint",
         "contention",
         "resume",
@@ -79,7 +81,6 @@ def test_the_page_has_every_section() -> None:
         "gpu",
         "sft",
         "loss-memory",
-        "preparation",
     )
     for section in sections:
         assert f"<!-- begin: {section} -->" in text
