@@ -18,4 +18,5 @@ if __name__ == "__main__":
         run.train()
         run.push_to_hub()
     except ConfigError as error:
-        print("refused:", *error.problems, "at step", run.state.global_step)
+        line = " ".join(["refused:", *map(str, error.problems), f"at step {run.state.global_step}"])
+        sys.stdout.write(f"{line}\n")  # in one piece, as the ranks share the stream

@@ -23,11 +23,11 @@ ALONE, TWO = TextOptions(num_proc=1, max_length=60), TextOptions(num_proc=2, max
 
 
 @pytest.fixture
-def children() -> Iterator[None]:
-    """No process is left."""
+def children() -> Iterator[set[Any]]:
+    """The processes that this one has; the test leaves no other."""
     process = pytest.importorskip("psutil").Process()
     earlier = set(process.children())
-    yield
+    yield earlier
     assert set(process.children()) <= earlier
 
 
@@ -47,21 +47,22 @@ def test_workers_return_the_rows_of_one_process() -> None:
     assert len(seen) == 5
 
 
-def wait_for_the_worker() -> None:
-    """Wait until the one child of this process has ended; its exit code is left to who started it."""
-    (process,) = pytest.importorskip("psutil").Process().children()
+def wait_for_the_worker(earlier: set[Any]) -> None:
+    """Wait until the one new child of this process has ended; its exit code is left to who started it."""
+    (process,) = set(pytest.importorskip("psutil").Process().children()) - earlier
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a program choose the size of a pipe")
-@pytest.mark.usefixtures("children")
-def test_this_process_makes_the_last_batches_and_workers_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_process_makes_the_last_batches_and_workers_the_first(
+    monkeypatch: pytest.MonkeyPatch, children: set[Any]
+) -> None:
     expected = prepare_text(ROWS, byte_tokenizer(CHATML), ALONE)
     own, made = worker_pool.DatasetPart.batch, []
 
     def batch(part: worker_pool.DatasetPart, number: int, encoder: Any) -> Any:
         if not made:
-            wait_for_the_worker()  # a pipe holds all that it sends
+            wait_for_the_worker(children)  # a pipe holds all that it sends
         made.append(number)
         return own(part, number, encoder)
 
@@ -112,13 +113,13 @@ def test_a_script_without_a_main_guard_may_use_workers(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "1100\n"), done.stderr
 
 
-def test_a_worker_that_dies_ends_the_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_ends_the_preparation(monkeypatch: pytest.MonkeyPatch, children: set[Any]) -> None:
     class Fatal(worker_pool.DatasetPart):
         def __reduce__(self) -> tuple[object, ...]:
             return os._exit, (7,)
 
         def batch(self, *args: Any) -> Any:
-            wait_for_the_worker()  # else all may be done here before
+            wait_for_the_worker(children)  # else all may be done here before
             return super().batch(*args)
 
     monkeypatch.setattr(worker_pool, "DatasetPart", Fatal)
