@@ -30,7 +30,7 @@ def test_a_command_that_fails_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"ended with code 3(.|\n)*the reason"):
         ours.execute_subprocess_async(fails)
     with pytest.raises(subprocess.TimeoutExpired):
-        ours.execute_subprocess_async([sys.executable, "-c", "input()"], timeout=0.01, stdin=subprocess.PIPE)
+        ours.execute_subprocess_async([sys.executable, "-c", "import time; time.sleep(600)"], timeout=0.01)
 
 
 def test_the_problem_is_that_of_the_reference() -> None:
