@@ -113,6 +113,18 @@ def test_a_script_without_a_main_guard_may_use_workers(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "1100\n"), done.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a program choose the size of a pipe")
+def test_a_user_whose_pipes_may_not_grow_prepares_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def refuse(*_: Any) -> int:
+        raise PermissionError(1, "Operation not permitted")  # beyond /proc/sys/fs/pipe-user-pages-soft
+
+    expected = list(prepare_text(ROWS, byte_tokenizer(CHATML), ALONE).dataset)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    assert list(prepare_text(ROWS, byte_tokenizer(CHATML), TWO).dataset) == expected
+
+
 def test_a_worker_that_dies_ends_the_preparation(monkeypatch: pytest.MonkeyPatch, children: set[Any]) -> None:
     class Fatal(worker_pool.DatasetPart):
         def __reduce__(self) -> tuple[object, ...]:

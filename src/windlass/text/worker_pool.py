@@ -24,6 +24,9 @@ from windlass.text.located_rows import RowError
 from windlass.text.tables import has_records, is_table, unfilled
 from windlass.text.token_rows import TokenRows
 
+if sys.platform == "linux":
+    import fcntl
+
 # Rows tokenized at once: enough for the threads of a fast tokenizer, few enough for the processor's cache.
 BATCH = 256
 # Bytes of a pipe: a worker goes on while this process is busy with a batch of its own. Linux gives no more to users.
@@ -172,9 +175,10 @@ class _Pool:
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
         self._processes = [
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, pipesize=_PIPE)
-            for _ in range(count)
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) for _ in range(count)
         ]
+        for process in self._processes:
+            _enlarge(process.stdout)
         self._to = [_connection(process.stdin, writes=True) for process in self._processes]
         self._from = [_connection(process.stdout, writes=False) for process in self._processes]
         self._open: list[Any] = list(self._from)
@@ -239,6 +243,13 @@ def _write(connection: Connection, contents: Sequence[bytes]) -> None:
     with contextlib.suppress(OSError):  # the worker has ended, which reading from it reports
         for content in contents:
             connection.send_bytes(content)
+
+
+def _enlarge(stream: Any) -> None:
+    """Let a pipe hold more, where the system can and has not given this user as much as it gives."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(stream, fcntl.F_SETPIPE_SZ, _PIPE)
 
 
 def _connection(stream: Any, *, writes: bool) -> Connection:
