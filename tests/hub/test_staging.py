@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
+from windlass.hub import staging
 from windlass.hub.staging import STAGING, StagedFiles, remove_stale
 
 
@@ -39,3 +42,31 @@ def test_only_folders_of_killed_processes_are_stale(tmp_path: Path) -> None:
     remove_stale(tmp_path)
     assert list((tmp_path / STAGING).iterdir()) == [ours.path]
     ours.remove()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="folders have no locks there")
+def test_a_folder_is_never_stale_while_it_is_made(tmp_path: Path) -> None:
+    """Another publisher cleans up before each line."""
+    lines = set[int]()
+
+    def clean(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename != staging.__file__:
+            return None
+        lines.add(frame.f_lineno)
+        sys.settrace(None)
+        remove_stale(tmp_path)
+        sys.settrace(clean)
+        return clean
+
+    (tmp_path / "w").write_bytes(b"weights")
+    staged = StagedFiles(tmp_path)
+    sys.settrace(clean)
+    try:
+        staged.link({"sub/w": tmp_path / "w"})
+    finally:
+        sys.settrace(None)
+    assert len(lines) > 10
+    remove_stale(tmp_path)
+    assert (staged.path / "sub/w").read_bytes() == b"weights"
+    staged.remove()
+    assert list((tmp_path / STAGING).iterdir()) == []

@@ -82,11 +82,15 @@ def test_a_lasting_failure_ends_the_upload(
     assert hub.files("someone/run") == {"b.json": b'"b"'}
 
 
-def test_a_hub_that_stalls_is_given_up_at_the_end(hub: Hub, token: str, tmp_path: Path) -> None:
+def test_a_hub_that_stalls_is_given_up_at_the_end(
+    hub: Hub, token: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     one, running, lines = upload(tmp_path), Uploads(client(token)), list[str]()
     # Cut at last, or the commit would be made later, in the repository of another test.
     hub.faults = [Fault("POST .*/commit/", stall=3.0, cut=True)]
+    others = set(threading.enumerate())
     running.add(one)
+    (stalled,) = (new for new in set(threading.enumerate()) - others if new.name == "windlass-hub")
     assert running.finish(0.2, lines.append) == [one]
     assert "waiting for 1 upload(s)" in lines[0]
     assert "did not end" in one.error
@@ -94,6 +98,10 @@ def test_a_hub_that_stalls_is_given_up_at_the_end(hub: Hub, token: str, tmp_path
     running.add(two)  # while the Hub still holds on to the first one
     assert running.finish(60, print) == []
     assert two.commit.result().startswith(hub.url)
+    stalled.join(60)
+    assert not stalled.is_alive()
+    assert "did not end" in one.error
+    assert caplog.text == "", "what was given up is not tried again"
 
 
 def test_an_upload_that_waits_is_replaced_by_a_newer_one(hub: Hub, token: str, tmp_path: Path) -> None:

@@ -32,8 +32,10 @@ class StagedFiles:
         """The folder."""
         if self._made is None:
             (self._run / STAGING).mkdir(parents=True, exist_ok=True)
-            self._made = Path(tempfile.mkdtemp(prefix="upload-", dir=self._run / STAGING))
-            self._lock = _locked(self._made)
+            # It gets the name of an upload's folder with its lock, so nobody takes it for that of a killed process.
+            made = Path(tempfile.mkdtemp(prefix="new-", dir=self._run / STAGING))
+            self._lock = _locked(made)
+            self._made = made.rename(made.with_name(f"upload-{made.name}"))
         return self._made
 
     def link(self, files: Mapping[str, Path]) -> None:

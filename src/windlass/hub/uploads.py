@@ -165,10 +165,12 @@ class Uploads:
                     upload.prepare = None
                 return self._commit(upload)
             except HubError as error:
-                upload.error = str(error)
-                again = error.passing
+                why, again = str(error), error.passing
             except Exception as error:  # of the disk
-                upload.error, again = f"{type(error).__name__}: {error}", False
+                why, again = f"{type(error).__name__}: {error}", False
+            if upload.given_up.is_set():
+                break  # its end has been reported, and its files are removed
+            upload.error = why
             pause = _PAUSES[min(attempt, len(_PAUSES) - 1)]
             if not again or time.monotonic() + pause > until:
                 _warn_of_loss(upload)
