@@ -135,6 +135,7 @@ class Hub:
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each answer waits 40 ms between its headers and its body
 
     def log_message(self, *args: Any) -> None:
         """Nothing on stderr."""
