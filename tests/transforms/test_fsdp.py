@@ -18,6 +18,8 @@ from tests.transforms.fsdp_ranks import (
     same_tensors,
 )
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from windlass.checkpoint.export import ExportOptions, export_file
 from windlass.checkpoint.manager import CheckpointManager
@@ -27,6 +29,7 @@ from windlass.checkpoint.stored import open_folder
 from windlass.checkpoint.weights import load_weights
 from windlass.config.plan import DistPlan, ShardPlan
 from windlass.dist.gang import Gang, leave
+from windlass.dist.sharded import whole
 from windlass.engine.native import NativeExecutor
 from windlass.transforms.fsdp import shard
 
@@ -88,6 +91,40 @@ def test_gradients_kept_on_the_host_beside_others_on_the_device() -> None:
         assert {p.grad.device.type for p in module.parameters() if p.grad is not None} == {"cpu", "cuda"}
         assert float(norm) == pytest.approx(2 * float(nn.utils.get_total_norm(gradients_of(expected))))
         assert float(strategy.total_norm(gradients_of(module))) == pytest.approx(0.01, rel=1e-3)
+    finally:
+        leave()
+
+
+@pytest.mark.parametrize("sums", ["an attribute", "a property"])
+def test_a_micro_batch_that_fails_leaves_no_gradients(sums: str) -> None:
+    """From torch 2.15 on, what FSDP calls the accumulated gradient is a read-only view of the gathered one."""
+    expected, module, tokens = model(), model(), torch.ones(1, 4, dtype=torch.long)
+    gang = Gang()
+    try:
+        strategy = shard(module, torch.device("cpu"), DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang)
+        units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        parameters: list[Any] = [parameter for group in groups for parameter in group.fsdp_params]
+
+        class ReadOnly(type(parameters[0])):  # type: ignore[misc]
+            unsharded_accumulated_grad = property(lambda self: self._unsharded_param.grad)
+
+        with strategy.micro(last=False):
+            strategy.model(tokens).square().mean().backward()
+        assert any(parameter._unsharded_param.grad is not None for parameter in parameters)
+        with pytest.raises(ZeroDivisionError), strategy.micro(last=False):
+            strategy.model(tokens).square().mean().backward()
+            for parameter in parameters if sums == "a property" else ():
+                parameter.__class__ = ReadOnly
+            _ = 1 / 0
+        for parameter in parameters:
+            parameter.__class__ = FSDPParam
+        module.zero_grad()  # what the executor does; it knows nothing of the gathered ones
+        with strategy.micro(last=True):
+            strategy.model(tokens).square().mean().backward()
+        expected(tokens).square().mean().backward()
+        for mine, theirs in zip(gradients_of(module), gradients_of(expected), strict=True):
+            assert torch.equal(whole(mine), theirs)
     finally:
         leave()
 

@@ -115,11 +115,13 @@ class FullyShardedModel:
         for unit in self._units:
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
-                    # Sums over micro-batches, which `reset_iter_state` does not reset.
-                    parameter.unsharded_accumulated_grad = None
+                    # Sums over micro-batches, which `reset_iter_state` does not reset before torch 2.15. From then
+                    # on the second is a read-only view of the first.
                     gathered: Tensor | None = getattr(parameter, "_unsharded_param", None)
                     if gathered is not None:
                         gathered.grad = None
+                    if parameter.unsharded_accumulated_grad is not None:
+                        parameter.unsharded_accumulated_grad = None
 
     @property
     def _root(self) -> FSDPModule:
