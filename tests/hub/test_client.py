@@ -31,6 +31,19 @@ def test_a_token_that_may_not_write(hub: Hub, token: str, secret: str, status: i
     assert secret not in str(error.value)
 
 
+def test_white_space_around_a_token_is_not_part_of_it(
+    hub: Hub, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the package does with tokens of its own: that of a file often ends with its line."""
+    HubClient("run", f" {token}\n").open()
+    monkeypatch.setenv("HF_TOKEN", token)
+    for absent in ("", " "):
+        HubClient("run", absent).open()
+    with pytest.raises(HubError, match="no such") as error:
+        HubClient("someone/other", " ").commit_of()
+    assert "cannot read http" in str(error.value)
+
+
 def test_a_name_that_no_hub_takes(hub: Hub, token: str) -> None:
     with pytest.raises(HubError, match=r"cannot open .*a--b") as error:
         HubClient("a--b", token).open()

@@ -33,7 +33,8 @@ def test_a_checkpoint_comes_back_to_the_bit_and_only_once(
     assert path.name == "checkpoint-1"
     assert content(path) == content(published)
     asked = len(hub.requests)
-    assert fetch("hub:someone/run@main/last-checkpoint", token, tmp_path) == path
+    for same in ("@main/last-checkpoint", "/last-checkpoint/", "/"):
+        assert fetch(f"hub:someone/run{same}", token, tmp_path) == path
     assert not any("optimizer" in request for request in hub.requests[asked:])
 
 

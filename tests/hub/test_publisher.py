@@ -80,6 +80,7 @@ def test_nothing_before_the_end(publish: Any, hub: Hub) -> None:
         (HubSettings("run", "hf_nobodynobodynobody"), "hub_token"),
         (HubSettings("someone/run", READER), "hub_token"),
         (HubSettings("run"), "hub_token"),
+        (HubSettings("run", "“hf_nobodynobodynobody”"), "hub_token"),
         (HubSettings("a--b"), "hub_model_id"),
         (HubSettings("reserved", TOKEN), "hub_model_id"),
         (HubSettings("run", TOKEN, revision="not a branch"), "hub_revision"),

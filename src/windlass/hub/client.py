@@ -79,19 +79,23 @@ class HubClient:
 
     Args:
         repository: `owner/name`, or a name, whose owner is that of the token.
-        token: None for the one of `hf auth login` or `HF_TOKEN`.
+        token: None for the one of `hf auth login` or `HF_TOKEN`. As with these, white space around it does not count.
         revision: branch; None for the main one.
 
     Raises:
         MissingDependencyError: the package is not installed.
+        HubError: the token has characters that cannot be sent.
     """
 
     def __init__(self, repository: str, token: str | None = None, revision: str | None = None) -> None:
         self._library: Any = require("huggingface_hub", "publish on the Hub")
         _limit_waits()
-        self._api: Any = self._library.HfApi(token=token)
-        self._token, self._revision = token, revision
+        self._token, self._revision = (token or "").strip() or None, revision
+        self._api: Any = self._library.HfApi(token=self._token)
         self.repository = repository
+        if self._token and not (self._token.isascii() and self._token.isprintable()):
+            text = f"cannot use {self.address}: the token has characters that no token has"
+            raise HubError(text, passing=False, status=401)
 
     @property
     def address(self) -> str:

@@ -18,7 +18,7 @@ from windlass.hub.staging import STAGING
 
 SCHEME = "hub:"
 _NEWEST = "fetched.json"  # address -> folder, of the last call
-_ADDRESS = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/\s]+))?(?:/(?P<folder>\S+))?")
+_ADDRESS = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/\s]+))?(?:/(?P<folder>\S+?))?/?")
 
 
 def fetch(address: str, token: str | None, folder: Path) -> Path:
@@ -38,11 +38,11 @@ def fetch(address: str, token: str | None, folder: Path) -> Path:
     if match is None:
         fix = "name a repository as hub:OWNER/NAME, with @REVISION and /FOLDER if needed"
         raise ConfigError(Problem("resume_from_checkpoint", address, fix))
-    client = HubClient(match["repository"], token)
     (folder / STAGING).mkdir(parents=True, exist_ok=True)
     # Of its own, because processes that find the checkpoint there read its manifest again at the same time.
     place, staged = match["folder"] or LAST, Path(tempfile.mkdtemp(prefix="download-", dir=folder / STAGING))
     try:
+        client = HubClient(match["repository"], token)
         commit = client.commit_of(unquote(match["revision"] or "") or None)
         if f"{place}/{MANIFEST_NAME}" not in client.names(place, commit):
             raise CheckpointError(

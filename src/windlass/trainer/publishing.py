@@ -115,5 +115,5 @@ def _settings(args: TrainingArguments, token: str | None = None, revision: str |
     strategy = getattr(args.hub_strategy, "value", args.hub_strategy)
     return HubSettings(
         repository(args), token or args.hub_token, args.hub_private_repo, strategy, args.hub_always_push,
-        revision or args.hub_revision, seconds(args.hub_wait),
+        revision or args.hub_revision or None, seconds(args.hub_wait),
     )  # fmt: skip
