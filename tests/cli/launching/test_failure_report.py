@@ -27,6 +27,13 @@ def test_a_rank_that_lost_its_peers_is_no_cause_though_it_failed_first() -> None
     assert incident.knows_its_cause
 
 
+def test_a_rank_that_reached_no_server_did_not_lose_its_peers() -> None:
+    refused = "CheckpointError: cannot read https://hub/a/b: ConnectError: [Errno 111] Connection refused"
+    incident = Incident("failed", [failed(0, refused), failed(1, PEER, time=0.5)])
+    assert incident.culprit.rank == 0
+    assert incident.knows_its_cause
+
+
 def test_of_two_causes_the_first_counts_and_one_that_was_killed_before_both() -> None:
     two = [failed(0, "KeyError: 'x'", time=5.0), failed(1, "ValueError: y", time=4.0)]
     assert Incident("failed", two).culprit.rank == 1

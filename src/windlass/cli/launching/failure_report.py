@@ -19,6 +19,8 @@ _LOST_PEERS = re.compile(
     r"ncclRemoteError|collective operation timeout",
     re.IGNORECASE,
 )
+# Unless the message names a server outside the job, as that of a Hub or of a script's own download.
+_ELSEWHERE = re.compile(r"https?://")
 # Of those, the errors of a rank that waited for as long as a collective may take.
 _TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 _STARTING_FRAME = re.compile(r'File "(<frozen runpy>|[^"]*windlass/cli/launching/worker\.py)"')
@@ -37,7 +39,7 @@ _PRECEDENCE: tuple[Kind, ...] = ("stalled", "failed", "deserted", "lost", "aband
 
 def lost_peers(message: str) -> bool:
     """Return True if an error with this message was raised only because another rank had gone."""
-    return _LOST_PEERS.search(message) is not None
+    return _LOST_PEERS.search(message) is not None and _ELSEWHERE.search(message) is None
 
 
 @dataclass(frozen=True, slots=True)
