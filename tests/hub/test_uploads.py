@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,36 @@ def test_a_lasting_failure_ends_the_upload(
     running.add(two)  # the Hub is asked again
     assert running.finish(60, print) == []
     assert hub.files("someone/run") == {"b.json": b'"b"'}
+
+
+@pytest.mark.parametrize(("every", "statuses", "listed"), [
+    (False, [401, None], []),  # its command would put the older one in the place of the newer
+    (False, [401, 401], [1]),
+    (False, [None, 401], [1]),
+    (True, [401, None], [0]),
+    (True, [401, 401], [0, 1]),
+])  # fmt: skip
+def test_what_a_newer_upload_replaces_is_not_listed(
+    hub: Hub, token: str, tmp_path: Path, every: bool, statuses: list[int | None], listed: list[int]
+) -> None:
+    running, made = Uploads(client(token), every=every), list[Upload]()
+    for number, status in enumerate(statuses):
+        hub.faults = [] if status is None else [Fault("POST .*/commit/", status=status)]
+        made.append(upload(tmp_path / str(number)))
+        running.add(made[-1])
+        wait([made[-1].commit])
+    assert running.finish(60, print) == [made[number] for number in listed]
+
+
+def test_one_that_cannot_begin_is_not_replaced_by_an_older_one(hub: Hub, token: str, tmp_path: Path) -> None:
+    running, older, newer = Uploads(client(token)), upload(tmp_path / "0"), upload(tmp_path / "1")
+    go_on = threading.Event()
+    hub.faults = [Fault("POST .*/preupload/", hold=go_on)]
+    running.add(older)
+    running.drop(newer, "no space left")
+    go_on.set()
+    assert running.finish(60, print) == [newer]
+    assert older.commit.result().startswith(hub.url)
 
 
 def test_a_hub_that_stalls_is_given_up_at_the_end(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -33,6 +34,7 @@ class Upload:
         error: why the last attempt failed.
         commit: the address of the commit, once it is made, or the error for which it was dropped.
         given_up: nobody waits for it any longer.
+        number: its place in the order of all uploads.
     """
 
     what: str
@@ -44,6 +46,7 @@ class Upload:
     error: str = ""
     commit: Future[str] = field(default_factory=Future)
     given_up: threading.Event = field(default_factory=threading.Event)
+    number: int = 0
 
 
 class Uploads:
@@ -61,11 +64,14 @@ class Uploads:
         self._leaving = False
         self._thread: threading.Thread | None = None
         self._failed: list[Upload] = []
+        self._numbers = itertools.count(1)
+        self._newest: dict[str, int] = {}  # what -> number of the last one of it that ended
 
     def add(self, upload: Upload) -> None:
         """Start an upload, or let it wait for those before it."""
         with self._changed:
             self._leaving = False
+            upload.number = next(self._numbers)
             if not self._every:
                 for older in [one for one in self._waiting if one.what == upload.what]:
                     self._waiting.remove(older)
@@ -82,6 +88,7 @@ class Uploads:
         upload.error = why
         _warn_of_loss(upload)
         with self._changed:
+            upload.number = next(self._numbers)
             self._fail(upload)
 
     @property
@@ -94,7 +101,8 @@ class Uploads:
         """Wait until all uploads have ended, at most `limit` seconds or until `leave()`; then give up on the rest.
 
         Returns:
-            Those that failed since the last call.
+            Those that failed since the last call. Unless each is to be committed, without those whose place a newer one
+            has taken: to upload them later would replace it.
 
         Args:
             report: called with a line on what is waited for, at first and then every ten seconds.
@@ -113,8 +121,9 @@ class Uploads:
                     f"waiting for {len(pending)} upload(s) to the Hub, at most {left:.0f} s: {pending[0].what}"
                 )
             wait([pending[0].commit], min(left, 0.2))
-        failed, self._failed = self._failed, []
-        return failed
+        with self._changed:
+            failed, self._failed = self._failed, []
+            return [one for one in failed if self._every or one.number == self._newest[one.what]]
 
     def leave(self) -> None:
         """Do not wait for what is under way now, in `finish()` or later. May be called in a signal handler, so it takes
@@ -152,7 +161,7 @@ class Uploads:
                 if address is None:
                     self._fail(upload)
                 else:
-                    upload.files.remove()
+                    self._end(upload)
                     upload.commit.set_result(address)
 
     def _try(self, upload: Upload) -> str | None:
@@ -194,9 +203,13 @@ class Uploads:
 
     def _fail(self, upload: Upload) -> None:
         """Note a failure. The lock is held, so an upload ends once."""
-        upload.files.remove()
+        self._end(upload)
         self._failed.append(upload)
         upload.commit.set_exception(HubError(upload.error, passing=False))
+
+    def _end(self, upload: Upload) -> None:
+        upload.files.remove()
+        self._newest[upload.what] = max(upload.number, self._newest.get(upload.what, 0))
 
 
 def _warn_of_loss(upload: Upload) -> None:
