@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
 from windlass.core.errors import CheckpointError, ConfigError
+from windlass.hub.client import HubClient
 from windlass.hub.fetching import fetch, fetched_before
 from windlass.hub.publisher import HubSettings, Publisher
+from windlass.hub.staging import STAGING
 
 
 @pytest.fixture
@@ -36,6 +39,27 @@ def test_a_checkpoint_comes_back_to_the_bit_and_only_once(
     for same in ("@main/last-checkpoint", "/last-checkpoint/", "/"):
         assert fetch(f"hub:someone/run{same}", token, tmp_path) == path
     assert not any("optimizer" in request for request in hub.requests[asked:])
+
+
+def test_what_a_killed_download_left_is_removed(
+    hub: Hub, token: str, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrive = HubClient.fetch
+
+    def killed(client: HubClient, name: str, revision: str, folder: Path) -> Path:
+        arrive(client, name, revision, folder)
+        os._exit(9)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HubClient, "fetch", killed)
+        child = os.fork()
+        if child == 0:
+            fetch("hub:someone/run", token, tmp_path)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    (left,) = (tmp_path / STAGING).iterdir()
+    path = fetch("hub:someone/run", token, tmp_path)
+    assert content(path) == content(published)
+    assert not left.exists()
 
 
 def test_other_processes_take_what_the_first_one_fetched(

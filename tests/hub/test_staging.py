@@ -1,4 +1,4 @@
-"""Links to files that wait for their upload."""
+"""Folders of files on their way to or from the Hub."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import tempfile
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -14,11 +13,13 @@ from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.plain_text import parse_json
 from windlass.hub.client import HubClient, HubError
 from windlass.hub.publisher import LAST
-from windlass.hub.staging import STAGING
+from windlass.hub.staging import STAGING, StagedFiles, remove_stale
 
 SCHEME = "hub:"
 _NEWEST = "fetched.json"  # address -> folder, of the last call
-_ADDRESS = re.compile(r"hub:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/\s]+))?(?:/(?P<folder>\S+?))?/?")
+_ADDRESS = re.compile(
+    r"hub:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/\s]+))?(?:/(?P<folder>\S+?))?/?"
+)
 
 
 def fetch(address: str, token: str | None, folder: Path) -> Path:
@@ -38,9 +39,10 @@ def fetch(address: str, token: str | None, folder: Path) -> Path:
     if match is None:
         fix = "name a repository as hub:OWNER/NAME, with @REVISION and /FOLDER if needed"
         raise ConfigError(Problem("resume_from_checkpoint", address, fix))
-    (folder / STAGING).mkdir(parents=True, exist_ok=True)
+    remove_stale(folder)
     # Of its own, because processes that find the checkpoint there read its manifest again at the same time.
-    place, staged = match["folder"] or LAST, Path(tempfile.mkdtemp(prefix="download-", dir=folder / STAGING))
+    place, files = match["folder"] or LAST, StagedFiles(folder)
+    staged = files.path
     try:
         client = HubClient(match["repository"], token)
         commit = client.commit_of(unquote(match["revision"] or "") or None)
@@ -62,7 +64,7 @@ def fetch(address: str, token: str | None, folder: Path) -> Path:
     except HubError as error:
         raise CheckpointError(str(error)) from None
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        files.remove()
 
 
 def fetched_before(address: str, folder: Path) -> Path:

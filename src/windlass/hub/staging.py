@@ -1,4 +1,4 @@
-"""Files that wait for their upload: links to them, in folders that no other process removes while this one lives."""
+"""Files on their way to or from the Hub, in folders that no other process removes while this one lives."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ STAGING = ".windlass-hub"
 
 
 class StagedFiles:
-    """A folder in a run's `.windlass-hub`, which belongs to one upload. It is made with its first file.
+    """A folder in a run's `.windlass-hub`, which belongs to one upload or download. It is made with its first file.
 
     It is locked by the system until `remove()` or the end of the process, so that several runs, commands and publishers
-    may upload from the folder of one run.
+    may work in the folder of one run.
     """
 
     def __init__(self, run: Path) -> None:
@@ -32,10 +32,10 @@ class StagedFiles:
         """The folder."""
         if self._made is None:
             (self._run / STAGING).mkdir(parents=True, exist_ok=True)
-            # It gets the name of an upload's folder with its lock, so nobody takes it for that of a killed process.
+            # It is locked before it has a name by which it could be taken for that of a killed process.
             made = Path(tempfile.mkdtemp(prefix="new-", dir=self._run / STAGING))
             self._lock = _locked(made)
-            self._made = made.rename(made.with_name(f"upload-{made.name}"))
+            self._made = made.rename(made.with_name(f"staged-{made.name}"))
         return self._made
 
     def link(self, files: Mapping[str, Path]) -> None:
@@ -61,7 +61,7 @@ class StagedFiles:
 
 def remove_stale(run: Path) -> None:
     """Remove the folders of processes that were killed; none where the disk has no locks."""
-    for left in (run / STAGING).glob("upload-*"):
+    for left in (run / STAGING).glob("staged-*"):
         lock = _locked(left)
         if lock is not None:
             shutil.rmtree(left, ignore_errors=True)
