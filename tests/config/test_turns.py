@@ -10,9 +10,16 @@ from tests.dist.launch import launch
 _SCRIPT = """
 import os, sys
 from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import WindlassError
 
 args = TrainingArguments("out", use_cpu=True, ddp_timeout=60)
 cache = sys.argv[1]
+if sys.argv[2] == "report":
+    try:
+        with args.main_process_first(desc="tokenising"):
+            raise OSError("disk full")
+    except (OSError, WindlassError) as error:
+        sys.stdout.write(f"{type(error).__name__}: {error}\\n")
 for turn in range(3):
     with args.main_process_first(local=turn != 1, desc="tokenising"):
         path = os.path.join(cache, str(turn))
@@ -45,3 +52,12 @@ def test_the_main_process_goes_first(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_a_failure_of_the_main_process_ends_all(tmp_path: Path) -> None:
     assert "disk full" in _launch(tmp_path, "fail", 1)
+
+
+@pytest.mark.dist
+def test_the_others_end_with_an_error_that_the_command_line_shows_in_one_line(tmp_path: Path) -> None:
+    said = _launch(tmp_path, "report", 0)
+    assert sorted(line for line in said.splitlines() if "Error: " in line) == [
+        "OSError: disk full",
+        "PeerError: the main process failed at 'tokenising'; see its own error",
+    ]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from tests.dist.launch import launch
 
+from windlass.core.errors import PeerError
 from windlass.dist.gang import Gang
-from windlass.dist.lockstep import Lockstep, PeerError, Round, agree, telling_others
+from windlass.dist.lockstep import Lockstep, Round, agree, telling_others
 
 
 @pytest.mark.dist

@@ -19,9 +19,9 @@ from tests.engine.evaluate_cases import (
     targets,
 )
 
+from windlass.core.errors import PeerError
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
-from windlass.dist.lockstep import PeerError
 from windlass.dist.wire import stream
 from windlass.engine.evaluate import EvalRequest, evaluation_loop
 from windlass.engine.uneven_batches import pad_uneven_batches

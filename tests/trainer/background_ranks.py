@@ -18,8 +18,7 @@ from windlass.checkpoint import host_memory
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.store import Store
-from windlass.core.errors import CheckpointError
-from windlass.dist.lockstep import PeerError
+from windlass.core.errors import CheckpointError, PeerError
 from windlass.trainer import run_saver, save_retry
 
 RANK = int(os.environ["RANK"])

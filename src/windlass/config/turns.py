@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from windlass.core.errors import PeerError
 from windlass.core.world import World
 
 _turn = itertools.count()
@@ -23,7 +24,7 @@ def main_process_first(world: World, local: bool, description: str, timeout: tim
     group. All processes must make the same calls in the same order.
 
     Raises:
-        RuntimeError: the main process failed, so its result is missing.
+        PeerError: the main process failed, so its result is missing.
     """
     if not world.is_distributed:
         yield
@@ -34,7 +35,7 @@ def main_process_first(world: World, local: bool, description: str, timeout: tim
     if not (world.is_local_main if local else world.is_main):
         store.wait([key], timeout)
         if store.get(key) != b"done":
-            raise RuntimeError(f"the main process failed at {description!r}; see its own error")
+            raise PeerError(f"the main process failed at {description!r}; see its own error")
         yield
         return
     try:

@@ -80,6 +80,10 @@ class NonFiniteError(WindlassError, FloatingPointError):
     """The loss or the gradient norm became NaN or infinite, and the policy is to stop."""
 
 
+class PeerError(WindlassError, RuntimeError):
+    """Another rank failed, so the work they share cannot be finished here."""
+
+
 class MemoryShortError(WindlassError, MemoryError):
     """Memory does not hold a batch, and this process cannot continue with a smaller one by itself."""
 

@@ -8,15 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from windlass.core.errors import WindlassError
+from windlass.core.errors import PeerError
 from windlass.dist.gang import Gang, Pending
 
 T = TypeVar("T")
 _FAILED = "failed"
-
-
-class PeerError(WindlassError):
-    """Another rank failed, so the work they share cannot be finished here."""
 
 
 @dataclass(slots=True)

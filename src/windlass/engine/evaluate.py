@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.core.errors import ConfigError, DataError, ModelError, Problem
+from windlass.core.errors import ConfigError, DataError, ModelError, PeerError, Problem
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.trees import Spec, batch_size_of, map_leaves, unflatten
 from windlass.core.types import EvalLoopOutput, EvalPrediction, LossTerms
 from windlass.dist.gang import Gang
-from windlass.dist.lockstep import PeerError, agree, telling_others
+from windlass.dist.lockstep import agree, telling_others
 from windlass.metrics.evaluation import MeanLoss, checked_metrics, mean_of, named_metrics
 from windlass.metrics.joining import pad_concat, take_apart
 from windlass.metrics.kept_rows import OrderLog, RowStore
