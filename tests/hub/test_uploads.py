@@ -102,6 +102,23 @@ def test_what_a_newer_upload_replaces_is_not_listed(
     assert running.finish(60, print) == [made[number] for number in listed]
 
 
+def test_a_reason_is_warned_of_once_until_an_upload_succeeds(
+    hub: Hub, token: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that saves often would report a token that has expired with each save."""
+    running, warned = Uploads(client(token), every=True), list[int]()
+    for number, status in enumerate([401, 401, 403, 401, None, 401, 500, 500]):
+        hub.faults = [] if status is None else [Fault("POST .*/commit/", status=status)]
+        one = upload(tmp_path / str(number))
+        caplog.clear()
+        running.add(one)
+        wait([one.commit])
+        if any(record.levelname == "WARNING" for record in caplog.records):
+            warned.append(number)
+    assert warned == [0, 2, 5, 6, 7]
+    assert len(running.finish(60, print)) == 5
+
+
 def test_one_that_cannot_begin_is_not_replaced_by_an_older_one(hub: Hub, token: str, tmp_path: Path) -> None:
     running, older, newer = Uploads(client(token)), upload(tmp_path / "0"), upload(tmp_path / "1")
     go_on = threading.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import threading
 import time
@@ -65,6 +66,7 @@ class Uploads:
         self._thread: threading.Thread | None = None
         self._failed: list[Upload] = []
         self._numbers = itertools.count(1)
+        self._warned = set[tuple[str, str]]()
         self._newest: dict[str, int] = {}  # what -> number of the last one of it that ended
 
     def add(self, upload: Upload) -> None:
@@ -86,7 +88,7 @@ class Uploads:
     def drop(self, upload: Upload, why: str) -> None:
         """Note an upload that cannot begin, for what `finish()` returns."""
         upload.error = why
-        _warn_of_loss(upload)
+        self._report_loss(upload)
         with self._changed:
             upload.number = next(self._numbers)
             self._fail(upload)
@@ -161,6 +163,7 @@ class Uploads:
                 if address is None:
                     self._fail(upload)
                 else:
+                    self._warned.clear()
                     self._end(upload)
                     upload.commit.set_result(address)
 
@@ -182,12 +185,10 @@ class Uploads:
             upload.error = why
             pause = _PAUSES[min(attempt, len(_PAUSES) - 1)]
             if not again or time.monotonic() + pause > until:
-                _warn_of_loss(upload)
+                self._report_loss(upload)
                 break
             if attempt == 0:
-                logger.warning(
-                    "the upload of %s is tried again, and training continues: %s", upload.what, upload.error
-                )
+                self._report("the upload of %s is tried again, and training continues: %s", upload)
             attempt += 1
             upload.given_up.wait(pause)
         return None
@@ -211,9 +212,13 @@ class Uploads:
         upload.files.remove()
         self._newest[upload.what] = max(upload.number, self._newest.get(upload.what, 0))
 
+    def _report_loss(self, upload: Upload) -> None:
+        self._report(
+            "%s was not uploaded, and training continues: %s. To upload it later: %s", upload, upload.later
+        )
 
-def _warn_of_loss(upload: Upload) -> None:
-    logger.warning(
-        "%s was not uploaded, and training continues: %s. To upload it later: %s",
-        upload.what, upload.error, upload.later,
-    )  # fmt: skip
+    def _report(self, text: str, upload: Upload, *more: str) -> None:
+        """Warn once for each reason, until an upload succeeds: it would be repeated with each save."""
+        level = logging.INFO if (text, upload.error) in self._warned else logging.WARNING
+        self._warned.add((text, upload.error))
+        logger.log(level, text, upload.what, upload.error, *more)
