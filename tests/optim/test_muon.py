@@ -73,6 +73,22 @@ def test_what_other_operations_make_orthogonal_is_torchs_but_for_rounding(shape:
     assert torch.allclose(found.float() * scale, -parameter, atol=0.08)  # bf16, of values below 1
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_in_bfloat16_is_that_of_the_gradients(nesterov: bool) -> None:
+    """Before torch 2.15, its Muon divides the momentum itself by its norm, without Nesterov's term."""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(6, 10, dtype=torch.bfloat16))
+    start, gradient = parameter.detach().clone(), 7 * torch.randn(6, 10).bfloat16()
+    options: dict[str, Any] = {"momentum": 0.5, "nesterov": nesterov, "adjust_lr_fn": "original"}
+    ours = MuonWithAdamW([{"params": [parameter], "use_muon": True}], lr=0.1, **options)
+    parameter.grad = gradient.clone()
+    ours.step()
+    assert torch.equal(ours.state[parameter]["momentum_buffer"], gradient / 2)
+    assert torch.equal(parameter.grad, gradient)
+    exact = orthogonalized(gradient.float(), (3.4445, -4.775, 2.0315), 5, 1e-7)
+    torch.testing.assert_close((start - parameter) / 0.1, exact.bfloat16(), rtol=0, atol=0.2)
+
+
 def test_a_schedule_sets_the_rate_of_both() -> None:
     model = Net()
     optimizer = MuonWithAdamW(MuonWithAdamW.arrange(model, decay_groups(model, 0.1)), lr=0.01)

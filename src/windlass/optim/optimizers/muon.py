@@ -108,19 +108,28 @@ class MuonWithAdamW(Optimizer):
 
 
 class _MuonAnywhere(Muon):
-    """Torch's Muon, on PyTorch/XLA in operations that its compiler has: it has no `addmm` with factors, and would read
-    matrices back and multiply them on the host.
-    """
+    """Torch's Muon, and in operations of its own where that does not do: see `_is_own`."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        if self.param_groups[0]["params"][0].device.type != "xla":
-            return super().step(closure)  # type: ignore[no-untyped-call]
-        for group in self.param_groups:
+        groups = self.param_groups
+        for group in filter(_is_own, groups):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     _move(parameter, parameter.grad, self.state[parameter], group)
-        return None
+        self.param_groups = [group for group in groups if not _is_own(group)]
+        try:
+            return super().step(closure)  # type: ignore[no-untyped-call]
+        finally:
+            self.param_groups = groups
+
+
+def _is_own(group: dict[str, Any]) -> bool:
+    """PyTorch/XLA's compiler has no `addmm` with factors, and would read matrices back and multiply them on the host.
+    And before torch 2.15, without Nesterov's term, torch divides momentum in bfloat16 by its norm, in place.
+    """
+    bfloat16 = any(parameter.dtype == torch.bfloat16 for parameter in group["params"])
+    return group["params"][0].device.type == "xla" or (bfloat16 and not group["nesterov"])
 
 
 def _move(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -132,8 +141,12 @@ def _move(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dic
     direction = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
     direction = orthogonalized(direction, group["ns_coefficients"], group["ns_steps"], group["eps"])
     rows, columns = parameter.shape
-    wide = group["adjust_lr_fn"] == "match_rms_adamw"
-    factor = 0.2 * math.sqrt(max(rows, columns)) if wide else math.sqrt(max(1, rows / columns))
+    factors = {
+        "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns)),
+        "original": math.sqrt(max(1, rows / columns)),
+        "spectral_unclamped": math.sqrt(rows / columns),
+    }
+    factor = factors[group["adjust_lr_fn"] or "original"]
     parameter.mul_(1 - group["lr"] * group["weight_decay"])
     parameter.add_(direction, alpha=-group["lr"] * factor)
 
