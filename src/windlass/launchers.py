@@ -91,11 +91,8 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run `function(*args)` in several processes on the CPU, for a trial.
-
-    Raises:
-        ConfigError: the function uses a value that cannot be sent to new processes.
-        RuntimeError: a process failed; with the traceback of the first.
+    """Run `function(*args)` in several processes on the CPU, for a trial. Raises ConfigError if the function uses a
+    value that cannot be sent to new processes, and RuntimeError if a process failed, with the traceback of the first.
     """
     problems = list(_machine_problems(num_processes, 0, 1, "c10d"))
     if problems:
@@ -162,10 +159,8 @@ def _alone() -> Meeting:
 def _meeting(
     nodes: int, node: int, backend: str, endpoint: str, options: Mapping[str, Any], run: str
 ) -> Meeting:
-    """Return the rendezvous of several machines.
-
-    Raises:
-        ConfigError: the endpoint is not HOST:PORT, or other machines can reach it and there is no token.
+    """Return the rendezvous of several machines. Raises ConfigError if the endpoint is not HOST:PORT, or other machines
+    can reach it and there is no token.
     """
     from windlass.dist.listening import can_listen
     from windlass.dist.machines import DEFAULT_WAIT_SECONDS, Meeting

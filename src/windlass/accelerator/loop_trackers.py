@@ -67,10 +67,7 @@ class Trackers:
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of this name, or with `unwrap` the run of its package (None on other than the main process).
 
-        Before `init_trackers` it is a blank tracker.
-
-        Raises:
-            ConfigError: no tracker of this name was opened.
+        Before `init_trackers` it is a blank tracker. Raises ConfigError if no tracker of this name was opened.
         """
         if not self.trackers:
             return GeneralTracker(_blank=True)

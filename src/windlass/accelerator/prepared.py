@@ -193,10 +193,8 @@ class Prepared:
 
     @property
     def fused(self) -> FusedExecutor | None:
-        """The executor of the optimizer that updates in the backward; None if there is none.
-
-        Raises:
-            ConfigError: it was prepared with other optimizers, with fp16, or after its replicated model.
+        """The executor of the optimizer that updates in the backward; None if there is none. Raises ConfigError if it
+        was prepared with other optimizers, with fp16, or after its replicated model.
         """
         found = [o for o in self.optimizers if updates_in_backward(o.optimizer)]
         if not found:

@@ -25,11 +25,7 @@ _KERNELS = ("torch_adam", "adam_w_mode")
 
 
 class ZeroEngines:
-    """Makes what a configuration of DeepSpeed asks for.
-
-    Args:
-        setup: its plan has the configuration, if DeepSpeed is used.
-    """
+    """Makes what a configuration of DeepSpeed asks for. The plan of `setup` has it, if DeepSpeed is used."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -41,10 +37,8 @@ class ZeroEngines:
     # --- optimizers and schedules of the configuration ----------------------------------------------------------------
 
     def replaced(self, objects: Sequence[Any]) -> list[Any]:
-        """`objects` with real optimizers and schedules in place of placeholders.
-
-        Raises:
-            ConfigError: the configuration has none, or has one beside an object of the script.
+        """`objects` with real optimizers and schedules in place of placeholders. Raises ConfigError if the
+        configuration has none, or has one beside an object of the script.
         """
         self._check(objects)
         made = {id(item): self._optimizer(item) for item in objects if isinstance(item, DummyOptim)}

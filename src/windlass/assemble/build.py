@@ -132,10 +132,8 @@ def _executor(
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Check that the optimizer updates a parameter of the model.
-
-    Raises:
-        ConfigError: it was made for another model, so training would change nothing.
+    """Check that the optimizer updates a parameter of the model. Raises ConfigError if it was made for another model,
+    so training would change nothing.
     """
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):

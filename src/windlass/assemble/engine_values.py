@@ -17,10 +17,8 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 def with_engine(args: Any, facts: Facts, parallel: Parallel, steps: int) -> DistPlan:
-    """How the model is distributed, with the configuration of an engine completed for a run of `steps` updates.
-
-    Raises:
-        ConfigError: the configuration contradicts the arguments, or the run is not one that the engine can do.
+    """How the model is distributed, with the configuration of an engine completed for a run of `steps` updates. Raises
+    ConfigError if the configuration contradicts the arguments, or the run is not one that the engine can do.
     """
     zero = parallel.dist.zero
     if zero is None:

@@ -84,11 +84,7 @@ _MAX_STEPS = 10**9
 
 
 def resolve(args: Any, facts: Facts) -> RunPlan:
-    """The plan of a training run.
-
-    Raises:
-        ConfigError: with every problem found, each naming field, value and fix.
-    """
+    """The plan of a training run. Raises ConfigError with every problem found, each naming field, value and fix."""
     check(args)  # scripts may have assigned to arguments
     problems = list(_problems(args, facts))
     parallel = None
@@ -310,10 +306,8 @@ def _takes_two_backwards(args: Any, facts: Facts) -> bool:
 
 
 def resolve_parallel(args: Any, world: World) -> Parallel:
-    """Resolve how the model is distributed over `world` from the arguments and the launcher of this process.
-
-    Raises:
-        ConfigError: with every problem, contradictions of the two among them.
+    """Resolve how the model is distributed over `world` from the arguments and the launcher of this process. Raises
+    ConfigError with every problem, contradictions of the two among them.
     """
     settings = merge(from_arguments(args), from_environment(os.environ))
     found = plan_parallel(settings, world)

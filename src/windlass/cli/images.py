@@ -56,10 +56,8 @@ def _read(path: Path, size: int | None) -> np.ndarray[Any, Any]:
 
 
 def load_images(recipe: Recipe, seed: int) -> tuple[Images, Images | None, list[str]]:
-    """Return the training images, those of the evaluation (None without any), and the names of the classes.
-
-    Raises:
-        DataError: a folder has no images, or the evaluation has another class.
+    """Return the training images, those of the evaluation (None without any), and the names of the classes. Raises
+    DataError if a folder has no images, or the evaluation has another class.
     """
     data = recipe.data
     if data.format == "digits":

@@ -44,11 +44,7 @@ class AcceleratorConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
-        """Read the options from a JSON file.
-
-        Raises:
-            ConfigError: it has an unknown key, or is not an object.
-        """
+        """Read the options from a JSON file. Raises ConfigError if it has an unknown key, or is not an object."""
         return read(parse_json(Path(json_file).read_bytes()))
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,10 +81,8 @@ class AcceleratorConfig:
 
 
 def read(value: Any) -> AcceleratorConfig:
-    """Return an `AcceleratorConfig` from None, a dict of some of its fields, or any dataclass with them.
-
-    Raises:
-        ConfigError: an unknown key, or a class instead of an instance.
+    """Return an `AcceleratorConfig` from None, a dict of some of its fields, or any dataclass with them. Raises
+    ConfigError for an unknown key, or a class instead of an instance.
     """
     if isinstance(value, AcceleratorConfig):
         return value

@@ -99,10 +99,8 @@ class FullyShardedDataParallelPlugin:
     validate_cpu_offload = validate_mixed_precision_policy
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields that are set, by the words of a launch file, with canonical values.
-
-        Raises:
-            ConfigError: with every problem.
+        """Return the fields that are set, by the words of a launch file, with canonical values. Raises ConfigError with
+        every problem.
         """
         if problems := list(self.objections()):
             raise ConfigError(problems)

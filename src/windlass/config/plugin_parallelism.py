@@ -147,10 +147,8 @@ class ParallelismConfig(Options):
         return ["dp_replicate", "dp_shard_cp"] if self.dp_replicate_enabled else ["dp_shard_cp"]
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """The mesh of this layout, made at the first call. Collective then.
-
-        Raises:
-            ConfigError: another `device_type` than that of the mesh, or none at the first call.
+        """The mesh of this layout, made at the first call. Collective then. Raises ConfigError for another
+        `device_type` than that of the mesh, or none at the first call.
         """
         made = self.device_mesh
         if made is None:

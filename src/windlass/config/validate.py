@@ -60,10 +60,8 @@ def _matches(value: Any, wanted: Any) -> bool:
 
 
 def check(args: Any) -> None:
-    """Normalise `args` in place and raise if anything is wrong. To be called again before each run.
-
-    Raises:
-        ConfigError: with every problem.
+    """Normalise `args` in place and raise if anything is wrong. To be called again before each run. Raises ConfigError
+    with every problem.
     """
     found = problems(args)
     if found:

@@ -82,10 +82,8 @@ def settle_stream(args: SFTConfig, is_stream: bool) -> None:
 
 def router_coefficient(args: SFTConfig, model: Any) -> float:
     """The weight of the experts' load-balancing loss, 0 for a model without experts. It is written to the model's
-    config, which otherwise adds the loss itself.
-
-    Raises:
-        ConfigError: `router_aux_loss_coef` is set, and the model returns no router logits.
+    config, which otherwise adds the loss itself. Raises ConfigError if `router_aux_loss_coef` is set, and the model
+    returns no router logits.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -63,10 +63,8 @@ def decay_groups(
     model: nn.Module, weight_decay: float, decaying: list[str] | None = None
 ) -> list[dict[str, Any]]:
     """Two groups of the trainable parameters, decaying then not, each in the model's order. Scripts address them by
-    their position, so that both exist if one is empty, and if `weight_decay` is 0.
-
-    Args:
-        decaying: names in the place of `decay_parameter_names`.
+    their position, so that both exist if one is empty, and if `weight_decay` is 0. `decaying` has names in the place of
+    `decay_parameter_names`.
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     names = set(decay_parameter_names(model) if decaying is None else decaying)

@@ -12,10 +12,8 @@ def layers_above(model: nn.Module) -> dict[str, int]:
 
     Layers are the members of the model's outermost `nn.ModuleList`s: 1 for the last, 2 for the one before, and so on.
     Parameters that are defined after the layers (the final norm, the head) have 0. Embeddings, and what else is defined
-    before the layers, have one more than the first layer of the longest list.
-
-    Raises:
-        ConfigError: the model has no such list.
+    before the layers, have one more than the first layer of the longest list. Raises ConfigError if the model has no
+    such list.
     """
     stacks: dict[str, int] = {}
     for name, module in model.named_modules():

@@ -62,10 +62,8 @@ class PerParameterOptimizer(torch.optim.Optimizer):
         self.apply(parameter, grad, state, group)
 
     def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Change `parameter` and its `state`, whose "step" counts this update already.
-
-        Args:
-            grad: of the parameter's shape; sharded as it is; in fp32 or fp64.
+        """Change `parameter` and its `state`, whose "step" counts this update already. `grad` has the parameter's
+        shape, sharded as it is, in fp32 or fp64.
         """
         raise NotImplementedError
 
@@ -76,10 +74,8 @@ def updates_in_backward(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def move(parameter: Tensor, displacement: Tensor, decay: float | Tensor = 0.0) -> None:
-    """`parameter -= decay * parameter + displacement`, in place.
-
-    Args:
-        displacement: of the parameter's shape, sharded as it is or whole; in fp32 or fp64.
+    """`parameter -= decay * parameter + displacement`, in place. `displacement` has the parameter's shape, sharded as
+    it is or whole, in fp32 or fp64.
     """
     mine = local(parameter)
     change = (

@@ -87,10 +87,8 @@ OPTIMIZERS: dict[str, Callable[[OptimizerPlan], Recipe]] = {
 
 
 def optimizer_factory(plan: OptimizerPlan) -> Recipe:
-    """The class of the optimizer of `plan` and its keyword arguments without parameters.
-
-    Raises:
-        ConfigError: the name is unknown or not built, or the optimizer does not have an option.
+    """The class of the optimizer of `plan` and its keyword arguments without parameters. Raises ConfigError if the name
+    is unknown or not built, or the optimizer does not have an option.
     """
     factory = OPTIMIZERS.get(plan.name)
     if factory is None:

@@ -213,10 +213,8 @@ def build_schedule(
     warmup_steps: int = 0,
     options: Mapping[str, Any] | None = None,
 ) -> Schedule:
-    """The schedule called `name` over a run of `total_steps` updates, `warmup_steps` of them warm-up.
-
-    Raises:
-        ConfigError: an unknown name or option, or an invalid value of an option.
+    """The schedule called `name` over a run of `total_steps` updates, `warmup_steps` of them warm-up. Raises
+    ConfigError for an unknown name or option, or an invalid value of an option.
     """
     _warn_of_warmup(name, warmup_steps)
     if name in METRIC_DRIVEN:

@@ -124,10 +124,8 @@ class LossScaler:
         return found
 
     def overflowed(self, found_inf: Tensor) -> bool:
-        """Return True if this update must be skipped. The one host sync of an update.
-
-        Raises:
-            NonFiniteError: so many updates in a row overflowed that the scale cannot be the cause.
+        """Return True if this update must be skipped. The one host sync of an update. Raises NonFiniteError if so many
+        updates in a row overflowed that the scale cannot be the cause.
         """
         # On the CPU the value is read through NumPy, without a dispatch.
         flag = found_inf.numpy() if found_inf.device.type == "cpu" else found_inf.item()

@@ -222,10 +222,8 @@ def _unicode(text: str, where: str) -> str:
 
 
 def checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
-    """Return `messages` if it is a conversation: a list of mappings with a known role.
-
-    Raises:
-        DataError: it is not, or it is empty.
+    """Return `messages` if it is a conversation: a list of mappings with a known role. Raises DataError if it is not
+    one, or is empty.
     """
     if not isinstance(messages, list):
         raise DataError(f"{name} must be a list of messages, not {type(messages).__name__}")

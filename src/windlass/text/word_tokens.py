@@ -51,11 +51,7 @@ _Check = Callable[[Any], bool]
 
 
 class WordTokens:
-    """The tokens of texts, from a fast tokenizer.
-
-    Args:
-        tokenizer: a `transformers` tokenizer, which may be changed meanwhile.
-    """
+    """The tokens of texts, from a fast tokenizer of `transformers`, which may be changed meanwhile."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -65,10 +61,8 @@ class WordTokens:
         return WordTokens, (self._tokenizer,)
 
     def ids(self, texts: Sequence[str], *, special: bool) -> list[list[int]] | None:
-        """Return the tokens of each text; None if they are not known to be those of its words.
-
-        Args:
-            special: with the tokens that the tokenizer puts around every text.
+        """Return the tokens of each text; None if they are not known to be those of its words. `special`: with the
+        tokens that the tokenizer puts around every text.
         """
         words = self._learned(texts)
         if words is None:

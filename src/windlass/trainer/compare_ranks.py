@@ -35,10 +35,8 @@ def check_call_alike(
     trainer: Compared, gang: Gang, call: str, overridden: frozenset[str], resume: Any = None
 ) -> None:
     """Raise RankMismatchError unless all ranks make the same call, with the same arguments, data sizes and model.
-    Collective.
-
-    Args:
-        overridden: methods that a script replaced. Each rank may hold a part of the data that its own loaders read.
+    Collective. `overridden` are methods that a script replaced: each rank may hold a part of the data that its own
+    loaders read.
     """
     if gang.size == 1:
         return

@@ -85,9 +85,7 @@ def check_given(
     makers: Collection[str] = (),
 ) -> None:
     """Raise ConfigError for an output folder that cannot be opened, and for contradictions to a script's optimizer.
-
-    Args:
-        makers: the `MAKERS` that the script overrides.
+    `makers` are the `MAKERS` that the script overrides.
     """
     problems, given = _remote_problems(str(args.output_dir)), optimizers[0] is not None
     problems += _engine_problems(args, optimizers, cls_and_kwargs, makers)

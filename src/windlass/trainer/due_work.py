@@ -33,9 +33,7 @@ class DueWork:
     """Does what control flags, the clock and signals request. All ranks make the same calls.
 
     Its state is a part of checkpoints: if a run was preempted in an evaluation, the resumed run evaluates first.
-
-    Args:
-        in_step: returns True if a forward of one rank waits for the others.
+    `in_step` returns True if a forward of one rank waits for the others.
     """
 
     def __init__(

@@ -72,10 +72,8 @@ def end_waits(handler: Any) -> None:
 
 
 def opened(handler: Any, gang: Gang) -> None:
-    """Create the repository that a run publishes in, on the main process. Collective.
-
-    Raises:
-        ConfigError: the Hub refuses it, or cannot be reached; the same on every rank.
+    """Create the repository that a run publishes in, on the main process. Collective. Raises ConfigError if the Hub
+    refuses it, or cannot be reached; the same on every rank.
     """
     problems: list[tuple[str, Any, str]] = []
     try:
@@ -91,10 +89,7 @@ def opened(handler: Any, gang: Gang) -> None:
 
 def fetched(resume: Any, args: TrainingArguments, gang: Gang, folder: RunFolder) -> Any:
     """Return `resume_from_checkpoint`; one on the Hub is downloaded once for each disk, and its path returned.
-    Collective.
-
-    Raises:
-        CheckpointError: it is not there, or cannot be downloaded; the same on every rank.
+    Collective. Raises CheckpointError if it is not there, or cannot be downloaded; the same on every rank.
     """
     if not (isinstance(resume, str) and resume.startswith(SCHEME)):
         return resume

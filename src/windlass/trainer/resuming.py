@@ -48,11 +48,7 @@ _FREE_TO_DIFFER = frozenset(
 
 
 class CheckpointSource:
-    """Finds checkpoints, verifies them and opens them on all ranks.
-
-    Args:
-        manager: of the run's folder.
-    """
+    """Finds checkpoints, verifies them and opens them on all ranks. `manager` is that of the run's folder."""
 
     def __init__(self, session: Session, folder: RunFolder, manager: CheckpointManager) -> None:
         self._session, self._gang, self._folder, self._manager = session, session.gang, folder, manager
@@ -60,10 +56,8 @@ class CheckpointSource:
     def resume_point(
         self, asked: str | bool | os.PathLike[str] | None, resolve_path: Callable[[str], str]
     ) -> Checkpoint | None:
-        """The verified checkpoint that `resume_from_checkpoint` names, None for a fresh run. Collective.
-
-        Raises:
-            ConfigError: the value is not one of those allowed. CheckpointError: there is no such checkpoint.
+        """The verified checkpoint that `resume_from_checkpoint` names, None for a fresh run. Collective. Raises
+        ConfigError if the value is not one of those allowed, and CheckpointError if there is no such checkpoint.
         """
         if asked is None or asked is False:
             return None

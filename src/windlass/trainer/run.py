@@ -191,10 +191,8 @@ class Run:
     # --- from beginning to end --------------------------------------------------------------------------------------
 
     def execute(self, checkpoint: Checkpoint | None, place: ForeignPlace | None) -> TrainOutput:
-        """Train, from a checkpoint's state or from the beginning.
-
-        Args:
-            place: the position in this run's data if `checkpoint` is of a run of transformers' Trainer.
+        """Train, from a checkpoint's state or from the beginning. `place` is the position in this run's data if
+        `checkpoint` is of a run of transformers' Trainer.
         """
         state = self._events.state
         with self._evaluator.during(self.executor):
@@ -291,9 +289,7 @@ class Run:
 
     def _end(self) -> None:
         """Exit if a process was preempted since the last update; check that the last save did not fail. Collective.
-
-        Raises:
-            Preempted: the run is saved as it ended. CheckpointError: it is not.
+        Raises Preempted if one was and the run is saved as it ended, and CheckpointError if it is not saved.
         """
         if self._interruption.is_preempted():
             if self._due.is_saved:

@@ -349,10 +349,8 @@ class TrainerNames:
         return [group["lr"] for group in optimization.existing(self.optimizer).param_groups]
 
     def get_optimizer_group(self, param: nn.Parameter | None = None) -> Any:
-        """The parameters of each group; with `param`, the one group that holds it (None if there is none).
-
-        Raises:
-            ConfigError: there is no optimizer yet.
+        """The parameters of each group; with `param`, the one group that holds it (None if there is none). Raises
+        ConfigError if there is no optimizer yet.
         """
         groups = optimization.existing(self.optimizer).param_groups
         if param is None:
@@ -481,11 +479,7 @@ class TrainerNames:
 
 
 def _of_run(run: Run | None) -> Run:
-    """Return the run.
-
-    Raises:
-        ModelError: there was none.
-    """
+    """Return the run. Raises ModelError if there was none."""
     if run is None:
         raise ModelError("there is no run yet: call train() first")
     return run

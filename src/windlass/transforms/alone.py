@@ -18,11 +18,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Alone:
-    """Implements `Strategy` for one process; base of other strategies.
-
-    Args:
-        module: on its device already.
-    """
+    """Implements `Strategy` for one process; base of other strategies. The module is on its device already."""
 
     sharded = False
     saves_parts = False

@@ -18,10 +18,8 @@ _INDUCTOR = "inductor"
 
 
 def apply_compile(model: nn.Module, plan: CompilePlan) -> nn.Module:
-    """Compile the calls of `model`, or of its repeated blocks, at the first of them.
-
-    Raises:
-        ConfigError: no such backend or mode, a mode for another backend than inductor, or no repeated blocks.
+    """Compile the calls of `model`, or of its repeated blocks, at the first of them. Raises ConfigError for no such
+    backend or mode, a mode for another backend than inductor, or no repeated blocks.
     """
     if device_of(model).type == "xla":
         fix = "PyTorch/XLA compiles each update as a whole by itself; leave it out"

@@ -60,10 +60,8 @@ def refuse_leaks(model: nn.Module) -> None:
     """Raise if the logits of one document of a packed row depend on another one.
 
     Two small documents are run in one row, then again with other tokens in the first one. To be called within
-    `documents_apart`, on a model that is not yet wrapped or sharded.
-
-    Raises:
-        ModelError: they do, or the model fails on such a row.
+    `documents_apart`, on a model that is not yet wrapped or sharded. Raises ModelError if they do, or if the model
+    fails on such a row.
     """
     device = next(model.parameters()).device
     vocabulary = _vocabulary(model)
@@ -121,10 +119,8 @@ def _register() -> None:
 def document_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **options: Any
 ) -> DocumentMask | Tensor | None:
-    """The mask of a forward, as transformers requests it once for each kind of layer.
-
-    Returns:
-        A `DocumentMask` if rows hold several documents; else what "sdpa" gets.
+    """The mask of a forward, as transformers requests it once for each kind of layer. It is a `DocumentMask` if rows
+    hold several documents; else what "sdpa" gets.
     """
     from transformers.masking_utils import sdpa_mask
 

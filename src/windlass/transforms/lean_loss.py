@@ -177,10 +177,8 @@ class _Head:
     def run(
         self, model: nn.Module, inputs: Mapping[str, Any], targets: Tensor, options: LossOptions
     ) -> dict[str, Any]:
-        """A forward of `model`, which wraps the one that was measured, with the loss in place of the logits.
-
-        Returns:
-            Scalars: `loss`, `entropy`, `correct`, `targets`; `auxiliary` may be None.
+        """A forward of `model`, which wraps the one that was measured, with the loss in place of the logits. Returns
+        scalars: `loss`, `entropy`, `correct`, `targets`; `auxiliary` may be None.
         """
         core, head = self._alive()
         counted: list[LinearLoss] = []

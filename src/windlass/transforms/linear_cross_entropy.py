@@ -131,10 +131,8 @@ class _Fused(torch.autograd.Function):
 
 
 class _Sums:
-    """The loss, the figures and the gradients, added up over chunks of targets.
-
-    Args:
-        needed: which gradients: of the hidden states, of the weight, of the bias.
+    """The loss, the figures and the gradients, added up over chunks of targets. `needed` says which: of the hidden
+    states, of the weight, of the bias.
     """
 
     def __init__(

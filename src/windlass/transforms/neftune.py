@@ -47,10 +47,8 @@ def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
 
 
 def input_embeddings(model: nn.Module) -> nn.Module:
-    """The module that maps token ids to vectors: `model.get_input_embeddings()`, or its only `nn.Embedding`.
-
-    Raises:
-        ConfigError: there is none, or several.
+    """The module that maps token ids to vectors: `model.get_input_embeddings()`, or its only `nn.Embedding`. Raises
+    ConfigError if there is none, or several.
     """
     getter = getattr(model, "get_input_embeddings", None)
     if callable(getter):

@@ -74,19 +74,14 @@ class Strategy(Protocol):
         ...
 
     def check_reached(self) -> None:
-        """Called once per update, after its backwards.
-
-        Raises:
-            ModelError: no forward since the last call went through the module that reduces gradients.
+        """Called once per update, after its backwards. Raises ModelError if no forward since the last call went through
+        the module that reduces gradients.
         """
         ...
 
     def check_used(self) -> None:
-        """Called before gradients are applied. Collective.
-
-        Raises:
-            ModelError: the backward did not reach a parameter, so gradients were not reduced, or were reduced with
-                those of another parameter.
+        """Called before gradients are applied. Collective. Raises ModelError if the backward did not reach a parameter,
+        so gradients were not reduced, or were reduced with those of another parameter.
         """
         ...
 
@@ -134,10 +129,8 @@ def own_state(strategy: Strategy) -> dict[str, Any]:
 
 
 def load_own_state(strategy: Strategy, saved: Mapping[str, Any], same_world: bool) -> None:
-    """Restore the result of `own_state`.
-
-    Args:
-        same_world: it is from this rank. Otherwise it is rank 0's, and only what the state dict leaves out is used.
+    """Restore the result of `own_state`. `same_world`: it is from this rank. Otherwise it is rank 0's, and only what
+    the state dict leaves out is used.
     """
     outside = unsaved_buffers(strategy.module)
     set_state(

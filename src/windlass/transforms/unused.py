@@ -47,11 +47,7 @@ class ReachedParameters:
             hook.remove()
 
     def check(self) -> None:
-        """Check that all parameters were reached.
-
-        Raises:
-            ModelError: some were not; they are named.
-        """
+        """Check that all parameters were reached. Raises ModelError if some were not; they are named."""
         unused = [name for key, name in self._names.items() if key not in self._reached]
         if not unused:
             return
@@ -106,11 +102,7 @@ class SameOnAllRanks:
         self._sums = None
 
     def check(self) -> None:
-        """Collective.
-
-        Raises:
-            ModelError: only some ranks reached a parameter; they are named.
-        """
+        """Collective. Raises ModelError if only some ranks reached a parameter; they are named."""
         if self._pending is None and self._sums is None:
             self.ask()
         if self._pending is not None:

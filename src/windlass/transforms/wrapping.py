@@ -21,10 +21,8 @@ _logger = get_logger(__name__)
 
 
 def units_of(module: nn.Module, plan: ShardPlan, ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """The units inside `module`, outer ones first; `module` itself is a unit as well, and not listed.
-
-    Raises:
-        ConfigError: no module has the given classes; existing ones are listed.
+    """The units inside `module`, outer ones first; `module` itself is a unit as well, and not listed. Raises
+    ConfigError if no module has the given classes; existing ones are listed.
     """
     if plan.wrap == "transformer":
         classes = plan.layers or _own_classes(module)

@@ -43,10 +43,8 @@ class Parallel:
 
 
 def plan_parallel(settings: Settings, world: World) -> Parallel:
-    """Make the plans for `world`. Log once which settings have no effect.
-
-    Raises:
-        ConfigError: every problem met while reading, merging and planning.
+    """Make the plans for `world`. Log once which settings have no effect. Raises ConfigError with every problem met
+    while reading, merging and planning.
     """
     problems = parallel_problems(settings, world)
     if problems:

@@ -53,11 +53,7 @@ class Batch:
 
 
 class ElementwiseOptimizer(Optimizer):
-    """Subclasses define `start_state` and `update`.
-
-    Raises:
-        ValueError: an option is outside its range.
-    """
+    """Subclasses define `start_state` and `update`. Raises ValueError if an option is outside its range."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -97,11 +93,7 @@ def zeros(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def check_ranges(group: Mapping[str, Any]) -> None:
-    """Check the options that most optimizers have.
-
-    Raises:
-        ValueError: with the option and its value.
-    """
+    """Check the options that most optimizers have. Raises ValueError with the option and its value."""
     for name in ("lr", "eps", "weight_decay"):
         if name in group and not group[name] >= 0:
             raise ValueError(f"{name}={group[name]} must be at least 0")

@@ -74,9 +74,7 @@ class LowRankOptimizer(PerParameterOptimizer):
 
     def displacement(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """The inner optimizer's update of `grad`, times the learning rate, to be subtracted; without weight decay.
-
-        Args:
-            grad: the projected gradient of a projected parameter, else the gradient.
+        `grad` is the projected gradient of a projected parameter, else the gradient.
         """
         raise NotImplementedError
 
@@ -89,10 +87,8 @@ def low_rank_options(plan: OptimizerPlan, **known: type) -> dict[str, Any]:
 
 
 def check_projection(group: dict[str, Any]) -> None:
-    """Check the options of a projected group, and that its parameters are matrices of that rank at least.
-
-    Raises:
-        ConfigError: with every problem.
+    """Check the options of a projected group, and that its parameters are matrices of that rank at least. Raises
+    ConfigError with every problem.
     """
     problems = [
         Problem(f"optim_args.{name}", group[name], "must be at least 1")

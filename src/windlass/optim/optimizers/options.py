@@ -30,10 +30,8 @@ _ELSEWHERE = {
 
 
 def read_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str, type]) -> dict[str, Any]:
-    """`options` as values of the types in `known` (float, int, bool, str, torch.dtype); strings are parsed.
-
-    Raises:
-        ConfigError: options that `optimizer` does not have, and values that do not parse; all are named.
+    """`options` as values of the types in `known` (float, int, bool, str, torch.dtype); strings are parsed. Raises
+    ConfigError for options that `optimizer` does not have, and values that do not parse; all are named.
     """
     values: dict[str, Any] = {}
     problems: list[Problem] = []
