@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+import operator
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -115,8 +116,10 @@ class PackageTracker(GeneralTracker):
     """
 
     requires_logging_directory = False
-    # The attribute with the package's object, and the variable whose project precedes that of the arguments.
+    # The attribute with the package's object, what of that object is the run's id, and the variable whose project
+    # precedes that of the arguments.
     handle: ClassVar[str] = "run"
+    identity: ClassVar[str] = "id"
     project_variable: ClassVar[str] = ""
 
     def __init__(self, run_name: str | None, **kwargs: Any) -> None:
@@ -136,7 +139,7 @@ class PackageTracker(GeneralTracker):
 
     @property
     def run_id(self) -> str | None:
-        return None if self.tracker is None else str(self.tracker.id)
+        return None if self.tracker is None else str(operator.attrgetter(self.identity)(self.tracker))
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:

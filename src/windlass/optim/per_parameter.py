@@ -38,10 +38,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. `closure`, if given, recomputes and returns the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -66,6 +63,12 @@ class PerParameterOptimizer(torch.optim.Optimizer):
         shape, sharded as it is, in fp32 or fp64.
         """
         raise NotImplementedError
+
+
+@torch.enable_grad()
+def called(closure: Callable[[], Any] | None) -> Any:
+    """The loss that the closure of an optimizer's `step` computes; None without one."""
+    return None if closure is None else closure()
 
 
 def updates_in_backward(optimizer: torch.optim.Optimizer) -> bool:

@@ -124,8 +124,7 @@ class FactorSchedule(LRScheduler):
     def get_last_lr(self) -> list[float | torch.Tensor]:
         return list(self.last_lrs())
 
-    def get_lr(self) -> list[float | torch.Tensor]:
-        return list(self.last_lrs())
+    get_lr = get_last_lr
 
     def _adopt_groups(self) -> None:
         """The factor multiplies the present learning rate of new groups."""

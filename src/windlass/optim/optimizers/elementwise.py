@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from windlass.core.errors import ModelError
 from windlass.dist.sharded import locals_of, sum_of_parts
+from windlass.optim.per_parameter import called
 
 State = dict[str, Any]
 
@@ -71,10 +72,7 @@ class ElementwiseOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. `closure`, if given, recomputes and returns the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and not self.state[parameter]:

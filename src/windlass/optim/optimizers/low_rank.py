@@ -82,8 +82,7 @@ class LowRankOptimizer(PerParameterOptimizer):
 def low_rank_options(plan: OptimizerPlan, **known: type) -> dict[str, Any]:
     """The options of the projection, and those in `known`, from `optim_args`; `in_backward` from the name."""
     options = read_options(plan.name, plan.options, {**KNOWN, **known})
-    defaults = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-    return {**defaults, **options, "in_backward": plan.name.endswith("_layerwise")}
+    return {**options, "in_backward": plan.name.endswith("_layerwise")}
 
 
 def check_projection(group: dict[str, Any]) -> None:

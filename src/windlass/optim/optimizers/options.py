@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from windlass.config.nearest import did_you_mean
+from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ConfigError, Problem
 
 # The class of an optimizer, and its keyword arguments without the parameters.
@@ -48,6 +49,21 @@ def read_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str,
     if problems:
         raise ConfigError(problems)
     return values
+
+
+def recipe_of(
+    cls: type[torch.optim.Optimizer], *values: str, **known: type
+) -> Callable[[OptimizerPlan], Recipe]:
+    """A function that makes `cls` from a plan: with its learning rate, those of its `values` ("betas", "eps"), and the
+    options of `optim_args` that `known` has, by name and type.
+    """
+
+    def recipe(plan: OptimizerPlan) -> Recipe:
+        of_plan = {"betas": plan.betas, "eps": plan.epsilon}
+        options = read_options(plan.name, plan.options, known)
+        return cls, {"lr": plan.learning_rate, **{name: of_plan[name] for name in values}, **options}
+
+    return recipe
 
 
 def _parse(value: Any, kind: type) -> Any:
