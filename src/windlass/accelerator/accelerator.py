@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.delegate import constant, method_of, property_of, value_of, variable_of
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.exchange import Exchange
 from windlass.accelerator.loop_saver import Saver
@@ -39,6 +38,7 @@ from windlass.config.plugins import (
     TorchDynamoPlugin,
     TorchTensorParallelPlugin,
 )
+from windlass.core.delegate import constant, method_of, property_of, value_of, variable_of
 from windlass.core.world import World, world_from_environment
 from windlass.dist.gang import Gang, join, leave
 from windlass.dist.operations import check_operations, operations_are_checked

@@ -18,12 +18,7 @@ logger = get_logger(__name__)
 
 @contextlib.contextmanager
 def profile(settings: ProfileKwargs, rank: int = 0) -> Iterator[torch.profiler.profile]:
-    """Context: profile the body. With a `schedule_option`, the body calls the profiler's `step()` after each step.
-
-    If `output_trace_dir` is set, each process writes a Chrome trace to `profile_<rank>.json` there; with a schedule
-    that repeats, the trace of its last whole cycle. Raises ConfigError for an activity that this machine does not
-    support, or unknown options of the schedule.
-    """
+    """See `Accelerator.profile`."""
     if problems := list(settings.objections()):
         raise ConfigError(problems)
     schedule = settings.schedule_option

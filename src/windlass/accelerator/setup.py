@@ -95,8 +95,13 @@ class Setup:
             self.device.type, dtype=dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
         )
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Any:
-        """Context: profile the body; see `windlass.accelerator.profiling.profile`."""
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """Context: profile the body. With a `schedule_option`, the body calls the profiler's `step()` after each step.
+
+        If `output_trace_dir` is set, each process writes a Chrome trace to `profile_<rank>.json` there; with a schedule
+        that repeats, the trace of its last whole cycle. Raises ConfigError for an activity that this machine does not
+        support, or unknown options of the schedule.
+        """
         return profile(profile_handler or self.settings.handlers.profile, self.gang.rank)
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed import DistError
 
 from windlass.assemble.build import Built
 from windlass.checkpoint.foreign import ForeignCheckpoint
@@ -19,6 +21,7 @@ from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import StepSeeder
 from windlass.core.types import State, Stateful, TrainOutput
+from windlass.core.world import World
 from windlass.data.group import Group, GroupSource
 from windlass.dist.beacon import beacon
 from windlass.engine.executor import StepResult
@@ -47,7 +50,6 @@ from windlass.trainer.run_reports import RunReports, count_inputs
 from windlass.trainer.run_saver import RunSaver
 from windlass.trainer.saved_parts import Buffers, Generators, Position, RankPart, SavedPart, SavedParts
 from windlass.trainer.services import Services
-from windlass.trainer.whereabouts import telling_where
 from windlass.transforms.neftune import noisy_embeddings
 from windlass.transforms.overflow_watch import watching
 
@@ -412,3 +414,20 @@ class Run:
         told = self._agreement.apply(signals, self._events.state.global_step)
         if told.stop:
             self._stop()
+
+
+# Words of the backends of process groups for a lost connection.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "remote process has terminated")
+
+
+@contextlib.contextmanager
+def telling_where(world: World, updates: Callable[[], int]) -> Iterator[None]:
+    """Add the rank and its number of updates to errors of the body, in a job of several processes."""
+    try:
+        yield
+    except Exception as error:
+        if world.is_distributed:
+            error.add_note(f"This was rank {world.rank} of {world.size}, at step {updates()}.")
+            if isinstance(error, DistError) or any(words in str(error) for words in _LOST):
+                error.add_note("Another rank ended first, or never came: look for its own error.")
+        raise

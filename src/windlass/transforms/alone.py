@@ -73,7 +73,7 @@ class Alone:
         """No gradient is reduced."""
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
-        """The first update is like all others."""
+        """Nothing to do: the first update is like all others, and sums over ranks have one order."""
 
     def share_buffers(self) -> None:
         """No other rank."""

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError
 from windlass.core.rng import preserved_rng
 from windlass.dist.gang import Gang
 from windlass.transforms.alone import Alone
 from windlass.transforms.buffers import ForwardState, broadcast, buffers_of_first_rank, share_buffers
-from windlass.transforms.strategy import device_of
+from windlass.transforms.strategy import device_of, options_of_ddp
 
 _SHOWN = 10
 
@@ -137,19 +137,6 @@ class Replicas(Alone):
 
 
 def _check(plan: DistPlan) -> None:
-    defaults = DistPlan()
-    names = {
-        "bucket_cap_mb": "ddp_bucket_cap_mb",
-        "static_graph": "ddp_static_graph",
-        "find_unused_parameters": "ddp_find_unused_parameters",
-        "comm_hook": "comm_hook",
-        "comm_wrapper": "comm_wrapper",
-    }
     fix = "the optimizer updates in the backward, where gradients are reduced one at a time; leave it out"
-    problems = [
-        Problem(said, getattr(plan, name), fix)
-        for name, said in names.items()
-        if getattr(plan, name) not in (None, getattr(defaults, name))
-    ]
-    if problems:
+    if problems := options_of_ddp(plan, fix, besides="broadcast_buffers"):
         raise ConfigError(problems)

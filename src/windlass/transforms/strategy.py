@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from windlass.config.plan import DistPlan
+from windlass.core.errors import Problem
 from windlass.core.module_state import extra_states, set_state, unsaved_buffers
 
 
@@ -150,3 +152,21 @@ def device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+# Fields of a plan that PyTorch's wrapper alone carries out, and the arguments that set them.
+_OF_DDP = {
+    "bucket_cap_mb": "ddp_bucket_cap_mb", "static_graph": "ddp_static_graph", "comm_hook": "comm_hook",
+    "find_unused_parameters": "ddp_find_unused_parameters", "broadcast_buffers": "ddp_broadcast_buffers",
+    "comm_wrapper": "comm_wrapper",
+}  # fmt: skip
+
+
+def options_of_ddp(plan: DistPlan, fix: str, besides: str) -> list[Problem]:
+    """A problem for each option of replicated data parallelism that `plan` sets, `besides` one that is honoured."""
+    defaults = DistPlan()
+    return [
+        Problem(said, getattr(plan, name), fix)
+        for name, said in _OF_DDP.items()
+        if name != besides and getattr(plan, name) not in (None, getattr(defaults, name))
+    ]

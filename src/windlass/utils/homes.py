@@ -32,7 +32,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "CannotPadNestedTensorWarning", "DistributedOperationException", "broadcast", "broadcast_object_list",
         "copy_tensor_to_devices", "gather", "gather_object", "pad_across_processes", "reduce",
     ),
-    "windlass.accelerator.dummies": ("DummyOptim", "DummyScheduler"),
+    "windlass.accelerator.zero_engines": ("DummyOptim", "DummyScheduler"),
     "windlass.accelerator.device_cache": ("clear_device_cache", "should_reduce_batch_size"),
     "windlass.compat.batch_size": ("find_executable_batch_size", "release_memory"),
     "windlass.accelerator.forward": ("extract_model_from_parallel", "is_compiled_module"),
