@@ -7,7 +7,8 @@ from typing import Any
 
 from windlass.callbacks.tracker import GeneralTracker
 from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.core.metric_values import python_number
 from windlass.core.redact import redact_value, redacted_argv
 
@@ -105,6 +106,4 @@ def _name(item: str | GeneralTracker) -> str:
 
 def _check_names(field: str, given: Any, known: list[str]) -> None:
     fix = f"is not a tracker of this loop; known names: {', '.join(known) or 'none'}"
-    problems = [Problem(field, name, fix) for name in given if name not in known]
-    if problems:
-        raise ConfigError(problems)
+    refuse(Problem(field, name, fix) for name in given if name not in known)

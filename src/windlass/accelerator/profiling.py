@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from windlass.config.plugins import ProfileKwargs
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
 
@@ -19,8 +20,7 @@ logger = get_logger(__name__)
 @contextlib.contextmanager
 def profile(settings: ProfileKwargs, rank: int = 0) -> Iterator[torch.profiler.profile]:
     """See `Accelerator.profile`."""
-    if problems := list(settings.objections()):
-        raise ConfigError(problems)
+    refuse(settings.objections())
     schedule = settings.schedule_option
     with torch.profiler.profile(
         activities=_activities(settings.activities),

@@ -13,15 +13,10 @@ from windlass.accelerator.engine_choice import EngineChoice
 from windlass.accelerator.loop_settings import LoopSettings
 from windlass.accelerator.profiling import profile
 from windlass.config.plan import DistPlan, ZeroPlan
-from windlass.config.plugin_fsdp import fsdp_plugin_of
+from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin, fsdp_plugin_of
+from windlass.config.plugin_parallelism import ParallelismConfig
 from windlass.config.plugin_words import FP8BackendType
-from windlass.config.plugins import (
-    AORecipeKwargs,
-    AutocastKwargs,
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-    ProfileKwargs,
-)
+from windlass.config.plugins import AORecipeKwargs, AutocastKwargs, ProfileKwargs
 from windlass.core.errors import ConfigError, Problem
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import data_mesh

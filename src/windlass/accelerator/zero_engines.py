@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from windlass.accelerator.setup import Setup
 from windlass.config.deepspeed import AUTO, RunValues, completed, for_engine, in_precision, value_at
 from windlass.config.plan import ZeroPlan
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.zero.building import of_plan
 from windlass.zero.library import make_schedule
@@ -96,8 +97,7 @@ class ZeroEngines:
         own = {name: self.plan.config[name]}
         open_paths = RunValues({path: pair for path, pair in values.items() if value_at(own, path) == AUTO})
         config, problems = completed(own, self.plan.origin, open_paths)
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         section: dict[str, Any] = config[name]
         return section
 
@@ -128,8 +128,7 @@ class ZeroEngines:
             del values["gradient_clipping"]
         width = getattr(getattr(model, "config", None), "hidden_size", None)
         config, problems = completed(config, self.plan.origin, RunValues(values, width))
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         config = in_precision(config, settings.precision.compute)
         plan = dataclasses.replace(
             self.plan, config=for_engine(config, micro=1), max_norm=config.get("gradient_clipping") or None

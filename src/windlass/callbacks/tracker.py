@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.optional import require
 from windlass.core.world import world_from_environment
@@ -156,9 +157,7 @@ class PackageTracker(GeneralTracker):
 def check_attributes(cls: type, names: tuple[str, ...]) -> None:
     """Raise ConfigError with all attributes that a tracker class lacks."""
     fix = "define it in the class"
-    missing = [Problem(f"{cls.__name__}.{name}", None, fix) for name in names if not hasattr(cls, name)]
-    if missing:
-        raise ConfigError(missing)
+    refuse(Problem(f"{cls.__name__}.{name}", None, fix) for name in names if not hasattr(cls, name))
 
 
 def split_numbers(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -39,17 +39,11 @@ def build_sft_trainer(recipe: Recipe, tokenizer: Any, train: Any, evaluation: An
     name = recipe.model.name
     if name is None:
         name = str(_trained_base(recipe, tokenizer, train, args))
-    init = {"dtype": recipe.model.dtype, **(args.model_init_kwargs or {})}
+    args.model_init_kwargs = {"dtype": recipe.model.dtype, **(args.model_init_kwargs or {})}
     return SFTTrainer(
-        name, _with(args, model_init_kwargs=init), train_dataset=train, eval_dataset=evaluation,
-        processing_class=tokenizer, peft_config=_adapter(recipe), quantization_config=_quantization(recipe),
+        name, args, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
+        peft_config=_adapter(recipe), quantization_config=_quantization(recipe),
     )  # fmt: skip
-
-
-def _with(args: Any, **changes: Any) -> Any:
-    for name, value in changes.items():
-        setattr(args, name, value)
-    return args
 
 
 def _adapter(recipe: Recipe) -> Any:

@@ -14,6 +14,7 @@ from windlass.config.nearest import did_you_mean
 from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.plugins import GradientAccumulationPlugin
+from windlass.config.refusal import refuse
 from windlass.config.sections.setting import setting
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.plain_text import parse_json
@@ -95,8 +96,7 @@ def read(value: Any) -> AcceleratorConfig:
         raise ConfigError(
             Problem("accelerator_config", value, "must be a dict, JSON, a JSON file or a dataclass")
         )
-    if unknown := list(_unknown("accelerator_config", given, AcceleratorConfig)):
-        raise ConfigError(unknown)
+    refuse(_unknown("accelerator_config", given, AcceleratorConfig))
     return AcceleratorConfig(**given)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from windlass.config.nearest import did_you_mean
 from windlass.config.plan import OptimizerPlan
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 
 # By name as well as by type: models have norm classes of their own (LlamaRMSNorm, T5LayerNorm, ...).
@@ -119,7 +120,7 @@ def arranged(model: nn.Module, cls: Callable[..., Any], groups: list[dict[str, A
 
 def check_group_options(groups: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
     """Check that the optimizer has each option that a pattern sets; `defaults` are its options."""
-    problems = [
+    refuse(
         Problem(
             f"optim_groups[{pattern!r}].{key}",
             value,
@@ -128,9 +129,7 @@ def check_group_options(groups: Mapping[str, Mapping[str, Any]], defaults: Mappi
         for pattern, options in groups.items()
         for key, value in options.items()
         if key not in defaults
-    ]
-    if problems:
-        raise ConfigError(problems)
+    )
 
 
 def _matched(trainable: Mapping[str, Tensor], groups: Mapping[str, Any]) -> dict[str, str]:
@@ -150,8 +149,7 @@ def _matched(trainable: Mapping[str, Tensor], groups: Mapping[str, Any]) -> dict
                 problems.append(Problem("optim_groups", pattern, fix))
                 break
             found[name] = pattern
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import State
@@ -261,8 +262,7 @@ def _check_options(name: str, build: Callable[..., Any], options: Mapping[str, A
     problems += [
         Problem(f"lr_scheduler_kwargs.{r}", None, f"{name} needs it") for r in required if r not in options
     ]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _unknown_name(name: str) -> Problem:

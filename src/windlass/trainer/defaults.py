@@ -19,6 +19,7 @@ from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import SavePlan
+from windlass.config.refusal import refuse
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.events import TrainerCallback
@@ -94,8 +95,7 @@ def check_given(
     if model_init is not None and (given or optimizers[1] is not None):
         fix = "model_init makes a new model at each train(), unknown to this optimizer; override create_optimizer"
         problems.append(Problem("optimizers", "given", fix))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _engine_problems(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from windlass.callbacks.handler import CallbackHandler
 from windlass.config.arguments import TrainingArguments
-from windlass.config.support import SECTIONS
+from windlass.config.support_rows import METHODS_REFUSED
 from windlass.core.delegate import method_of, value_of, variable_of
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.events import TrainerControl, TrainerState
@@ -445,7 +445,8 @@ class TrainerNames:
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not built yet: raises ConfigError with what to do instead."""
-        _refuse("hyperparameter_search")
+        why = METHODS_REFUSED["hyperparameter_search"]
+        raise ConfigError(Problem("Trainer.hyperparameter_search", "called", why))
 
 
 def _of_run(run: Run | None) -> Run:
@@ -453,10 +454,6 @@ def _of_run(run: Run | None) -> Run:
     if run is None:
         raise ModelError("there is no run yet: call train() first")
     return run
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ConfigError(Problem(f"Trainer.{name}", "called", SECTIONS["Trainer methods"][name].note))
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

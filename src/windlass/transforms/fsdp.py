@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 
 from windlass.config.plan import DistPlan, ShardPlan
+from windlass.config.refusal import refuse
 from windlass.core import host
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import state_of
@@ -323,13 +324,11 @@ def _free_root(module: Any, arguments: Any, output: Any) -> None:
 def _check_same_plan(module: nn.Module, plan: ShardPlan) -> None:
     """Check that the plan is that of the first sharding, except for the form of checkpoints."""
     before = getattr(module, "_sharded_by", plan)
-    problems = [
+    refuse(
         Problem(f"fsdp ({name})", value, f"this model was sharded with {was!r} and stays so; build it again")
         for name, value in asdict(plan).items()
         if (was := getattr(before, name)) != value and name not in ("state", "ram_efficient")
-    ]
-    if problems:
-        raise ConfigError(problems)
+    )
 
 
 def _check_one_dtype(unit: nn.Module, parameters: list[nn.Parameter], plan: ShardPlan) -> None:
@@ -350,8 +349,7 @@ def _check(plan: DistPlan, device: torch.device) -> None:
         problems.append(
             Problem("fsdp", True, "PyTorch has no collectives on mps; train there with one process")
         )
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _precision(plan: ShardPlan, root: bool) -> MixedPrecisionPolicy:

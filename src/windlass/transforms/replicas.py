@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan
-from windlass.core.errors import ConfigError, ModelError
+from windlass.config.refusal import refuse
+from windlass.core.errors import ModelError
 from windlass.core.rng import preserved_rng
 from windlass.dist.gang import Gang
 from windlass.transforms.alone import Alone
@@ -138,5 +139,4 @@ class Replicas(Alone):
 
 def _check(plan: DistPlan) -> None:
     fix = "the optimizer updates in the backward, where gradients are reduced one at a time; leave it out"
-    if problems := options_of_ddp(plan, fix, besides="broadcast_buffers"):
-        raise ConfigError(problems)
+    refuse(options_of_ddp(plan, fix, besides="broadcast_buffers"))

@@ -11,11 +11,18 @@ from windlass.utils.imports import NAMES
 
 HOMES: dict[str, tuple[str, ...]] = {
     "windlass.config.plugins": (
-        "AORecipeKwargs", "AutocastKwargs", "BnbQuantizationConfig", "DataLoaderConfiguration", "DeepSpeedPlugin",
-        "DeepSpeedSequenceParallelConfig", "DistributedDataParallelKwargs", "FP8RecipeKwargs",
-        "FullyShardedDataParallelPlugin", "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs",
-        "KwargsHandler", "MSAMPRecipeKwargs", "MegatronLMPlugin", "ParallelismConfig", "ProfileKwargs",
-        "ProjectConfiguration", "TERecipeKwargs", "TorchContextParallelConfig", "TorchDynamoPlugin",
+        "AORecipeKwargs", "AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs",
+        "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "ProfileKwargs",
+        "ProjectConfiguration", "TorchDynamoPlugin",
+    ),
+    "windlass.config.plugin_base": ("KwargsHandler",),
+    "windlass.config.plugin_engines": (
+        "BnbQuantizationConfig", "DeepSpeedPlugin", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "MegatronLMPlugin",
+        "TERecipeKwargs",
+    ),
+    "windlass.config.plugin_fsdp": ("FullyShardedDataParallelPlugin",),
+    "windlass.config.plugin_parallelism": (
+        "DeepSpeedSequenceParallelConfig", "ParallelismConfig", "TorchContextParallelConfig",
         "TorchTensorParallelConfig", "TorchTensorParallelPlugin",
     ),
     "windlass.config.plugin_words": (

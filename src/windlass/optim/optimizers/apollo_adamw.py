@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.core.rng import new_generator
 from windlass.dist.sharded import whole
 from windlass.optim.optimizers.galore_adamw import adam_direction
@@ -71,13 +72,11 @@ class ApolloAdamW(LowRankOptimizer):
             ("scale_type", scale_type, ("channel", "tensor")),
             ("proj_type", proj_type, ("std", "reverse_std", "left", "right")),
         )
-        problems = [
+        refuse(
             Problem(f"optim_args.{name}", value, f"use one of {', '.join(known)}")
             for name, value, known in words
             if value not in known
-        ]
-        if problems:
-            raise ConfigError(problems)
+        )
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         defaults |= {"proj": proj, "scale_type": scale_type}
         super().__init__(params, defaults, rank, update_proj_gap, scale, proj_type, in_backward)

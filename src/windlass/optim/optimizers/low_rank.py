@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.dist.sharded import whole
 from windlass.optim.optimizers.options import read_options
 from windlass.optim.per_parameter import PerParameterOptimizer, move
@@ -107,8 +108,7 @@ def check_projection(group: dict[str, Any]) -> None:
         elif group["rank"] > min(shape):
             fix = f"must be at most {min(shape)}: one of the projected weights is {shape[0]} x {shape[1]}"
             problems.append(Problem("optim_args.rank", group["rank"], fix))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def projected_sides(shape: Sequence[int], proj_type: str) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ import torch
 
 from windlass.config.nearest import did_you_mean
 from windlass.config.plan import OptimizerPlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 
 # The class of an optimizer, and its keyword arguments without the parameters.
 Recipe = tuple[type[torch.optim.Optimizer], dict[str, Any]]
@@ -46,8 +47,7 @@ def read_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str,
             values[name] = _parse(value, known[name])
         except (TypeError, ValueError):
             problems.append(Problem(field, value, f"must be {_WORDS[known[name]]}"))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return values
 
 
