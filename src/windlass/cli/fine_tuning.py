@@ -79,7 +79,10 @@ def _trained_base(recipe: Recipe, tokenizer: Any, rows: Rows, args: Any) -> Path
     settings = json.dumps(
         {**asdict(spec), "data": asdict(recipe.data), "vocabulary": len(tokenizer)}, sort_keys=True
     )
-    if _was_trained(folder, settings):
+    found = folder / _SETTINGS
+    if (
+        found.is_file() and found.read_text(encoding="utf-8") == settings
+    ):  # written last: the folder is complete
         return folder
     logger.warning(
         "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
@@ -104,12 +107,6 @@ def _trained_base(recipe: Recipe, tokenizer: Any, rows: Rows, args: Any) -> Path
     trainer.train()
     trainer.save_model()
     if world_from_environment().is_main:
-        Files().write(folder / _SETTINGS, [settings.encode()])
+        Files().write(found, [settings.encode()])
     trainer.accelerator.wait_for_everyone()
     return folder
-
-
-def _was_trained(folder: Path, settings: str) -> bool:
-    """The settings are written last, so a folder that has them is complete."""
-    found = folder / _SETTINGS
-    return found.is_file() and found.read_text(encoding="utf-8") == settings

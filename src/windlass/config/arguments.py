@@ -94,16 +94,12 @@ class TrainingArguments(
             refuse(problems)
             self.__dict__["_old"] = {**self.__dict__.get("_old", {}), name: value}
             if old.new is not None and type(old.default) is type(value) is bool:
-                self._switch_off(old.new)
+                setattr(self, old.new, default_of(self.__dataclass_fields__[old.new]))
             return
         announce(name)
         setattr(
             self, old.new, old.carry(value, {f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
         )
-
-    def _switch_off(self, name: str) -> None:
-        """Reset the field of an old switch to its default."""
-        setattr(self, name, default_of(self.__dataclass_fields__[name]))
 
     def __str__(self) -> str:
         lines = "".join(f"  {name}={value!r},\n" for name, value in sorted(self.to_dict().items()))

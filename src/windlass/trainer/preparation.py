@@ -28,10 +28,10 @@ from windlass.data.loader import Loader
 from windlass.dist.alike import check_alike, optimizer_facts
 from windlass.dist.gang import Gang
 from windlass.trainer.batch_fitter import MemoryNote
-from windlass.trainer.compare_ranks import Compared, check_call_alike, check_plan_alike
+from windlass.trainer.compare_ranks import check_call_alike, check_plan_alike
 from windlass.trainer.continuing import ForeignPlace, find_place
 from windlass.trainer.defaults import align_special_tokens, warn_of_spare_devices
-from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, replaced
+from windlass.trainer.hooks import WATCHED, Overridable, TrainHooks, loss_hooks, replaced
 from windlass.trainer.inputs import group_source
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.model_writer import ModelWriter
@@ -50,7 +50,7 @@ from windlass.transforms.strategy import Strategy
 
 
 def begin_call(
-    trainer: Compared, owner: type, services: Services, stage: str, call: str, resume: Any = None
+    trainer: Overridable, owner: type, services: Services, stage: str, call: str, resume: Any = None
 ) -> None:
     """Read what a script assigned since the last call, and compare it between ranks. Collective.
 

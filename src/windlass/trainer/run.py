@@ -38,7 +38,7 @@ from windlass.trainer.blame import find_nonfinite_samples, overflow_alone
 from windlass.trainer.checkpointer import Checkpointer
 from windlass.trainer.continuing import ForeignPlace, restore_foreign
 from windlass.trainer.defaults import multiplied_parameters, retention_of
-from windlass.trainer.due_work import DueWork, follows_metric
+from windlass.trainer.due_work import DueWork
 from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.interruption import Interruption, WaitBrokenOff
 from windlass.trainer.micro_steps import MicroSteps
@@ -243,7 +243,7 @@ class Run:
 
     def _check_metric(self) -> None:
         """Check before the first update that evaluation returns the metric that the run needs."""
-        metric = self._plan.save.metric or ("loss" if follows_metric(self.schedule) else None)
+        metric = self._plan.save.metric or ("loss" if self.schedule.follows_metric else None)
         if metric is None or self._plan.evaluation.strategy == "no" or self._hooks.rehearse is None:
             return
         find_metric(self._hooks.rehearse(metric, self.executor.strategy), metric)

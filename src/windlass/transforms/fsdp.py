@@ -29,19 +29,18 @@ from windlass.core.module_state import state_of
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import data_mesh
 from windlass.dist.sharded import copies, is_sharded, locals_of, whole_on_first
-from windlass.transforms.alone import Alone
 from windlass.transforms.buffers import buffers_of_first_rank, check_sparse, share_buffers
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
 from windlass.transforms.recompute import apply_recompute
-from windlass.transforms.strategy import device_of, options_of_ddp, squared_norm
+from windlass.transforms.strategy import Strategy, device_of, options_of_ddp, squared_norm
 from windlass.transforms.unused import SameOnAllRanks
 from windlass.transforms.wrapping import ignored_parameters, units_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 
 
-class FullyShardedModel(Alone):
-    """Implements `Strategy`: the module itself, with its parameters replaced by sharded ones.
+class FullyShardedModel(Strategy):
+    """The module itself, with its parameters replaced by sharded ones.
 
     A module that was sharded before is not changed.
 

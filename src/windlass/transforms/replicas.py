@@ -18,15 +18,14 @@ from windlass.config.refusal import refuse
 from windlass.core.errors import ModelError
 from windlass.core.rng import preserved_rng
 from windlass.dist.gang import Gang
-from windlass.transforms.alone import Alone
 from windlass.transforms.buffers import ForwardState, broadcast, buffers_of_first_rank, share_buffers
-from windlass.transforms.strategy import device_of, options_of_ddp
+from windlass.transforms.strategy import Strategy, device_of, options_of_ddp
 
 _SHOWN = 10
 
 
-class Replicas(Alone):
-    """Implements `Strategy`: whole parameters on every rank, gradients that are averaged in the backward, in one order.
+class Replicas(Strategy):
+    """Whole parameters on every rank, gradients that are averaged in the backward, in one order.
 
     The order is the same on all ranks, so that their exchanges match. It is that in which the first backward reached
     the parameters, or the reverse of the model's if `warm_up` was not called.
@@ -40,7 +39,8 @@ class Replicas(Alone):
 
     def __init__(self, module: nn.Module, plan: DistPlan, gang: Gang) -> None:
         super().__init__(module)
-        _check(plan)
+        fix = "the optimizer updates in the backward, where gradients are reduced one at a time; leave it out"
+        refuse(options_of_ddp(plan, fix, besides="broadcast_buffers"))
         self._gang = gang
         broadcast(p.detach() for p in module.parameters())
         share_buffers(module)
@@ -135,8 +135,3 @@ class Replicas(Alone):
 
     def release(self) -> None:
         self._hook.remove()
-
-
-def _check(plan: DistPlan) -> None:
-    fix = "the optimizer updates in the backward, where gradients are reduced one at a time; leave it out"
-    refuse(options_of_ddp(plan, fix, besides="broadcast_buffers"))
