@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from windlass.core.errors import ModelError
 from windlass.core.optional import is_available, is_imported, require
 from windlass.transforms.evaluating import evaluating
+from windlass.transforms.neftune import vocabulary_of
 
 NAME = "windlass_documents"
 
@@ -64,7 +65,7 @@ def refuse_leaks(model: nn.Module) -> None:
     fails on such a row.
     """
     device = next(model.parameters()).device
-    vocabulary = _vocabulary(model)
+    vocabulary = vocabulary_of(model) or 16
     lengths = [7, 6]
     first = torch.arange(sum(lengths), device=device)[None] * 3 % vocabulary
     second = first.clone()
@@ -324,12 +325,6 @@ class _Attend(NamedTuple):
         weights = torch.softmax(scores, dim=-1, dtype=precise).to(query.dtype)
         weights = nn.functional.dropout(weights, self.dropout)
         return weights[..., : value.shape[2]] @ value
-
-
-def _vocabulary(model: Any) -> int:
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    count = getattr(embedding, "num_embeddings", None)
-    return int(count) if count else 16
 
 
 def _logits(model: nn.Module, ids: Tensor, lengths: list[int]) -> Tensor:

@@ -20,8 +20,7 @@ from windlass.core.rng import preserved_rng
 from windlass.dist.gang import Gang
 from windlass.transforms.buffers import ForwardState, broadcast, buffers_of_first_rank, share_buffers
 from windlass.transforms.strategy import Strategy, device_of, options_of_ddp
-
-_SHOWN = 10
+from windlass.transforms.wrapping import listed
 
 
 class Replicas(Strategy):
@@ -99,10 +98,9 @@ class Replicas(Strategy):
             raise self._unused([self._names[id(p)] for p in missing])
 
     def _unused(self, names: list[str]) -> ModelError:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return ModelError(
             f"the loss of some rank does not depend on {len(names)} of {len(self._names)} trained parameters: "
-            f"{', '.join(names[:_SHOWN])}{more}. An optimizer that updates in the backward needs all of their "
+            f"{listed(names, limit=10)}. An optimizer that updates in the backward needs all of their "
             "gradients on every rank. Freeze them (requires_grad_(False)), or use them in the loss"
         )
 

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang, Pending
+from windlass.transforms.wrapping import listed
 
 _SHOWN = 10
 
@@ -51,10 +52,9 @@ class ReachedParameters:
         unused = [name for key, name in self._names.items() if key not in self._reached]
         if not unused:
             return
-        more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
         raise ModelError(
             f"the loss does not depend on {len(unused)} of {len(self._names)} trained parameters: "
-            f"{', '.join(unused[:_SHOWN])}{more}. Their gradients cannot be reduced over ranks. Freeze them "
+            f"{listed(unused, _SHOWN)}. Their gradients cannot be reduced over ranks. Freeze them "
             "(requires_grad_(False)), use them in the loss, or set ddp_find_unused_parameters=True "
             "(DistributedDataParallelKwargs(find_unused_parameters=True)), which costs a walk of the graph per update "
             "and does not work with blocks that are recomputed with use_reentrant=True"
