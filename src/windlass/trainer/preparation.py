@@ -46,6 +46,7 @@ from windlass.trainer.resuming import (
 from windlass.trainer.run import Run
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.services import Services
+from windlass.trainer.session import together
 from windlass.transforms.strategy import Strategy
 
 
@@ -231,11 +232,7 @@ def _check_saved_model(model: nn.Module, plan: SavePlan, gang: Gang) -> None:
     """Raise ModelError on every rank if a model's whole weights cannot be saved or restored. Collective."""
     if plan.cadence.strategy == "no" and plan.every is None:
         return
-    problem = None
     try:
-        check_restorable(model)
+        together(gang, lambda: check_restorable(model))
     except CheckpointError as error:
-        problem = str(error)
-    problems = [found for found in gang.gather_objects(problem) if found is not None]
-    if problems:
-        raise ModelError(f"this model cannot be resumed from a checkpoint: {problems[0]}")
+        raise ModelError(f"this model cannot be resumed from a checkpoint: {error}") from None
