@@ -212,7 +212,8 @@ def accelerate(strategy: str, model: Model, samples: Samples, steps: int) -> Non
 
 def accelerator(strategy: str, model: Model, samples: Samples, steps: int) -> None:
     from windlass import Accelerator
-    from windlass.config.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+    from windlass.config.plugin_engines import DeepSpeedPlugin
+    from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
 
     stage = _stage(strategy)
     made = Accelerator(

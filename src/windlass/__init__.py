@@ -34,10 +34,13 @@ _HOMES = {
     ),
     "windlass.finetuning.trl_parser": ("TrlParser",),
     "windlass.config.plugins": (
-        "AutocastKwargs", "DataLoaderConfiguration", "DeepSpeedPlugin", "DistributedDataParallelKwargs",
-        "FullyShardedDataParallelPlugin", "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs",
-        "ParallelismConfig", "ProfileKwargs", "ProjectConfiguration", "TorchDynamoPlugin",
+        "AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs", "GradScalerKwargs",
+        "GradientAccumulationPlugin", "InitProcessGroupKwargs", "ProfileKwargs", "ProjectConfiguration",
+        "TorchDynamoPlugin",
     ),
+    "windlass.config.plugin_engines": ("DeepSpeedPlugin",),
+    "windlass.config.plugin_fsdp": ("FullyShardedDataParallelPlugin",),
+    "windlass.config.plugin_parallelism": ("ParallelismConfig",),
     "windlass.config.plugin_words": ("DDPCommunicationHookType", "DistributedType"),
     "windlass.config.parser": ("HfArgumentParser",),
     "windlass.config.enums": (

@@ -1,14 +1,10 @@
 """Names that scripts import from here: searches over hyperparameters, loaded when they are first asked for."""
 
-from windlass.config.support_names import WHY
-from windlass.core.lazy import loader_of, reverse
+from windlass.config.support_names import lazy_names
 
-_HOMES = {
+__getattr__, __all__ = lazy_names(__name__, {
     "windlass.compat.search_space": (
         "HPSearchBackend", "default_hp_space_optuna", "default_hp_space_ray", "default_hp_space_wandb",
     ),
     "windlass.utils.imports": ("is_optuna_available", "is_ray_tune_available", "is_wandb_available"),
-}  # fmt: skip
-_NAMES = reverse(_HOMES)
-__getattr__ = loader_of(__name__, _NAMES, WHY)
-__all__ = sorted(_NAMES)
+})  # fmt: skip

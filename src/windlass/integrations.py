@@ -1,9 +1,8 @@
 """Names that scripts import from here: trackers and other packages, loaded when they are first asked for."""
 
-from windlass.config.support_names import WHY
-from windlass.core.lazy import loader_of, reverse
+from windlass.config.support_names import lazy_names
 
-_HOMES = {
+__getattr__, __all__ = lazy_names(__name__, {
     "windlass.callbacks.progress": ("ProgressCallback",),
     "windlass.compat.foreign_engines": ("is_deepspeed_zero3_enabled", "is_fsdp_managed_module"),
     "windlass.compat.search_space": ("BestRun", "hp_params"),
@@ -22,7 +21,4 @@ _HOMES = {
         "is_optuna_available", "is_ray_available", "is_ray_tune_available", "is_swanlab_available",
         "is_tensorboard_available", "is_trackio_available", "is_wandb_available",
     ),
-}  # fmt: skip
-_NAMES = reverse(_HOMES)
-__getattr__ = loader_of(__name__, _NAMES, WHY)
-__all__ = sorted(_NAMES)
+})  # fmt: skip

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from windlass.cli.launching.failure_report import lost_peers
 from windlass.config.launch_token import NEEDS_TOKEN, reachable_from_here_only, read_token
 from windlass.config.parallel import KEYS, OWN_VARIABLE, Settings, to_environment
+from windlass.config.refusal import refuse
 from windlass.config.support_names import WHY
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.lazy import loader_of
@@ -73,9 +74,7 @@ def notebook_launcher(
     settings.record(
         KEYS["precision"], mixed_precision, "notebook_launcher(mixed_precision=)", "flag", implicit=False
     )
-    problems = [*settings.problems, *_machine_problems(count, node_rank, num_nodes, rdzv_backend)]
-    if problems:
-        raise ConfigError(problems)
+    refuse([*settings.problems, *_machine_problems(count, node_rank, num_nodes, rdzv_backend)])
     if count * num_nodes == 1:
         with _in_environment(settings):
             function(*args)
@@ -91,15 +90,10 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run `function(*args)` in several processes on the CPU, for a trial.
-
-    Raises:
-        ConfigError: the function uses a value that cannot be sent to new processes.
-        RuntimeError: a process failed; with the traceback of the first.
+    """Run `function(*args)` in several processes on the CPU, for a trial. Raises ConfigError if the function uses a
+    value that cannot be sent to new processes, and RuntimeError if a process failed, with the traceback of the first.
     """
-    problems = list(_machine_problems(num_processes, 0, 1, "c10d"))
-    if problems:
-        raise ConfigError(problems)
+    refuse(_machine_problems(num_processes, 0, 1, "c10d"))
     settings = Settings()
     settings.record(KEYS["cpu"], True, "debug_launcher", "flag", implicit=False)
     _launch(_Call(function, args, settings, threads=1), num_processes, _alone(), max_restarts=0)
@@ -162,10 +156,8 @@ def _alone() -> Meeting:
 def _meeting(
     nodes: int, node: int, backend: str, endpoint: str, options: Mapping[str, Any], run: str
 ) -> Meeting:
-    """Return the rendezvous of several machines.
-
-    Raises:
-        ConfigError: the endpoint is not HOST:PORT, or other machines can reach it and there is no token.
+    """Return the rendezvous of several machines. Raises ConfigError if the endpoint is not HOST:PORT, or other machines
+    can reach it and there is no token.
     """
     from windlass.dist.listening import can_listen
     from windlass.dist.machines import DEFAULT_WAIT_SECONDS, Meeting

@@ -1,9 +1,8 @@
 """Names that scripts import from here: optimizers and schedules (`windlass.optim`), loaded when they are asked for."""
 
-from windlass.config.support_names import WHY
-from windlass.core.lazy import loader_of, reverse
+from windlass.config.support_names import lazy_names
 
-_HOMES = {
+__getattr__, __all__ = lazy_names(__name__, {
     "windlass.compat.adafactor_schedule": ("AdafactorSchedule", "get_adafactor_schedule"),
     "windlass.compat.schedule_table": ("StreamingAverage", "TYPE_TO_SCHEDULER_FUNCTION"),
     "windlass.config.enums": ("SchedulerType",),
@@ -22,7 +21,4 @@ _HOMES = {
         "get_reduce_on_plateau_schedule", "get_scheduler", "get_wsd_schedule",
     ),
     "windlass.optim.schedules.greedy": ("GreedyLR",),
-}  # fmt: skip
-_NAMES = reverse(_HOMES)
-__getattr__ = loader_of(__name__, _NAMES, WHY)
-__all__ = sorted(_NAMES)
+})  # fmt: skip

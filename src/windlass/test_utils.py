@@ -1,9 +1,8 @@
 """Names that tests of scripts import from here (`windlass.compat.testing_tools`), loaded when they are asked for."""
 
-from windlass.config.support_names import WHY
-from windlass.core.lazy import loader_of, reverse
+from windlass.config.support_names import lazy_names
 
-_HOMES = {
+__getattr__, __all__ = lazy_names(__name__, {
     "windlass.compat.testing_tools": (
         "DEFAULT_LAUNCH_COMMAND", "RegressionDataset", "RegressionModel", "are_the_same_tensors", "assert_exception",
         "capture_call_output", "device_count", "execute_subprocess_async", "get_launch_command",
@@ -14,7 +13,4 @@ _HOMES = {
         "require_single_device", "require_single_gpu", "require_single_xpu", "require_torch_min_version",
         "require_torchvision", "require_xpu", "skip", "slow", "torch_device",
     ),
-}  # fmt: skip
-_NAMES = reverse(_HOMES)
-__getattr__ = loader_of(__name__, _NAMES, WHY)
-__all__ = sorted(_NAMES)
+})  # fmt: skip

@@ -1,9 +1,8 @@
 """Names that scripts import from here: callbacks and what they see, loaded when they are first asked for."""
 
-from windlass.config.support_names import WHY
-from windlass.core.lazy import loader_of, reverse
+from windlass.config.support_names import lazy_names
 
-_HOMES = {
+__getattr__, __all__ = lazy_names(__name__, {
     "windlass.callbacks.early_stopping": ("EarlyStoppingCallback",),
     "windlass.callbacks.flow": ("DefaultFlowCallback",),
     "windlass.callbacks.handler": ("CallbackHandler",),
@@ -13,7 +12,4 @@ _HOMES = {
     "windlass.config.arguments": ("TrainingArguments",),
     "windlass.config.enums": ("IntervalStrategy", "SaveStrategy"),
     "windlass.core.events": ("ExportableState", "TrainerCallback", "TrainerControl", "TrainerState"),
-}
-_NAMES = reverse(_HOMES)
-__getattr__ = loader_of(__name__, _NAMES, WHY)
-__all__ = sorted(_NAMES)
+})  # fmt: skip

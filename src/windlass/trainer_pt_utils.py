@@ -1,9 +1,8 @@
 """Names that scripts import from here: tensors, samplers and reports of a Trainer, loaded when they are asked for."""
 
-from windlass.config.support_names import WHY
-from windlass.core.lazy import loader_of, reverse
+from windlass.config.support_names import lazy_names
 
-_HOMES = {
+__getattr__, __all__ = lazy_names(__name__, {
     "windlass.compat.checkpoint_folders": ("remove_dummy_checkpoint",),
     "windlass.trainer.losses": ("LabelSmoother",),
     "windlass.compat.length_grouping": (
@@ -28,7 +27,4 @@ _HOMES = {
         "nested_truncate", "numpy_pad_and_concatenate", "torch_pad_and_concatenate",
     ),
     "windlass.config.accelerator_config": ("AcceleratorConfig",),
-}  # fmt: skip
-_NAMES = reverse(_HOMES)
-__getattr__ = loader_of(__name__, _NAMES, WHY)
-__all__ = sorted(_NAMES)
+})  # fmt: skip

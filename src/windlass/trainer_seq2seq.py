@@ -1,12 +1,8 @@
 """Names that scripts import from here: the trainer whose evaluations generate text."""
 
-from windlass.config.support_names import WHY
-from windlass.core.lazy import loader_of, reverse
+from windlass.config.support_names import lazy_names
 
-_HOMES = {
+__getattr__, __all__ = lazy_names(__name__, {
     "windlass.finetuning.seq2seq_trainer": ("Seq2SeqTrainer",),
     "windlass.trainer.trainer": ("Trainer",),
-}
-_NAMES = reverse(_HOMES)
-__getattr__ = loader_of(__name__, _NAMES, WHY)
-__all__ = sorted(_NAMES)
+})  # fmt: skip

@@ -1,9 +1,8 @@
 """Names that scripts import from here: helpers around a Trainer, loaded when they are first asked for."""
 
-from windlass.config.support_names import WHY
-from windlass.core.lazy import loader_of, reverse
+from windlass.config.support_names import lazy_names
 
-_HOMES = {
+__getattr__, __all__ = lazy_names(__name__, {
     "windlass.compat.checkpoint_folders": (
         "PREFIX_CHECKPOINT_DIR", "compare_trainer_and_checkpoint_args", "get_last_checkpoint", "rotate_checkpoints",
         "sort_checkpoints",
@@ -32,7 +31,4 @@ _HOMES = {
     "windlass.core.rng": ("enable_full_determinism", "set_seed"),
     "windlass.core.types": ("EvalLoopOutput", "EvalPrediction", "PredictionOutput", "TrainOutput"),
     "windlass.utils.constants": ("SAFE_WEIGHTS_INDEX_NAME",),
-}  # fmt: skip
-_NAMES = reverse(_HOMES)
-__getattr__ = loader_of(__name__, _NAMES, WHY)
-__all__ = sorted(_NAMES)
+})  # fmt: skip

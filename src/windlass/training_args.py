@@ -1,9 +1,8 @@
 """Names that scripts import from here: the arguments of a run, loaded when they are first asked for."""
 
-from windlass.config.support_names import WHY
-from windlass.core.lazy import loader_of, reverse
+from windlass.config.support_names import lazy_names
 
-_HOMES = {
+__getattr__, __all__ = lazy_names(__name__, {
     "windlass.compat.state": ("AcceleratorState", "PartialState"),
     "windlass.compat.script_helpers": ("FSDPOption", "str_to_bool"),
     "windlass.compat.verbosity": ("log_levels", "trainer_log_levels"),
@@ -14,8 +13,5 @@ _HOMES = {
         "SchedulerType",
     ),
     "windlass.config.plugin_words": ("DistributedType",),
-    "windlass.config.plugins": ("ParallelismConfig",),
-}  # fmt: skip
-_NAMES = reverse(_HOMES)
-__getattr__ = loader_of(__name__, _NAMES, WHY)
-__all__ = sorted(_NAMES)
+    "windlass.config.plugin_parallelism": ("ParallelismConfig",),
+})  # fmt: skip

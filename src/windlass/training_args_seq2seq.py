@@ -1,12 +1,8 @@
 """Names that scripts import from here: the arguments of a run whose evaluations generate text."""
 
-from windlass.config.support_names import WHY
-from windlass.core.lazy import loader_of, reverse
+from windlass.config.support_names import lazy_names
 
-_HOMES = {
+__getattr__, __all__ = lazy_names(__name__, {
     "windlass.config.arguments": ("TrainingArguments",),
     "windlass.finetuning.seq2seq_arguments": ("Seq2SeqTrainingArguments",),
-}
-_NAMES = reverse(_HOMES)
-__getattr__ = loader_of(__name__, _NAMES, WHY)
-__all__ = sorted(_NAMES)
+})  # fmt: skip

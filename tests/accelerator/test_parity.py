@@ -7,16 +7,17 @@ from typing import Any
 
 import accelerate
 import pytest
+from tests.docs import support_table as rows
 
 from windlass import Accelerator
-from windlass.config import support_rows as rows
+from windlass.config.support_rows import ACCELERATOR_REFUSED
 
 # Instance attributes of the real one, which a class does not show.
 ATTRIBUTES = {"device", "mixed_precision", "logging_dir"}
 # Decorators hide these signatures, or their own class needs a call without a function.
 HIDDEN = {"init_trackers", "log", "on_main_process", "on_local_main_process"}
 MEMBERS = {*rows.MEMBERS.split(), *rows.MEMBERS_MAPPED, *rows.MEMBERS_REFUSED}
-ARGUMENTS = {*rows.ACCELERATOR.split(), *rows.ACCELERATOR_REFUSED}
+ARGUMENTS = {*rows.ACCELERATOR.split(), *ACCELERATOR_REFUSED}
 
 
 def public(cls: type) -> set[str]:

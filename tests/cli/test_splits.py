@@ -21,10 +21,10 @@ def test_records_are_shared_out_without_overlap(count: int, seed: int, fraction:
     if round(count * fraction) in (0, count):
         return
     rows = records([f"text {index}" for index in range(count)])
-    train, held = splits._hold_out_records(rows, DataSpec(), fraction, seed)
+    train, held = splits.hold_out(rows, "rows", fraction, seed)
     assert sorted(train + held, key=lambda row: int(row[0].split()[1])) == rows
     assert len(held) == round(count * fraction)
-    assert (train, held) == splits._hold_out_records(rows, DataSpec(), fraction, seed)
+    assert (train, held) == splits.hold_out(rows, "rows", fraction, seed)
 
 
 @given(texts=st.lists(st.lists(st.text("ab ", min_size=1), min_size=1, max_size=9), min_size=1, max_size=5))
@@ -45,7 +45,7 @@ def test_tails_are_cut_at_line_ends_and_nothing_is_lost(texts: list[list[str]]) 
 
 def test_too_little_to_share_is_said() -> None:
     with pytest.raises(DataError, match="eval_fraction"):
-        splits._hold_out_records(records(["one"]), DataSpec(train="x.jsonl"), 0.05, 1)
+        splits.hold_out(records(["one"]), "x.jsonl: 1 records", 0.05, 1)
     with pytest.raises(DataError, match="too short"):
         splits._hold_out_tails(records(["one"]), "text", 0.1)
 

@@ -17,10 +17,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from tests.compat import peers
+from tests.docs import refused_names
+from tests.docs.refused_names import MEMBERS, filled_in
 
 from windlass import Accelerator, Trainer
-from windlass.config import support_names
-from windlass.config.support_names import MEMBERS, WHY, WHY_NOT_COMMANDS, filled_in
+from windlass.config.support_names import WHY, WHY_NOT_COMMANDS
 
 MODULES = list(peers.modules())
 CLASSES = list(peers.classes())
@@ -121,17 +122,17 @@ def test_no_reason_for_a_member_is_stale() -> None:
 
 def test_the_page_is_what_the_code_says(root: Path) -> None:
     page = (root / "docs" / "compatibility.md").read_text(encoding="utf-8")
-    assert page == filled_in(page), "run: python -m windlass.config.support_names docs/compatibility.md"
+    assert page == filled_in(page), "run: python -m tests.docs.refused_names docs/compatibility.md"
     members = [f"{owner}.{n}" for owner, table in MEMBERS.items() for names in table.values() for n in names]
     assert not [name for name in (*WHY, *WHY_NOT_COMMANDS, *members) if f"`{name}`" not in page]
-    for mark in support_names.tables():
+    for mark in refused_names.tables():
         assert len(re.findall(f"<!-- (?:begin|end): {mark} -->", page)) == 2
 
 
 def test_the_command_fills_in_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- begin: refused commands -->\nold\n<!-- end: refused commands -->\nb\n", "utf-8")
-    support_names.main(str(page))
+    refused_names.main(str(page))
     lines = page.read_text("utf-8").splitlines()
     assert lines[:2] == ["a", "<!-- begin: refused commands -->"]
     assert lines[-2:] == ["<!-- end: refused commands -->", "b"]

@@ -87,7 +87,7 @@ def test_derived_values_equal_theirs() -> None:
 def test_importing_and_constructing_loads_no_torch_and_makes_no_folder(tmp_path: Path) -> None:
     code = (
         "import sys, os; from windlass.config.arguments import TrainingArguments\n"
-        "from windlass.config import parser, support\n"
+        "from windlass.config import parser, support_names\n"
         "args = TrainingArguments('never/made', evaluation_strategy='epoch')\n"
         "args.world_size, args.should_log, str(args)\n"
         "bad = [m for m in ('torch', 'transformers', 'numpy', 'datasets') if m in sys.modules]\n"

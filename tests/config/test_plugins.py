@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 from tests.dist.launch import launch
 
-from windlass.config import plugin_words, plugins
+from windlass import utils
+from windlass.config import plugin_words
+from windlass.config.plugin_engines import DeepSpeedPlugin
+from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
+from windlass.config.plugin_parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from windlass.config.plugins import (
     AORecipeKwargs,
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
-    TorchTensorParallelPlugin,
 )
 from windlass.config.values import stated
 from windlass.core.errors import ConfigError
@@ -97,12 +97,12 @@ def test_words_are_those_of_scripts(name: str) -> None:
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_fields_and_defaults_are_those_of_scripts(name: str) -> None:
-    assert defaults(getattr(plugins, name)) == defaults(getattr(peers, name))
+    assert defaults(getattr(utils, name)) == defaults(getattr(peers, name))
 
 
 @pytest.mark.parametrize("name", LARGER)
 def test_scripts_find_their_fields(name: str) -> None:
-    ours, theirs = defaults(getattr(plugins, name)), defaults(getattr(peers, name))
+    ours, theirs = defaults(getattr(utils, name)), defaults(getattr(peers, name))
     assert list(ours)[: len(theirs)] == list(theirs)
     assert {field: ours[field] for field in theirs} == theirs
 
@@ -135,13 +135,13 @@ LEFT_TO_OTHERS = {
 def test_public_methods_are_those_of_scripts(name: str) -> None:
     theirs = PeerParallelism if name == "ParallelismConfig" else getattr(peers, name)
     public = {n for n, v in vars(theirs).items() if callable(v) and not n.startswith("_")}
-    assert {n for n in public if not hasattr(getattr(plugins, name), n)} == LEFT_TO_OTHERS.get(name, set())
+    assert {n for n in public if not hasattr(getattr(utils, name), n)} == LEFT_TO_OTHERS.get(name, set())
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_built_cannot_be_made(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*not built"):
-        getattr(plugins, name)(1, width=8)
+        getattr(utils, name)(1, width=8)
 
 
 def test_only_what_differs_is_passed_on() -> None:
@@ -207,7 +207,7 @@ def test_what_cannot_be_honoured_is_named(options: Any, field: str) -> None:
 
 def test_defaults_have_nothing_against_them() -> None:
     for name in (*OBJECTS, *LARGER):
-        made = getattr(plugins, name)()
+        made = getattr(utils, name)()
         if hasattr(made, "objections"):
             assert not list(made.objections()), name
 

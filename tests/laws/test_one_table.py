@@ -30,7 +30,6 @@ LISTS = {
     "windlass.config.deepspeed": "keys of DeepSpeed's configuration, some of which are spelled as arguments are",
     "windlass.config.parallel.from_script": "fields that hold several settings, and so belong to none",
     "windlass.config.parallel.keys": "names of families, some of which are spelled as arguments are",
-    "windlass.config.support": "titles of the support table",
 }
 SPELLINGS = {
     "windlass.cli.config_command": "the choices that a question offers",

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from windlass.optim.eight_bits import BLOCK, dequantise, levels, quantise
 from windlass.optim.optimizers.galore_adamw import GaLoreAdamW
-from windlass.optim.optimizers.galore_adamw_8bit import GaLoreAdamW8bit
+from windlass.optim.optimizers.galore_adamw_8bit import BLOCK, GaLoreAdamW8bit, dequantise, levels, quantise
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -7,7 +7,7 @@ from tests.optim.helpers import Net
 from torch import nn
 
 from windlass.core.errors import ConfigError
-from windlass.optim.layers import layers_above
+from windlass.optim.groups import layers_above
 
 
 def test_layers_are_counted_from_the_output() -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.docs.support_table import SECTIONS
 from tests.optim.helpers import Net
 from torch import nn
 
 from windlass.config.plan import OptimizerPlan
-from windlass.config.support import SECTIONS
 from windlass.core.errors import ConfigError, MissingDependencyError, ModelError
 from windlass.optim.groups import arranged, decay_groups
 from windlass.optim.registry import OPTIMIZERS, make_optimizer, optimizer_factory

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.docs.support_table import SECTIONS
 from tests.trainer.small import Net, bert, recorder, rows, settings, text_rows, token_rows, weights_hash
 
 import windlass
 from windlass import Trainer, TrainingArguments
 from windlass.assemble.resolve import NEVER_CALLED
-from windlass.config.support import SECTIONS
 from windlass.core.errors import ConfigError
 
 transformers = pytest.importorskip("transformers", reason="compares with transformers")

@@ -11,8 +11,7 @@ from torch import nn
 
 from windlass.config.plan import CompilePlan
 from windlass.core.errors import ConfigError
-from windlass.transforms.compile import apply_compile
-from windlass.transforms.compile_counts import CompileCounts
+from windlass.transforms.compile import CompileCounts, apply_compile
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.delegate import constant, method_of, property_of, value_of, variable_of
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.exchange import Exchange
 from windlass.accelerator.loop_saver import Saver
@@ -29,16 +28,16 @@ from windlass.accelerator.shared_rng import share_rng_states
 from windlass.accelerator.stepping import Stepping, trigger_sync_in_backward
 from windlass.callbacks.tracker_registry import filter_trackers
 from windlass.config.plan import DistPlan, PrecisionPlan
+from windlass.config.plugin_base import KwargsHandler
+from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
+from windlass.config.plugin_parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from windlass.config.plugins import (
     DataLoaderConfiguration,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
-    KwargsHandler,
-    ParallelismConfig,
     ProjectConfiguration,
     TorchDynamoPlugin,
-    TorchTensorParallelPlugin,
 )
+from windlass.core.delegate import constant, method_of, property_of, value_of, variable_of
 from windlass.core.world import World, world_from_environment
 from windlass.dist.gang import Gang, join, leave
 from windlass.dist.operations import check_operations, operations_are_checked

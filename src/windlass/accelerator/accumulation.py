@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from windlass.accelerator.delegate import value_of
 from windlass.config.plugins import GradientAccumulationPlugin
+from windlass.core.delegate import value_of
 
 
 class ActiveLoader(Protocol):

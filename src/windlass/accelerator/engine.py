@@ -40,10 +40,8 @@ class LoopEngine(Protocol):
         ...
 
     def keeps(self, item: Any, prepares: Callable[[torch.optim.Optimizer], bool]) -> bool:
-        """Return True if the engine prepares `item` itself, so that `prepare` returns it unchanged.
-
-        Args:
-            prepares: returns True if an optimizer updates a model that the script prepares.
+        """Return True if the engine prepares `item` itself, so that `prepare` returns it unchanged. `prepares` returns
+        True if an optimizer updates a model that the script prepares.
         """
         ...
 
@@ -52,10 +50,8 @@ class LoopEngine(Protocol):
         ...
 
     def use_learning_rate(self, rate: float) -> None:
-        """Use this learning rate in the next backward, for an optimizer that updates in it.
-
-        Raises:
-            ConfigError: there is no such optimizer.
+        """Use this learning rate in the next backward, for an optimizer that updates in it. Raises ConfigError if there
+        is no such optimizer.
         """
         ...
 

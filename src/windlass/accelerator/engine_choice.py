@@ -46,11 +46,7 @@ class EngineChoice:
         return named or None
 
     def get(self, name: str) -> DeepSpeedPlugin:
-        """The plugin of this name.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The plugin of this name. Raises ConfigError if there is none."""
         return (self.plugins or {})[self._known(name)]
 
     def select(self, name: str) -> None:

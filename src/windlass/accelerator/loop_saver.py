@@ -28,6 +28,7 @@ from windlass.checkpoint.content import Content
 from windlass.checkpoint.host_memory import HostMemory, room_on_machine
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.store import Store
+from windlass.config.refusal import refuse
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.logs import get_logger
 from windlass.core.threads import thread_count, warn_of_other_threads
@@ -156,13 +157,11 @@ class Saver:
             ConfigError: an object lacks one of these methods.
         """
         fix = "needs the methods state_dict and load_state_dict to be saved"
-        problems = [
+        refuse(
             Problem(f"objects[{index}]", type(item).__name__, fix)
             for index, item in enumerate(objects)
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
-        ]
-        if problems:
-            raise ConfigError(problems)
+        )
         self._prepared.custom += objects
 
     @property
@@ -216,9 +215,7 @@ class Saver:
             fix = "the Trainer saves its run itself: save_strategy, save_steps, trainer.save_model()"
             raise ConfigError(Problem("accelerator", "trainer.accelerator", fix))
         fix = "is not supported: checkpoints have one format and are loaded strictly"
-        problems = [Problem(name, value, fix) for name, value in options.items()]
-        if problems:
-            raise ConfigError(problems)
+        refuse(Problem(name, value, fix) for name, value in options.items())
         warn_if_unsafe(safe_serialization)
 
     def _warn_of_unfinished_update(self) -> None:

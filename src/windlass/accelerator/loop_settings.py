@@ -11,23 +11,23 @@ from typing import Any, Literal
 from windlass.config.parallel import Parallel, from_environment, from_plugins, merge, plan_parallel
 from windlass.config.parallel.parallel_plan import with_precision_of_engine
 from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan, ZeroPlan
+from windlass.config.plugin_base import KwargsHandler
+from windlass.config.plugin_engines import DeepSpeedPlugin
+from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
+from windlass.config.plugin_parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from windlass.config.plugins import (
     AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
-    KwargsHandler,
-    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
-    TorchTensorParallelPlugin,
 )
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.world import World
 
@@ -103,8 +103,7 @@ class LoopSettings:
 
 def resolve_settings(given: Any, world: World) -> LoopSettings:
     """Resolve the arguments of `Accelerator`, which are attributes of `given`, and the settings of the launcher."""
-    if wrong := list(_wrong_types(given)):
-        raise ConfigError(wrong)
+    refuse(_wrong_types(given))
     handlers, problems = _handlers(given.kwargs_handlers or [])
     loader = given.dataloader_config or DataLoaderConfiguration()
     if given.split_batches is not None:
@@ -133,8 +132,7 @@ def resolve_settings(given: Any, world: World) -> LoopSettings:
         parallel = next(iter(plans.values()), None) or _plan(given, handlers, world, None)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     engines = {name: plan.dist.zero for name, plan in plans.items() if name and plan.dist.zero is not None}
     return LoopSettings(
         dist=parallel.dist,

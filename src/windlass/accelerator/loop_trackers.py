@@ -7,7 +7,8 @@ from typing import Any
 
 from windlass.callbacks.tracker import GeneralTracker
 from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.core.metric_values import python_number
 from windlass.core.redact import redact_value, redacted_argv
 
@@ -67,10 +68,7 @@ class Trackers:
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of this name, or with `unwrap` the run of its package (None on other than the main process).
 
-        Before `init_trackers` it is a blank tracker.
-
-        Raises:
-            ConfigError: no tracker of this name was opened.
+        Before `init_trackers` it is a blank tracker. Raises ConfigError if no tracker of this name was opened.
         """
         if not self.trackers:
             return GeneralTracker(_blank=True)
@@ -108,6 +106,4 @@ def _name(item: str | GeneralTracker) -> str:
 
 def _check_names(field: str, given: Any, known: list[str]) -> None:
     fix = f"is not a tracker of this loop; known names: {', '.join(known) or 'none'}"
-    problems = [Problem(field, name, fix) for name in given if name not in known]
-    if problems:
-        raise ConfigError(problems)
+    refuse(Problem(field, name, fix) for name in given if name not in known)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.delegate import variable_of
+from windlass.core.delegate import variable_of
 from windlass.core.errors import ModelError
 from windlass.dist.beacon import AFTER, beacon
 

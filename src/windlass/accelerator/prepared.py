@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.optimizer import PreparedOptimizer
-from windlass.accelerator.prepared_models import PreparedModels
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.checkpoint.restorable import check_restorable
 from windlass.core.errors import ConfigError, ModelError, Problem
@@ -193,10 +192,8 @@ class Prepared:
 
     @property
     def fused(self) -> FusedExecutor | None:
-        """The executor of the optimizer that updates in the backward; None if there is none.
-
-        Raises:
-            ConfigError: it was prepared with other optimizers, with fp16, or after its replicated model.
+        """The executor of the optimizer that updates in the backward; None if there is none. Raises ConfigError if it
+        was prepared with other optimizers, with fp16, or after its replicated model.
         """
         found = [o for o in self.optimizers if updates_in_backward(o.optimizer)]
         if not found:
@@ -317,3 +314,60 @@ class Prepared:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class PreparedModels(MutableSequence[nn.Module]):
+    """What `prepare` returned for each model. A model that is removed is neither saved nor loaded from then on.
+
+    Args:
+        own: the strategies of the prepared models; models are removed here.
+        elsewhere: strategies of models that are updated elsewhere (by a Trainer's run); they come first, and stay.
+    """
+
+    def __init__(self, own: list[Strategy], elsewhere: Callable[[], Sequence[Strategy]]) -> None:
+        self._own, self._elsewhere = own, elsewhere
+
+    @property
+    def _strategies(self) -> list[Strategy]:
+        return [*self._elsewhere(), *self._own]
+
+    def __len__(self) -> int:
+        return len(self._strategies)
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = self._strategies[index]
+        return [one.model for one in chosen] if isinstance(chosen, list) else chosen.model
+
+    def __delitem__(self, index: Any) -> None:
+        chosen = self._strategies[index]
+        for strategy in chosen if isinstance(chosen, list) else [chosen]:
+            if strategy not in self._own:
+                fix = "it is the model of the Trainer, which saves it"
+                raise ConfigError(Problem("_models", type(strategy.module).__name__, fix))
+            self._own.remove(strategy)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Keep some of the models; only a slice can be assigned to."""
+        values = list(value) if isinstance(index, slice) else [value]
+        for model in values:
+            if not any(model is known for known in self):
+                self._refuse(model)
+        for model in self[index] if isinstance(index, slice) else [self[index]]:
+            if not any(model is kept for kept in values):
+                self.remove(model)
+
+    def insert(self, index: int, value: nn.Module) -> None:
+        """Refused: only `prepare` adds a model."""
+        self._refuse(value)
+
+    def _refuse(self, model: Any) -> None:
+        fix = "is not a prepared model: models are added by prepare(), and can only be removed here"
+        raise ConfigError(Problem("_models", type(model).__name__, fix))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))

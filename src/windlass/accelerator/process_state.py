@@ -8,8 +8,8 @@ import torch
 
 from windlass.accelerator.engine_choice import NO_ENGINES, EngineChoice
 from windlass.accelerator.ranks import Ranks
-from windlass.config.plugin_engines import DeepSpeedPlugin
 from windlass.config.plugin_words import DistributedType, distributed_type_of
+from windlass.core.delegate import method_of, property_of
 from windlass.core.device import backend_for, choose_device
 from windlass.dist.gang import Gang, leave
 from windlass.dist.operations import check_operations
@@ -97,23 +97,10 @@ class LoopState(ProcessState):
         self.fsdp_plugin, self.dynamo_plugin = fsdp_plugin, dynamo_plugin
         self.parallelism_config = parallelism_config
 
-    @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """How DeepSpeed divides the models that are prepared next, or None."""
-        return self._engines.plugin
-
-    @property
-    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
-        """All plugins by name if the script named several, or None."""
-        return self._engines.plugins
-
-    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """The plugin of this name."""
-        return self._engines.get(name)
-
-    def select_deepspeed_plugin(self, name: str) -> None:
-        """Use the plugin of this name in the next `prepare`."""
-        self._engines.select(name)
+    deepspeed_plugin = property_of("_engines", EngineChoice.plugin)
+    deepspeed_plugins = property_of("_engines", EngineChoice.plugins)
+    get_deepspeed_plugin = method_of("_engines", EngineChoice.get)
+    select_deepspeed_plugin = method_of("_engines", EngineChoice.select)
 
     @property
     def is_fsdp2(self) -> bool:

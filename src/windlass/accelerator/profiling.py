@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from windlass.config.plugins import ProfileKwargs
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
 
@@ -18,16 +19,8 @@ logger = get_logger(__name__)
 
 @contextlib.contextmanager
 def profile(settings: ProfileKwargs, rank: int = 0) -> Iterator[torch.profiler.profile]:
-    """Context: profile the body. With a `schedule_option`, the body calls the profiler's `step()` after each step.
-
-    If `output_trace_dir` is set, each process writes a Chrome trace to `profile_<rank>.json` there; with a schedule
-    that repeats, the trace of its last whole cycle.
-
-    Raises:
-        ConfigError: an activity that this machine does not support, or unknown options of the schedule.
-    """
-    if problems := list(settings.objections()):
-        raise ConfigError(problems)
+    """See `Accelerator.profile`."""
+    refuse(settings.objections())
     schedule = settings.schedule_option
     with torch.profiler.profile(
         activities=_activities(settings.activities),

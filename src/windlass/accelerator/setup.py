@@ -13,15 +13,10 @@ from windlass.accelerator.engine_choice import EngineChoice
 from windlass.accelerator.loop_settings import LoopSettings
 from windlass.accelerator.profiling import profile
 from windlass.config.plan import DistPlan, ZeroPlan
-from windlass.config.plugin_fsdp import fsdp_plugin_of
+from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin, fsdp_plugin_of
+from windlass.config.plugin_parallelism import ParallelismConfig
 from windlass.config.plugin_words import FP8BackendType
-from windlass.config.plugins import (
-    AORecipeKwargs,
-    AutocastKwargs,
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-    ProfileKwargs,
-)
+from windlass.config.plugins import AORecipeKwargs, AutocastKwargs, ProfileKwargs
 from windlass.core.errors import ConfigError, Problem
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import data_mesh
@@ -95,8 +90,13 @@ class Setup:
             self.device.type, dtype=dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
         )
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Any:
-        """Context: profile the body; see `windlass.accelerator.profiling.profile`."""
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """Context: profile the body. With a `schedule_option`, the body calls the profiler's `step()` after each step.
+
+        If `output_trace_dir` is set, each process writes a Chrome trace to `profile_<rank>.json` there; with a schedule
+        that repeats, the trace of its last whole cycle. Raises ConfigError for an activity that this machine does not
+        support, or unknown options of the schedule.
+        """
         return profile(profile_handler or self.settings.handlers.profile, self.gang.rank)
 
     @property

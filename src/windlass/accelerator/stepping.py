@@ -26,11 +26,7 @@ _log = get_logger(__name__)
 
 
 class Stepping:
-    """Methods that a training loop calls in every step.
-
-    Args:
-        loader: has the default of `join_uneven_inputs`.
-    """
+    """Methods that a training loop calls in every step. `loader` has the default of `join_uneven_inputs`."""
 
     def __init__(
         self,

@@ -46,10 +46,8 @@ def save_values(path: Path, values: Any) -> None:
 
 
 def load_values(path: Path) -> Any:
-    """Read what `save_values` wrote under this name, with tensors on the host.
-
-    Raises:
-        CheckpointError: there is no such file, or another program wrote it.
+    """Read what `save_values` wrote under this name, with tensors on the host. Raises CheckpointError if there is no
+    such file, or another program wrote it.
     """
     if path.suffix == _TENSORS:
         with open_tensors(path, Files()) as tensors:
@@ -66,10 +64,8 @@ def load_values(path: Path) -> Any:
 
 
 def _save_tensors(path: Path, tensors: Any) -> None:
-    """Write a dict of tensors as a safetensors file; tensors that share memory are written once for each name.
-
-    Raises:
-        CheckpointError: it is not a dict of tensors.
+    """Write a dict of tensors as a safetensors file; tensors that share memory are written once for each name. Raises
+    CheckpointError if it is not a dict of tensors.
     """
     if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise CheckpointError(f"{path.name} holds a dict of tensors; end the name in .json for anything else")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from windlass.accelerator.dummies import DummyOptim, DummyScheduler
 from windlass.accelerator.setup import Setup
-from windlass.config.deepspeed import RunValues, completed, for_engine, in_precision
+from windlass.config.deepspeed import AUTO, RunValues, completed, for_engine, in_precision, value_at
 from windlass.config.plan import ZeroPlan
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.zero.building import of_plan
 from windlass.zero.library import make_schedule
@@ -25,11 +25,7 @@ _KERNELS = ("torch_adam", "adam_w_mode")
 
 
 class ZeroEngines:
-    """Makes what a configuration of DeepSpeed asks for.
-
-    Args:
-        setup: its plan has the configuration, if DeepSpeed is used.
-    """
+    """Makes what a configuration of DeepSpeed asks for. The plan of `setup` has it, if DeepSpeed is used."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -41,10 +37,8 @@ class ZeroEngines:
     # --- optimizers and schedules of the configuration ----------------------------------------------------------------
 
     def replaced(self, objects: Sequence[Any]) -> list[Any]:
-        """`objects` with real optimizers and schedules in place of placeholders.
-
-        Raises:
-            ConfigError: the configuration has none, or has one beside an object of the script.
+        """`objects` with real optimizers and schedules in place of placeholders. Raises ConfigError if the
+        configuration has none, or has one beside an object of the script.
         """
         self._check(objects)
         made = {id(item): self._optimizer(item) for item in objects if isinstance(item, DummyOptim)}
@@ -101,10 +95,9 @@ class ZeroEngines:
         """A section of the configuration, with these values in place of "auto" and of nothing else."""
         assert self.plan is not None, "checked before"
         own = {name: self.plan.config[name]}
-        open_paths = RunValues({path: pair for path, pair in values.items() if _is_auto(own, path)})
+        open_paths = RunValues({path: pair for path, pair in values.items() if value_at(own, path) == AUTO})
         config, problems = completed(own, self.plan.origin, open_paths)
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         section: dict[str, Any] = config[name]
         return section
 
@@ -135,8 +128,7 @@ class ZeroEngines:
             del values["gradient_clipping"]
         width = getattr(getattr(model, "config", None), "hidden_size", None)
         config, problems = completed(config, self.plan.origin, RunValues(values, width))
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         config = in_precision(config, settings.precision.compute)
         plan = dataclasses.replace(
             self.plan, config=for_engine(config, micro=1), max_norm=config.get("gradient_clipping") or None
@@ -160,8 +152,40 @@ class ZeroEngines:
         return frozen_model(model, self.plan, compute, device, self._setup.gang)
 
 
-def _is_auto(config: dict[str, Any], path: str) -> bool:
-    value: Any = config
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return bool(value == "auto")
+class DummyOptim:
+    """Represents the optimizer of a DeepSpeed configuration; `accelerator.prepare` returns that one.
+
+    Args:
+        params: the parameters, or groups of them.
+        lr, weight_decay: the values of "auto" in the configuration.
+        kwargs: further options of the optimizer.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
+
+
+class DummyScheduler:
+    """Represents the schedule of a DeepSpeed configuration; `accelerator.prepare` returns that one.
+
+    Args:
+        optimizer: a `DummyOptim`, or an optimizer.
+        total_num_steps, warmup_num_steps: the values of "auto" in the configuration, in the unit of prepared schedules.
+        lr_scheduler_callable: makes the schedule of an optimizer, instead of the configuration.
+        kwargs: no effect.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer, self.total_num_steps = optimizer, total_num_steps
+        self.warmup_num_steps, self.lr_scheduler_callable, self.kwargs = (
+            warmup_num_steps,
+            lr_scheduler_callable,
+            kwargs,
+        )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.config.plan import RunPlan
+from windlass.config.plan import Float8Plan, RunPlan, TransformPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.dist.gang import Gang
@@ -21,8 +21,11 @@ from windlass.optim.resolution import warn_of_lost_updates
 from windlass.optim.schedule import Schedule, as_schedule
 from windlass.precision.check import apply_tf32, check_precision
 from windlass.precision.scaler import build_scaler
-from windlass.transforms.apply import apply_transforms
+from windlass.transforms.compile import apply_compile
+from windlass.transforms.float8 import apply_float8
+from windlass.transforms.liger import apply_liger
 from windlass.transforms.rebind import names_of, rebind
+from windlass.transforms.recompute import apply_recompute
 from windlass.transforms.strategies import spread
 from windlass.transforms.strategy import Strategy
 
@@ -132,12 +135,32 @@ def _executor(
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Check that the optimizer updates a parameter of the model.
-
-    Raises:
-        ConfigError: it was made for another model, so training would change nothing.
+    """Check that the optimizer updates a parameter of the model. Raises ConfigError if it was made for another model,
+    so training would change nothing.
     """
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         fix = "it holds no parameter of this model: make it from `model.parameters()` of the model that is trained"
         raise ConfigError(Problem("optimizers", type(optimizer).__name__, fix))
+
+
+def apply_transforms(model: nn.Module, plan: TransformPlan, float8: Float8Plan | None = None) -> nn.Module:
+    """Transform `model` in place, in this order: kernels replace parts, layers multiply in float8, blocks are
+    recomputed, compilation traces through them. Names in its state dict do not change. Wrappers for data parallelism
+    follow, from the executor that owns them.
+
+    Args:
+        float8: how linear layers multiply; None leaves them as they are.
+
+    Raises:
+        ConfigError: a transform cannot be applied to this model.
+    """
+    if plan.liger is not None:
+        apply_liger(model, plan.liger)
+    if float8 is not None:
+        apply_float8(model, float8)
+    if plan.recompute:
+        apply_recompute(model, plan.recompute_options)
+    if plan.compile is not None:
+        apply_compile(model, plan.compile)
+    return model

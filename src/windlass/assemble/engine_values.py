@@ -10,17 +10,16 @@ from windlass.assemble.facts import Facts
 from windlass.config.deepspeed import ARGUMENTS, SIZES, RunValues, completed, for_engine, in_precision
 from windlass.config.parallel import Parallel
 from windlass.config.plan import DistPlan, ZeroPlan
+from windlass.config.refusal import refuse
 from windlass.config.sections.setting import default_of
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import Problem
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 def with_engine(args: Any, facts: Facts, parallel: Parallel, steps: int) -> DistPlan:
-    """How the model is distributed, with the configuration of an engine completed for a run of `steps` updates.
-
-    Raises:
-        ConfigError: the configuration contradicts the arguments, or the run is not one that the engine can do.
+    """How the model is distributed, with the configuration of an engine completed for a run of `steps` updates. Raises
+    ConfigError if the configuration contradicts the arguments, or the run is not one that the engine can do.
     """
     zero = parallel.dist.zero
     if zero is None:
@@ -40,8 +39,7 @@ def with_engine(args: Any, facts: Facts, parallel: Parallel, steps: int) -> Dist
     left_out = SIZES if args.auto_find_batch_size else ()
     given = {name: value for name, value in zero.config.items() if name not in left_out}
     config, problems = completed(given, zero.origin, RunValues(values, facts.hidden_size))
-    if problems := [*problems, *_unfit(args, zero)]:
-        raise ConfigError(problems)
+    refuse([*problems, *_unfit(args, zero)])
     config = in_precision(config, parallel.precision.compute)
     return replace(parallel.dist, zero=replace(zero, config=for_engine(config, size.micro)))
 
@@ -63,8 +61,7 @@ def engine_schedule(args: Any, zero: ZeroPlan | None, steps: int) -> dict[str, A
         zero.origin,
         RunValues(_with_arguments(_of_schedule(args, steps))),
     )
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     section: dict[str, Any] = config["scheduler"]
     return section
 

@@ -84,11 +84,7 @@ _MAX_STEPS = 10**9
 
 
 def resolve(args: Any, facts: Facts) -> RunPlan:
-    """The plan of a training run.
-
-    Raises:
-        ConfigError: with every problem found, each naming field, value and fix.
-    """
+    """The plan of a training run. Raises ConfigError with every problem found, each naming field, value and fix."""
     check(args)  # scripts may have assigned to arguments
     problems = list(_problems(args, facts))
     parallel = None
@@ -276,13 +272,15 @@ def resolve_duration(args: Any, facts: Facts) -> DurationPlan:
 
 def resolve_optimizer(args: Any, total_steps: int) -> OptimizerPlan:
     """The optimizer and the schedule of a run of `total_steps` updates."""
+    given = args.optim_args
     return OptimizerPlan(
         name=_text(args.optim),
         learning_rate=args.learning_rate,
         weight_decay=args.weight_decay,
         betas=(args.adam_beta1, args.adam_beta2),
         epsilon=args.adam_epsilon,
-        options=_options(args.optim_args),
+        # `optim_args` is a mapping, or text of `key=value` pairs that was validated before.
+        options=dict(given) if isinstance(given, dict) else options_from(given or ""),
         groups=dict(args.optim_groups or {}),
         layer_decay=args.layerwise_lr_decay,
         schedule=_text(args.lr_scheduler_type),
@@ -310,10 +308,8 @@ def _takes_two_backwards(args: Any, facts: Facts) -> bool:
 
 
 def resolve_parallel(args: Any, world: World) -> Parallel:
-    """Resolve how the model is distributed over `world` from the arguments and the launcher of this process.
-
-    Raises:
-        ConfigError: with every problem, contradictions of the two among them.
+    """Resolve how the model is distributed over `world` from the arguments and the launcher of this process. Raises
+    ConfigError with every problem, contradictions of the two among them.
     """
     settings = merge(from_arguments(args), from_environment(os.environ))
     found = plan_parallel(settings, world)
@@ -426,11 +422,6 @@ def _schedule_options(args: Any) -> dict[str, Any]:
     if _text(args.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy"):
         options.setdefault("mode", "max" if args.greater_is_better else "min")
     return options
-
-
-def _options(given: Any) -> dict[str, Any]:
-    """Read `optim_args`: a mapping, or text of `key=value` pairs that was validated before."""
-    return dict(given) if isinstance(given, dict) else options_from(given or "")
 
 
 def _text(value: Any) -> str:

@@ -11,10 +11,6 @@ from typing import Any, TextIO
 from windlass.core.optional import is_available, require
 from windlass.core.output import STDOUT, TolerantStream, shown
 
-# A terminal is redrawn at most this often: drawing takes about a millisecond, a step may take less.
-_REDRAW_SECONDS = 0.2
-# A log file receives a line at least this often.
-_HEARTBEAT_SECONDS = 60.0
 _CLEAR_LINE = "\r\x1b[2K"
 Clock = Callable[[], float]
 
@@ -66,6 +62,9 @@ class _Pace:
 class Display:
     """The progress of a run of steps, and of an evaluation within it, which has a count of its own."""
 
+    # A terminal is redrawn at most this often: drawing takes about a millisecond, a step may take less.
+    seconds = 0.2
+
     def __init__(
         self,
         total: int,
@@ -104,23 +103,25 @@ class Display:
         self._inner = None
 
     def _moved(self, pace: _Pace) -> None:
-        """Display the progress of `pace`, if it is time to."""
+        if self._clock() - self._last >= self.seconds:
+            self._show(pace)
+
+    def _show(self, pace: _Pace) -> None:
+        """Display the progress of `pace`, and note the time."""
         raise NotImplementedError
 
 
 class LineDisplay(Display):
     """Plain lines for files and pipes: one for each message, and one each minute without a message."""
 
+    seconds = 60.0
+
     def write(self, text: str) -> None:
-        self._print(f"[{self._pace.text()}] {shown(text)}")
+        self._show(self._pace, f" {shown(text)}")
 
-    def _moved(self, pace: _Pace) -> None:
-        if self._clock() - self._last >= _HEARTBEAT_SECONDS:
-            self._print(f"[{pace.text()}]")
-
-    def _print(self, line: str) -> None:
+    def _show(self, pace: _Pace, message: str = "") -> None:
         self._last = self._clock()
-        self._file.write(f"{line}\n")
+        self._file.write(f"[{pace.text()}]{message}\n")
         self._file.flush()
 
 
@@ -130,28 +131,24 @@ class BarDisplay(Display):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._last = float("-inf")
-        self._draw()
+        self._show(self._pace)
 
     def end_inner(self) -> None:
         super().end_inner()
-        self._draw()
+        self._show(self._pace)
 
     def write(self, text: str) -> None:
         self._file.write(f"{_CLEAR_LINE}{shown(text)}\n")
-        self._draw()
+        self._show(self._pace)
 
     def close(self) -> None:
-        self._draw()
+        self._show(self._pace)
         self._file.write("\n")
         self._file.flush()
 
-    def _moved(self, pace: _Pace) -> None:
-        if self._clock() - self._last >= _REDRAW_SECONDS:
-            self._draw()
-
-    def _draw(self) -> None:
+    def _show(self, pace: _Pace) -> None:
         self._last = self._clock()
-        pace = self._inner or self._pace
+        pace = self._inner or pace
         text = pace.text()
         room = shutil.get_terminal_size().columns - len(text) - 4
         filled = int(room * pace.step / pace.total) if pace.total > 0 and room > 0 else 0
@@ -185,7 +182,7 @@ class RichDisplay(Display):
         self._bar.refresh()
 
     def begin_inner(self, label: str, total: int) -> None:
-        self._redraw()
+        self._show(self._pace)
         super().begin_inner(label, total)
         self._inner_task = self._bar.add_task(label, total=total)
 
@@ -193,20 +190,16 @@ class RichDisplay(Display):
         if self._inner is not None:
             super().end_inner()
             self._bar.remove_task(self._inner_task)
-            self._redraw()
+            self._show(self._pace)
 
     def write(self, text: str) -> None:
         self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._redraw()
+        self._show(self._pace)
         self._rescue()
 
-    def _moved(self, pace: _Pace) -> None:
-        if self._clock() - self._last >= _REDRAW_SECONDS:
-            self._redraw()
-
-    def _redraw(self) -> None:
+    def _show(self, pace: _Pace) -> None:
         self._last = self._clock()
         self._bar.update(self._task, completed=self._pace.step)
         if self._inner is not None:

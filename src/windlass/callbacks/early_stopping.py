@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.callbacks.rows import Logs
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.events import ExportableState, TrainerCallback, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
@@ -51,8 +52,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if args.eval_strategy == "no":
             fix = "EarlyStoppingCallback requires an evaluation strategy of 'steps' or 'epoch'"
             problems.append(Problem("eval_strategy", str(getattr(args.eval_strategy, "value", "no")), fix))
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         if state.global_step and self.early_stopping_patience_counter >= self.early_stopping_patience:
             # Restored from a checkpoint saved after the decision, of a run that was interrupted before it could end.
             logger.warning(

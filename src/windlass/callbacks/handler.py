@@ -103,10 +103,8 @@ class CallbackHandler:
     # --- the callbacks
 
     def add_callback(self, callback: Any) -> None:
-        """Append a callback: an instance, or a class that can be built without arguments.
-
-        Raises:
-            ConfigError: it has none of the event methods, or its class cannot be built without arguments.
+        """Append a callback: an instance, or a class that can be built without arguments. Raises ConfigError if it has
+        none of the event methods, or its class cannot be built without arguments.
         """
         instance = _build(callback) if isinstance(callback, type) else callback
         _check(instance)
@@ -127,10 +125,8 @@ class CallbackHandler:
         return None
 
     def remove_callback(self, callback: Any) -> None:
-        """Remove a callback.
-
-        Raises:
-            ValueError: an *instance* that is not among the callbacks. An absent class is ignored.
+        """Remove a callback. Raises ValueError for an *instance* that is not among the callbacks; an absent class is
+        ignored.
         """
         if self.pop_callback(callback) is None and not isinstance(callback, type):
             present = ", ".join(self.callback_list.split())

@@ -109,10 +109,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
     """Return the rows of a `metrics.jsonl`, with NaN and the infinities as floats.
 
     An incomplete last line (the process died while writing) is left out. A metric that is the string "NaN" is read as
-    the float.
-
-    Raises:
-        DataError: a line that is not a JSON object, naming file and line.
+    the float. Raises DataError for a line that is not a JSON object, naming file and line.
     """
     lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     rows = []
@@ -183,10 +180,8 @@ def _set_aside(path: Path) -> None:
 
 
 def _cut_back(path: Path, step: int) -> list[Row]:
-    """Replace the file by its rows up to `step`, without summaries, since the run continues.
-
-    Returns:
-        The rows of `step` itself, without timing: a resumed run may log them again.
+    """Replace the file by its rows up to `step`, without summaries, since the run continues. Return the rows of `step`
+    itself, without timing: a resumed run may log them again.
     """
     if not path.exists():
         return []
@@ -207,11 +202,7 @@ def _cut_back(path: Path, step: int) -> list[Row]:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines.
-
-    Raises:
-        ValueError: it is not a plain file, or a line is too long to be a row.
-    """
+    """Yield the complete lines. Raises ValueError if it is not a plain file, or a line is too long to be a row."""
     if not path.is_file():
         raise ValueError(f"{path} is not a plain file")
     with open(path, "rb") as file:

@@ -83,9 +83,7 @@ class NotebookProgressCallback(TrainerCallback):
 
 def progress_html(step: int, total: int, elapsed: float, rows: Sequence[Row]) -> str:
     """Return a bar over `total` updates (none if `total` is 0, outside training) and a table with a column per name.
-
-    Args:
-        elapsed: seconds since training began.
+    `elapsed` is in seconds since training began.
     """
     bar = (
         f'<progress value="{step}" max="{total}" style="width:300px;vertical-align:middle"></progress> '

@@ -16,10 +16,8 @@ _COLOURS = ("#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#4a3aa7")
 
 
 def draw_training(history: History, path: Path, title: str) -> None:
-    """Write loss, learning rate and gradient norm over the step to `path` (PNG), atomically.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
+    """Write loss, learning rate and gradient norm over the step to `path` (PNG), atomically. Raises
+    MissingDependencyError if matplotlib is not installed.
     """
     # Not pyplot, which selects a window backend and keeps figures alive.
     module = require("matplotlib.figure", "draw training.png")

@@ -13,6 +13,7 @@ from typing import Any
 
 from windlass.callbacks.picture import draw_training
 from windlass.callbacks.report_page import render_report
+from windlass.config.sections.setting import default_of
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.optional import is_available, is_imported
@@ -88,7 +89,7 @@ def changed_arguments(args: Any) -> dict[str, Any]:
     for field in dataclasses.fields(args):
         value = getattr(args, field.name, None)
         shown = field.init and not field.name.startswith("_") and not is_secret_name(field.name)
-        if shown and value != _default(field):
+        if shown and value != default_of(field):
             changed[field.name] = redact_value(field.name, getattr(value, "value", value))
     return changed
 
@@ -124,12 +125,6 @@ def _accelerator() -> dict[str, str]:
         return {"accelerator": "none (CPU)"}
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"accelerator": ", ".join(names), "cuda": str(torch.version.cuda)}
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _replace(path: Path, text: str) -> None:

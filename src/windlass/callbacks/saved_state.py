@@ -40,7 +40,7 @@ def import_states(callbacks: Iterable[Any], stored: Mapping[str, Any], *, restor
     """
     present: dict[str, list[Any]] = {}
     for callback in callbacks:
-        if _has_state(callback):
+        if _is_stateful(callback) or _has_attributes(callback):
             present.setdefault(type(callback).__name__, []).append(callback)
     saved = {
         name: states if isinstance(states, (list, tuple)) else [states]
@@ -68,10 +68,6 @@ def _is_stateful(callback: Any) -> bool:
     return callable(getattr(callback, "state_dict", None)) and callable(
         getattr(callback, "load_state_dict", None)
     )
-
-
-def _has_state(callback: Any) -> bool:
-    return _is_stateful(callback) or _has_attributes(callback)
 
 
 def _has_attributes(callback: Any) -> bool:

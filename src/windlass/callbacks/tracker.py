@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import numbers
+import operator
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, Self, TypeVar
 
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.optional import require
 from windlass.core.world import world_from_environment
@@ -115,8 +117,10 @@ class PackageTracker(GeneralTracker):
     """
 
     requires_logging_directory = False
-    # The attribute with the package's object, and the variable whose project precedes that of the arguments.
+    # The attribute with the package's object, what of that object is the run's id, and the variable whose project
+    # precedes that of the arguments.
     handle: ClassVar[str] = "run"
+    identity: ClassVar[str] = "id"
     project_variable: ClassVar[str] = ""
 
     def __init__(self, run_name: str | None, **kwargs: Any) -> None:
@@ -136,7 +140,7 @@ class PackageTracker(GeneralTracker):
 
     @property
     def run_id(self) -> str | None:
-        return None if self.tracker is None else str(self.tracker.id)
+        return None if self.tracker is None else str(operator.attrgetter(self.identity)(self.tracker))
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
@@ -153,9 +157,7 @@ class PackageTracker(GeneralTracker):
 def check_attributes(cls: type, names: tuple[str, ...]) -> None:
     """Raise ConfigError with all attributes that a tracker class lacks."""
     fix = "define it in the class"
-    missing = [Problem(f"{cls.__name__}.{name}", None, fix) for name in names if not hasattr(cls, name)]
-    if missing:
-        raise ConfigError(missing)
+    refuse(Problem(f"{cls.__name__}.{name}", None, fix) for name in names if not hasattr(cls, name))
 
 
 def split_numbers(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

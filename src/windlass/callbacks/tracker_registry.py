@@ -16,6 +16,7 @@ from windlass.callbacks.trackers.swanlab import SwanLabTracker
 from windlass.callbacks.trackers.tensorboard import TensorBoardTracker
 from windlass.callbacks.trackers.trackio import TrackioTracker
 from windlass.callbacks.trackers.wandb import WandBTracker
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
 from windlass.core.optional import is_available, require
@@ -79,9 +80,7 @@ def filter_trackers(
     """
     wanted = list(dict.fromkeys(_expanded(log_with)))
     names = [item for item in wanted if isinstance(item, str)]
-    problems = [Problem(field, name, fix) for name in names if (fix := _objection(name, logging_dir))]
-    if problems:
-        raise ConfigError(problems)
+    refuse(Problem(field, name, fix) for name in names if (fix := _objection(name, logging_dir)))
     for name in names:
         if name in BUILT_IN and not is_available(name):
             require(name, f"report to {name}")  # raises with the command that installs it

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint.names import canonical_names
+from windlass.config.refusal import refuse
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.types import State
@@ -36,13 +37,11 @@ class SWACallback(TrainerCallback):
     """
 
     def __init__(self, start_step: int = 1, every: int = 1) -> None:
-        problems = [
+        refuse(
             Problem(name, value, "must be a whole number of at least 1")
             for name, value in (("start_step", start_step), ("every", every))
             if value < 1
-        ]
-        if problems:
-            raise ConfigError(problems)
+        )
         self.start_step, self.every = start_step, every
         self._count = 0
         self._trained: dict[str, nn.Parameter] = {}

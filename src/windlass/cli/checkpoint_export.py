@@ -13,7 +13,8 @@ from windlass.cli.checkpoint_listing import local_path
 from windlass.cli.command_line import DTYPES
 from windlass.cli.estimate_memory import in_words
 from windlass.config.quantities import size_in_bytes
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.core.locations import is_url
 from windlass.core.output import one_line, say
 
@@ -62,8 +63,7 @@ def _export_options(options: argparse.Namespace, form: str) -> ExportOptions:
             limit = size_in_bytes(options.max_shard_size)
         except ValueError as error:
             problems.append(Problem("--max-shard-size", options.max_shard_size, str(error)))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     dtype = None if options.dtype is None else getattr(torch, DTYPES[options.dtype])
     return ExportOptions(options.tensors, dtype, limit, options.force)
 

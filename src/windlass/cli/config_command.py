@@ -15,6 +15,7 @@ from windlass.config.parallel import rows_launch, rows_training
 from windlass.config.parallel.from_files import from_file
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
 
@@ -159,9 +160,7 @@ def _update(named: str | None) -> None:
         fix = "no launch file to update; `windlass config` writes one"
         raise ConfigError(Problem("--config_file", None, fix))
     settings = from_file(path)
-    unread = [problem for problem in settings.problems if problem.field == "--config_file"]
-    if unread:
-        raise ConfigError(unread)
+    refuse(problem for problem in settings.problems if problem.field == "--config_file")
     for note in settings.notes:
         if "means nothing here" in note:
             say(f"removed: {note}")

@@ -76,10 +76,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def convert(values: Mapping[str, Any]) -> tuple[str, Conversion]:
-    """Return the name of the program whose configuration this is, and the recipe.
-
-    Raises:
-        ConfigError: it is of none of the three, or not of supervised fine-tuning.
+    """Return the name of the program whose configuration this is, and the recipe. Raises ConfigError if it is of none
+    of the three, or not of supervised fine-tuning.
     """
     source = keys.source_of(values)
     made = Conversion()

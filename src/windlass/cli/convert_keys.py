@@ -160,10 +160,6 @@ def _axolotl_eval(value: Any) -> Pairs:
     yield "data.eval", found["data.train"]
 
 
-def _axolotl_optimizer(value: Any) -> Pairs:
-    yield "training.optim", {"adamw_torch_8bit": "adamw_8bit"}.get(value, value)
-
-
 _AXOLOTL: dict[str, Rule] = {
     **_LORA,
     "base_model": "model.name",
@@ -180,7 +176,9 @@ _AXOLOTL: dict[str, Rule] = {
     "micro_batch_size": "training.per_device_train_batch_size",
     "eval_batch_size": "training.per_device_eval_batch_size",
     "num_epochs": "training.num_train_epochs",
-    "optimizer": _axolotl_optimizer,
+    "optimizer": lambda value: iter(
+        [("training.optim", {"adamw_torch_8bit": "adamw_8bit"}.get(value, value))]
+    ),
     "lr_scheduler": "training.lr_scheduler_type",
     "warmup_ratio": "training.warmup_steps",
     "bf16": lambda value: iter([("training.bf16", value in (True, "auto", "full"))]),

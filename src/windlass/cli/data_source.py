@@ -16,6 +16,7 @@ from windlass.cli.training import training_arguments
 from windlass.cli.tuning_data import load_tuning_data, tuning_rows
 from windlass.config.documents import coerce, parse_override
 from windlass.config.nearest import nearest
+from windlass.config.refusal import refuse
 from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
@@ -137,8 +138,7 @@ def _checked(kind: type, values: Mapping[str, Any], known: Sequence[str], prefix
             close = nearest(name, known)
             fix = f"did you mean {prefix}{close}?" if close else f"known: {', '.join(known)}"
             problems.append(Problem(prefix + name, values[name], f"is not an option; {fix}"))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return coerce(kind, values)
 
 

@@ -39,17 +39,11 @@ def build_sft_trainer(recipe: Recipe, tokenizer: Any, train: Any, evaluation: An
     name = recipe.model.name
     if name is None:
         name = str(_trained_base(recipe, tokenizer, train, args))
-    init = {"dtype": recipe.model.dtype, **(args.model_init_kwargs or {})}
+    args.model_init_kwargs = {"dtype": recipe.model.dtype, **(args.model_init_kwargs or {})}
     return SFTTrainer(
-        name, _with(args, model_init_kwargs=init), train_dataset=train, eval_dataset=evaluation,
-        processing_class=tokenizer, peft_config=_adapter(recipe), quantization_config=_quantization(recipe),
+        name, args, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
+        peft_config=_adapter(recipe), quantization_config=_quantization(recipe),
     )  # fmt: skip
-
-
-def _with(args: Any, **changes: Any) -> Any:
-    for name, value in changes.items():
-        setattr(args, name, value)
-    return args
 
 
 def _adapter(recipe: Recipe) -> Any:
@@ -85,7 +79,10 @@ def _trained_base(recipe: Recipe, tokenizer: Any, rows: Rows, args: Any) -> Path
     settings = json.dumps(
         {**asdict(spec), "data": asdict(recipe.data), "vocabulary": len(tokenizer)}, sort_keys=True
     )
-    if _was_trained(folder, settings):
+    found = folder / _SETTINGS
+    if (
+        found.is_file() and found.read_text(encoding="utf-8") == settings
+    ):  # written last: the folder is complete
         return folder
     logger.warning(
         "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
@@ -110,12 +107,6 @@ def _trained_base(recipe: Recipe, tokenizer: Any, rows: Rows, args: Any) -> Path
     trainer.train()
     trainer.save_model()
     if world_from_environment().is_main:
-        Files().write(folder / _SETTINGS, [settings.encode()])
+        Files().write(found, [settings.encode()])
     trainer.accelerator.wait_for_everyone()
     return folder
-
-
-def _was_trained(folder: Path, settings: str) -> bool:
-    """The settings are written last, so a folder that has them is complete."""
-    found = folder / _SETTINGS
-    return found.is_file() and found.read_text(encoding="utf-8") == settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ import numpy as np
 import torch
 
 from windlass.cli.schema import Recipe
+from windlass.cli.splits import hold_out
 from windlass.core.errors import DataError
 from windlass.core.optional import require
-from windlass.core.rng import STREAM_ORDER, derive_seed
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
@@ -56,10 +55,8 @@ def _read(path: Path, size: int | None) -> np.ndarray[Any, Any]:
 
 
 def load_images(recipe: Recipe, seed: int) -> tuple[Images, Images | None, list[str]]:
-    """Return the training images, those of the evaluation (None without any), and the names of the classes.
-
-    Raises:
-        DataError: a folder has no images, or the evaluation has another class.
+    """Return the training images, those of the evaluation (None without any), and the names of the classes. Raises
+    DataError if a folder has no images, or the evaluation has another class.
     """
     data = recipe.data
     if data.format == "digits":
@@ -73,7 +70,7 @@ def load_images(recipe: Recipe, seed: int) -> tuple[Images, Images | None, list[
         train, white = _files(Path(data.train), data.max_samples), 255.0
     held = _files(Path(data.eval), data.max_samples) if data.eval else []
     if data.eval is None and data.eval_fraction:
-        train, held = _hold_out(train, data.eval_fraction, seed)
+        train, held = hold_out(train, f"{len(train)} images", data.eval_fraction, seed)
     names = sorted({label for _, label in train})
     sets = [_images(part, names, white, data.image_size) if part else None for part in (train, held)]
     assert sets[0] is not None
@@ -92,16 +89,3 @@ def _files(folder: Path, most: int | None) -> list[tuple[Any, str]]:
     if not files:
         raise DataError(f"{folder}: has no images ({', '.join(ENDINGS)}) in folders of their classes")
     return [(file, file.parent.name) for file in files]
-
-
-def _hold_out(
-    rows: list[tuple[Any, str]], fraction: float, seed: int
-) -> tuple[list[tuple[Any, str]], list[tuple[Any, str]]]:
-    count = round(len(rows) * fraction)
-    if count == 0 or count == len(rows):
-        raise DataError(
-            f"{len(rows)} images cannot give data.eval_fraction={fraction} for evaluation; name data.eval, raise the "
-            "fraction, or set it to 0"
-        )
-    held = set(random.Random(derive_seed(STREAM_ORDER, seed)).sample(range(len(rows)), count))
-    return [r for i, r in enumerate(rows) if i not in held], [rows[i] for i in sorted(held)]

@@ -8,6 +8,7 @@ from typing import Any
 from windlass.cli.checks import PLAIN_TEXT
 from windlass.cli.schema import Recipe
 from windlass.config.nearest import did_you_mean
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 
@@ -77,12 +78,10 @@ def _config(recipe: Recipe, tokenizer: Any, head: dict[str, Any], implied: dict[
     model_type = given.pop("model_type")
     kind = _config_class(transformers, model_type)
     known = _keywords(kind)
-    problems = [
-        _unknown_key(key, value, known, model_type) for key, value in given.items() if key not in known
-    ]
-    problems += [_derived_key(key, given[key]) for key in DERIVED if key in given]
-    if problems:
-        raise ConfigError(problems)
+    no_such = f"{model_type} has no such setting"
+    faults = {key: f"{no_such}{did_you_mean(key, sorted(known))}" for key in given if key not in known}
+    faults |= {key: "is taken from the data; leave it out" for key in DERIVED if key in given}
+    refuse(Problem(f"model.config.{key}", given[key], fix) for key, fix in faults.items())
     implied = {key: value for key, value in implied.items() if key in known}
     try:
         config = kind(**{**implied, **head, **given})
@@ -105,15 +104,6 @@ def _keywords(kind: Any) -> set[str]:
     """Return the keys of a config class, whose constructor would accept any other key silently."""
     names = set(inspect.signature(kind.__init__).parameters) | set(kind.attribute_map) | set(DERIVED)
     return names - {"self", "kwargs"}
-
-
-def _unknown_key(key: str, value: Any, known: set[str], model_type: str) -> Problem:
-    fix = f"{model_type} has no such setting{did_you_mean(key, sorted(known))}"
-    return Problem(f"model.config.{key}", value, fix)
-
-
-def _derived_key(key: str, value: Any) -> Problem:
-    return Problem(f"model.config.{key}", value, "is taken from the data; leave it out")
 
 
 def _of_text(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
@@ -152,5 +142,4 @@ def _check_against_tokens(recipe: Recipe, config: Any, tokenizer: Any) -> None:
     if most is not None and length > most:
         fix = f"the model has {most} positions (max_position_embeddings)"
         problems.append(Problem(f"data.{key}", length, fix))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)

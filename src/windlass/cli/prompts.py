@@ -39,12 +39,9 @@ class LinePrompter:
         answer: str = ask_until(
             lambda text: _chosen(text, choices),
             lambda: self.ask(f"{question} {listed}", default),
-            self._complain,
+            lambda text: print(text, file=self._sink),
         )
         return answer
-
-    def _complain(self, text: str) -> None:
-        print(text, file=self._sink)
 
 
 def _chosen(text: str, choices: Sequence[str]) -> str:

@@ -14,9 +14,10 @@ from windlass.cli.schema import NESTED, Recipe, field_names
 from windlass.cli.training import coerced, merge_parallel, training_fields, training_problems
 from windlass.config.documents import Keys
 from windlass.config.nearest import nearest
+from windlass.config.refusal import refuse
 from windlass.config.sections.setting import rules_in
 from windlass.config.values import choice_fault, type_fault
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import Problem
 
 
 def load_recipe(
@@ -47,8 +48,7 @@ def load_recipe(
     recipe = replace(recipe, training=training)
     problems += [conflict for conflict in find_conflicts(recipe, draft) if not _follows(conflict, problems)]
     problems += training_problems(recipe.training, recipe.task, draft)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return replace(recipe, training=coerced(recipe.training, recipe.task))
 
 

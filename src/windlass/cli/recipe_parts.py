@@ -21,7 +21,6 @@ from windlass.cli.samples import (
     Blocks,
     LabelledTexts,
     MaskedBlocks,
-    Pairs,
     encode_labelled,
     encode_pairs,
     pack,
@@ -42,7 +41,7 @@ from windlass.data.collators import (
     default_data_collator,
 )
 
-Dataset = Blocks | LabelledTexts | MaskedBlocks | Pairs | Images | Rows
+Dataset = Blocks | LabelledTexts | MaskedBlocks | Images | Rows
 # Of the texts generated before and after training, so that only the training differs.
 SEED = 0
 
@@ -127,9 +126,11 @@ def build_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = accuracy if parts.labels else None
     if recipe.metric is not None:
         compute_metrics = of_predictions(parts.tokenizer, SCORES[recipe.metric])
+    if getattr(args, "predict_with_generate", False) and args.generation_max_length is None:
+        args.generation_max_length = recipe.data.max_length  # as long as the targets may be
     trainer = (Seq2SeqTrainer if recipe.task == "seq2seq" else Trainer)(
         model=model,
-        args=_with_length(args, recipe),
+        args=args,
         data_collator=_collator(recipe, parts.tokenizer, model),
         train_dataset=parts.train,
         eval_dataset=parts.evaluation,
@@ -147,13 +148,6 @@ def _collator(recipe: Recipe, tokenizer: Any, model: Any) -> Any:
     if recipe.task == "masked-lm":
         return DataCollatorForLanguageModeling(tokenizer, mlm_probability=recipe.data.mlm_probability)
     return DataCollatorForSeq2Seq(tokenizer, model) if recipe.task == "seq2seq" else default_data_collator
-
-
-def _with_length(args: TrainingArguments, recipe: Recipe) -> TrainingArguments:
-    """The arguments, whose generated texts are by default as long as the targets may be."""
-    if getattr(args, "predict_with_generate", False) and args.generation_max_length is None:
-        args.generation_max_length = recipe.data.max_length
-    return args
 
 
 def _predicted_class(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:

@@ -21,11 +21,7 @@ Windlass's names too. For several processes: `windlass launch --compat`.
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Replace this process by Python running the script.
-
-    Raises:
-        ConfigError: there is no such script.
-    """
+    """Replace this process by Python running the script. Raises ConfigError if there is no such script."""
     from windlass.compat.import_hook import environment
 
     parser = argparse.ArgumentParser(

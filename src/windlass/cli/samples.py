@@ -51,9 +51,11 @@ def pack(texts: Sequence[str], tokenizer: Any, block: int) -> Blocks:
 
 
 class LabelledTexts:
-    """Encoded texts with their class: items `{"input_ids": list[int], "labels": int}`, to be padded by a collator."""
+    """Encoded texts, to be padded by a collator: items `{"input_ids": list[int], "labels": int | list[int]}`, with the
+    class of each, or the tokens of its target.
+    """
 
-    def __init__(self, ids: list[list[int]], labels: list[int]) -> None:
+    def __init__(self, ids: list[list[int]], labels: Sequence[int | list[int]]) -> None:
         self._ids, self._labels = ids, labels
 
     def __len__(self) -> int:
@@ -98,23 +100,12 @@ class MaskedBlocks:
         return {"input_ids": row["input_ids"], "attention_mask": (row["labels"] != IGNORED).long()}
 
 
-class Pairs:
-    """Encoded sources and targets: items `{"input_ids": list[int], "labels": list[int]}`; a collator pads them."""
-
-    def __init__(self, sources: list[list[int]], targets: list[list[int]]) -> None:
-        self._sources, self._targets = sources, targets
-
-    def __len__(self) -> int:
-        return len(self._sources)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self._sources[index], "labels": self._targets[index]}
-
-
-def encode_pairs(sources: Sequence[str], targets: Sequence[str], tokenizer: Any, max_length: int) -> Pairs:
+def encode_pairs(
+    sources: Sequence[str], targets: Sequence[str], tokenizer: Any, max_length: int
+) -> LabelledTexts:
     """Encode sources and targets, each truncated to `max_length` tokens, special tokens included."""
     options: dict[str, Any] = {"truncation": True, "max_length": max_length}
-    return Pairs(
+    return LabelledTexts(
         list(_encode(sources, tokenizer, **options)),
         list(_encode(targets, tokenizer, target=True, **options)),
     )

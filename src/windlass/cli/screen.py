@@ -64,17 +64,14 @@ def describe_run(parts: RecipeParts, trainer: Any) -> str:
     if parts.evaluation is not None:
         held = f"{_amount(parts.evaluation)} held out for evaluation"
     vocabulary = "" if parts.tokenizer is None else f", vocabulary {len(parts.tokenizer):,}"
+    adapter = f"Adapter     {describe_trained(trainer.model)}\n" if is_peft_model(trainer.model) else ""
     return (
         f"Model       {config.model_type}, {count(size)} parameters{vocabulary}\n"
-        f"{_adapter(trainer.model)}"
+        f"{adapter}"
         f"Data        {_amount(parts.train)}, {held}\n"
         f"{_prepared(trainer)}"
         f"Output      {trainer.args.output_dir}"
     )
-
-
-def _adapter(model: Any) -> str:
-    return f"Adapter     {describe_trained(model)}\n" if is_peft_model(model) else ""
 
 
 def _amount(data: Any) -> str:

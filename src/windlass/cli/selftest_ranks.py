@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.accelerator import Accelerator
-from windlass.config.plugins import FullyShardedDataParallelPlugin
+from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
 from windlass.core.output import say
 from windlass.dist.beacon import beacon
 from windlass.dist.operations import gather_object

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from windlass.cli.checks import PLAIN_TEXT
 from windlass.cli.readers import Record, column, read_records, texts
-from windlass.cli.schema import DataSpec, Recipe
+from windlass.cli.schema import Recipe
 from windlass.core.errors import DataError
 from windlass.core.rng import STREAM_ORDER, derive_seed
 
@@ -27,21 +28,21 @@ def load_records(recipe: Recipe, seed: int) -> tuple[list[Record], list[Record]]
     is_text = data.prompt_column is None and all(data.text_column in values for _, values in train)
     if recipe.task in PLAIN_TEXT and is_text and len(train) < ENOUGH_DOCUMENTS:
         return _hold_out_tails(train, data.text_column, data.eval_fraction)
-    return _hold_out_records(train, data, data.eval_fraction, seed)
+    return hold_out(train, f"{data.train}: {len(train)} records", data.eval_fraction, seed)
 
 
-def _hold_out_records(
-    records: list[Record], data: DataSpec, fraction: float, seed: int
-) -> tuple[list[Record], list[Record]]:
-    count = round(len(records) * fraction)
-    if count == 0 or count == len(records):
+def hold_out(rows: list[Any], amount: str, fraction: float, seed: int) -> tuple[list[Any], list[Any]]:
+    """Return the rows to train on, and those of the evaluation, a random part. Raises DataError, which names the
+    `amount` of rows, if one of the two would be empty.
+    """
+    count = round(len(rows) * fraction)
+    if count == 0 or count == len(rows):
         raise DataError(
-            f"{data.train}: {len(records)} records cannot give data.eval_fraction={fraction} for evaluation; "
-            "name data.eval, raise the fraction, or set it to 0"
+            f"{amount} cannot give data.eval_fraction={fraction} for evaluation; name data.eval, raise the fraction, "
+            "or set it to 0"
         )
-    held = set(random.Random(derive_seed(STREAM_ORDER, seed)).sample(range(len(records)), count))
-    train = [record for index, record in enumerate(records) if index not in held]
-    return train, [records[index] for index in sorted(held)]
+    held = set(random.Random(derive_seed(STREAM_ORDER, seed)).sample(range(len(rows)), count))
+    return [row for index, row in enumerate(rows) if index not in held], [rows[i] for i in sorted(held)]
 
 
 def _hold_out_tails(records: list[Record], name: str, fraction: float) -> tuple[list[Record], list[Record]]:

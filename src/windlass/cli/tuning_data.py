@@ -77,10 +77,8 @@ def tuning_rows(records: Sequence[Record], data: DataSpec) -> LocatedRows:
 
 
 def tuning_texts(rows: Rows, text_column: str) -> Iterator[str]:
-    """Yield the whole text of each row, for a tokenizer and a base that are trained on them.
-
-    Raises:
-        DataError: rows of another form, such as conversations.
+    """Yield the whole text of each row, for a tokenizer and a base that are trained on them. Raises DataError for rows
+    of another form, such as conversations.
     """
     for row in rows:
         text = row["prompt"] + row["completion"] if "prompt" in row else row.get(text_column)

@@ -14,6 +14,7 @@ from windlass.config.nearest import did_you_mean
 from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.plugins import GradientAccumulationPlugin
+from windlass.config.refusal import refuse
 from windlass.config.sections.setting import setting
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.plain_text import parse_json
@@ -44,11 +45,7 @@ class AcceleratorConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
-        """Read the options from a JSON file.
-
-        Raises:
-            ConfigError: it has an unknown key, or is not an object.
-        """
+        """Read the options from a JSON file. Raises ConfigError if it has an unknown key, or is not an object."""
         return read(parse_json(Path(json_file).read_bytes()))
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,10 +82,8 @@ class AcceleratorConfig:
 
 
 def read(value: Any) -> AcceleratorConfig:
-    """Return an `AcceleratorConfig` from None, a dict of some of its fields, or any dataclass with them.
-
-    Raises:
-        ConfigError: an unknown key, or a class instead of an instance.
+    """Return an `AcceleratorConfig` from None, a dict of some of its fields, or any dataclass with them. Raises
+    ConfigError for an unknown key, or a class instead of an instance.
     """
     if isinstance(value, AcceleratorConfig):
         return value
@@ -101,8 +96,7 @@ def read(value: Any) -> AcceleratorConfig:
         raise ConfigError(
             Problem("accelerator_config", value, "must be a dict, JSON, a JSON file or a dataclass")
         )
-    if unknown := list(_unknown("accelerator_config", given, AcceleratorConfig)):
-        raise ConfigError(unknown)
+    refuse(_unknown("accelerator_config", given, AcceleratorConfig))
     return AcceleratorConfig(**given)
 
 

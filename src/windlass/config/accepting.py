@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.config.nearest import did_you_mean
+from windlass.config.refusal import refuse
 from windlass.config.renamed import OLD_NAMES, TWINS, translate, twin_problems
 from windlass.config.sections.setting import default_of, rules_of
 from windlass.core.errors import ConfigError, Problem
@@ -60,8 +61,7 @@ class AcceptsOldNames(type):
             instance = super().__call__(*args, **keywords)
         except ConfigError as error:
             raise ConfigError([*problems, *error.problems]) from None
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         if not copied:
             instance.__dict__["_given"] = frozenset(arguments)
         instance.__dict__["_old"] = {n: v for n, v in given.items() if n in OLD_NAMES and n not in names}

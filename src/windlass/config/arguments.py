@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from windlass.config.accepting import AcceptsOldNames
 from windlass.config.helpers import Helpers
+from windlass.config.refusal import refuse
 from windlass.config.renamed import BOTH_WAYS, OLD_NAMES, announce, translate
 from windlass.config.sections.compute import ComputeSection
 from windlass.config.sections.evaluation import EvaluationSection
@@ -22,7 +23,6 @@ from windlass.config.sections.saving import SavingSection
 from windlass.config.sections.setting import default_of, rules_of
 from windlass.config.setters import Setters
 from windlass.config.validate import check
-from windlass.core.errors import ConfigError
 from windlass.core.locations import working_folder
 
 
@@ -91,20 +91,15 @@ class TrainingArguments(
         old = OLD_NAMES[name]
         if old.new is None or old.says_nothing(value):
             _, problems = translate({name: value})
-            if problems:
-                raise ConfigError(problems)
+            refuse(problems)
             self.__dict__["_old"] = {**self.__dict__.get("_old", {}), name: value}
             if old.new is not None and type(old.default) is type(value) is bool:
-                self._switch_off(old.new)
+                setattr(self, old.new, default_of(self.__dataclass_fields__[old.new]))
             return
         announce(name)
         setattr(
             self, old.new, old.carry(value, {f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
         )
-
-    def _switch_off(self, name: str) -> None:
-        """Reset the field of an old switch to its default."""
-        setattr(self, name, default_of(self.__dataclass_fields__[name]))
 
     def __str__(self) -> str:
         lines = "".join(f"  {name}={value!r},\n" for name, value in sorted(self.to_dict().items()))

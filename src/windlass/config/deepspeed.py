@@ -255,7 +255,7 @@ def explained(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 def completed(config: Mapping[str, Any], origin: str, run: RunValues) -> tuple[dict[str, Any], list[Problem]]:
     """The configuration with a value in place of each "auto", and what contradicts the run's arguments."""
     filled, problems = copy.deepcopy(dict(config)), list[Problem]()
-    if _get(filled, "scheduler.params.warmup_min_lr") == AUTO:
+    if value_at(filled, "scheduler.params.warmup_min_lr") == AUTO:
         _put(filled, "scheduler.params.warmup_min_lr", 0)
     for path, value in _leaves(filled):
         wanted = run.values.get(path)
@@ -266,7 +266,7 @@ def completed(config: Mapping[str, Any], origin: str, run: RunValues) -> tuple[d
             problems.append(Problem(f"{origin}.{path}", value, fix))
     # Whole weights are saved without it: DeepSpeed's default remains.
     for path, size in {**_bucket_sizes(run.hidden_size), _SAVES_WHOLE: None}.items():
-        if _get(filled, path) == AUTO:
+        if value_at(filled, path) == AUTO:
             _put(filled, path, size)
     for path, value in _leaves(filled):
         if value == AUTO:
@@ -303,10 +303,6 @@ def _leaves(config: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]
         path = f"{before}{name}"
         found += _leaves(value, f"{path}.") if isinstance(value, Mapping) else [(path, value)]
     return found
-
-
-def _get(config: Mapping[str, Any], path: str) -> Any:
-    return dict(_leaves(config)).get(path)
 
 
 def _put(config: dict[str, Any], path: str, value: Any) -> None:

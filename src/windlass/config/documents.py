@@ -72,10 +72,8 @@ for _resolvers in _Loader.yaml_implicit_resolvers.values():
 
 
 def load(path: str | Path) -> Document:
-    """Read a mapping from a `.json` file, or from YAML in any other.
-
-    Raises:
-        ConfigError: the file is missing, is not readable, repeats a key or holds no mapping; with file and line.
+    """Read a mapping from a `.json` file, or from YAML in any other. Raises ConfigError if the file is missing, is not
+    readable, repeats a key or holds no mapping; with file and line.
     """
     source = str(path)
     try:
@@ -174,10 +172,8 @@ def one_line(value: Any) -> str:
 
 
 def parse_override(text: str) -> tuple[Keys, Any]:
-    """`"a.b=1"` as (("a", "b"), 1); the value is read as YAML, such as `1e-5`, `true`, `[1, 2]`.
-
-    Raises:
-        ConfigError: there is no `=`, no name before it, or the value is not valid YAML.
+    """`"a.b=1"` as (("a", "b"), 1); the value is read as YAML, such as `1e-5`, `true`, `[1, 2]`. Raises ConfigError if
+    there is no `=`, no name before it, or the value is not valid YAML.
     """
     name, equals, value = text.partition("=")
     keys = tuple(part.strip() for part in name.strip().removeprefix("--").split("."))

@@ -14,11 +14,7 @@ from windlass.config.values import members
 
 
 def string_to_bool(text: str | bool) -> bool:
-    """Read yes/no, true/false, on/off, t/f, y/n, 1/0 in any case.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else.
-    """
+    """Read yes/no, true/false, on/off, t/f, y/n, 1/0 in any case. Raises ArgumentTypeError for anything else."""
     try:
         return flag(text)
     except ValueError:
@@ -69,10 +65,8 @@ def _default(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
 
 
 def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
-    """The `type`, `nargs`, `choices` of a flag, from the type of its field.
-
-    Raises:
-        ValueError: a union of types that one flag cannot distinguish.
+    """The `type`, `nargs`, `choices` of a flag, from the type of its field. Raises ValueError for a union of types that
+    one flag cannot distinguish.
     """
     kinds = [kind for kind in members(hint) if kind is not type(None)]
     if _is_bool(hint):

@@ -110,10 +110,8 @@ class Helpers:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process (imports torch).
-
-        Raises:
-            ConfigError: there are fewer accelerators than processes on this machine.
+        """The device of this process (imports torch). Raises ConfigError if there are fewer accelerators than processes
+        on this machine.
         """
         from windlass.core.device import choose_device
 

@@ -9,10 +9,8 @@ from windlass.core.plain_text import parse_json, read_text
 
 
 def read_document(text: str) -> dict[str, Any]:
-    """Return the dict in JSON text, or in the JSON file whose path is `text`.
-
-    Raises:
-        ValueError: it is neither; with the reason.
+    """Return the dict in JSON text, or in the JSON file whose path is `text`. Raises ValueError, with the reason, if it
+    is neither.
     """
     source = text if text.lstrip().startswith("{") else None
     try:

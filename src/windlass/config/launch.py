@@ -17,7 +17,7 @@ from windlass.config.parallel.from_launcher import OWN_VARIABLE, from_environmen
 from windlass.config.parallel.parallel_plan import parallel_problems
 from windlass.config.parallel.settings import Settings, merge
 from windlass.config.parallel.table import values_for
-from windlass.core.errors import ConfigError
+from windlass.config.refusal import refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.world import World
 
@@ -52,14 +52,14 @@ def resolve_launch(
     here = machine or Machine()
     settings = launch_settings(options, environ)
     plan = _plan(options, settings, here)
-    problems = [
-        *launch_problems(plan, here),
-        *requeue_problems(plan, environ),
-        *token_problems(plan, environ),
-        *parallel_problems(settings, _world(plan)),
-    ]
-    if problems:
-        raise ConfigError(problems)
+    refuse(
+        [
+            *launch_problems(plan, here),
+            *requeue_problems(plan, environ),
+            *token_problems(plan, environ),
+            *parallel_problems(settings, _world(plan)),
+        ]
+    )
     for note in settings.notes:
         warn_once(logger, note)
     return replace(plan, environment=_environment(plan, here))

@@ -45,10 +45,8 @@ def _cache(environ: Mapping[str, str]) -> Path:
 
 
 def basic_settings(precision: str, devices: int, origin: str) -> Settings:
-    """Settings for one process per accelerator of this machine, or one on the CPU.
-
-    Raises:
-        ConfigError: unknown precision, with `origin` as the place where it was set.
+    """Settings for one process per accelerator of this machine, or one on the CPU. Raises ConfigError for an unknown
+    precision, with `origin` as the place where it was set.
     """
     settings = Settings()
     settings.record(rows_training.PRECISION, precision, origin, "flag", implicit=False)

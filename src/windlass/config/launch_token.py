@@ -15,10 +15,8 @@ _LEAST_LENGTH = 16
 
 
 def read_token(path: str | None, environ: Mapping[str, str]) -> str | None:
-    """The token in the file at `path`, else that of the variable; None if neither is given.
-
-    Raises:
-        ConfigError: the file cannot be read, or the token is too short to be a secret.
+    """The token in the file at `path`, else that of the variable; None if neither is given. Raises ConfigError if the
+    file cannot be read, or the token is too short to be a secret.
     """
     name, text = (TOKEN_VARIABLE, environ.get(TOKEN_VARIABLE)) if path is None else _of_file(path)
     if text is None:

@@ -162,10 +162,8 @@ class HfArgumentParser(argparse.ArgumentParser):
         return any(name in dtype.__dataclass_fields__ for dtype in self.dataclass_types)
 
     def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Fill the dataclasses from a mapping.
-
-        Raises:
-            ValueError: a key that no dataclass takes, unless `allow_extra_keys`.
+        """Fill the dataclasses from a mapping. Raises ValueError for a key that no dataclass takes, unless
+        `allow_extra_keys`.
         """
         used: set[str] = set()
         outputs = []

@@ -12,10 +12,8 @@ _MAX_NODES = 1 << 17
 def load_yaml(
     text: str, loader_class: type[yaml.SafeLoader] = yaml.SafeLoader
 ) -> tuple[Any, yaml.Node | None]:
-    """Return the plain value in a YAML text, and its node.
-
-    Raises:
-        yaml.YAMLError: it is not valid, nested too deeply, or its aliases would expand to too much.
+    """Return the plain value in a YAML text, and its node. Raises yaml.YAMLError if it is not valid, nested too deeply,
+    or its aliases would expand to too much.
     """
     loader = loader_class(text)
     try:

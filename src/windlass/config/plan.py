@@ -159,7 +159,7 @@ class CompilePlan:
 
 @dataclass(frozen=True, slots=True)
 class TransformPlan:
-    """Transforms of the model, in the order of `transforms/apply.py`.
+    """Transforms of the model, in the order of `apply_transforms` (`assemble/build.py`).
 
     Attributes:
         liger: parts of the model -> use Liger's kernel for them; None replaces none, {} those of its default.

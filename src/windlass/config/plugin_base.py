@@ -21,10 +21,8 @@ Cls = TypeVar("Cls", bound=type)
 def launched(family: str) -> dict[str, Any]:
     """What the environment of this process sets of a family of settings, as its launcher exports it: {word: value}.
 
-    Settings that are not built are included: the object that has them refuses them on use.
-
-    Raises:
-        ConfigError: a variable cannot be read.
+    Settings that are not built are included: the object that has them refuses them on use. Raises ConfigError if a
+    variable cannot be read.
     """
     found: dict[str, Any] = {}
     for key in (key for key in KEYS.values() if key.family == family):
@@ -69,10 +67,8 @@ class KwargsHandler(Options):
 
 
 def described(section: str = "") -> Callable[[Cls], Cls]:
-    """Return a decorator that lists the fields of a dataclass of options in its docstring.
-
-    Args:
-        section: section of a launch file that has the settings of fields which `setting` does not declare.
+    """Return a decorator that lists the fields of a dataclass of options in its docstring. `section` of a launch file
+    has the settings of fields which `setting` does not declare.
     """
     keys = SECTIONS.get(section, {})
 

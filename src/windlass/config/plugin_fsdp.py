@@ -15,6 +15,7 @@ from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.table import SECTIONS
 from windlass.config.plan import ShardPlan
 from windlass.config.plugin_base import described
+from windlass.config.refusal import refuse
 from windlass.config.values import stated
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import warn_of_argument
@@ -99,13 +100,10 @@ class FullyShardedDataParallelPlugin:
     validate_cpu_offload = validate_mixed_precision_policy
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields that are set, by the words of a launch file, with canonical values.
-
-        Raises:
-            ConfigError: with every problem.
+        """Return the fields that are set, by the words of a launch file, with canonical values. Raises ConfigError with
+        every problem.
         """
-        if problems := list(self.objections()):
-            raise ConfigError(problems)
+        refuse(self.objections())
         for name in ("state_dict_config", "optim_state_dict_config"):
             _warn_of_state_config(f"{type(self).__name__}.{name}", getattr(self, name))
         said = {word: _reader(word)(value) for _, word, value in self._said() if not _KEYS[word].refused}

@@ -10,6 +10,7 @@ from typing import Any
 
 from windlass.config.parallel import rows_training as rows
 from windlass.config.plugin_base import Options, described, launched
+from windlass.config.refusal import refuse
 from windlass.config.sections.setting import at_least, setting
 from windlass.core.errors import ConfigError, Problem
 
@@ -112,8 +113,7 @@ class ParallelismConfig(Options):
         for name, value in {**usual, **launched("mesh")}.items():
             if name in usual and getattr(self, name) is None:
                 setattr(self, name, value)
-        if problems := list(self._contradictions()):
-            raise ConfigError(problems)
+        refuse(self._contradictions())
         for axis, options in _HANDLERS.items():
             if self.size(axis) > 1 and getattr(self, f"{axis}_handler") is None:
                 setattr(self, f"{axis}_handler", options())
@@ -147,10 +147,8 @@ class ParallelismConfig(Options):
         return ["dp_replicate", "dp_shard_cp"] if self.dp_replicate_enabled else ["dp_shard_cp"]
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
-        """The mesh of this layout, made at the first call. Collective then.
-
-        Raises:
-            ConfigError: another `device_type` than that of the mesh, or none at the first call.
+        """The mesh of this layout, made at the first call. Collective then. Raises ConfigError for another
+        `device_type` than that of the mesh, or none at the first call.
         """
         made = self.device_mesh
         if made is None:

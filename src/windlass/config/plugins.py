@@ -16,52 +16,9 @@ from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.parallel.rows_training import ACCUMULATION
 from windlass.config.plugin_base import KwargsHandler, Options, described, launched
-from windlass.config.plugin_engines import (
-    BnbQuantizationConfig,
-    DeepSpeedPlugin,
-    FP8RecipeKwargs,
-    MegatronLMPlugin,
-    MSAMPRecipeKwargs,
-    TERecipeKwargs,
-)
-from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
-from windlass.config.plugin_parallelism import (
-    DeepSpeedSequenceParallelConfig,
-    ParallelismConfig,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
-    TorchTensorParallelPlugin,
-)
 from windlass.config.plugin_words import DDPCommunicationHookType, DynamoBackend
 from windlass.config.sections.setting import Range, above, at_least, setting
 from windlass.core.errors import Problem
-
-__all__ = [
-    "AORecipeKwargs",
-    "AutocastKwargs",
-    "BnbQuantizationConfig",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DeepSpeedSequenceParallelConfig",
-    "DistributedDataParallelKwargs",
-    "FP8RecipeKwargs",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "MSAMPRecipeKwargs",
-    "MegatronLMPlugin",
-    "ParallelismConfig",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "TERecipeKwargs",
-    "TorchContextParallelConfig",
-    "TorchDynamoPlugin",
-    "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin",
-]
-
 
 _ACTIVITIES = ("cpu", "xpu", "mtia", "cuda", "hpu")
 

@@ -18,10 +18,8 @@ _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*")
 
 
 def seconds(value: str | float) -> float:
-    """Return the seconds of a time such as `"5min"`, `"90s"` or `"1.5h"`; a number is seconds already.
-
-    Raises:
-        ValueError: it is not a time above 0.
+    """Return the seconds of a time such as `"5min"`, `"90s"` or `"1.5h"`; a number is seconds already. Raises
+    ValueError if it is not a time above 0.
     """
     return _quantity(
         value, _SECONDS, "a time above 0: seconds as a number, or text such as '90s', '5min', '2h'"
@@ -29,10 +27,8 @@ def seconds(value: str | float) -> float:
 
 
 def size_in_bytes(value: str | float) -> int:
-    """Return the bytes of a size such as `"8GB"` or `"512MiB"`; a number is bytes already.
-
-    Raises:
-        ValueError: it is not a size above 0.
+    """Return the bytes of a size such as `"8GB"` or `"512MiB"`; a number is bytes already. Raises ValueError if it is
+    not a size above 0.
     """
     return int(_quantity(value, _BYTES, "a size above 0: bytes as a number, or text such as '8GB', '512MiB'"))
 
@@ -50,10 +46,8 @@ def _quantity(value: str | float, units: dict[str, int], words: str) -> float:
 
 
 def options_from(text: str) -> dict[str, str]:
-    """Return {"rank": "64", "scale": "0.10"} for `"rank=64, scale=0.10"`.
-
-    Raises:
-        ValueError: a part is not `key=value`.
+    """Return {"rank": "64", "scale": "0.10"} for `"rank=64, scale=0.10"`. Raises ValueError if a part is not
+    `key=value`.
     """
     options = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
@@ -67,10 +61,7 @@ def options_from(text: str) -> dict[str, str]:
 def convert_file_size_to_int(size: int | str) -> int:
     """Bytes of the size of a weight file, such as `"1GiB"` or `"500MB"`; a number is bytes already.
 
-    As in accelerate, a lower-case `b` in a decimal unit (`"8Gb"`) means bits.
-
-    Raises:
-        ConfigError: it is not a size.
+    As in accelerate, a lower-case `b` in a decimal unit (`"8Gb"`) means bits. Raises ConfigError if it is not a size.
     """
     if isinstance(size, int) and size >= 0:
         return size

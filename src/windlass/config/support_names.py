@@ -1,20 +1,16 @@
 """Names that scripts import from their old library and Windlass does not have, each with the reason.
 
 The modules of these names raise an ImportError with the reason; `docs/compatibility.md` lists them.
-`python -m windlass.config.support_names docs/compatibility.md` writes the tables of that page.
 """
 
 from __future__ import annotations
 
-import re
-import sys
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from windlass.core.lazy import reverse
+from windlass.core.lazy import loader_of, reverse
 
-_DEEPSPEED = (
+DEEPSPEED = (
     "a run, or Accelerator.prepare, makes the engine of DeepSpeed itself, and has no wrappers around it"
 )
 _HF_DEEPSPEED = "it divides models while they are built: import it from transformers.integrations.deepspeed"
@@ -24,29 +20,29 @@ _EIGHT_BIT = (
     "layers to torchao's float8"
 )
 _PIPELINE = "pipelines are not built; shard the model with fsdp_plugin"
-_TPU = "one process drives all devices of PyTorch/XLA, with the loaders and the sums of any other device"
+TPU = "one process drives all devices of PyTorch/XLA, with the loaders and the sums of any other device"
 _PODS = "jobs on pods of TPUs are not started; start the script itself on one machine with TPUs"
-_SAGEMAKER = "SageMaker's own way to split models is not built; shard the model with fsdp_plugin"
+SAGEMAKER = "SageMaker's own way to split models is not built; shard the model with fsdp_plugin"
 _PICKLE = "it is about files of pickled tensors, which are never written, and read without unpickling them"
 _LAUNCHER = "`windlass launch` starts processes by itself"
 _SHARDING = "sharded models are prepared, saved and loaded by Accelerator and Trainer"
 _OWN_NAMES = "checkpoints have a layout of their own; save_state and load_state, or the Trainer, know it"
 _OFFLOADED = "weights are offloaded into safetensors files, which OffloadedWeightsLoader reads"
-_SEARCH = "Trainer.hyperparameter_search is not built; call train() in a loop over TrainingArguments, with model_init"
+SEARCH = "Trainer.hyperparameter_search is not built; call train() in a loop over TrainingArguments, with model_init"
 _LAYERWISE = (
     "an optimizer that updates layer by layer, such as optim='galore_adamw_layerwise', needs no stand-in"
 )
 _NOT_A_TRACKER = "this tracker is not built; a GeneralTracker or a callback of your own can send logs to it"
 _MODELS = "it belongs to the models of transformers; import it from there, its models train as they are"
-_NEFTUNE = "a run adds the noise itself and takes it away: set neftune_noise_alpha"
+NEFTUNE = "a run adds the noise itself and takes it away: set neftune_noise_alpha"
 _LIGER = "a run replaces parts of the model itself: set use_liger_kernel=True"
 _SIGNALS = "every run saves and leaves on the signals that preemption_signals names"
 _LOADERS = "one class reads prepared data, whatever it comes from; prepare the loader with Accelerator"
 _TESTS = "it is for the tests of that library itself; pytest.mark.skipif does the same"
-_INSIDE = "it is a detail of how that library works inside"
+INSIDE = "it is a detail of how that library works inside"
 
 REFUSED: dict[str, tuple[str, ...]] = {
-    _DEEPSPEED: (
+    DEEPSPEED: (
         "DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper", "compile_regions_deepspeed",
         "deepspeed", "deepspeed_config", "deepspeed_init", "deepspeed_load_checkpoint", "deepspeed_optim_sched",
         "deepspeed_required", "map_pytorch_optim_to_deepspeed", "prepare_deepspeed_cmd_env",
@@ -74,10 +70,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward",
         "prepare_pippy",
     ),
-    _TPU: (
+    TPU: (
         "IS_XLA_FSDPV2_POST_2_2", "MpDeviceLoaderWrapper", "get_tpu_sampler", "install_xla", "nested_xla_mesh_reduce",
     ),
-    _SAGEMAKER: ("smp_forward_backward", "smp_forward_only", "smp_gather", "smp_nested_concat"),
+    SAGEMAKER: ("smp_forward_backward", "smp_forward_only", "smp_gather", "smp_nested_concat"),
     _PICKLE: (
         "MODEL_NAME", "OPTIMIZER_NAME_BIN", "TRAINING_ARGS_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
         "WEIGHTS_PATTERN_NAME", "safe_globals",
@@ -99,7 +95,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "SCHEDULER_NAME",
     ),
     _OFFLOADED: ("load_offloaded_weight", "load_offloaded_weights"),
-    _SEARCH: (
+    SEARCH: (
         "ALL_HYPERPARAMETER_SEARCH_BACKENDS", "HyperParamSearchBackendBase", "OptunaBackend", "RayTuneBackend",
         "WandbBackend", "default_hp_search_backend", "run_hp_search_optuna", "run_hp_search_ray",
         "run_hp_search_wandb",
@@ -109,7 +105,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "AzureMLCallback", "CodeCarbonCallback", "DagsHubCallback", "FlyteCallback", "KubeflowCallback",
         "NeptuneCallback", "NeptuneMissingConfiguration", "WandbLogModel", "save_model_architecture_to_file",
     ),
-    _NEFTUNE: ("activate_neftune", "deactivate_neftune", "neftune", "neftune_post_forward_hook"),
+    NEFTUNE: ("activate_neftune", "deactivate_neftune", "neftune", "neftune_post_forward_hook"),
     _LIGER: ("apply_liger_kernel", "liger"),
     _MODELS: (
         "ALL_PARALLEL_STYLES", "BitLinear", "Bnb4bitQuantize", "CompressedTensorsFP8Linear", "FP8Embedding",
@@ -140,7 +136,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "run_first",
     ),
     _LOADERS: ("DataLoaderAdapter",),
-    _INSIDE: (
+    INSIDE: (
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
         "OptimizerContext", "OptimizerHandler", "SharedDict", "TORCH_DISTRIBUTED_OPERATION_TYPES",
         "ThreadLocalSharedDict", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "check_tied_parameters_in_config",
@@ -156,136 +152,12 @@ COMMANDS = {
     "sharding is FSDP2 from the start; old files of `config` are read as they are": ("to_fsdp2",),
     _PODS: ("tpu",),
 }  # fmt: skip
-_DISPLAY = (
-    "progress has a display of its own, and plain lines without a terminal; override on_log to write more"
-)
-_FORKED = "notebook_launcher starts processes that need not know of it"
-_OF_ACCELERATOR = (
-    "Accelerator has it, under this name or as step_scheduler_with_optimizer, state or gradient_state"
-)
-_LOADER_INSIDE = (
-    "adjust_state_dict_for_prefetch", "base_dataloader", "begin", "dl_state_dict", "end", "reset",
-    "use_stateful_dataloader",
-)  # fmt: skip
-
-# Class -> reason -> its methods, properties, fields and attributes.
-MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "Trainer": {
-        _SEARCH: ("compute_objective", "hp_name", "hp_search_backend", "hp_space", "objective"),
-        _NEFTUNE: ("neftune_hook_handle", "neftune_noise_alpha"),
-        _INSIDE: ("gather_function", "model_preparation_time", "push_in_progress"),
-    },
-    "TrainingArguments": {
-        _INSIDE: ("default_optim", "fsdp_plugin_args", "is_torch_greater_or_equal_than_2_8"),
-        _TPU: ("xla_fsdp_config",),
-    },
-    "TrainerMemoryTracker": {
-        _INSIDE: (
-            "cpu", "cpu_mem_used", "cpu_mem_used_at_start", "cpu_mem_used_now", "cpu_mem_used_peak",
-            "derive_stage", "gpu", "gpu_mem_used_at_start", "gpu_mem_used_now", "gpu_mem_used_peak",
-            "init_reported", "peak_monitor_func", "peak_monitoring", "process", "torch",
-        ),
-    },
-    "ProgressCallback": {
-        _DISPLAY: ("current_step", "prediction_bar", "training_bar"),
-    },
-    "ParallelMode": {_SAGEMAKER: ("SAGEMAKER_DATA_PARALLEL", "SAGEMAKER_MODEL_PARALLEL")},
-    "BatchRebalanceSampler": {_INSIDE: ("QUADRATIC_COST_COEF", "has_tail", "num_full_batches", "remainder")},
-    "GreedyLR": {_INSIDE: ("reset_start_original",)},
-    "IterableDatasetShard": {_INSIDE: ("num_examples",)},
-    "RemoveColumnsCollator": {_INSIDE: ("logger", "message_logged")},
-    "ClearMLCallback": {_INSIDE: ("log_suffix",)},
-    "TensorBoardCallback": {"event files lie in the output folder": ("logging_dir",)},
-    "TrackioCallback": {_INSIDE: ("BADGE_MARKDOWN", "MIN_TRACKIO_VERSION_FOR_FREEZE", "SPACE_URL")},
-    "PartialState": {
-        "a process takes the device of its local rank as it starts": ("set_device",),
-        _FORKED: ("fork_launched",),
-    },
-    "AcceleratorState": {
-        "Accelerator.torch_device_mesh is the mesh": ("device_mesh",),
-        _TPU: ("downcast_bfloat",),
-        _FORKED: ("fork_launched",),
-    },
-    "GradientState": {_TPU: ("is_xla_gradients_synced",), _INSIDE: ("dataloader_references",)},
-    "Accelerator": {"LOMO optimizers are prepared and used as any other": ("has_lomo_optimizer",)},
-    "DeepSpeedPlugin": {
-        _DEEPSPEED: (
-            "deepspeed_config_process", "dschf", "fill_match", "select", "set_deepspeed_weakref",
-            "set_moe_leaf_modules", "zero3_init_context_manager",
-        ),
-    },
-    "DistributedDataParallelKwargs": {
-        "the hook is registered as the model is prepared": ("register_comm_hook",)
-    },
-    "FullyShardedDataParallelPlugin": {"set cpu_offload": ("set_cpu_offload",)},
-    "ProfileKwargs": {"Accelerator.profile makes the profiler": ("build",)},
-    "ParallelismConfig": {
-        "it returns nothing in that library; dataclasses.asdict gives the sizes": ("to_json",)
-    },
-    "AcceleratedScheduler": {
-        _OF_ACCELERATOR: ("gradient_state", "split_batches", "step_with_optimizer"),
-        "print get_last_lr()": ("print_lr",),
-    },
-    "AcceleratedOptimizer": {
-        _OF_ACCELERATOR: ("accelerator_state", "device_placement", "gradient_state", "scaler"),
-    },
-    "DataLoaderDispatcher": {
-        _INSIDE: (
-            *_LOADER_INSIDE, "get_sampler", "set_sampler", "slice_fn", "state", "submesh_dp", "submesh_fsdp",
-            "submesh_tp", "torch_device_mesh",
-        ),
-    },
-    "DataLoaderShard": {_INSIDE: (*_LOADER_INSIDE, "get_sampler", "set_sampler")},
-    "SkipDataLoader": {_INSIDE: _LOADER_INSIDE},
-    "AlignDevicesHook": {
-        _INSIDE: (
-            "buffer_original_devices", "param_original_devices", "tied_params_names",
-            "tied_pointers_to_remove",
-        ),
-    },
-    "OffloadedWeightsLoader": {"iterate it, as any mapping": ("all_keys",)},
-    "ClearMLTracker": {_INSIDE: ("user_provided_run_name",)},
-    "TensorBoardTracker": {_INSIDE: ("logging_dir_param",)},
-    "LocalSGD": {_INSIDE: ("accelerator", "local_sgd_steps", "model", "model_sync_obj")},
-    "RegressionModel": {_INSIDE: ("first_batch",)},
-}  # fmt: skip
 
 WHY = reverse(REFUSED)
 WHY_NOT_COMMANDS = reverse(COMMANDS)
 
 
-def _table(head: str, rows: Mapping[str, Iterable[str]]) -> str:
-    lines = [f"| {head} | why |", "|---|---|"]
-    lines += [f"| {', '.join(f'`{name}`' for name in names)} | {why} |" for why, names in rows.items()]
-    return "\n".join(lines)
-
-
-def tables() -> dict[str, str]:
-    """The tables of the page, by the marks around them."""
-    members: dict[str, list[str]] = defaultdict(list)
-    for owner, table in MEMBERS.items():
-        for why, names in table.items():
-            members[why] += [f"{owner}.{name}" for name in names]
-    return {
-        "refused names": _table("names", REFUSED),
-        "refused commands": _table("modules of `accelerate.commands`", COMMANDS),
-        "refused members": _table("members", members),
-    }
-
-
-def filled_in(page: str) -> str:
-    """The page with its tables as they are now."""
-    for mark, table in tables().items():
-        begin, end = f"<!-- begin: {mark} -->", f"<!-- end: {mark} -->"
-        pattern = re.compile(f"(?<={re.escape(begin)}\n).*?(?={re.escape(end)})", re.DOTALL)
-        page = pattern.sub(lambda _, table=table: f"{table}\n", page)  # type: ignore[misc]
-    return page
-
-
-def main(page: str) -> None:
-    path = Path(page)
-    path.write_text(filled_in(path.read_text("utf-8")), "utf-8")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def lazy_names(module: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[str], Any], list[str]]:
+    """Return `__getattr__` and `__all__` of a module whose names are defined elsewhere (`homes`: module -> names)."""
+    names = reverse(homes)
+    return loader_of(module, names, WHY), sorted(names)

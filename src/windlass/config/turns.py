@@ -21,10 +21,8 @@ def main_process_first(world: World, local: bool, description: str, timeout: tim
     """Run the body on the main process (of each machine with `local`) first, then on the others.
 
     The processes communicate by the launcher's key-value store, because scripts call this before there is a process
-    group. All processes must make the same calls in the same order.
-
-    Raises:
-        PeerError: the main process failed, so its result is missing.
+    group. All processes must make the same calls in the same order. Raises PeerError if the main process failed, so
+    its result is missing.
     """
     if not world.is_distributed:
         yield

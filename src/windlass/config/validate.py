@@ -20,6 +20,7 @@ from windlass.config.enums import METRIC_DRIVEN, DebugOption
 from windlass.config.json_document import read_document
 from windlass.config.parallel.from_script import FIELDS, from_arguments
 from windlass.config.parallel.xla_checks import absent_xla
+from windlass.config.refusal import refuse
 from windlass.config.sections.setting import default_of, rules_of
 from windlass.config.support_rows import PROJECTING_OPTIMIZERS, unbuilt_optimizer, unbuilt_trackers
 from windlass.config.values import hints, value_fault
@@ -60,14 +61,10 @@ def _matches(value: Any, wanted: Any) -> bool:
 
 
 def check(args: Any) -> None:
-    """Normalise `args` in place and raise if anything is wrong. To be called again before each run.
-
-    Raises:
-        ConfigError: with every problem.
+    """Normalise `args` in place and raise if anything is wrong. To be called again before each run. Raises ConfigError
+    with every problem.
     """
-    found = problems(args)
-    if found:
-        raise ConfigError(found)
+    refuse(problems(args))
 
 
 def problems(args: Any) -> list[Problem]:

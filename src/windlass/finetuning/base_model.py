@@ -46,10 +46,8 @@ def open_model(model: Any, args: SFTConfig, quantization_config: Any) -> nn.Modu
 
 
 def load_model(name: str, options: dict[str, Any]) -> nn.Module:
-    """`from_pretrained` of the class that the model's config names, else of `AutoModelForCausalLM`.
-
-    Raises:
-        ModelError: it cannot be loaded.
+    """`from_pretrained` of the class that the model's config names, else of `AutoModelForCausalLM`. Raises ModelError
+    if it cannot be loaded.
     """
     transformers = require("transformers", _PURPOSE)
     of_config = {
@@ -109,10 +107,8 @@ def name_of(model: Any) -> str:
 
 
 def open_tokenizer(tokenizer: Any, model: nn.Module, args: SFTConfig) -> Any:
-    """Return the given tokenizer, or the one in the folder or repository of the model.
-
-    Raises:
-        ConfigError: there is none, or what is given is neither a tokenizer nor a processor with one.
+    """Return the given tokenizer, or the one in the folder or repository of the model. Raises ConfigError if there is
+    none, or what is given is neither a tokenizer nor a processor with one.
     """
     transformers = require("transformers", _PURPOSE)
     if tokenizer is None:
@@ -134,10 +130,8 @@ def open_tokenizer(tokenizer: Any, model: nn.Module, args: SFTConfig) -> Any:
 
 
 def set_special_tokens(tokenizer: Any, args: SFTConfig) -> None:
-    """Set the eos token and the padding token of the arguments on the tokenizer.
-
-    Raises:
-        ConfigError: a token is not in the vocabulary, or the tokenizer has neither a pad nor an eos token.
+    """Set the eos token and the padding token of the arguments on the tokenizer. Raises ConfigError if a token is not
+    in the vocabulary, or the tokenizer has neither a pad nor an eos token.
     """
     for name in ("eos_token", "pad_token"):
         token = getattr(args, name)

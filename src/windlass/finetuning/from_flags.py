@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.checkpoint.adapters import peft_library
+from windlass.config.refusal import refuse
 from windlass.core.device import visible_devices
-from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.errors import DataError, Problem
 from windlass.core.optional import require
 from windlass.core.world import world_from_environment
 from windlass.finetuning.script_arguments import DatasetConfig, DatasetMixtureConfig, ModelConfig
@@ -96,8 +97,7 @@ def _check_mixture(mixture: DatasetMixtureConfig) -> None:
     if mixture.streaming and mixture.test_split_size is not None:
         fix = "a stream cannot be split; name a test split, or set streaming=False"
         problems.append(Problem("test_split_size", mixture.test_split_size, fix))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _load(library: Any, item: DatasetConfig, streaming: bool) -> Any:

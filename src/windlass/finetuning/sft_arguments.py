@@ -7,6 +7,7 @@ from typing import Any
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.nearest import did_you_mean
+from windlass.config.refusal import refuse
 from windlass.config.sections.setting import default_of
 from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, Problem
@@ -52,15 +53,13 @@ def sft_arguments(args: Any, model: Any, earlier: dict[str, Any]) -> SFTConfig:
 
 
 def _checked(earlier: dict[str, Any]) -> dict[str, Any]:
-    unknown = [
+    refuse(
         Problem(
             name, type(value).__name__, f"SFTTrainer has no such argument{did_you_mean(name, list(_EARLIER))}"
         )
         for name, value in earlier.items()
         if name not in _EARLIER
-    ]
-    if unknown:
-        raise ConfigError(unknown)
+    )
     if earlier:
         fields = ", ".join(f"{_EARLIER[name]}={value!r}" for name, value in earlier.items())
         warn_of_argument(f"arguments of SFTTrainer that are now in SFTConfig: use SFTConfig({fields})")

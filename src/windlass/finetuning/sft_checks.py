@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from windlass.config.accelerator_config import AcceleratorConfig
+from windlass.config.refusal import refuse
 from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
@@ -24,12 +25,12 @@ def check_settings(args: SFTConfig, *, own_collator: bool, own_loss: bool, forma
         own_loss: the script passed `compute_loss_func`.
         formatted: the script passed `formatting_func`.
     """
-    problems = [
-        *_data_problems(args, own_collator, formatted),
-        *_loss_problems(args, own_loss),
-    ]
-    if problems:
-        raise ConfigError(problems)
+    refuse(
+        [
+            *_data_problems(args, own_collator, formatted),
+            *_loss_problems(args, own_loss),
+        ]
+    )
     if own_loss:
         warnings.warn(
             "`compute_loss_func` is deprecated: subclass `SFTTrainer` and override `compute_loss`",
@@ -82,10 +83,8 @@ def settle_stream(args: SFTConfig, is_stream: bool) -> None:
 
 def router_coefficient(args: SFTConfig, model: Any) -> float:
     """The weight of the experts' load-balancing loss, 0 for a model without experts. It is written to the model's
-    config, which otherwise adds the loss itself.
-
-    Raises:
-        ConfigError: `router_aux_loss_coef` is set, and the model returns no router logits.
+    config, which otherwise adds the loss itself. Raises ConfigError if `router_aux_loss_coef` is set, and the model
+    returns no router logits.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

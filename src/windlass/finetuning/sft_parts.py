@@ -27,6 +27,7 @@ from windlass.finetuning.templates import adopt_template
 from windlass.text.tables import is_stream
 from windlass.trainer.defaults import seed_all
 from windlass.transforms.few_bits import keep_trainable
+from windlass.transforms.neftune import vocabulary_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +96,8 @@ def build_sft_parts(given: Given) -> SFTParts:
     collator = given.data_collator or DataCollatorForCausalLM(
         tokenizer.pad_token_id, args.joins_rows, pad_to_multiple_of=step
     )
-    data = SFTData(args, tokenizer, given.formatting_func, own_collator, _embeddings(model))
+    data = SFTData(args, tokenizer, given.formatting_func, own_collator, vocabulary_of(model))
     return SFTParts(args, model, processing_class, collator, data, router_weight)
-
-
-def _embeddings(model: Any) -> int | None:
-    """The tokens that the model's embedding has; None if it cannot be asked."""
-    try:
-        return getattr(model.get_input_embeddings(), "num_embeddings", None)
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def _check_sharding(args: SFTConfig, model: nn.Module) -> None:

@@ -33,11 +33,7 @@ _COLUMNS = ["input_ids", "labels", "seq_lengths"]
 
 
 class CardWriter(TrainerCallback):
-    """Writes the model's card when a checkpoint is saved.
-
-    Args:
-        write: writes it, on the main process.
-    """
+    """Writes the model's card when a checkpoint is saved. `write` does it, on the main process."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from windlass.config.nearest import did_you_mean
 from windlass.config.plan import OptimizerPlan
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
-from windlass.optim.layers import layers_above
 
 # By name as well as by type: models have norm classes of their own (LlamaRMSNorm, T5LayerNorm, ...).
 _KEPT_NAMES = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -63,10 +63,8 @@ def decay_groups(
     model: nn.Module, weight_decay: float, decaying: list[str] | None = None
 ) -> list[dict[str, Any]]:
     """Two groups of the trainable parameters, decaying then not, each in the model's order. Scripts address them by
-    their position, so that both exist if one is empty, and if `weight_decay` is 0.
-
-    Args:
-        decaying: names in the place of `decay_parameter_names`.
+    their position, so that both exist if one is empty, and if `weight_decay` is 0. `decaying` has names in the place of
+    `decay_parameter_names`.
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     names = set(decay_parameter_names(model) if decaying is None else decaying)
@@ -122,7 +120,7 @@ def arranged(model: nn.Module, cls: Callable[..., Any], groups: list[dict[str, A
 
 def check_group_options(groups: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
     """Check that the optimizer has each option that a pattern sets; `defaults` are its options."""
-    problems = [
+    refuse(
         Problem(
             f"optim_groups[{pattern!r}].{key}",
             value,
@@ -131,9 +129,7 @@ def check_group_options(groups: Mapping[str, Mapping[str, Any]], defaults: Mappi
         for pattern, options in groups.items()
         for key, value in options.items()
         if key not in defaults
-    ]
-    if problems:
-        raise ConfigError(problems)
+    )
 
 
 def _matched(trainable: Mapping[str, Tensor], groups: Mapping[str, Any]) -> dict[str, str]:
@@ -153,8 +149,7 @@ def _matched(trainable: Mapping[str, Tensor], groups: Mapping[str, Any]) -> dict
                 problems.append(Problem("optim_groups", pattern, fix))
                 break
             found[name] = pattern
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return found
 
 
@@ -168,3 +163,35 @@ def _by_layer(
         for count in sorted({above[name] for name in own}, reverse=True):
             fitting = [name for name in own if above[name] == count]
             yield fitting, {**options, "lr": peak * plan.layer_decay**count}
+
+
+def layers_above(model: nn.Module) -> dict[str, int]:
+    """Name of each parameter -> the number of layers between it and the output.
+
+    Layers are the members of the model's outermost `nn.ModuleList`s: 1 for the last, 2 for the one before, and so on.
+    Parameters that are defined after the layers (the final norm, the head) have 0. Embeddings, and what else is defined
+    before the layers, have one more than the first layer of the longest list. Raises ConfigError if the model has no
+    such list.
+    """
+    stacks: dict[str, int] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(outer + ".") for outer in stacks)
+        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+            stacks[name] = len(module)
+    if not stacks:
+        fix = "the model has no layers in an nn.ModuleList; set learning rates by name with optim_groups"
+        raise ConfigError(Problem("layerwise_lr_decay", "", fix))
+    bottom = max(stacks.values()) + 1
+    embeddings = {
+        id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
+    }
+    counts: dict[str, int] = {}
+    passed = False  # the first list of layers
+    for name, parameter in model.named_parameters():
+        stack = next((outer for outer in stacks if name.startswith(outer + ".")), None)
+        if stack is not None:
+            passed = True
+            counts[name] = stacks[stack] - int(name[len(stack) + 1 :].split(".")[0])
+        else:
+            counts[name] = bottom if id(parameter) in embeddings or not passed else 0
+    return counts

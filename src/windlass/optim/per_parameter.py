@@ -38,10 +38,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. `closure`, if given, recomputes and returns the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -62,12 +59,16 @@ class PerParameterOptimizer(torch.optim.Optimizer):
         self.apply(parameter, grad, state, group)
 
     def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Change `parameter` and its `state`, whose "step" counts this update already.
-
-        Args:
-            grad: of the parameter's shape; sharded as it is; in fp32 or fp64.
+        """Change `parameter` and its `state`, whose "step" counts this update already. `grad` has the parameter's
+        shape, sharded as it is, in fp32 or fp64.
         """
         raise NotImplementedError
+
+
+@torch.enable_grad()
+def called(closure: Callable[[], Any] | None) -> Any:
+    """The loss that the closure of an optimizer's `step` computes; None without one."""
+    return None if closure is None else closure()
 
 
 def updates_in_backward(optimizer: torch.optim.Optimizer) -> bool:
@@ -76,10 +77,8 @@ def updates_in_backward(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def move(parameter: Tensor, displacement: Tensor, decay: float | Tensor = 0.0) -> None:
-    """`parameter -= decay * parameter + displacement`, in place.
-
-    Args:
-        displacement: of the parameter's shape, sharded as it is or whole; in fp32 or fp64.
+    """`parameter -= decay * parameter + displacement`, in place. `displacement` has the parameter's shape, sharded as
+    it is or whole, in fp32 or fp64.
     """
     mine = local(parameter)
     change = (

@@ -21,10 +21,8 @@ def get_scheduler(
     num_training_steps: int | None = None,
     scheduler_specific_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """The schedule called `name` as a torch scheduler.
-
-    Raises:
-        ConfigError: an unknown name or option, or a number of steps that this schedule needs and was not given.
+    """The schedule called `name` as a torch scheduler. Raises ConfigError for an unknown name or option, or a number of
+    steps that this schedule needs and was not given.
     """
     name = str(getattr(name, "value", name))
     options = scheduler_specific_kwargs or {}

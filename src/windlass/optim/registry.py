@@ -1,4 +1,4 @@
-"""The optimizers by name. Names that are known but not built are refused with the note of the support table."""
+"""The optimizers by name. Names that are known but not built are refused with the reason."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from windlass.config.enums import OptimizerNames
 from windlass.config.plan import OptimizerPlan
-from windlass.config.support import SECTIONS
+from windlass.config.support_rows import GONE_OPTIMIZERS, unbuilt_optimizer
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.optim.optimizers.adafactor import adafactor
@@ -87,10 +88,8 @@ OPTIMIZERS: dict[str, Callable[[OptimizerPlan], Recipe]] = {
 
 
 def optimizer_factory(plan: OptimizerPlan) -> Recipe:
-    """The class of the optimizer of `plan` and its keyword arguments without parameters.
-
-    Raises:
-        ConfigError: the name is unknown or not built, or the optimizer does not have an option.
+    """The class of the optimizer of `plan` and its keyword arguments without parameters. Raises ConfigError if the name
+    is unknown or not built, or the optimizer does not have an option.
     """
     factory = OPTIMIZERS.get(plan.name)
     if factory is None:
@@ -143,9 +142,10 @@ def _fused_fits(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def _refusal(name: str) -> Problem:
-    known = SECTIONS["optim"]
+    known = [*(member.value for member in OptimizerNames), *GONE_OPTIMIZERS]
     if name in known:
-        return Problem("optim", name, f"{known[name].note}, or pass Trainer(optimizers=(optimizer, None))")
+        why = GONE_OPTIMIZERS.get(name) or unbuilt_optimizer(name)
+        return Problem("optim", name, f"{why}, or pass Trainer(optimizers=(optimizer, None))")
     near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return Problem("optim", name, f"{hint}known optimizers: {', '.join(OPTIMIZERS)}")

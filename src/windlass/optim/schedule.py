@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import State
@@ -21,34 +22,6 @@ _log = get_logger(__name__)
 
 # What schedulers that follow a metric keep for each group.
 _RATES_OF_GROUPS = frozenset({"base_lrs", "lrs", "_last_lr", "min_lrs", "max_lrs"})
-
-
-class Schedule(Protocol):
-    """A schedule as the engine calls it.
-
-    Before update `k` (counted from 0): `set(k)`. After it, unless it was skipped: `advance()`. After an evaluation, if
-    `follows_metric`: `observe(metric)`. `exposed` is the object for callbacks and `trainer.lr_scheduler`.
-    """
-
-    optimizer: Optimizer
-    follows_metric: bool
-
-    @property
-    def exposed(self) -> Any: ...
-
-    def set(self, step: int) -> None: ...
-
-    def advance(self) -> None: ...
-
-    def observe(self, metric: float) -> None: ...
-
-    def last_lrs(self) -> list[float]:
-        """The learning rate of each group in the update of the last `set`."""
-        ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: State) -> None: ...
 
 
 class FactorSchedule(LRScheduler):
@@ -124,8 +97,7 @@ class FactorSchedule(LRScheduler):
     def get_last_lr(self) -> list[float | torch.Tensor]:
         return list(self.last_lrs())
 
-    def get_lr(self) -> list[float | torch.Tensor]:
-        return list(self.last_lrs())
+    get_lr = get_last_lr
 
     def _adopt_groups(self) -> None:
         """The factor multiplies the present learning rate of new groups."""
@@ -179,7 +151,8 @@ class UserSchedule:
 
     def state_dict(self) -> State:
         """The state of the scheduler, in which maps of other types (counters) become dicts."""
-        return {key: _plain(value) for key, value in self.inner.state_dict().items()}
+        state = self.inner.state_dict()
+        return {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()}
 
     def load_state_dict(self, state: State) -> None:
         groups = len(self.optimizer.param_groups)
@@ -198,6 +171,12 @@ class UserSchedule:
         return [lr.clone() if isinstance(lr, torch.Tensor) else lr for lr in rates]
 
 
+# What the engine calls. Before update `k` (counted from 0): `set(k)`, after which `last_lrs()` are its learning rates,
+# one for each group. After it, unless it was skipped: `advance()`. After an evaluation, if `follows_metric`:
+# `observe(metric)`. `exposed` is the object for callbacks and `trainer.lr_scheduler`.
+Schedule = FactorSchedule | UserSchedule
+
+
 def as_schedule(scheduler: Any, optimizer: Optimizer) -> Schedule:
     """`scheduler` for the engine: torch's and others with its interface are wrapped."""
     if isinstance(scheduler, (FactorSchedule, UserSchedule)):
@@ -213,10 +192,8 @@ def build_schedule(
     warmup_steps: int = 0,
     options: Mapping[str, Any] | None = None,
 ) -> Schedule:
-    """The schedule called `name` over a run of `total_steps` updates, `warmup_steps` of them warm-up.
-
-    Raises:
-        ConfigError: an unknown name or option, or an invalid value of an option.
+    """The schedule called `name` over a run of `total_steps` updates, `warmup_steps` of them warm-up. Raises
+    ConfigError for an unknown name or option, or an invalid value of an option.
     """
     _warn_of_warmup(name, warmup_steps)
     if name in METRIC_DRIVEN:
@@ -264,8 +241,7 @@ def _check_options(name: str, build: Callable[..., Any], options: Mapping[str, A
     problems += [
         Problem(f"lr_scheduler_kwargs.{r}", None, f"{name} needs it") for r in required if r not in options
     ]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _unknown_name(name: str) -> Problem:
@@ -286,10 +262,6 @@ def _asks_for_metric(scheduler: Any) -> bool:
     first = next(iter(inspect.signature(scheduler.step).parameters.values()), None)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return first is not None and first.kind not in variadic and first.default is inspect.Parameter.empty
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value
 
 
 def _for_groups(value: Any, groups: int) -> Any:

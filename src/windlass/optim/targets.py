@@ -19,10 +19,8 @@ _SHOWN = 8
 def projected_groups(
     model: nn.Module, groups: Sequence[dict[str, Any]], targets: str | Sequence[str] | None
 ) -> list[dict[str, Any]]:
-    """`groups`, with the weights that `targets` name in groups of their own, which have `projected`.
-
-    Raises:
-        ConfigError: `targets` name no weight of a linear layer that is trained.
+    """`groups`, with the weights that `targets` name in groups of their own, which have `projected`. Raises ConfigError
+    if `targets` name no weight of a linear layer that is trained.
     """
     chosen = target_weights(model, targets)
     apart = [

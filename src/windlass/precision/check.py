@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.plan import Float8Plan, PrecisionPlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.core.optional import is_available
 
 _FLOAT8_SINCE = (8, 9)  # Ada; Hopper and later have it too
@@ -26,16 +27,13 @@ def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module 
     problems = [*_device_problems(plan, device)]
     if model is not None:
         problems += _weight_problems(model.named_parameters())
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def check_weights(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError if `optimizer` updates weights in float16."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    problems = _weight_problems((f"parameter {index} of the optimizer", p) for index, p in enumerate(held))
-    if problems:
-        raise ConfigError(problems)
+    refuse(_weight_problems((f"parameter {index} of the optimizer", p) for index, p in enumerate(held)))
 
 
 def apply_tf32(plan: PrecisionPlan) -> None:

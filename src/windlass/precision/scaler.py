@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,25 +13,6 @@ from windlass.core.types import State
 
 # 65536 halved 64 times is 3e-15: a gradient that overflows there is not finite at any scale.
 MAX_SKIPS_IN_A_ROW = 64
-
-
-class Scaler(Protocol):
-    """Called by an executor in this order: `scale`, `unscale_`, `overflowed`, `update`."""
-
-    active: bool
-    skipped: int
-
-    def scale(self, loss: Tensor) -> Tensor: ...
-
-    def unscale_(self, gradients: Iterable[Tensor]) -> Tensor: ...
-
-    def overflowed(self, found_inf: Tensor) -> bool: ...
-
-    def update(self, found_inf: Tensor) -> None: ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: State) -> None: ...
 
 
 class UnitScaler:
@@ -124,10 +104,8 @@ class LossScaler:
         return found
 
     def overflowed(self, found_inf: Tensor) -> bool:
-        """Return True if this update must be skipped. The one host sync of an update.
-
-        Raises:
-            NonFiniteError: so many updates in a row overflowed that the scale cannot be the cause.
+        """Return True if this update must be skipped. The one host sync of an update. Raises NonFiniteError if so many
+        updates in a row overflowed that the scale cannot be the cause.
         """
         # On the CPU the value is read through NumPy, without a dispatch.
         flag = found_inf.numpy() if found_inf.device.type == "cpu" else found_inf.item()
@@ -167,6 +145,10 @@ class LossScaler:
         self._scale.copy_(state["scale"])
         self._streak.copy_(state["growth_streak"])
         self.skipped, self._skips_in_a_row = state["skipped"], state["skips_in_a_row"]
+
+
+# Called by an executor in this order: `scale`, `unscale_`, `overflowed`, `update`.
+Scaler = UnitScaler | LossScaler
 
 
 def build_scaler(plan: PrecisionPlan, device: torch.device) -> Scaler:

@@ -210,10 +210,8 @@ def render(tokenizer: Any, template: str, messages: Messages, **options: Any) ->
 def make_trainable(template: str, tokenizer: Any) -> str:
     """Return `template` with generation markers around what the assistant writes; the text that it renders is the same.
 
-    Works for any template: the spans are found from what the template renders, see the comment on the wrapper.
-
-    Raises:
-        DataError: the markers cannot be proven on example conversations.
+    Works for any template: the spans are found from what the template renders, see the comment on the wrapper. Raises
+    DataError if the markers cannot be proven on example conversations.
     """
     original = template.removesuffix("\n")  # Jinja removes it at the end of a template, but not in a macro
     wrapped = _WRAPPER.replace("@MARK@", _MARK).replace("@ORIGINAL@", original)

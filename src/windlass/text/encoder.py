@@ -119,10 +119,8 @@ class RowEncoder:
         return bos if begins else "", ids[-1:] == [self._tokenizer.convert_tokens_to_ids(self._eos)]
 
     def __call__(self, rows: Sequence[Row], first: int) -> EncodedRows:
-        """Encode `rows`; `first` is the number of the first of them in the dataset, for error messages.
-
-        Raises:
-            RowError: a row is invalid.
+        """Encode `rows`; `first` is the number of the first of them in the dataset, for error messages. Raises RowError
+        if a row is invalid.
         """
         standard = [self._standard(row, first + at) for at, row in enumerate(rows)]
         if self._kind == "tokens":

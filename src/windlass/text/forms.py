@@ -116,14 +116,6 @@ def standardised(row: Row, form: Form, text_field: str, has_template: bool) -> d
     return _STANDARDISERS[form](row, text_field, has_template)
 
 
-def _text(row: Row, text_field: str, _: bool) -> dict[str, Any]:
-    return {"text": _string(row, text_field)}
-
-
-def _messages(row: Row, *_: object) -> dict[str, Any]:
-    return {"messages": checked_messages(row.get("messages"), "messages"), **_extras(row)}
-
-
 def _sharegpt(row: Row, *_: object) -> dict[str, Any]:
     messages = row.get("conversations")
     if isinstance(messages, list):
@@ -195,9 +187,12 @@ def _integers(values: Any, name: str) -> list[int]:
 _STANDARDISERS: dict[Form, Callable[[Row, str, bool], dict[str, Any]]] = {
     Form.TOKENIZED: _tokenized,
     Form.PROMPT_COMPLETION: _prompt_completion,
-    Form.MESSAGES: _messages,
+    Form.MESSAGES: lambda row, *_: {
+        "messages": checked_messages(row.get("messages"), "messages"),
+        **_extras(row),
+    },
     Form.SHAREGPT: _sharegpt,
-    Form.TEXT: _text,
+    Form.TEXT: lambda row, text_field, _: {"text": _string(row, text_field)},
     Form.ALPACA: _alpaca,
 }
 
@@ -222,10 +217,8 @@ def _unicode(text: str, where: str) -> str:
 
 
 def checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
-    """Return `messages` if it is a conversation: a list of mappings with a known role.
-
-    Raises:
-        DataError: it is not, or it is empty.
+    """Return `messages` if it is a conversation: a list of mappings with a known role. Raises DataError if it is not
+    one, or is empty.
     """
     if not isinstance(messages, list):
         raise DataError(f"{name} must be a list of messages, not {type(messages).__name__}")

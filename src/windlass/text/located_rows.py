@@ -28,11 +28,7 @@ class RowError(DataError):
 
 
 class LocatedRows(list[Mapping[str, Any]]):
-    """A list of rows.
-
-    Attributes:
-        places: the origin of each row, such as a file and a line.
-    """
+    """A list of rows. `places` has the origin of each, such as a file and a line."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], places: Iterable[str]) -> None:
         super().__init__(rows)

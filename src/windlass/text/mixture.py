@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.core.rng import STREAM_ORDER, derive_seed
 
 STOPPING = ("first_exhausted", "all_exhausted")
@@ -46,9 +47,7 @@ class DatasetMixture:
         stopping_strategy: str = "first_exhausted",
         length: int | None = None,
     ) -> None:
-        problems = list(_problems(sources, weights, seeds or {}, stopping_strategy, length))
-        if problems:
-            raise ConfigError(problems)
+        refuse(_problems(sources, weights, seeds or {}, stopping_strategy, length))
         self.names = list(sources)
         self._settings: dict[str, Any] = {
             "weights": weights, "seed": seed, "seeds": seeds, "stopping_strategy": stopping_strategy, "length": length,

@@ -69,9 +69,7 @@ def table_bytes(table: Any) -> Iterator[bytes]:
 
 def unfilled(value: Any, feature: Any) -> Any:
     """Return a value of a table without the nulls that a table puts into each record for the keys of other records.
-
-    Args:
-        feature: the type of the value as `datasets` describes it; a dict for records. JSON is left as it is.
+    `feature` is the type of the value as `datasets` describes it, a dict for records. JSON is left as it is.
     """
     if isinstance(feature, Mapping):
         if not isinstance(value, Mapping):

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.text.packing import STRATEGIES
 
 TRUNCATION_MODES = ("keep_start", "keep_end", "error")
@@ -44,9 +45,7 @@ class TextOptions:
     num_proc: int | None = None
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
-            raise ConfigError(problems)
+        refuse(self._problems())
 
     def _problems(self) -> list[Problem]:
         found = []

@@ -32,11 +32,7 @@ def default_cache() -> Path:
 
 
 class TokenStore:
-    """A folder of prepared datasets.
-
-    Args:
-        folder: made if it is missing; other processes and machines may share it.
-    """
+    """A folder of prepared datasets. `folder` is made if it is missing; other processes and machines may share it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._files = folder, Files()

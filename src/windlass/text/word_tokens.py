@@ -51,11 +51,7 @@ _Check = Callable[[Any], bool]
 
 
 class WordTokens:
-    """The tokens of texts, from a fast tokenizer.
-
-    Args:
-        tokenizer: a `transformers` tokenizer, which may be changed meanwhile.
-    """
+    """The tokens of texts, from a fast tokenizer of `transformers`, which may be changed meanwhile."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -65,10 +61,8 @@ class WordTokens:
         return WordTokens, (self._tokenizer,)
 
     def ids(self, texts: Sequence[str], *, special: bool) -> list[list[int]] | None:
-        """Return the tokens of each text; None if they are not known to be those of its words.
-
-        Args:
-            special: with the tokens that the tokenizer puts around every text.
+        """Return the tokens of each text; None if they are not known to be those of its words. `special`: with the
+        tokens that the tokenizer puts around every text.
         """
         words = self._learned(texts)
         if words is None:
@@ -244,7 +238,7 @@ def _members(part: Any) -> list[Any]:
 def _cuts(part: Any) -> bool:
     """Return True if a pre-tokenizer splits a text at every cut, and each side of it without the other."""
     members = _members(part)
-    return all(_KEEPS.get(p["type"], _never)(p) for p in members) and any(
+    return all(p["type"] in _KEEPS and _KEEPS[p["type"]](p) for p in members) and any(
         p["type"] != "Digits" and (p["type"] == "Split" or p["use_regex"]) for p in members
     )
 
@@ -271,11 +265,8 @@ def _adds_alike(post: Any) -> bool:
     parts = _members(post)
     templates = [p for p in parts if p["type"] == "TemplateProcessing"]
     others = all(p["type"] == "ByteLevel" and not p["trim_offsets"] for p in parts if p not in templates)
-    return others and len(templates) < 2 and all(_places_of_text(p) == 1 for p in templates)
-
-
-def _places_of_text(template: Any) -> int:
-    return sum("Sequence" in piece for piece in template["single"])
+    texts = [sum("Sequence" in piece for piece in p["single"]) for p in templates]
+    return others and texts in ([], [1])
 
 
 def _added_around(post: Any) -> tuple[list[int], list[int]]:
@@ -289,10 +280,6 @@ def _added_around(post: Any) -> tuple[list[int], list[int]]:
             else:
                 around[is_after].extend(template["special_tokens"][piece["SpecialToken"]["id"]]["ids"])
     return around
-
-
-def _never(_: Any) -> bool:
-    return False
 
 
 _KEEPS: dict[Any, _Check] = {

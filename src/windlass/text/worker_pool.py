@@ -47,11 +47,7 @@ class EncodedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A batch that could not be encoded.
-
-    Attributes:
-        row: that is invalid; None = the worker failed.
-    """
+    """A batch that could not be encoded. `row` is invalid; None: the worker failed."""
 
     number: int
     message: str
@@ -59,11 +55,7 @@ class Failure:
 
 
 class DatasetPart:
-    """The batches `first`, `first + step`, ... of a dataset.
-
-    Args:
-        dataset: a `datasets.Dataset` or a sequence of mappings.
-    """
+    """The batches `first`, `first + step`, ... of a dataset. It is a `datasets.Dataset` or a sequence of mappings."""
 
     def __init__(self, dataset: Any, first: int = 0, step: int = 1) -> None:
         starts = range(first * BATCH, len(dataset), step * BATCH)

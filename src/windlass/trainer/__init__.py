@@ -1,10 +1,9 @@
 """`Trainer`, and the names that scripts import beside it; they are loaded when they are first asked for."""
 
-from windlass.config.support_names import WHY
-from windlass.core.lazy import loader_of, reverse
+from windlass.config.support_names import lazy_names
 
 # Strings: what lies on higher floors is not imported by this room.
-_HOMES = {
+__getattr__, __all__ = lazy_names(__name__, {
     "windlass.trainer.trainer": ("Trainer",),
     "windlass.accelerator.accelerator": ("Accelerator",),
     "windlass.compat.state": ("AcceleratorState",),
@@ -47,7 +46,4 @@ _HOMES = {
         "nested_detach", "nested_gather",
     ),
     "windlass.compat.tracker_callbacks": ("get_reporting_integration_callbacks",),
-}  # fmt: skip
-_NAMES = reverse(_HOMES)
-__getattr__ = loader_of(__name__, _NAMES, WHY)
-__all__ = sorted(_NAMES)
+})  # fmt: skip

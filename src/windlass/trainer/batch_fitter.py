@@ -136,10 +136,8 @@ class BatchFitter:
 
 
 class UpdateFitter:
-    """Makes the micro-batches of a run smaller if memory runs out, and changes nothing else.
-
-    Attributes:
-        size: the micro-batches of an update.
+    """Makes the micro-batches of a run smaller if memory runs out, and changes nothing else. `size` describes the
+    micro-batches of an update.
     """
 
     def __init__(
@@ -163,10 +161,8 @@ class UpdateFitter:
         self._rng = rng_state(self._session.device)
 
     def too_large(self, error: Exception) -> bool:
-        """Return True to retry an update that failed with `error` in smaller micro-batches.
-
-        Raises:
-            MemoryShortError: nothing smaller can be tried, or not by this process alone.
+        """Return True to retry an update that failed with `error` in smaller micro-batches. Raises MemoryShortError if
+        nothing smaller can be tried, or not by this process alone.
         """
         if not should_reduce_batch_size(error) or isinstance(error, MemoryShortError):
             return False

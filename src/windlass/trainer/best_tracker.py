@@ -18,10 +18,8 @@ from windlass.trainer.run_events import Events
 class BestTracker:
     """Ranks evaluations by the metric of the plan, and records the checkpoints of the best ones.
 
-    The only writer of `best_metric`, `best_global_step` and `best_model_checkpoint` of the state.
-
-    Args:
-        folder_of: the checkpoint folder of a step.
+    The only writer of `best_metric`, `best_global_step` and `best_model_checkpoint` of the state. `folder_of` returns
+    the checkpoint folder of a step.
     """
 
     def __init__(self, plan: SavePlan, events: Events, folder_of: Callable[[int], Path]) -> None:
@@ -120,10 +118,8 @@ class BestTracker:
 
 
 def find_metric(metrics: Mapping[str, float], name: str) -> float:
-    """The metric of this name; its `eval_` prefix is optional.
-
-    Raises:
-        ConfigError: it is not among the metrics, which are listed, or it is not a number.
+    """The metric of this name; its `eval_` prefix is optional. Raises ConfigError if it is not among the metrics, which
+    are listed, or it is not a number.
     """
     key = name if name.startswith("eval_") else f"eval_{name}"
     if key not in metrics:

@@ -106,10 +106,8 @@ def is_repository(name: str) -> bool:
 
 
 def datasets_of(dataset: Any) -> dict[str, dict[str, str]]:
-    """Datasets of the Hub, by name, with their `config` and `split`; empty for data from elsewhere.
-
-    Args:
-        dataset: one of the package `datasets`, a mapping of them, or anything else.
+    """Datasets of the Hub, by name, with their `config` and `split`; empty for data from elsewhere. `dataset` is one of
+    the package `datasets`, a mapping of them, or anything else.
     """
     parts = dataset.values() if isinstance(dataset, Mapping) else [dataset]
     found: dict[str, dict[str, str]] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 from windlass.config.arguments import shared_arguments
 from windlass.config.plan import RunPlan
@@ -24,21 +24,12 @@ _OF_THIS_RANK = {"data": ("workers", "pin_memory", "persistent_workers", "prefet
 _DECIDING = ("DefaultFlowCallback", "EarlyStoppingCallback")
 
 
-class Compared(Overridable, Protocol):
-    """What a call reads of a Trainer."""
-
-    train_dataset: Any
-    is_in_train: bool
-
-
 def check_call_alike(
-    trainer: Compared, gang: Gang, call: str, overridden: frozenset[str], resume: Any = None
+    trainer: Overridable, gang: Gang, call: str, overridden: frozenset[str], resume: Any = None
 ) -> None:
     """Raise RankMismatchError unless all ranks make the same call, with the same arguments, data sizes and model.
-    Collective.
-
-    Args:
-        overridden: methods that a script replaced. Each rank may hold a part of the data that its own loaders read.
+    Collective. `overridden` are methods that a script replaced: each rank may hold a part of the data that its own
+    loaders read.
     """
     if gang.size == 1:
         return

@@ -21,6 +21,7 @@ from windlass.dist.gang import Gang
 from windlass.engine.executor import Executor
 from windlass.engine.loop import Loop
 from windlass.optim.schedule import FactorSchedule, Schedule
+from windlass.trainer.session import together
 
 logger = get_job_logger(__name__)
 
@@ -46,22 +47,10 @@ def find_foreign_on_all(gang: Gang, store: Store, which: Literal[True] | str) ->
     """The checkpoint of another program that `resume_from_checkpoint` means, None if it means none. The main
     process looks, and every rank opens what it found. Collective.
     """
-    found = opened = problem = None
-    try:
-        if gang.rank == 0:
-            folder = find_foreign(store, which)
-            found = None if folder is None else str(folder)
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
-    found = gang.broadcast_object(found)
-    try:
-        opened = None if found is None else open_foreign(Path(found))
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
-    problems = [reason for reason in gang.gather_objects(problem) if reason is not None]
-    if problems:
-        raise CheckpointError(problems[0])
-    return opened
+    errors = (CheckpointError, OSError)
+    folder = together(gang, lambda: find_foreign(store, which) if gang.rank == 0 else None, errors)
+    found = gang.broadcast_object(None if folder is None else str(folder))
+    return together(gang, lambda: None if found is None else open_foreign(Path(found)), errors)
 
 
 def restore_foreign(

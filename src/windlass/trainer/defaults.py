@@ -19,6 +19,7 @@ from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import SavePlan
+from windlass.config.refusal import refuse
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.events import TrainerCallback
@@ -85,9 +86,7 @@ def check_given(
     makers: Collection[str] = (),
 ) -> None:
     """Raise ConfigError for an output folder that cannot be opened, and for contradictions to a script's optimizer.
-
-    Args:
-        makers: the `MAKERS` that the script overrides.
+    `makers` are the `MAKERS` that the script overrides.
     """
     problems, given = _remote_problems(str(args.output_dir)), optimizers[0] is not None
     problems += _engine_problems(args, optimizers, cls_and_kwargs, makers)
@@ -96,8 +95,7 @@ def check_given(
     if model_init is not None and (given or optimizers[1] is not None):
         fix = "model_init makes a new model at each train(), unknown to this optimizer; override create_optimizer"
         problems.append(Problem("optimizers", "given", fix))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _engine_problems(

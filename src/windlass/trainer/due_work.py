@@ -33,9 +33,7 @@ class DueWork:
     """Does what control flags, the clock and signals request. All ranks make the same calls.
 
     Its state is a part of checkpoints: if a run was preempted in an evaluation, the resumed run evaluates first.
-
-    Args:
-        in_step: returns True if a forward of one rank waits for the others.
+    `in_step` returns True if a forward of one rank waits for the others.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class DueWork:
             self._evaluation_left, self._save_left = True, events.control.should_save
             return
         save = self._plan.save
-        if follows_metric(self._schedule):
+        if self._schedule.follows_metric:
             self._schedule.observe(find_metric(metrics, save.metric or "loss"))
         if save.load_best_at_end or save.keep_best:
             self._checkpointer.finish()  # the best is one of the committed checkpoints
@@ -173,8 +171,3 @@ class DueWork:
 
     def load_state_dict(self, state: State) -> None:
         self._evaluation_left, self._save_left = bool(state), bool(state.get("save"))
-
-
-def follows_metric(schedule: Schedule) -> bool:
-    """Return True if a schedule depends on the metrics of evaluations."""
-    return bool(getattr(schedule, "follows_metric", False))

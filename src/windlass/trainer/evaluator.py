@@ -97,10 +97,8 @@ class Evaluator:
         self, loader: Any, hooks: EvalHooks, plan: EvaluationPlan, *, loss_only: bool | None, prefix: str,
         predicting: bool,
     ) -> EvalLoopOutput:  # fmt: skip
-        """Evaluate a loader's batches and join the results of all ranks. Collective.
-
-        Args:
-            loss_only: keep nothing but the loss; None: as in the plan.
+        """Evaluate a loader's batches and join the results of all ranks. Collective. `loss_only` keeps nothing but the
+        loss; None: as in the plan.
         """
         loss_only = plan.loss_only if loss_only is None else loss_only
         request = self._request(hooks, plan, loss_only, prefix, predicting)

@@ -38,7 +38,9 @@ class Overridable(Protocol):
     accelerator: Accelerator
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
+    train_dataset: Any
     eval_dataset: Any
+    is_in_train: bool
     compute_loss_func: Callable[..., Any] | None
     compute_metrics: Callable[..., Any] | None
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None

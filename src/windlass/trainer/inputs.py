@@ -120,10 +120,8 @@ def named_dataset(chosen: Any, sets: Any) -> Any:
 def group_source(
     args: Any, world: World, gang: Gang, loader: Any, position: State | None = None
 ) -> GroupSource:
-    """The loader as a source of groups: one of Windlass as it is, a script's own in an adapter. Collective.
-
-    Args:
-        position: where the run continues in it; None: at its beginning.
+    """The loader as a source of groups: one of Windlass as it is, a script's own in an adapter. Collective. `position`
+    is where the run continues in it; None: at its beginning.
     """
     if isinstance(loader, StreamLoader):
         loader.agree(gang, position)

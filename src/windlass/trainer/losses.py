@@ -56,10 +56,8 @@ def batch_loss(
 
 
 def check_differentiable(loss: Any) -> Tensor:
-    """Return the tensor to differentiate, of a loss or `LossTerms`.
-
-    Raises:
-        ModelError: it has no gradient, or several elements.
+    """Return the tensor to differentiate, of a loss or `LossTerms`. Raises ModelError if it has no gradient, or several
+    elements.
     """
     total: Tensor = loss.sum if isinstance(loss, LossTerms) else loss
     if total.numel() != 1:
@@ -73,10 +71,8 @@ def check_differentiable(loss: Any) -> Tensor:
 
 
 def on_device(data: Any, device: torch.device, move: Callable[[Any], Any]) -> Any:
-    """`data` with every tensor in it moved to `device`, in new containers of the same types.
-
-    Args:
-        move: called for the items of a container: `_prepare_input`, which a script may override.
+    """`data` with every tensor in it moved to `device`, in new containers of the same types. `move` is called for the
+    items of a container: `_prepare_input`, which a script may override.
     """
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device, non_blocking=True)
@@ -109,9 +105,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 def loss_of(outputs: Any, inputs: Any) -> Any:
     """The loss in the outputs of a model: `outputs["loss"]`, the first of a tuple, an attribute, or a bare scalar.
-
-    Raises:
-        ModelError: there is none.
+    Raises ModelError if there is none.
     """
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")

@@ -28,10 +28,10 @@ from windlass.data.loader import Loader
 from windlass.dist.alike import check_alike, optimizer_facts
 from windlass.dist.gang import Gang
 from windlass.trainer.batch_fitter import MemoryNote
-from windlass.trainer.compare_ranks import Compared, check_call_alike, check_plan_alike
+from windlass.trainer.compare_ranks import check_call_alike, check_plan_alike
 from windlass.trainer.continuing import ForeignPlace, find_place
 from windlass.trainer.defaults import align_special_tokens, warn_of_spare_devices
-from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, replaced
+from windlass.trainer.hooks import WATCHED, Overridable, TrainHooks, loss_hooks, replaced
 from windlass.trainer.inputs import group_source
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.model_writer import ModelWriter
@@ -46,11 +46,12 @@ from windlass.trainer.resuming import (
 from windlass.trainer.run import Run
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.services import Services
+from windlass.trainer.session import together
 from windlass.transforms.strategy import Strategy
 
 
 def begin_call(
-    trainer: Compared, owner: type, services: Services, stage: str, call: str, resume: Any = None
+    trainer: Overridable, owner: type, services: Services, stage: str, call: str, resume: Any = None
 ) -> None:
     """Read what a script assigned since the last call, and compare it between ranks. Collective.
 
@@ -231,11 +232,7 @@ def _check_saved_model(model: nn.Module, plan: SavePlan, gang: Gang) -> None:
     """Raise ModelError on every rank if a model's whole weights cannot be saved or restored. Collective."""
     if plan.cadence.strategy == "no" and plan.every is None:
         return
-    problem = None
     try:
-        check_restorable(model)
+        together(gang, lambda: check_restorable(model))
     except CheckpointError as error:
-        problem = str(error)
-    problems = [found for found in gang.gather_objects(problem) if found is not None]
-    if problems:
-        raise ModelError(f"this model cannot be resumed from a checkpoint: {problems[0]}")
+        raise ModelError(f"this model cannot be resumed from a checkpoint: {error}") from None

@@ -10,13 +10,14 @@ from windlass.checkpoint.export import model_files
 from windlass.checkpoint.stored import open_folder
 from windlass.config.arguments import TrainingArguments
 from windlass.config.quantities import seconds
-from windlass.core.errors import CheckpointError, ConfigError, Problem, WindlassError
+from windlass.core.errors import ConfigError, Problem, WindlassError
 from windlass.dist.gang import Gang
 from windlass.hub.callback import HubCallback
 from windlass.hub.fetching import SCHEME, fetch
 from windlass.hub.publisher import HubSettings, Publisher
 from windlass.trainer.card_facts import base_of, is_repository
 from windlass.trainer.run_folder import RunFolder
+from windlass.trainer.session import together
 
 
 def repository(args: TrainingArguments) -> str:
@@ -72,10 +73,8 @@ def end_waits(handler: Any) -> None:
 
 
 def opened(handler: Any, gang: Gang) -> None:
-    """Create the repository that a run publishes in, on the main process. Collective.
-
-    Raises:
-        ConfigError: the Hub refuses it, or cannot be reached; the same on every rank.
+    """Create the repository that a run publishes in, on the main process. Collective. Raises ConfigError if the Hub
+    refuses it, or cannot be reached; the same on every rank.
     """
     problems: list[tuple[str, Any, str]] = []
     try:
@@ -91,24 +90,15 @@ def opened(handler: Any, gang: Gang) -> None:
 
 def fetched(resume: Any, args: TrainingArguments, gang: Gang, folder: RunFolder) -> Any:
     """Return `resume_from_checkpoint`; one on the Hub is downloaded once for each disk, and its path returned.
-    Collective.
-
-    Raises:
-        CheckpointError: it is not there, or cannot be downloaded; the same on every rank.
+    Collective. Raises CheckpointError if it is not there, or cannot be downloaded; the same on every rank.
     """
     if not (isinstance(resume, str) and resume.startswith(SCHEME)):
         return resume
-    path, problem = None, None
-    if gang.rank == folder.disks.writer_rank:
-        try:
-            path = fetch(resume, args.hub_token, folder.path)
-        except WindlassError as error:
-            problem = str(error)
-    everywhere = gang.gather_objects((path, problem))
-    problems = [problem for _, problem in everywhere if problem is not None]
-    if problems:
-        raise CheckpointError(problems[0])
-    return next(path for path, _ in everywhere if path is not None)
+    writes = gang.rank == folder.disks.writer_rank
+    path = together(
+        gang, lambda: fetch(resume, args.hub_token, folder.path) if writes else None, (WindlassError,)
+    )
+    return next(path for path in gang.gather_objects(path) if path is not None)
 
 
 def _settings(args: TrainingArguments, token: str | None = None, revision: str | None = None) -> HubSettings:

@@ -14,7 +14,7 @@ from windlass.checkpoint.history import checked_state, complete_state
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.opening import open_on_all, store_of_checkpoint
 from windlass.config.plan import UpdateSize
-from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
@@ -23,7 +23,7 @@ from windlass.data.group import GroupSource
 from windlass.trainer.continuing import find_foreign_on_all
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.saved_parts import reading
-from windlass.trainer.session import Session
+from windlass.trainer.session import Session, together
 
 logger = get_job_logger(__name__)
 
@@ -48,11 +48,7 @@ _FREE_TO_DIFFER = frozenset(
 
 
 class CheckpointSource:
-    """Finds checkpoints, verifies them and opens them on all ranks.
-
-    Args:
-        manager: of the run's folder.
-    """
+    """Finds checkpoints, verifies them and opens them on all ranks. `manager` is that of the run's folder."""
 
     def __init__(self, session: Session, folder: RunFolder, manager: CheckpointManager) -> None:
         self._session, self._gang, self._folder, self._manager = session, session.gang, folder, manager
@@ -60,10 +56,8 @@ class CheckpointSource:
     def resume_point(
         self, asked: str | bool | os.PathLike[str] | None, resolve_path: Callable[[str], str]
     ) -> Checkpoint | None:
-        """The verified checkpoint that `resume_from_checkpoint` names, None for a fresh run. Collective.
-
-        Raises:
-            ConfigError: the value is not one of those allowed. CheckpointError: there is no such checkpoint.
+        """The verified checkpoint that `resume_from_checkpoint` names, None for a fresh run. Collective. Raises
+        ConfigError if the value is not one of those allowed, and CheckpointError if there is no such checkpoint.
         """
         if asked is None or asked is False:
             return None
@@ -84,16 +78,9 @@ class CheckpointSource:
         """Return True if no process finds anything to resume from, not even a damaged checkpoint, which is never
         ignored for a fresh start. Collective.
         """
-        store, fresh, problem = self._manager.store, True, None
-        try:
-            fresh = not store.is_writer or store.is_fresh()
-        except CheckpointError as error:
-            problem = str(error)
-        everywhere = self._gang.gather_objects([fresh, problem])
-        problems = [reason for _, reason in everywhere if reason is not None]
-        if problems:
-            raise CheckpointError(problems[0])
-        return all(is_fresh for is_fresh, _ in everywhere)
+        store = self._manager.store
+        fresh = together(self._gang, lambda: not store.is_writer or store.is_fresh())
+        return all(self._gang.gather_objects(fresh))
 
     def open(self, which: Literal[True] | str) -> Checkpoint:
         """Open a checkpoint, or the newest one that verifies; see `open_on_all`. Collective."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed import DistError
 
 from windlass.assemble.build import Built
 from windlass.checkpoint.foreign import ForeignCheckpoint
@@ -19,6 +21,7 @@ from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import StepSeeder
 from windlass.core.types import State, Stateful, TrainOutput
+from windlass.core.world import World
 from windlass.data.group import Group, GroupSource
 from windlass.dist.beacon import beacon
 from windlass.engine.executor import StepResult
@@ -35,7 +38,7 @@ from windlass.trainer.blame import find_nonfinite_samples, overflow_alone
 from windlass.trainer.checkpointer import Checkpointer
 from windlass.trainer.continuing import ForeignPlace, restore_foreign
 from windlass.trainer.defaults import multiplied_parameters, retention_of
-from windlass.trainer.due_work import DueWork, follows_metric
+from windlass.trainer.due_work import DueWork
 from windlass.trainer.hooks import TrainHooks
 from windlass.trainer.interruption import Interruption, WaitBrokenOff
 from windlass.trainer.micro_steps import MicroSteps
@@ -47,7 +50,6 @@ from windlass.trainer.run_reports import RunReports, count_inputs
 from windlass.trainer.run_saver import RunSaver
 from windlass.trainer.saved_parts import Buffers, Generators, Position, RankPart, SavedPart, SavedParts
 from windlass.trainer.services import Services
-from windlass.trainer.whereabouts import telling_where
 from windlass.transforms.neftune import noisy_embeddings
 from windlass.transforms.overflow_watch import watching
 
@@ -191,10 +193,8 @@ class Run:
     # --- from beginning to end --------------------------------------------------------------------------------------
 
     def execute(self, checkpoint: Checkpoint | None, place: ForeignPlace | None) -> TrainOutput:
-        """Train, from a checkpoint's state or from the beginning.
-
-        Args:
-            place: the position in this run's data if `checkpoint` is of a run of transformers' Trainer.
+        """Train, from a checkpoint's state or from the beginning. `place` is the position in this run's data if
+        `checkpoint` is of a run of transformers' Trainer.
         """
         state = self._events.state
         with self._evaluator.during(self.executor):
@@ -243,7 +243,7 @@ class Run:
 
     def _check_metric(self) -> None:
         """Check before the first update that evaluation returns the metric that the run needs."""
-        metric = self._plan.save.metric or ("loss" if follows_metric(self.schedule) else None)
+        metric = self._plan.save.metric or ("loss" if self.schedule.follows_metric else None)
         if metric is None or self._plan.evaluation.strategy == "no" or self._hooks.rehearse is None:
             return
         find_metric(self._hooks.rehearse(metric, self.executor.strategy), metric)
@@ -291,9 +291,7 @@ class Run:
 
     def _end(self) -> None:
         """Exit if a process was preempted since the last update; check that the last save did not fail. Collective.
-
-        Raises:
-            Preempted: the run is saved as it ended. CheckpointError: it is not.
+        Raises Preempted if one was and the run is saved as it ended, and CheckpointError if it is not saved.
         """
         if self._interruption.is_preempted():
             if self._due.is_saved:
@@ -416,3 +414,20 @@ class Run:
         told = self._agreement.apply(signals, self._events.state.global_step)
         if told.stop:
             self._stop()
+
+
+# Words of the backends of process groups for a lost connection.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "remote process has terminated")
+
+
+@contextlib.contextmanager
+def telling_where(world: World, updates: Callable[[], int]) -> Iterator[None]:
+    """Add the rank and its number of updates to errors of the body, in a job of several processes."""
+    try:
+        yield
+    except Exception as error:
+        if world.is_distributed:
+            error.add_note(f"This was rank {world.rank} of {world.size}, at step {updates()}.")
+            if isinstance(error, DistError) or any(words in str(error) for words in _LOST):
+                error.add_note("Another rank ended first, or never came: look for its own error.")
+        raise

@@ -29,10 +29,8 @@ _OF_THIS_RUN = (
 
 
 class Events:
-    """Owns the state, control flags and callbacks of a Trainer, and fires all events.
-
-    Args:
-        args: returns the arguments that callbacks get; a script may replace them at any time.
+    """Owns the state, control flags and callbacks of a Trainer, and fires all events. `args` returns the arguments that
+    callbacks get, which a script may replace at any time.
     """
 
     def __init__(self, args: Callable[[], Any], session: Session, handler: CallbackHandler) -> None:

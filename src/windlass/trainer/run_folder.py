@@ -24,10 +24,8 @@ logger = get_logger(__name__)
 
 
 class RunFolder:
-    """Locks the folder against other runs: the writer rank of each disk holds the lock for all ranks.
-
-    Attributes:
-        path: the folder on this machine: a staging folder if `output_dir` is a URL.
+    """Locks the folder against other runs: the writer rank of each disk holds the lock for all ranks. `path` is the
+    folder on this machine: a staging folder if `output_dir` is a URL.
     """
 
     def __init__(self, args: Any, gang: Gang) -> None:
@@ -74,10 +72,8 @@ class RunFolder:
     # --- the lock ---------------------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Make the folder, lock it against other runs, and check that it can be written. Collective.
-
-        Raises:
-            ConfigError: another run writes there, or it cannot be written; the same on every rank.
+        """Make the folder, lock it against other runs, and check that it can be written. Collective. Raises ConfigError
+        if another run writes there, or it cannot be written; the same on every rank.
         """
         fix = None
         if self._gang.rank == self.disks.writer_rank:
@@ -108,10 +104,8 @@ class RunFolder:
             logger.info("%s: the run works in %s, which WINDLASS_STAGING moves", self._place, self.path)
 
     def confirm(self) -> None:
-        """Check that this process still holds the lock, or take it. For the writer rank of the folder.
-
-        Raises:
-            FolderInUse: another run holds it. OSError: the folder cannot be written.
+        """Check that this process still holds the lock, or take it. For the writer rank of the folder. Raises
+        FolderInUse if another run holds it, and OSError if the folder cannot be written.
         """
         if self._lock is None:
             self._lock, self._watch = RunLock(self.path), OutputFolder(self.path)

@@ -17,7 +17,7 @@ from windlass.metrics.speed import speed_metrics
 from windlass.metrics.stage_memory import StageMemory
 from windlass.metrics.tokens import InputCounter
 from windlass.precision.dtypes import dtypes_of
-from windlass.transforms.compile_counts import CompileCounts
+from windlass.transforms.compile import CompileCounts
 
 logger = get_logger(__name__)
 

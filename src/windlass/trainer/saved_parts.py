@@ -41,10 +41,8 @@ class SavedPart:
 
 @dataclass(frozen=True, slots=True)
 class RankPart(SavedPart):
-    """An entry of which each rank has its own.
-
-    Attributes:
-        adopt: restores it from the states of all ranks if their number has changed; None: it is not restored.
+    """An entry of which each rank has its own. `adopt` restores it from the states of all ranks if their number has
+    changed; None: it is not restored.
     """
 
     adopt: Callable[[list[State]], None] | None = None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from windlass.core.device import make_current
+from windlass.core.errors import CheckpointError
 from windlass.core.world import World, world_from_environment
 from windlass.dist.gang import Gang, join
 from windlass.metrics.stage_memory import INIT, StageMemory
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +35,20 @@ class Session:
         if not args.skip_memory_metrics:
             memory.begin(INIT)
         return cls(world, device, join(world, device, args.ddp_timeout, args.ddp_backend), memory)
+
+
+def together(
+    gang: Gang, work: Callable[[], _T], errors: tuple[type[Exception], ...] = (CheckpointError,)
+) -> _T:
+    """Return what `work` returns on this rank. Collective. Raises CheckpointError on all ranks, with the first reason,
+    if `work` raises one of `errors` on one of them.
+    """
+    found, problem = None, None
+    try:
+        found = work()
+    except errors as error:
+        problem = str(error)
+    for reason in gang.gather_objects(problem):
+        if reason is not None:
+            raise CheckpointError(reason)
+    return cast(_T, found)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from windlass.callbacks.handler import CallbackHandler
 from windlass.config.arguments import TrainingArguments
-from windlass.config.support import SECTIONS
+from windlass.config.support_rows import METHODS_REFUSED
+from windlass.core.delegate import method_of, value_of, variable_of
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.locations import local_folder
@@ -25,7 +27,6 @@ from windlass.trainer.session import Session
 if TYPE_CHECKING:
     from windlass.accelerator.accelerator import Accelerator
     from windlass.accelerator.engine import TrainerEngine
-    from windlass.callbacks.handler import CallbackHandler
     from windlass.trainer.run import Run
     from windlass.trainer.services import Services
 
@@ -70,40 +71,12 @@ class TrainerNames:
 
     # --- what another object owns -----------------------------------------------------------------------------------
 
-    @property
-    def state(self) -> TrainerState:
-        """The progress of the run."""
-        return self._services.events.state
-
-    @state.setter
-    def state(self, value: TrainerState) -> None:
-        self._services.events.state = value
-
-    @property
-    def control(self) -> TrainerControl:
-        """The control flags that callbacks set."""
-        return self._services.events.control
-
-    @control.setter
-    def control(self, value: TrainerControl) -> None:
-        self._services.events.control = value
-
-    @property
-    def callback_handler(self) -> CallbackHandler:
-        """The callbacks."""
-        return self._services.events.handler
-
-    def add_callback(self, callback: Any) -> None:
-        """Add a callback, by class or instance."""
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback, by class or instance, and return it; None if it was not there."""
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        """Remove a callback, by class or instance."""
-        self.callback_handler.remove_callback(callback)
+    state: TrainerState = variable_of("_services.events.state", "The progress of the run.")
+    control: TrainerControl = variable_of("_services.events.control", "The control flags that callbacks set.")
+    callback_handler: CallbackHandler = value_of("_services.events.handler", "The callbacks.")
+    add_callback = method_of("callback_handler", CallbackHandler.add_callback)
+    pop_callback = method_of("callback_handler", CallbackHandler.pop_callback)
+    remove_callback = method_of("callback_handler", CallbackHandler.remove_callback)
 
     @property
     def tokenizer(self) -> Any:
@@ -154,10 +127,7 @@ class TrainerNames:
         """The repository that the model is pushed to; None without `push_to_hub`."""
         return self.args.hub_model_id if self.args.push_to_hub else None
 
-    @property
-    def current_flos(self) -> float:
-        """FLOPs of the run so far."""
-        return self.state.total_flos
+    current_flos: float = value_of("state.total_flos", "FLOPs of the run so far.")
 
     @property
     def _train_batch_size(self) -> int:
@@ -349,10 +319,8 @@ class TrainerNames:
         return [group["lr"] for group in optimization.existing(self.optimizer).param_groups]
 
     def get_optimizer_group(self, param: nn.Parameter | None = None) -> Any:
-        """The parameters of each group; with `param`, the one group that holds it (None if there is none).
-
-        Raises:
-            ConfigError: there is no optimizer yet.
+        """The parameters of each group; with `param`, the one group that holds it (None if there is none). Raises
+        ConfigError if there is no optimizer yet.
         """
         groups = optimization.existing(self.optimizer).param_groups
         if param is None:
@@ -477,22 +445,15 @@ class TrainerNames:
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not built yet: raises ConfigError with what to do instead."""
-        _refuse("hyperparameter_search")
+        why = METHODS_REFUSED["hyperparameter_search"]
+        raise ConfigError(Problem("Trainer.hyperparameter_search", "called", why))
 
 
 def _of_run(run: Run | None) -> Run:
-    """Return the run.
-
-    Raises:
-        ModelError: there was none.
-    """
+    """Return the run. Raises ModelError if there was none."""
     if run is None:
         raise ModelError("there is no run yet: call train() first")
     return run
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ConfigError(Problem(f"Trainer.{name}", "called", SECTIONS["Trainer methods"][name].note))
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

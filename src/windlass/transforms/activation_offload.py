@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,39 +28,26 @@ _LEAVING = 4  # copies under way to the host before the device waits for the fir
 _AHEAD = 3  # tensors that are fetched before the backward asks for them
 
 
-class Lane(Protocol):
-    """How copies between a device and the host are made."""
+class DirectLane:
+    """Copies between a device and the host, complete when they return."""
 
     def to_host(self, block: Tensor) -> tuple[Tensor, Any]:
         """Start to copy `block`; returns the copy, and a token for `wait` and `is_done`."""
+        return block.to("cpu", copy=True), None
 
     def to_device(self, copy: Tensor, device: torch.device) -> tuple[Tensor, Any]:
         """Start to copy it back; returns the new block and a token for `wait`."""
+        return copy.to(device, copy=True), None
 
     def wait(self, token: Any) -> None:
         """Let the device's computation wait for a copy; the host does not wait."""
 
     def is_done(self, token: Any) -> bool:
         """Return True if a copy has ended."""
-
-
-class DirectLane:
-    """Copies that are complete when they return."""
-
-    def to_host(self, block: Tensor) -> tuple[Tensor, Any]:
-        return block.to("cpu", copy=True), None
-
-    def to_device(self, copy: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-        return copy.to(device, copy=True), None
-
-    def wait(self, token: Any) -> None:
-        pass
-
-    def is_done(self, token: Any) -> bool:
         return True
 
 
-class StreamLane:
+class StreamLane(DirectLane):
     """Copies on a stream of their own, through pinned memory, which torch reuses when a copy is freed."""
 
     def __init__(self, device: torch.device) -> None:
@@ -119,7 +106,7 @@ class _Block:
     copy: Tensor
     token: Any
     device: torch.device
-    lane: Lane
+    lane: DirectLane
     users: int = 0
     held: Tensor | None = None
     arriving: tuple[Tensor, Any] | None = None
@@ -162,14 +149,14 @@ class ActivationOffload:
     """
 
     def __init__(
-        self, lane_of: Callable[[torch.device], Lane | None] | None = None, min_bytes: int = MIN_BYTES
+        self, lane_of: Callable[[torch.device], DirectLane | None] | None = None, min_bytes: int = MIN_BYTES
     ) -> None:
         self._lane_of, self._min_bytes = lane_of or functools.cache(_lane_of), min_bytes
         self._by_source: weakref.WeakValueDictionary[tuple[Any, ...], _Block] = weakref.WeakValueDictionary()
         self._by_number: weakref.WeakValueDictionary[int, _Block] = weakref.WeakValueDictionary()
         self._count = 0
         # The device's memory of copies that are under way.
-        self._leaving: deque[tuple[Tensor, Lane, Any]] = deque()
+        self._leaving: deque[tuple[Tensor, DirectLane, Any]] = deque()
 
     def __deepcopy__(self, memo: Any) -> ActivationOffload:
         # A copy of a model has no part in this one's saved tensors.
@@ -212,7 +199,7 @@ class ActivationOffload:
             or _is_of_parameter(tensor)
         )
 
-    def _block(self, tensor: Tensor, lane: Lane) -> _Block:
+    def _block(self, tensor: Tensor, lane: DirectLane) -> _Block:
         """The block from the first to the last element of `tensor`."""
         flat = tensor.as_strided((_span(tensor),), (1,))
         # Each block has such a reference, which keeps the storage's address from being used again.
@@ -256,7 +243,7 @@ def _is_of_parameter(tensor: Tensor) -> bool:
     return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
 
 
-def _lane_of(device: torch.device) -> Lane | None:
+def _lane_of(device: torch.device) -> DirectLane | None:
     if device.type == "cpu":
         warn_once(_log, "Activations on a CPU are in host memory already: offloading them has no effect.")
     if device.type in ("cpu", "meta"):

@@ -56,10 +56,8 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 
 
 def check_sparse(module: nn.Module, gang: Gang) -> None:
-    """Check that sparse tensors, which are not sent, are equal on all ranks. Collective if the module has any.
-
-    Raises:
-        ModelError: one differs; it is named.
+    """Check that sparse tensors, which are not sent, are equal on all ranks. Collective if the module has any. Raises
+    ModelError if one differs; it is named.
     """
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     digests = {name: _digest(tensor) for name, tensor in named.items() if tensor.layout != torch.strided}

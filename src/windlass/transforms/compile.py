@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from windlass.config.nearest import did_you_mean
 from windlass.config.plan import CompilePlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.transforms.blocks import repeated_blocks
@@ -18,10 +20,8 @@ _INDUCTOR = "inductor"
 
 
 def apply_compile(model: nn.Module, plan: CompilePlan) -> nn.Module:
-    """Compile the calls of `model`, or of its repeated blocks, at the first of them.
-
-    Raises:
-        ConfigError: no such backend or mode, a mode for another backend than inductor, or no repeated blocks.
+    """Compile the calls of `model`, or of its repeated blocks, at the first of them. Raises ConfigError for no such
+    backend or mode, a mode for another backend than inductor, or no repeated blocks.
     """
     if device_of(model).type == "xla":
         fix = "PyTorch/XLA compiles each update as a whole by itself; leave it out"
@@ -106,11 +106,39 @@ def _check_options(plan: CompilePlan) -> None:
         return
     known = set(torch._inductor.list_options())
     for name, value in plan.options.items():
-        near = difflib.get_close_matches(name, known, n=1)
         if name.replace("-", "_") not in known:
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(Problem(f"compile.options.{name}", value, f"inductor has no such option{hint}"))
+            fix = f"inductor has no such option{did_you_mean(name, known)}"
+            raise ConfigError(Problem(f"compile.options.{name}", value, fix))
     try:
         torch.compile(len, backend=plan.backend, options=plan.options)  # compiles nothing before it is called
     except (RuntimeError, TypeError) as error:
         raise ConfigError(Problem("compile.options", plan.options, str(error))) from error
+
+
+class CompileCounts:
+    """Counts the graphs that `torch.compile` captures within `counting`.
+
+    Attributes:
+        graphs: all of them.
+        recompilations: those of code that was compiled before, for other inputs.
+    """
+
+    def __init__(self) -> None:
+        self.graphs, self.recompilations = 0, 0
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count in the body."""
+        from torch._dynamo.callback import callback_handler  # takes a second
+
+        callback_handler.register_start_callback(self._note)
+        try:
+            yield
+        finally:
+            callback_handler.remove_start_callback(self._note)
+
+    def _note(self, event: Any) -> None:
+        if event.callback_trigger.name == "DYNAMO":
+            self.graphs += 1
+            # "frame/attempt", such as "3/0" for the first of a piece of code.
+            self.recompilations += not str(event.compile_id).endswith("/0")

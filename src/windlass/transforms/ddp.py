@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ModelError
 from windlass.core.rng import preserved_rng
-from windlass.transforms.alone import Alone
 from windlass.transforms.buffers import (
     ForwardState,
     broadcast,
@@ -23,7 +22,7 @@ from windlass.transforms.buffers import (
 )
 from windlass.transforms.comm_hooks import Compression
 from windlass.transforms.recompute import recomputes_reentrantly
-from windlass.transforms.strategy import device_of
+from windlass.transforms.strategy import Strategy, device_of
 from windlass.transforms.unused import ReachedParameters
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # attribute of a module: names that the wrapper ignores
@@ -54,8 +53,8 @@ class Replicated(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
 
-class DataParallel(Alone):
-    """Implements `Strategy`: whole parameters and gradients on every rank.
+class DataParallel(Strategy):
+    """Whole parameters and gradients on every rank.
 
     Args:
         module: on its device already; the same on every rank.

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from windlass.core.errors import ModelError
 from windlass.core.optional import is_available, is_imported, require
 from windlass.transforms.evaluating import evaluating
+from windlass.transforms.neftune import vocabulary_of
 
 NAME = "windlass_documents"
 
@@ -60,13 +61,11 @@ def refuse_leaks(model: nn.Module) -> None:
     """Raise if the logits of one document of a packed row depend on another one.
 
     Two small documents are run in one row, then again with other tokens in the first one. To be called within
-    `documents_apart`, on a model that is not yet wrapped or sharded.
-
-    Raises:
-        ModelError: they do, or the model fails on such a row.
+    `documents_apart`, on a model that is not yet wrapped or sharded. Raises ModelError if they do, or if the model
+    fails on such a row.
     """
     device = next(model.parameters()).device
-    vocabulary = _vocabulary(model)
+    vocabulary = vocabulary_of(model) or 16
     lengths = [7, 6]
     first = torch.arange(sum(lengths), device=device)[None] * 3 % vocabulary
     second = first.clone()
@@ -121,10 +120,8 @@ def _register() -> None:
 def document_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **options: Any
 ) -> DocumentMask | Tensor | None:
-    """The mask of a forward, as transformers requests it once for each kind of layer.
-
-    Returns:
-        A `DocumentMask` if rows hold several documents; else what "sdpa" gets.
+    """The mask of a forward, as transformers requests it once for each kind of layer. It is a `DocumentMask` if rows
+    hold several documents; else what "sdpa" gets.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -328,12 +325,6 @@ class _Attend(NamedTuple):
         weights = torch.softmax(scores, dim=-1, dtype=precise).to(query.dtype)
         weights = nn.functional.dropout(weights, self.dropout)
         return weights[..., : value.shape[2]] @ value
-
-
-def _vocabulary(model: Any) -> int:
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    count = getattr(embedding, "num_embeddings", None)
-    return int(count) if count else 16
 
 
 def _logits(model: nn.Module, ids: Tensor, lengths: list[int]) -> Tensor:

@@ -14,10 +14,8 @@ def keep_trainable(model: nn.Module) -> None:
 
     On processors with bf16 instructions, bitsandbytes packs such a layer in its first forward in eval mode. No gradient
     passes through packed layers, in training mode neither, and their scales are rounded to bf16: a run would go on
-    without an error and learn nothing, and an evaluation would change the weights that it evaluates.
-
-    Raises:
-        ModelError: a layer was packed before.
+    without an error and learn nothing, and an evaluation would change the weights that it evaluates. Raises ModelError
+    if a layer was packed before.
     """
     for name, layer in model.named_modules():
         if not hasattr(layer, "support_avx512bf16_for_cpu"):

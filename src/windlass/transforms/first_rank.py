@@ -30,11 +30,9 @@ def to_meta(module: nn.Module) -> nn.Module:
 
 
 def check_same_structure(module: nn.Module, gang: Gang) -> None:
-    """Check that all ranks have the same module: sharding different ones would wait forever.
-
-    Raises:
-        ModelError: names, shapes, dtypes or ties of parameters or buffers differ; or a trained parameter is a view of
-            the memory of another parameter or a buffer.
+    """Check that all ranks have the same module: sharding different ones would wait forever. Raises ModelError if
+    names, shapes, dtypes or ties of parameters or buffers differ; or if a trained parameter is a view of the memory of
+    another parameter or a buffer.
     """
     seen: dict[int, int] = {}
     lines = [
@@ -71,10 +69,8 @@ def _torn_apart(module: nn.Module) -> list[str]:
 
 
 class FirstRank:
-    """Moves tensors of a module onto a device, with rank 0's values.
-
-    Args:
-        module: the whole model; replaced tensors stay tied in it.
+    """Moves tensors of a module onto a device, with rank 0's values. `module` is the whole model; replaced tensors stay
+    tied in it.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, gang: Gang) -> None:

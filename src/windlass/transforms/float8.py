@@ -29,11 +29,8 @@ def apply_float8(model: nn.Module, plan: Float8Plan) -> None:
 
     The first and the last linear layer keep their dtype, because rounding them costs most accuracy, and so do layers
     whose sizes are not multiples of 16 and subclasses of `nn.Linear`, which have a product of their own. A second call
-    changes nothing.
-
-    Raises:
-        ConfigError: no layer can be converted.
-        MissingDependencyError: torchao is not installed.
+    changes nothing. Raises ConfigError if no layer can be converted, and MissingDependencyError if torchao is not
+    installed.
     """
     library = require("torchao.float8", "train in float8")
     if any(_is_converted(module) for module in model.modules()):

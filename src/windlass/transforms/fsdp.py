@@ -5,7 +5,7 @@ optimizer state. The parameters of a unit are gathered for its forward and its b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
@@ -22,24 +22,25 @@ from torch.distributed.fsdp import (
 )
 
 from windlass.config.plan import DistPlan, ShardPlan
+from windlass.config.refusal import refuse
 from windlass.core import host
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import state_of
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import data_mesh
 from windlass.dist.sharded import copies, is_sharded, locals_of, whole_on_first
-from windlass.transforms.buffers import OwnBuffers, buffers_of_first_rank, check_sparse, share_buffers
+from windlass.transforms.buffers import buffers_of_first_rank, check_sparse, share_buffers
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
 from windlass.transforms.recompute import apply_recompute
-from windlass.transforms.strategy import device_of, squared_norm
+from windlass.transforms.strategy import Strategy, device_of, options_of_ddp, squared_norm
 from windlass.transforms.unused import SameOnAllRanks
 from windlass.transforms.wrapping import ignored_parameters, units_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 
 
-class FullyShardedModel:
-    """Implements `Strategy`: the module itself, with its parameters replaced by sharded ones.
+class FullyShardedModel(Strategy):
+    """The module itself, with its parameters replaced by sharded ones.
 
     A module that was sharded before is not changed.
 
@@ -57,8 +58,7 @@ class FullyShardedModel:
     def __init__(
         self, module: nn.Module, plan: DistPlan, gang: Gang, device: torch.device | None = None
     ) -> None:
-        self._module, self._gang = module, gang
-        self._device = device or device_of(module)
+        self._gang, self._device = gang, device or device_of(module)
         self._plan = plan.shard or ShardPlan()
         self.saves_parts = self._plan.state == "sharded"
         if isinstance(module, FSDPModule):
@@ -66,7 +66,7 @@ class FullyShardedModel:
         else:
             shard_(module, self._device, plan, gang)
         _free_after_evaluations(module)
-        self._buffers = OwnBuffers(module)
+        super().__init__(module)
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._plain = _PlainGradients(module, gang)
         # Under `find_unused_parameters` zeros replace gradients that the backward of a rank did not reach.
@@ -78,14 +78,6 @@ class FullyShardedModel:
         self._copies: dict[Any, int] = {}
         self._forwards = self._seen = 0
         self._hook = module.register_forward_pre_hook(self._count)
-
-    @property
-    def model(self) -> nn.Module:
-        return self._module
-
-    @property
-    def module(self) -> nn.Module:
-        return self._module
 
     def _count(self, module: nn.Module, arguments: Any) -> None:
         self._forwards += 1
@@ -214,9 +206,6 @@ class FullyShardedModel:
         if self._same is not None:
             self._same.check()
 
-    def warm_up(self, backward: Callable[[], Tensor]) -> None:
-        """Nothing to do: sums over ranks always have the same order."""
-
     # --- buffers and weights ----------------------------------------------------------------------------------------
 
     def share_buffers(self) -> None:
@@ -225,7 +214,7 @@ class FullyShardedModel:
 
     def own_buffers(self) -> dict[str, Tensor]:
         """All of them: forwards do not share buffers between ranks."""
-        return self._buffers.unsaved() if self._gang.size == 1 else self._buffers.all()
+        return super().own_buffers() if self._gang.size == 1 else self._buffers.all()
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         return buffers_of_first_rank(self._module) if self._gang.size > 1 else contextlib.nullcontext()
@@ -307,9 +296,10 @@ def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) 
         fully_shard(
             unit,
             mesh=mesh,
-            reshard_after_forward=_frees(chosen, root=unit is module),
+            # The parameters of the root are needed first in the backward.
+            reshard_after_forward=False if unit is module else chosen.reshard,
             mp_policy=_precision(chosen, root=unit is module),
-            offload_policy=_offload(chosen, device),
+            offload_policy=CPUOffloadPolicy(device.type != "cpu") if chosen.cpu_offload else OffloadPolicy(),
             ignored_params=ignored,
         )
     _set_order([m for m in module.modules() if isinstance(m, FSDPModule)], plan, chosen)
@@ -335,13 +325,11 @@ def _free_root(module: Any, arguments: Any, output: Any) -> None:
 def _check_same_plan(module: nn.Module, plan: ShardPlan) -> None:
     """Check that the plan is that of the first sharding, except for the form of checkpoints."""
     before = getattr(module, "_sharded_by", plan)
-    problems = [
+    refuse(
         Problem(f"fsdp ({name})", value, f"this model was sharded with {was!r} and stays so; build it again")
         for name, value in asdict(plan).items()
         if (was := getattr(before, name)) != value and name not in ("state", "ram_efficient")
-    ]
-    if problems:
-        raise ConfigError(problems)
+    )
 
 
 def _check_one_dtype(unit: nn.Module, parameters: list[nn.Parameter], plan: ShardPlan) -> None:
@@ -357,29 +345,12 @@ def _check_one_dtype(unit: nn.Module, parameters: list[nn.Parameter], plan: Shar
 
 def _check(plan: DistPlan, device: torch.device) -> None:
     only_ddp = "applies to replicated data parallelism only; leave it out, or do not shard"
-    defaults = DistPlan()
-    names = {
-        "bucket_cap_mb": "ddp_bucket_cap_mb",
-        "static_graph": "ddp_static_graph",
-        "comm_hook": "comm_hook",
-    }
-    names |= {"broadcast_buffers": "ddp_broadcast_buffers", "comm_wrapper": "comm_wrapper"}
-    problems = [
-        Problem(said, getattr(plan, name), only_ddp)
-        for name, said in names.items()
-        if getattr(plan, name) != getattr(defaults, name)
-    ]
+    problems = options_of_ddp(plan, only_ddp, besides="find_unused_parameters")
     if device.type == "mps":
         problems.append(
             Problem("fsdp", True, "PyTorch has no collectives on mps; train there with one process")
         )
-    if problems:
-        raise ConfigError(problems)
-
-
-def _frees(plan: ShardPlan, root: bool) -> bool | int:
-    """Whether gathered parameters are freed after a forward. The root's are needed first in the backward."""
-    return False if root else plan.reshard
+    refuse(problems)
 
 
 def _precision(plan: ShardPlan, root: bool) -> MixedPrecisionPolicy:
@@ -389,10 +360,6 @@ def _precision(plan: ShardPlan, root: bool) -> MixedPrecisionPolicy:
         reduce_dtype=_DTYPES[plan.reduce_dtype],
         output_dtype=_DTYPES[plan.output_dtype] if root else None,
     )
-
-
-def _offload(plan: ShardPlan, device: torch.device) -> OffloadPolicy:
-    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if plan.cpu_offload else OffloadPolicy()
 
 
 def _set_order(units: list[FSDPModule], plan: DistPlan, chosen: ShardPlan) -> None:

@@ -21,6 +21,7 @@ from windlass.core.errors import ModelError
 from windlass.core.logs import get_logger
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.linear_cross_entropy import IGNORED, LinearLoss, LossOptions, linear_cross_entropy
+from windlass.transforms.neftune import vocabulary_of
 
 logger = get_logger(__name__)
 PLAIN = LossOptions()
@@ -177,10 +178,8 @@ class _Head:
     def run(
         self, model: nn.Module, inputs: Mapping[str, Any], targets: Tensor, options: LossOptions
     ) -> dict[str, Any]:
-        """A forward of `model`, which wraps the one that was measured, with the loss in place of the logits.
-
-        Returns:
-            Scalars: `loss`, `entropy`, `correct`, `targets`; `auxiliary` may be None.
+        """A forward of `model`, which wraps the one that was measured, with the loss in place of the logits. Returns
+        scalars: `loss`, `entropy`, `correct`, `targets`; `auxiliary` may be None.
         """
         core, head = self._alive()
         counted: list[LinearLoss] = []
@@ -228,7 +227,8 @@ class _Head:
         return core, head
 
     def _measure(self, core: nn.Module, head: nn.Linear) -> None:
-        ids = torch.arange(8, device=head.weight.device)[None] % _vocabulary(core, head)
+        vocabulary = min(head.out_features, vocabulary_of(core) or head.out_features)
+        ids = torch.arange(8, device=head.weight.device)[None] % vocabulary
         with evaluating(core):
             try:
                 own = float(core(input_ids=ids, labels=ids, **_without_cache(core))["loss"])
@@ -333,11 +333,6 @@ def _without_cache(core: nn.Module) -> dict[str, bool]:
 
 def _get(outputs: Any, name: str) -> Any:
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
-
-
-def _vocabulary(core: Any, head: nn.Linear) -> int:
-    embedding = core.get_input_embeddings() if hasattr(core, "get_input_embeddings") else None
-    return min(head.out_features, int(getattr(embedding, "num_embeddings", head.out_features)))
 
 
 def _own_loss(

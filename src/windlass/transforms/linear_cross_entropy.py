@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 
 IGNORED = -100
 # Logits that are made at once: on a CPU as many as its caches hold, elsewhere as many as keep the device busy.
@@ -48,8 +49,7 @@ class LossOptions:
             problems.append(Problem("label_smoothing", self.label_smoothing, "use a number from 0 to 1"))
         if not self.z_loss >= 0.0:
             problems.append(Problem("z_loss", self.z_loss, "use 0 or more; 1e-4 is common"))
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
 
 
 class LinearLoss(NamedTuple):
@@ -131,10 +131,8 @@ class _Fused(torch.autograd.Function):
 
 
 class _Sums:
-    """The loss, the figures and the gradients, added up over chunks of targets.
-
-    Args:
-        needed: which gradients: of the hidden states, of the weight, of the bias.
+    """The loss, the figures and the gradients, added up over chunks of targets. `needed` says which: of the hidden
+    states, of the weight, of the bias.
     """
 
     def __init__(

@@ -46,11 +46,17 @@ def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
             handle.remove()
 
 
-def input_embeddings(model: nn.Module) -> nn.Module:
-    """The module that maps token ids to vectors: `model.get_input_embeddings()`, or its only `nn.Embedding`.
+def vocabulary_of(model: Any) -> int | None:
+    """The tokens that the model's embedding has; None if it cannot be asked."""
+    try:
+        return getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except (AttributeError, NotImplementedError):
+        return None
 
-    Raises:
-        ConfigError: there is none, or several.
+
+def input_embeddings(model: nn.Module) -> nn.Module:
+    """The module that maps token ids to vectors: `model.get_input_embeddings()`, or its only `nn.Embedding`. Raises
+    ConfigError if there is none, or several.
     """
     getter = getattr(model, "get_input_embeddings", None)
     if callable(getter):

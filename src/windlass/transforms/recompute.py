@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.transforms.activation_offload import ActivationOffload
 from windlass.transforms.blocks import repeated_blocks
@@ -195,8 +196,7 @@ def _check_plain_options(chosen: Mapping[str, Any]) -> None:
     if chosen["use_reentrant"]:
         fix = "re-entrant recomputation loses gradients of blocks called by keyword; leave it False"
         problems.append(Problem(f"{_FIELD}.use_reentrant", True, fix))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 @functools.cache

@@ -14,18 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import ModelError
 from windlass.core.rng import preserved_rng
 from windlass.dist.gang import Gang
-from windlass.transforms.alone import Alone
 from windlass.transforms.buffers import ForwardState, broadcast, buffers_of_first_rank, share_buffers
-from windlass.transforms.strategy import device_of
+from windlass.transforms.strategy import Strategy, device_of, options_of_ddp
+from windlass.transforms.wrapping import listed
 
-_SHOWN = 10
 
-
-class Replicas(Alone):
-    """Implements `Strategy`: whole parameters on every rank, gradients that are averaged in the backward, in one order.
+class Replicas(Strategy):
+    """Whole parameters on every rank, gradients that are averaged in the backward, in one order.
 
     The order is the same on all ranks, so that their exchanges match. It is that in which the first backward reached
     the parameters, or the reverse of the model's if `warm_up` was not called.
@@ -39,7 +38,8 @@ class Replicas(Alone):
 
     def __init__(self, module: nn.Module, plan: DistPlan, gang: Gang) -> None:
         super().__init__(module)
-        _check(plan)
+        fix = "the optimizer updates in the backward, where gradients are reduced one at a time; leave it out"
+        refuse(options_of_ddp(plan, fix, besides="broadcast_buffers"))
         self._gang = gang
         broadcast(p.detach() for p in module.parameters())
         share_buffers(module)
@@ -98,10 +98,9 @@ class Replicas(Alone):
             raise self._unused([self._names[id(p)] for p in missing])
 
     def _unused(self, names: list[str]) -> ModelError:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return ModelError(
             f"the loss of some rank does not depend on {len(names)} of {len(self._names)} trained parameters: "
-            f"{', '.join(names[:_SHOWN])}{more}. An optimizer that updates in the backward needs all of their "
+            f"{listed(names, limit=10)}. An optimizer that updates in the backward needs all of their "
             "gradients on every rank. Freeze them (requires_grad_(False)), or use them in the loss"
         )
 
@@ -134,22 +133,3 @@ class Replicas(Alone):
 
     def release(self) -> None:
         self._hook.remove()
-
-
-def _check(plan: DistPlan) -> None:
-    defaults = DistPlan()
-    names = {
-        "bucket_cap_mb": "ddp_bucket_cap_mb",
-        "static_graph": "ddp_static_graph",
-        "find_unused_parameters": "ddp_find_unused_parameters",
-        "comm_hook": "comm_hook",
-        "comm_wrapper": "comm_wrapper",
-    }
-    fix = "the optimizer updates in the backward, where gradients are reduced one at a time; leave it out"
-    problems = [
-        Problem(said, getattr(plan, name), fix)
-        for name, said in names.items()
-        if getattr(plan, name) not in (None, getattr(defaults, name))
-    ]
-    if problems:
-        raise ConfigError(problems)

@@ -15,12 +15,12 @@ from windlass.config.plan import ShardPlan
 from windlass.core import xla
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.trees import tensors_in
-from windlass.transforms.alone import Alone
+from windlass.transforms.strategy import Strategy
 from windlass.transforms.wrapping import ignored_parameters, units_of
 
 
-class SplitOverDevices(Alone):
-    """Implements `Strategy`: the module itself, whose inputs and perhaps parameters are split over the devices.
+class SplitOverDevices(Strategy):
+    """The module itself, whose inputs and perhaps parameters are split over the devices.
 
     A module that was sharded before is not changed.
 

@@ -1,19 +1,25 @@
-"""The protocol of strategies: how one model is distributed over ranks. `strategies.py` is their registry."""
+"""How one model is distributed over ranks, and how by a single process. `strategies.py` is the registry of all."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from windlass.core.module_state import extra_states, set_state, unsaved_buffers
+from windlass.config.plan import DistPlan
+from windlass.core.errors import Problem
+from windlass.core.module_state import bare, extra_states, set_state, unsaved_buffers
+from windlass.transforms.buffers import OwnBuffers
+
+_NOTHING = contextlib.nullcontext()
 
 
-class Strategy(Protocol):
-    """How the model of an executor is distributed over ranks.
+class Strategy:
+    """How the model of an executor is distributed over ranks; here as of a single process, and the base of all others.
 
     Every strategy averages gradients over all ranks, so the share of each rank in the loss is multiplied by the number
     of ranks before its backward.
@@ -26,106 +32,109 @@ class Strategy(Protocol):
         saves_parts: checkpoints have the parts of each rank (`checkpoint/sharded.py`) instead of whole tensors.
     """
 
-    sharded: bool
-    saves_parts: bool
+    sharded = False
+    saves_parts = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._buffers = OwnBuffers(module)
+        devices = {p.device for p in module.parameters() if p.requires_grad}
+        self._one_device = len(devices) <= 1
 
     @property
-    def model(self) -> nn.Module: ...
+    def model(self) -> nn.Module:
+        return self._module
 
     @property
-    def module(self) -> nn.Module: ...
+    def module(self) -> nn.Module:
+        return self._module
 
     def micro(self, last: bool) -> AbstractContextManager[Any]:
         """Context of one forward and backward: gradients are reduced over ranks in the last one of an update only."""
-        ...
+        return _NOTHING
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Global L2 norm of these gradients (`.grad` after the last micro-batch): a scalar on their device, the same on
         every rank. No host sync.
         """
-        ...
+        if not gradients:
+            return torch.zeros((), device=device_of(self._module))
+        if self._one_device:
+            norms: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+            return norms
+        return torch.nn.utils.get_total_norm(gradients)
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         """This rank's parts of them as plain tensors that share their memory, to be scaled in place."""
-        ...
+        return gradients
 
     def agree(self, flag: Tensor) -> Tensor:
         """The largest value of `flag` (scalar, fp32, on the device) over all ranks, in place, if ranks have different
         gradients; `flag` itself if all have the same.
         """
-        ...
+        return flag
 
     def reduced(self, parameter: nn.Parameter) -> Iterable[nn.Parameter]:
         """Called in a backward, once the gradient of `parameter` is complete on this rank: the parameters whose
         gradients are now reduced over ranks, each of which is returned once per backward. May be collective.
         """
-        ...
+        return (parameter,)
 
     def left_over(self) -> Iterable[nn.Parameter]:
         """Called after such a backward: the parameters that `reduced` has not returned. May be collective."""
-        ...
+        return ()
 
     def square(self, gradient: Tensor) -> Tensor:
         """This rank's part of the squared L2 norm of a reduced gradient: a scalar, at least in fp32. No host sync."""
-        ...
+        return squared_norm(gradient).to(device_of(self._module))
 
     def norm_of(self, square: Tensor) -> Tensor:
         """The global norm, from this rank's sum of `square`. Collective if ranks have different gradients."""
-        ...
+        return square.sqrt()
 
     def check_reached(self) -> None:
-        """Called once per update, after its backwards.
-
-        Raises:
-            ModelError: no forward since the last call went through the module that reduces gradients.
+        """Called once per update, after its backwards. Raises ModelError if no forward since the last call went through
+        the module that reduces gradients.
         """
-        ...
 
     def check_used(self) -> None:
-        """Called before gradients are applied. Collective.
-
-        Raises:
-            ModelError: the backward did not reach a parameter, so gradients were not reduced, or were reduced with
-                those of another parameter.
+        """Called before gradients are applied. Collective. Raises ModelError if the backward did not reach a parameter,
+        so gradients were not reduced, or were reduced with those of another parameter.
         """
-        ...
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
         """Run discarded backwards before the first update, so that a resumed run has the same bits."""
-        ...
 
     def share_buffers(self) -> None:
         """Send rank 0's buffers to all ranks. Collective."""
-        ...
 
     def own_buffers(self) -> dict[str, Tensor]:
         """Buffers that are saved for this rank beside the state dict, by name: those in which ranks differ, and changed
         ones that the state dict leaves out.
         """
-        ...
+        return self._buffers.unsaved()
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         """Context in which all ranks have rank 0's buffers, which are saved. Collective."""
-        ...
+        return _NOTHING
 
     def whole_state(self) -> dict[str, Any]:
         """The state dict with whole tensors by the names of the bare module, and extra states as they are. Collective.
 
         Complete on rank 0 (on the host if parameters are sharded), possibly empty on others.
         """
-        ...
+        return dict(bare(self._module).state_dict())
 
     def gathered(self) -> AbstractContextManager[Any]:
         """Context in which all ranks have whole parameters, to inspect them. Collective."""
-        ...
+        return _NOTHING
 
     def generating(self) -> AbstractContextManager[Any]:
         """Context in which parts of the module may be called by themselves, as `generate` does. Collective."""
-        ...
+        return _NOTHING
 
     def release(self) -> None:
         """Release wrappers and their process groups after training; `model` is `module` from then on."""
-        ...
 
 
 def own_state(strategy: Strategy) -> dict[str, Any]:
@@ -134,10 +143,8 @@ def own_state(strategy: Strategy) -> dict[str, Any]:
 
 
 def load_own_state(strategy: Strategy, saved: Mapping[str, Any], same_world: bool) -> None:
-    """Restore the result of `own_state`.
-
-    Args:
-        same_world: it is from this rank. Otherwise it is rank 0's, and only what the state dict leaves out is used.
+    """Restore the result of `own_state`. `same_world`: it is from this rank. Otherwise it is rank 0's, and only what
+    the state dict leaves out is used.
     """
     outside = unsaved_buffers(strategy.module)
     set_state(
@@ -157,3 +164,21 @@ def device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+# Fields of a plan that PyTorch's wrapper alone carries out, and the arguments that set them.
+_OF_DDP = {
+    "bucket_cap_mb": "ddp_bucket_cap_mb", "static_graph": "ddp_static_graph", "comm_hook": "comm_hook",
+    "find_unused_parameters": "ddp_find_unused_parameters", "broadcast_buffers": "ddp_broadcast_buffers",
+    "comm_wrapper": "comm_wrapper",
+}  # fmt: skip
+
+
+def options_of_ddp(plan: DistPlan, fix: str, besides: str) -> list[Problem]:
+    """A problem for each option of replicated data parallelism that `plan` sets, `besides` one that is honoured."""
+    defaults = DistPlan()
+    return [
+        Problem(said, getattr(plan, name), fix)
+        for name, said in _OF_DDP.items()
+        if name != besides and getattr(plan, name) not in (None, getattr(defaults, name))
+    ]

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang, Pending
+from windlass.transforms.wrapping import listed
 
 _SHOWN = 10
 
@@ -47,18 +48,13 @@ class ReachedParameters:
             hook.remove()
 
     def check(self) -> None:
-        """Check that all parameters were reached.
-
-        Raises:
-            ModelError: some were not; they are named.
-        """
+        """Check that all parameters were reached. Raises ModelError if some were not; they are named."""
         unused = [name for key, name in self._names.items() if key not in self._reached]
         if not unused:
             return
-        more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
         raise ModelError(
             f"the loss does not depend on {len(unused)} of {len(self._names)} trained parameters: "
-            f"{', '.join(unused[:_SHOWN])}{more}. Their gradients cannot be reduced over ranks. Freeze them "
+            f"{listed(unused, _SHOWN)}. Their gradients cannot be reduced over ranks. Freeze them "
             "(requires_grad_(False)), use them in the loss, or set ddp_find_unused_parameters=True "
             "(DistributedDataParallelKwargs(find_unused_parameters=True)), which costs a walk of the graph per update "
             "and does not work with blocks that are recomputed with use_reentrant=True"
@@ -106,11 +102,7 @@ class SameOnAllRanks:
         self._sums = None
 
     def check(self) -> None:
-        """Collective.
-
-        Raises:
-            ModelError: only some ranks reached a parameter; they are named.
-        """
+        """Collective. Raises ModelError if only some ranks reached a parameter; they are named."""
         if self._pending is None and self._sums is None:
             self.ask()
         if self._pending is not None:

@@ -21,10 +21,8 @@ _logger = get_logger(__name__)
 
 
 def units_of(module: nn.Module, plan: ShardPlan, ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """The units inside `module`, outer ones first; `module` itself is a unit as well, and not listed.
-
-    Raises:
-        ConfigError: no module has the given classes; existing ones are listed.
+    """The units inside `module`, outer ones first; `module` itself is a unit as well, and not listed. Raises
+    ConfigError if no module has the given classes; existing ones are listed.
     """
     if plan.wrap == "transformer":
         classes = plan.layers or _own_classes(module)
@@ -58,7 +56,7 @@ def ignored_parameters(module: nn.Module, ignored: str | tuple[str, ...] | None)
         members = [names[name] for name in ignored or () if name in names]
         missing = [name for name in ignored or () if name not in names]
     if missing:
-        fix = f"no such module; there are: {_listed(name for name in names if name)}"
+        fix = f"no such module; there are: {listed(name for name in names if name)}"
         raise ConfigError(Problem(_IGNORED, ", ".join(missing), fix))
     for member in members:
         found.update(member.parameters())
@@ -100,13 +98,14 @@ def _of_classes(module: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 def _there_are(module: nn.Module) -> str:
     inner = (m for m in module.modules() if m is not module and not isinstance(m, _CONTAINERS))
     counts = Counter(type(m).__name__ for m in inner if next(m.parameters(), None) is not None)
-    return f"Classes with parameters: {_listed(name for name, _ in counts.most_common())}"
+    return f"Classes with parameters: {listed(name for name, _ in counts.most_common())}"
 
 
-def _listed(names: Iterable[str], limit: int = 20) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return (", ".join(listed[:limit]) or "none") + more
+def listed(names: Iterable[str], limit: int = 20) -> str:
+    """The first of these names, and how many there are more."""
+    known = list(names)
+    more = f" and {len(known) - limit} more" if len(known) > limit else ""
+    return (", ".join(known[:limit]) or "none") + more
 
 
 def _of_size(module: nn.Module, least: int, ignored: set[nn.Parameter]) -> list[nn.Module]:

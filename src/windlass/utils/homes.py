@@ -11,11 +11,18 @@ from windlass.utils.imports import NAMES
 
 HOMES: dict[str, tuple[str, ...]] = {
     "windlass.config.plugins": (
-        "AORecipeKwargs", "AutocastKwargs", "BnbQuantizationConfig", "DataLoaderConfiguration", "DeepSpeedPlugin",
-        "DeepSpeedSequenceParallelConfig", "DistributedDataParallelKwargs", "FP8RecipeKwargs",
-        "FullyShardedDataParallelPlugin", "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs",
-        "KwargsHandler", "MSAMPRecipeKwargs", "MegatronLMPlugin", "ParallelismConfig", "ProfileKwargs",
-        "ProjectConfiguration", "TERecipeKwargs", "TorchContextParallelConfig", "TorchDynamoPlugin",
+        "AORecipeKwargs", "AutocastKwargs", "DataLoaderConfiguration", "DistributedDataParallelKwargs",
+        "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "ProfileKwargs",
+        "ProjectConfiguration", "TorchDynamoPlugin",
+    ),
+    "windlass.config.plugin_base": ("KwargsHandler",),
+    "windlass.config.plugin_engines": (
+        "BnbQuantizationConfig", "DeepSpeedPlugin", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "MegatronLMPlugin",
+        "TERecipeKwargs",
+    ),
+    "windlass.config.plugin_fsdp": ("FullyShardedDataParallelPlugin",),
+    "windlass.config.plugin_parallelism": (
+        "DeepSpeedSequenceParallelConfig", "ParallelismConfig", "TorchContextParallelConfig",
         "TorchTensorParallelConfig", "TorchTensorParallelPlugin",
     ),
     "windlass.config.plugin_words": (
@@ -32,7 +39,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "CannotPadNestedTensorWarning", "DistributedOperationException", "broadcast", "broadcast_object_list",
         "copy_tensor_to_devices", "gather", "gather_object", "pad_across_processes", "reduce",
     ),
-    "windlass.accelerator.dummies": ("DummyOptim", "DummyScheduler"),
+    "windlass.accelerator.zero_engines": ("DummyOptim", "DummyScheduler"),
     "windlass.accelerator.device_cache": ("clear_device_cache", "should_reduce_batch_size"),
     "windlass.compat.batch_size": ("find_executable_batch_size", "release_memory"),
     "windlass.accelerator.forward": ("extract_model_from_parallel", "is_compiled_module"),

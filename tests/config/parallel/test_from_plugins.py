@@ -8,12 +8,9 @@ import pytest
 
 from windlass.config.parallel import from_environment, from_plugins, merge, plan_parallel
 from windlass.config.plan import CompilePlan, ShardPlan
-from windlass.config.plugins import (
-    DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-    TorchDynamoPlugin,
-)
+from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
+from windlass.config.plugin_parallelism import ParallelismConfig
+from windlass.config.plugins import DistributedDataParallelKwargs, TorchDynamoPlugin
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 

@@ -20,6 +20,7 @@ class AimTracker(PackageTracker):
     name = "aim"
     requires_logging_directory = True
     handle = "writer"
+    identity = "hash"
     writer: Any = None
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] = ".", **kwargs: Any) -> None:
@@ -31,10 +32,6 @@ class AimTracker(PackageTracker):
         """In the repository of the output folder, an experiment of the project; a resumed run continues its own."""
         name = facts.name or facts.folder.name
         return cls(name, facts.folder, run_hash=facts.run_id, experiment=facts.project)
-
-    @property
-    def run_id(self) -> str | None:
-        return None if self.writer is None else str(self.writer.hash)
 
     @on_main_process
     def start(self) -> None:

@@ -87,10 +87,8 @@ class ClearMLTracker(PackageTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, given as a dataframe or as rows; without `columns` the first row holds the headings.
-
-        Raises:
-            ConfigError: neither is given.
+        """Log a table, given as a dataframe or as rows; without `columns` the first row holds the headings. Raises
+        ConfigError if neither is given.
         """
         if dataframe is None and data is None:
             raise ConfigError(Problem("data", None, "give either data or dataframe"))

@@ -36,6 +36,7 @@ class MLflowTracker(PackageTracker):
 
     name = "mlflow"
     handle = "active_run"
+    identity = "info.run_id"
     active_run: Any = None
 
     def __init__(
@@ -60,10 +61,6 @@ class MLflowTracker(PackageTracker):
     def of_run(cls, facts: RunFacts) -> Self:
         """In the experiment named as the project; a resumed run continues its own."""
         return cls(facts.project, run_id=facts.run_id, run_name=facts.name)
-
-    @property
-    def run_id(self) -> str | None:
-        return None if self.active_run is None else str(self.active_run.info.run_id)
 
     @on_main_process
     def start(self) -> None:

@@ -11,6 +11,7 @@ class TrackioTracker(PackageTracker):
     """A run of Trackio. The arguments are those of `PackageTracker`, for `trackio.init`."""
 
     name = "trackio"
+    identity = "name"
     run: Any = None
 
     @classmethod
@@ -22,10 +23,6 @@ class TrackioTracker(PackageTracker):
         }
         resume = "never" if facts.run_id is None else "allow"
         return cls(facts.project, name=facts.run_id or facts.name, resume=resume, **places)
-
-    @property
-    def run_id(self) -> str | None:
-        return None if self.run is None else str(self.run.name)
 
     @on_main_process
     def start(self) -> None:

@@ -24,6 +24,7 @@ from windlass.cli.launching.requeue import Requeue
 from windlass.cli.launching.worker import LAUNCHER_VARIABLE
 from windlass.cli.launching.worker_environment import worker_environment
 from windlass.config.launch_token import read_token
+from windlass.config.refusal import refuse
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem
 from windlass.core.redact import redact_command, redact_value
 from windlass.dist.elastic import quiet_elastic
@@ -149,13 +150,11 @@ def _wait(options: dict[str, Any]) -> int:
     """Seconds that machines wait for each other: `timeout` of torch's static rendezvous, `join_timeout` of c10d."""
     given = {name: options.pop(name) for name in ("timeout", "join_timeout") if name in options}
     fix = "must be a whole number of seconds"
-    wrong = [
+    refuse(
         Problem(f"--rdzv_conf {name}", value, fix)
         for name, value in given.items()
         if not str(value).isdecimal()
-    ]
-    if wrong:
-        raise ConfigError(wrong)
+    )
     return max(map(int, given.values()), default=DEFAULT_WAIT_SECONDS)
 
 

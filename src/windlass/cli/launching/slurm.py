@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from windlass.cli.launching.engines import from_text, to_text
 from windlass.config.launch_token import read_token
 from windlass.config.nearest import did_you_mean
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.core.optional import require
 from windlass.core.output import say
 
@@ -102,8 +103,7 @@ def plan_of_node(plan: LaunchPlan, node: int, hosts: list[str], job: int) -> Lau
 
 def _options(plan: LaunchPlan) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of this engine, and the parameters of submitit."""
-    if problems := _problems(plan.engine_options):
-        raise ConfigError(problems)
+    refuse(_problems(plan.engine_options))
     given = {**_OWN, **plan.engine_options}
     own = {key: given.pop(key) for key in _OWN}
     given = {key: value for key, value in given.items() if key not in _LIMITS["slurm"] or value is not None}

@@ -70,9 +70,7 @@ class Watch:
         """Return True if a process waits for all ranks to join the process group, and one ended without joining.
 
         A process that ended without its last mark may have joined: then the others must wait for a while first.
-
-        Args:
-            elsewhere: a process of another machine ended without joining.
+        `elsewhere`: a process of another machine ended without joining.
         """
         marks = [
             (process, mark) for process in self._processes if (mark := process.lookout.mark()) is not None

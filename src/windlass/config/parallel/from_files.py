@@ -33,11 +33,8 @@ def from_file(path: str | Path) -> Settings:
 
 
 def parse_file(path: Path) -> Mapping[str, Any]:
-    """Read the mapping in a YAML or JSON file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds something else.
+    """Read the mapping in a YAML or JSON file. Raises OSError if the file cannot be read, and ValueError if it holds
+    something else.
     """
     import yaml
 

@@ -38,10 +38,8 @@ REFUSED = {
 
 
 def from_flags(options: Mapping[str, Any]) -> Settings:
-    """Read the settings on the command line.
-
-    Args:
-        options: flag without dashes -> value. None and False count as not given.
+    """Read the settings on the command line. `options` is flag without dashes -> value, of which None and False count
+    as not given.
     """
     settings = Settings()
     for word, raw in options.items():

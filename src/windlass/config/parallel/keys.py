@@ -143,9 +143,7 @@ _DEFAULT_OF_KEY: Any = object()
 
 
 def setting_of(key: Key, default: Any = _DEFAULT_OF_KEY, **others: Any) -> Any:
-    """A field that sets `key`: with its help, its reader, and its default unless the field has another.
-
-    Args:
-        others: as for `setting`.
+    """A field that sets `key`: with its help, its reader, and its default unless the field has another. `others` are as
+    for `setting`.
     """
     return setting(key.default if default is _DEFAULT_OF_KEY else default, key.doc, read=key.read, **others)

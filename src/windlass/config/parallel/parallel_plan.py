@@ -14,7 +14,8 @@ from windlass.config.parallel.settings import Setting, Settings, contradiction
 from windlass.config.parallel.table import values_for
 from windlass.config.parallel.xla_checks import xla_problems
 from windlass.config.plan import CompilePlan, DistPlan, Float8Plan, PrecisionPlan, ShardPlan, ZeroPlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.world import World
 
@@ -43,14 +44,10 @@ class Parallel:
 
 
 def plan_parallel(settings: Settings, world: World) -> Parallel:
-    """Make the plans for `world`. Log once which settings have no effect.
-
-    Raises:
-        ConfigError: every problem met while reading, merging and planning.
+    """Make the plans for `world`. Log once which settings have no effect. Raises ConfigError with every problem met
+    while reading, merging and planning.
     """
-    problems = parallel_problems(settings, world)
-    if problems:
-        raise ConfigError(problems)
+    refuse(parallel_problems(settings, world))
     for note in [*settings.notes, *_remarks(settings, world)] if world.is_main else ():
         warn_once(logger, note)
     return Parallel(

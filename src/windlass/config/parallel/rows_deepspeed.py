@@ -75,11 +75,7 @@ DEEPSPEED = (USED, CONFIG, *FIELDS, INIT, SAVE_16BIT)
 
 
 def config_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration that the fields amount to.
-
-    Args:
-        fields: canonical name -> value, of those that were set.
-    """
+    """The configuration that the fields amount to. `fields` is canonical name -> value, of those that were set."""
     said = fields_in_config(fields)
     zero = {"stage": STAGE.default, **said.pop("zero_optimization", {})}
     return {"zero_optimization": zero, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, **said}

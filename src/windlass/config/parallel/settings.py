@@ -45,10 +45,8 @@ class Settings(dict[str, Setting]):
         self.notes: list[str] = []
 
     def record(self, key: Key, raw: Any, origin: str, source: Source, implicit: bool | None = None) -> None:
-        """Read `raw` and record it, or the problem with it; None leaves the key unset.
-
-        Args:
-            implicit: True if a tool may have written it; None decides by the value, for places that tools write.
+        """Read `raw` and record it, or the problem with it; None leaves the key unset. `implicit`: a tool may have
+        written it; None decides by the value, for places that tools write.
         """
         if raw is None:
             return

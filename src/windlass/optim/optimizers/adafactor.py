@@ -138,10 +138,8 @@ def _learning_rate(weight: Tensor, group: dict[str, Any], step: int) -> float | 
 
 
 def preconditioned(grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """The gradient over the root of its running second moment, shape of `grad`; moves that moment in `state`.
-
-    Args:
-        group: has `eps` and `decay_rate`.
+    """The gradient over the root of its running second moment, shape of `grad`; moves that moment in `state`. `group`
+    has `eps` and `decay_rate`.
     """
     beta2 = 1.0 - math.pow(state["step"], group["decay_rate"])
     square = grad**2 + group["eps"][0]

@@ -7,16 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.config.plan import OptimizerPlan
 from windlass.dist.sharded import whole
 from windlass.optim.optimizers.adafactor import clipped, has_moments, preconditioned, rms, start_moments
-from windlass.optim.optimizers.options import Recipe, read_options
+from windlass.optim.optimizers.options import recipe_of
 from windlass.optim.per_parameter import PerParameterOptimizer, move
-
-
-def adalomo(plan: OptimizerPlan) -> Recipe:
-    known = {"clip_threshold": float, "decay_rate": float}
-    return AdaLomo, {"lr": plan.learning_rate, **read_options(plan.name, plan.options, known)}
 
 
 class AdaLomo(PerParameterOptimizer):
@@ -60,3 +54,6 @@ class AdaLomo(PerParameterOptimizer):
 
     def has_whole_state(self, group: dict[str, Any]) -> bool:
         return True
+
+
+adalomo = recipe_of(AdaLomo, clip_threshold=float, decay_rate=float)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from windlass.config.plan import OptimizerPlan
 from windlass.dist.sharded import is_sharded, locals_of
-from windlass.optim.optimizers.options import Recipe, read_options
+from windlass.optim.optimizers.options import Recipe, recipe_of
 
 # Without the wrappers, which run hooks: those of the step below run them already.
 _torch_step: Callable[..., Any] = inspect.unwrap(torch.optim.Adam.step)
@@ -108,11 +108,8 @@ def _are_sharded_alike(tensors: list[list[Tensor]]) -> bool:
     )
 
 
-def adamw(plan: OptimizerPlan) -> Recipe:
-    """The default loop over tensors (`foreach` on accelerators)."""
-    options = read_options(plan.name, plan.options, {"amsgrad": bool})
-    kwargs = {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
-    return torch.optim.AdamW, kwargs
+# The default loop over tensors (`foreach` on accelerators).
+adamw = recipe_of(torch.optim.AdamW, "betas", "eps", amsgrad=bool)
 
 
 def adamw_fused(plan: OptimizerPlan) -> Recipe:

@@ -44,12 +44,9 @@ class AdEMAMix(ElementwiseOptimizer):
     """`w -= lr * ((m1 / c1 + alpha * m2) / (sqrt(v / c2) + eps) + weight_decay * w)`, with Adam's corrections c1, c2.
 
     Args:
-        params: parameters or groups.
-        lr: learning rate.
+        params, lr, eps, weight_decay: as of `torch.optim.AdamW`.
         betas: decay of the fast average `m1`, of the squares `v` and of the slow average `m2`.
         alpha: the weight of the slow average.
-        eps: added to the denominator.
-        weight_decay: decoupled, times the learning rate.
         t_alpha: updates in which `alpha` rises linearly from 0; None: it does not.
         t_beta3: updates in which the slow average's half-life rises linearly from that of beta1; None: it does not.
 

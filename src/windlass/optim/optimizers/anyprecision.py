@@ -10,33 +10,16 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.config.plan import OptimizerPlan
 from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, State, zeros
-from windlass.optim.optimizers.options import Recipe, read_options
+from windlass.optim.optimizers.options import recipe_of
 from windlass.optim.optimizers.rounding import add_compensated_, add_stochastically_, seed_of
-
-_OPTIONS: dict[str, type] = {
-    "use_kahan_summation": bool, "bf16_stochastic_round": bool, "momentum_dtype": torch.dtype,
-    "variance_dtype": torch.dtype, "compensation_buffer_dtype": torch.dtype,
-}  # fmt: skip
-
-
-def anyprecision(plan: OptimizerPlan) -> Recipe:
-    options = read_options(plan.name, plan.options, _OPTIONS)
-    return AnyPrecisionAdamW, {
-        "lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options
-    }  # fmt: skip
 
 
 class AnyPrecisionAdamW(ElementwiseOptimizer):
     """AdamW (arXiv:1711.05101) whose averages may be stored in a lower precision; updates are computed in fp32.
 
     Args:
-        params: parameters or groups.
-        lr: learning rate.
-        betas: decay of the first and second moment.
-        eps: added to the denominator.
-        weight_decay: decoupled, times the learning rate.
+        params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
         use_kahan_summation: keep what rounding of half-precision weights loses, and add it to the next update.
         bf16_stochastic_round: round bf16 weights at random, unbiased; no memory is needed.
         momentum_dtype, variance_dtype, compensation_buffer_dtype: of the first moment, the second, and of what rounding
@@ -104,3 +87,9 @@ class AnyPrecisionAdamW(ElementwiseOptimizer):
         )  # fmt: skip
         for weight, update in ((row[0], row[1]) for row in rows if not row[5]):
             weight.add_(update)  # in fp32, rounded once
+
+
+anyprecision = recipe_of(
+    AnyPrecisionAdamW, "betas", "eps", use_kahan_summation=bool, bf16_stochastic_round=bool, momentum_dtype=torch.dtype,
+    variance_dtype=torch.dtype, compensation_buffer_dtype=torch.dtype,
+)  # fmt: skip

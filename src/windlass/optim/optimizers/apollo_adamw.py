@@ -13,12 +13,19 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.core.rng import new_generator
 from windlass.dist.sharded import whole
 from windlass.optim.optimizers.galore_adamw import adam_direction
-from windlass.optim.optimizers.low_rank import KNOWN, LowRankOptimizer, bases, down, projected_sides
-from windlass.optim.optimizers.options import Recipe, read_options
+from windlass.optim.optimizers.low_rank import (
+    LowRankOptimizer,
+    bases,
+    down,
+    low_rank_options,
+    projected_sides,
+)
+from windlass.optim.optimizers.options import Recipe
 from windlass.optim.per_parameter import move
 
 _GROWTH = 1.01  # the norm of an update is at most this times that of the one before
@@ -26,10 +33,8 @@ _TINY = 1e-8
 
 
 def apollo_adamw(plan: OptimizerPlan) -> Recipe:
-    options = read_options(plan.name, plan.options, {**KNOWN, "proj": str, "scale_type": str})
-    in_backward = plan.name.endswith("_layerwise")
-    kwargs = {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
-    return ApolloAdamW, {**kwargs, "in_backward": in_backward}
+    options = low_rank_options(plan, proj=str, scale_type=str)
+    return ApolloAdamW, {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
 
 
 class ApolloAdamW(LowRankOptimizer):
@@ -67,13 +72,11 @@ class ApolloAdamW(LowRankOptimizer):
             ("scale_type", scale_type, ("channel", "tensor")),
             ("proj_type", proj_type, ("std", "reverse_std", "left", "right")),
         )
-        problems = [
+        refuse(
             Problem(f"optim_args.{name}", value, f"use one of {', '.join(known)}")
             for name, value, known in words
             if value not in known
-        ]
-        if problems:
-            raise ConfigError(problems)
+        )
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         defaults |= {"proj": proj, "scale_type": scale_type}
         super().__init__(params, defaults, rank, update_proj_gap, scale, proj_type, in_backward)

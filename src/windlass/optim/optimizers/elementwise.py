@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from windlass.core.errors import ModelError
 from windlass.dist.sharded import locals_of, sum_of_parts
+from windlass.optim.per_parameter import called
 
 State = dict[str, Any]
 
@@ -53,11 +54,7 @@ class Batch:
 
 
 class ElementwiseOptimizer(Optimizer):
-    """Subclasses define `start_state` and `update`.
-
-    Raises:
-        ValueError: an option is outside its range.
-    """
+    """Subclasses define `start_state` and `update`. Raises ValueError if an option is outside its range."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -75,10 +72,7 @@ class ElementwiseOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. `closure`, if given, recomputes and returns the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and not self.state[parameter]:
@@ -97,11 +91,7 @@ def zeros(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def check_ranges(group: Mapping[str, Any]) -> None:
-    """Check the options that most optimizers have.
-
-    Raises:
-        ValueError: with the option and its value.
-    """
+    """Check the options that most optimizers have. Raises ValueError with the option and its value."""
     for name in ("lr", "eps", "weight_decay"):
         if name in group and not group[name] >= 0:
             raise ValueError(f"{name}={group[name]} must be at least 0")

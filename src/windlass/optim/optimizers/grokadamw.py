@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.config.plan import OptimizerPlan
 from windlass.optim.optimizers.elementwise import (
     Batch,
     ElementwiseOptimizer,
@@ -20,27 +19,14 @@ from windlass.optim.optimizers.elementwise import (
     decay_,
     zeros,
 )
-from windlass.optim.optimizers.options import Recipe, read_options
-
-_OPTIONS: dict[str, type] = {
-    "alpha_init": float, "lamb": float, "gamma": float, "grokking_signal_decay_rate": float, "gradient_clipping": float,
-}  # fmt: skip
-
-
-def grokadamw(plan: OptimizerPlan) -> Recipe:
-    options = read_options(plan.name, plan.options, _OPTIONS)
-    return GrokAdamW, {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
+from windlass.optim.optimizers.options import recipe_of
 
 
 class GrokAdamW(ElementwiseOptimizer):
     """AdamW with the gradient `g + lamb * e`, where `e = alpha * e + (1 - alpha) * g`.
 
     Args:
-        params: parameters or groups.
-        lr: learning rate.
-        betas: decay of the first and second moment.
-        eps: added to the denominator.
-        weight_decay: decoupled, times the learning rate.
+        params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
         alpha_init: decay of the slow average. A callback may set `grokking_signal` of a group (0 at first): then alpha
             is `alpha_init * exp(-grokking_signal_decay_rate * grokking_signal)`.
         lamb: the weight of the slow average.
@@ -103,3 +89,9 @@ def _clipped(batch: Batch, limit: float) -> list[Tensor]:
     squares = batch.sums(torch._foreach_mul(batch.gradients, batch.gradients))
     factors = [(limit / (square.sqrt() + 1e-6)).clamp(max=1.0) for square in squares]
     return [gradient * factor for gradient, factor in zip(batch.gradients, factors, strict=True)]
+
+
+grokadamw = recipe_of(
+    GrokAdamW, "betas", "eps", alpha_init=float, lamb=float, gamma=float, grokking_signal_decay_rate=float,
+    gradient_clipping=float,
+)  # fmt: skip

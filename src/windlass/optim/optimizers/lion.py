@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.config.plan import OptimizerPlan
 from windlass.optim.optimizers.elementwise import (
     Batch,
     ElementwiseOptimizer,
@@ -18,19 +17,13 @@ from windlass.optim.optimizers.elementwise import (
     decay_,
     zeros,
 )
-from windlass.optim.optimizers.options import Recipe, read_options
-
-
-def lion(plan: OptimizerPlan) -> Recipe:
-    read_options(plan.name, plan.options, {})
-    return Lion, {"lr": plan.learning_rate, "betas": plan.betas}
+from windlass.optim.optimizers.options import recipe_of
 
 
 class Lion(ElementwiseOptimizer):
     """`w -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w)`, then `m = beta2 * m + (1 - beta2) * g`.
 
     Args:
-        params: parameters or groups.
         lr: learning rate; the paper recommends 3 to 10 times less than AdamW's.
         betas: the weight of momentum in the update, and its decay.
         weight_decay: decoupled, times the learning rate.
@@ -56,3 +49,6 @@ class Lion(ElementwiseOptimizer):
         decay_(batch.weights, group["lr"] * group["weight_decay"])
         torch._foreach_add_(batch.weights, direction, alpha=-group["lr"])
         average_(moments, batch.gradients, beta2)
+
+
+lion = recipe_of(Lion, "betas")

@@ -7,13 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.config.plan import OptimizerPlan
-from windlass.optim.optimizers.options import Recipe, read_options
+from windlass.optim.optimizers.options import recipe_of
 from windlass.optim.per_parameter import PerParameterOptimizer, move
-
-
-def lomo(plan: OptimizerPlan) -> Recipe:
-    return Lomo, {"lr": plan.learning_rate, **read_options(plan.name, plan.options, {})}
 
 
 class Lomo(PerParameterOptimizer):
@@ -31,3 +26,6 @@ class Lomo(PerParameterOptimizer):
 
     def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         move(parameter, grad * group["lr"], group["weight_decay"] * group["lr"])
+
+
+lomo = recipe_of(Lomo)

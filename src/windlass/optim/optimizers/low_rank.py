@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.dist.sharded import whole
 from windlass.optim.optimizers.options import read_options
 from windlass.optim.per_parameter import PerParameterOptimizer, move
@@ -74,9 +75,7 @@ class LowRankOptimizer(PerParameterOptimizer):
 
     def displacement(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """The inner optimizer's update of `grad`, times the learning rate, to be subtracted; without weight decay.
-
-        Args:
-            grad: the projected gradient of a projected parameter, else the gradient.
+        `grad` is the projected gradient of a projected parameter, else the gradient.
         """
         raise NotImplementedError
 
@@ -84,15 +83,12 @@ class LowRankOptimizer(PerParameterOptimizer):
 def low_rank_options(plan: OptimizerPlan, **known: type) -> dict[str, Any]:
     """The options of the projection, and those in `known`, from `optim_args`; `in_backward` from the name."""
     options = read_options(plan.name, plan.options, {**KNOWN, **known})
-    defaults = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-    return {**defaults, **options, "in_backward": plan.name.endswith("_layerwise")}
+    return {**options, "in_backward": plan.name.endswith("_layerwise")}
 
 
 def check_projection(group: dict[str, Any]) -> None:
-    """Check the options of a projected group, and that its parameters are matrices of that rank at least.
-
-    Raises:
-        ConfigError: with every problem.
+    """Check the options of a projected group, and that its parameters are matrices of that rank at least. Raises
+    ConfigError with every problem.
     """
     problems = [
         Problem(f"optim_args.{name}", group[name], "must be at least 1")
@@ -112,8 +108,7 @@ def check_projection(group: dict[str, Any]) -> None:
         elif group["rank"] > min(shape):
             fix = f"must be at most {min(shape)}: one of the projected weights is {shape[0]} x {shape[1]}"
             problems.append(Problem("optim_args.rank", group["rank"], fix))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def projected_sides(shape: Sequence[int], proj_type: str) -> tuple[str, ...]:

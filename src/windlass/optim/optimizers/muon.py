@@ -15,20 +15,14 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from windlass.config.plan import OptimizerPlan
-from windlass.optim.optimizers.options import Recipe, read_options
+from windlass.optim.optimizers.options import recipe_of
+from windlass.optim.per_parameter import called
 
-_OPTIONS: dict[str, type] = {"momentum": float, "nesterov": bool, "ns_steps": int, "adjust_lr_fn": str}
 # Output layers by the names that models give them; transformers' models are asked for theirs.
 _HEADS = re.compile(
     r"(^|\.)(lm_head|head|heads|classifier|score|qa_outputs|embed_out|output_projection)(\.|$)"
 )
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-
-
-def muon(plan: OptimizerPlan) -> Recipe:
-    options = read_options(plan.name, plan.options, _OPTIONS)
-    return MuonWithAdamW, {"lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options}
 
 
 class MuonWithAdamW(Optimizer):
@@ -93,10 +87,7 @@ class MuonWithAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. `closure`, if given, recomputes and returns the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         for use, inner in self._inner:
             # The groups and states are this object's; loading a state dict replaces both.
             inner.param_groups, inner.state = self._groups(use), self.state
@@ -174,3 +165,6 @@ def _outer_parameters(model: nn.Module) -> Iterator[Tensor]:
     for name, module in model.named_modules():
         if isinstance(module, _EMBEDDINGS) or module is head or _HEADS.search(name):
             yield from module.parameters()
+
+
+muon = recipe_of(MuonWithAdamW, "betas", "eps", momentum=float, nesterov=bool, ns_steps=int, adjust_lr_fn=str)

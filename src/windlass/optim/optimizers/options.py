@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from windlass.config.nearest import did_you_mean
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.plan import OptimizerPlan
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 
 # The class of an optimizer, and its keyword arguments without the parameters.
 Recipe = tuple[type[torch.optim.Optimizer], dict[str, Any]]
@@ -30,10 +32,8 @@ _ELSEWHERE = {
 
 
 def read_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str, type]) -> dict[str, Any]:
-    """`options` as values of the types in `known` (float, int, bool, str, torch.dtype); strings are parsed.
-
-    Raises:
-        ConfigError: options that `optimizer` does not have, and values that do not parse; all are named.
+    """`options` as values of the types in `known` (float, int, bool, str, torch.dtype); strings are parsed. Raises
+    ConfigError for options that `optimizer` does not have, and values that do not parse; all are named.
     """
     values: dict[str, Any] = {}
     problems: list[Problem] = []
@@ -47,9 +47,23 @@ def read_options(optimizer: str, options: Mapping[str, Any], known: Mapping[str,
             values[name] = _parse(value, known[name])
         except (TypeError, ValueError):
             problems.append(Problem(field, value, f"must be {_WORDS[known[name]]}"))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return values
+
+
+def recipe_of(
+    cls: type[torch.optim.Optimizer], *values: str, **known: type
+) -> Callable[[OptimizerPlan], Recipe]:
+    """A function that makes `cls` from a plan: with its learning rate, those of its `values` ("betas", "eps"), and the
+    options of `optim_args` that `known` has, by name and type.
+    """
+
+    def recipe(plan: OptimizerPlan) -> Recipe:
+        of_plan = {"betas": plan.betas, "eps": plan.epsilon}
+        options = read_options(plan.name, plan.options, known)
+        return cls, {"lr": plan.learning_rate, **{name: of_plan[name] for name in values}, **options}
+
+    return recipe
 
 
 def _parse(value: Any, kind: type) -> Any:

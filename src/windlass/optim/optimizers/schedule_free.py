@@ -26,34 +26,10 @@ from windlass.optim.optimizers.elementwise import (
     average_squares_,
     zeros,
 )
-from windlass.optim.optimizers.options import Recipe, read_options
+from windlass.optim.optimizers.options import Recipe, recipe_of
 from windlass.optim.schedules.registry import WITHOUT_WARMUP
 
 _OPTIONS: dict[str, type] = {"r": float, "weight_lr_power": float}
-
-
-def schedule_free_adamw(plan: OptimizerPlan) -> Recipe:
-    options = read_options(plan.name, plan.options, _OPTIONS)
-    return ScheduleFreeAdamW, {
-        "lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, "warmup_steps": _warmup(plan), **options
-    }  # fmt: skip
-
-
-def schedule_free_radam(plan: OptimizerPlan) -> Recipe:
-    options = read_options(plan.name, plan.options, {**_OPTIONS, "silent_sgd_phase": bool})
-    return ScheduleFreeRAdam, {
-        "lr": plan.learning_rate, "betas": plan.betas, "eps": plan.epsilon, **options
-    }  # fmt: skip
-
-
-def schedule_free_sgd(plan: OptimizerPlan) -> Recipe:
-    options = read_options(plan.name, plan.options, {**_OPTIONS, "momentum": float})
-    return ScheduleFreeSGD, {"lr": plan.learning_rate, "warmup_steps": _warmup(plan), **options}
-
-
-def _warmup(plan: OptimizerPlan) -> int:
-    """The warm-up that the optimizer does itself: one that the schedule has would be applied twice."""
-    return plan.warmup_steps if plan.schedule in WITHOUT_WARMUP else 0
 
 
 class ScheduleFree(ElementwiseOptimizer):
@@ -128,10 +104,8 @@ class ScheduleFreeAdamW(ScheduleFree):
     """AdamW's second moment, and the average in place of its first.
 
     Args:
-        params: parameters or groups.
-        lr: learning rate.
+        params, lr, eps: as of `torch.optim.AdamW`.
         betas: the weight of `x` in `y`, and the decay of the second moment.
-        eps: added to the denominator.
         weight_decay: times the learning rate, of `y`.
         warmup_steps: updates in which the learning rate rises linearly.
         r, weight_lr_power: update `k` has the weight `k ** r * max_lr ** weight_lr_power` in the average.
@@ -241,3 +215,18 @@ def _warmed(group: Mapping[str, Any], step: int) -> float:
 
 def _beta1(group: Mapping[str, Any]) -> float:
     return float(group["momentum"] if "momentum" in group else group["betas"][0])
+
+
+def _with_warmup(recipe: Callable[[OptimizerPlan], Recipe]) -> Callable[[OptimizerPlan], Recipe]:
+    """`recipe`, with the warm-up that the optimizer does itself: one that the schedule has would be applied twice."""
+
+    def made(plan: OptimizerPlan) -> Recipe:
+        cls, options = recipe(plan)
+        return cls, {"warmup_steps": plan.warmup_steps if plan.schedule in WITHOUT_WARMUP else 0, **options}
+
+    return made
+
+
+schedule_free_adamw = _with_warmup(recipe_of(ScheduleFreeAdamW, "betas", "eps", **_OPTIONS))
+schedule_free_radam = recipe_of(ScheduleFreeRAdam, "betas", "eps", silent_sgd_phase=bool, **_OPTIONS)
+schedule_free_sgd = _with_warmup(recipe_of(ScheduleFreeSGD, momentum=float, **_OPTIONS))

@@ -31,10 +31,8 @@ class StableAdamW(ElementwiseOptimizer):
     gradients that grew suddenly make no larger update than usual.
 
     Args:
-        params: parameters or groups.
-        lr: learning rate.
+        params, lr, eps: as of `torch.optim.AdamW`.
         betas: decay of the first and second moment, corrected as the paper's beta-hat.
-        eps: added to the denominator.
         weight_decay: decoupled, times the learning rate of the tensor.
         decouple_lr: weight decay times `learning rate / max_lr` instead.
         max_lr: the highest rate of the schedule, for `decouple_lr`; by default `lr`.

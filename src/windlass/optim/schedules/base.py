@@ -28,11 +28,7 @@ class Span:
     peak: float
 
     def known_total(self, name: str) -> float:
-        """`total`, for schedules that need it.
-
-        Raises:
-            ConfigError: it is None.
-        """
+        """`total`, for schedules that need it. Raises ConfigError if it is None."""
         if self.total is None:
             raise ConfigError(Problem("num_training_steps", None, f"the {name} schedule needs it"))
         return self.total
@@ -44,10 +40,8 @@ def warming_up(span: Span, after: Factor) -> Factor:
 
 
 def decaying(span: Span, name: str, curve: Callable[[float], float]) -> Factor:
-    """Linear warm-up, then `curve` of the progress from the peak (0) to the end of the run (1).
-
-    Raises:
-        ConfigError: the length of the run is not known; `name` is the schedule's.
+    """Linear warm-up, then `curve` of the progress from the peak (0) to the end of the run (1). Raises ConfigError if
+    the length of the run is not known; `name` is the schedule's.
     """
     warmup = span.warmup
     decay = max(1, span.known_total(name) - warmup)
@@ -63,10 +57,8 @@ def _along(curve: Callable[[float], float], start: float, length: float, step: i
 
 
 def floor_rate(span: Span, min_lr: float | None, min_lr_rate: float | None) -> float:
-    """The floor of a schedule as a share of the peak, from exactly one of `min_lr` and `min_lr_rate`.
-
-    Raises:
-        ConfigError: neither or both are set.
+    """The floor of a schedule as a share of the peak, from exactly one of `min_lr` and `min_lr_rate`. Raises
+    ConfigError if neither or both are set.
     """
     if (min_lr is None) == (min_lr_rate is None):
         fix = "give exactly one of min_lr (a learning rate) and min_lr_rate (a share of the peak)"

@@ -1,4 +1,4 @@
-"""Delegate the methods and properties of `Accelerator` to its parts, with their signatures and docstrings."""
+"""Delegate the methods and properties of a facade to its parts, with their signatures and docstrings."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from tests.docs.support_table import SECTIONS, markdown
 
 from windlass.config import support_rows
 from windlass.config.arguments import TrainingArguments
 from windlass.config.enums import OptimizerNames
 from windlass.config.sections.setting import rules_of
-from windlass.config.support import SECTIONS, markdown
 
 TRAINING_ARGUMENTS = SECTIONS["TrainingArguments"]
 
@@ -25,7 +25,7 @@ def test_every_argument_has_a_row_and_every_row_an_argument() -> None:
 
 def test_the_page_is_what_the_code_says(root: Path) -> None:
     page = (root / "docs" / "support.md").read_text(encoding="utf-8")
-    assert page == markdown(), "run: python -m windlass.config.support > docs/support.md"
+    assert page == markdown(), "run: python -m tests.docs.support_table > docs/support.md"
 
 
 def test_whatever_is_not_honoured_says_what_happens() -> None:

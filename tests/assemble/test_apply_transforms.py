@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from tests.transforms.test_recompute import Plain
 
+from windlass.assemble.build import apply_transforms
 from windlass.config.plan import CompilePlan, TransformPlan
-from windlass.transforms.apply import apply_transforms
 
 
 def test_nothing_asked_nothing_done() -> None:
