@@ -42,20 +42,16 @@ def world_from_environment(environ: Mapping[str, str] | None = None) -> World:
     env = os.environ if environ is None else environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return World()
-    values = {}
-    for name, default in (
-        ("RANK", None),
-        ("WORLD_SIZE", None),
-        ("LOCAL_RANK", "0"),
-        ("LOCAL_WORLD_SIZE", "1"),
-    ):
+    values = []
+    defaults = {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, default in defaults.items():
         text = env.get(name, default)
         try:
-            values[name] = int(text)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+            values.append(int(text))
+        except ValueError:
             fix = "must be a whole number; start the script with torchrun, which sets it"
             raise ConfigError(Problem(name, text, fix)) from None
-    world = World(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"])
+    world = World(*values)
     if not 0 <= world.rank < world.size:
         raise ConfigError(
             Problem("RANK", world.rank, f"must lie in 0..{world.size - 1} for WORLD_SIZE={world.size}")
