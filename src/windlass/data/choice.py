@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -154,7 +155,7 @@ class ReaderChoice:
     def _shared(self, row: int, world: int, rank: int) -> SharedStream:
         collate = self._loader.collate_fn
         if self._loader.batch_size is None:
-            collate = _Single(collate)
+            collate = functools.partial(_convert_single, collate)
         return SharedStream(
             self._dataset, collate, self._plan, row=row, world=world, rank=rank, may_be_empty=True
         )
@@ -196,14 +197,9 @@ class ReaderChoice:
             raise ConfigError(problems)
 
 
-class _Single:
-    """Converts an item that is a batch already."""
-
-    def __init__(self, convert: Any) -> None:
-        self._convert = convert
-
-    def __call__(self, items: list[Any]) -> Any:
-        return self._convert(items[0])
+def _convert_single(convert: Callable[[Any], Any], items: list[Any]) -> Any:
+    """Convert an item that is a batch already."""
+    return convert(items[0])
 
 
 def _collate(loader: DataLoader[Any]) -> Any:

@@ -17,7 +17,7 @@ _HOMES = {
     "windlass.core.events": ("ExportableState", "TrainerCallback", "TrainerControl", "TrainerState"),
     "windlass.core.rng": ("enable_full_determinism", "set_seed"),
     "windlass.core.types": ("EvalLoopOutput", "EvalPrediction", "PredictionOutput", "TrainOutput"),
-    "windlass.data.collators": ("DataCollatorWithPadding", "default_data_collator"),
+    "windlass.data": ("DataCollatorWithPadding", "default_data_collator"),
     "windlass.data.skip": ("skip_first_batches",),
     "windlass.optim.public": ("get_scheduler",),
     "windlass.optim.schedules.greedy": ("GreedyLR",),
