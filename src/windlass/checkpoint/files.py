@@ -272,12 +272,8 @@ def fingerprint(file: FileIO) -> Fingerprint:
 
 
 def _digest(file: FileIO) -> FileEntry:
-    digest, size = hashlib.sha256(), 0
-    buffer = memoryview(bytearray(1 << 20))
-    while count := file.readinto(buffer):
-        digest.update(buffer[:count])
-        size += count
-    return FileEntry(size, digest.hexdigest())
+    digest = hashlib.file_digest(file, "sha256")
+    return FileEntry(file.tell(), digest.hexdigest())
 
 
 def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:

@@ -292,7 +292,7 @@ class Store:
     def _agree_on_serial(self, step: int) -> int:
         """One more than the highest on any disk: a commit that one of them missed counts. Collective."""
         told = self.gather(self.agree(step, self._committed_orders))
-        of_nodes = [{(serial, step) for serial, step in orders} for orders in told if orders is not None]
+        of_nodes = [set(orders) for orders in told if orders is not None]
         self._on_all = max(set[_Order].intersection(*of_nodes), default=None)
         return max((serial for orders in of_nodes for serial, _ in orders), default=0) + 1
 
