@@ -113,7 +113,7 @@ def explain_unread(folder: Path) -> str | None:
     return next((text for text in explained if text is not None), None)
 
 
-def open_foreign(folder: Path, files: Files | None = None) -> ForeignCheckpoint:
+def open_foreign(folder: Path) -> ForeignCheckpoint:
     """Open the checkpoint of another program.
 
     Raises:
@@ -122,7 +122,7 @@ def open_foreign(folder: Path, files: Files | None = None) -> ForeignCheckpoint:
     found = format_of(folder)
     if found is None:
         raise CheckpointError(f"{folder} is not a checkpoint of a known format")
-    return found.open_checkpoint(folder, files or Files())
+    return found.open_checkpoint(folder, Files())
 
 
 def find_foreign(store: Store, which: Literal[True] | str | Path) -> Path | None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from windlass.checkpoint.deferred import Shaped
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.names import canonical_names
-from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import check_tensor, stream_tensors
 from windlass.checkpoint.weights import WEIGHTS_NAME, stored_state, weights_bytes, with_aliases
 
@@ -89,7 +88,7 @@ def stream_split(
         places.update(dict.fromkeys(part, name))
     size = {"total_size": sum(tensor.nbytes for tensor in shaped.values())}
     index = {"metadata": {**size, **with_aliases({}, aliases)}, "weight_map": places}
-    with replacing(folder / SPLIT_INDEX_NAME, files) as new:
+    with files.replacing(folder / SPLIT_INDEX_NAME) as new:
         text = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
         written[SPLIT_INDEX_NAME] = files.write(new, [text])
     return written
@@ -116,7 +115,7 @@ def _write_part(
     metadata: Mapping[str, str],
     files: Files,
 ) -> FileEntry:
-    with replacing(folder / name, files) as new:
+    with files.replacing(folder / name) as new:
         return stream_tensors(new, shaped, read, metadata, files=files)
 
 

@@ -23,7 +23,6 @@ from windlass.checkpoint.model_values import StoredValues, as_tensors, is_plain
 from windlass.checkpoint.names import canonical_names, counted, shorten
 from windlass.checkpoint.own_loading import fill_values, hand_over, read_like
 from windlass.checkpoint.pretrained import by_names_in_memory, ignored_names
-from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import nbytes, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
@@ -48,7 +47,6 @@ _logger = get_logger(__name__)
 def save_weights(
     folder: Path,
     state_dict: Mapping[str, Any],
-    metadata: Mapping[str, str] | None = None,
     *,
     name: str = WEIGHTS_NAME,
     files: Files | None = None,
@@ -56,13 +54,12 @@ def save_weights(
     """Write `folder/model.safetensors` from `model.state_dict()`; an existing one stays until the new one is complete.
 
     Args:
-        metadata: extra strings for the file's header; `format` and the alias map are added.
         name: of the file, where it holds other weights than a whole model's.
     """
     stored, aliases = stored_state(state_dict)
-    header = with_aliases({**(metadata or {}), "format": "pt"}, aliases)
+    header = with_aliases({"format": "pt"}, aliases)
     files = files or Files()
-    with replacing(folder / name, files) as new:
+    with files.replacing(folder / name) as new:
         return write_tensors(new, stored, header, files=files)
 
 

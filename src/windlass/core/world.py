@@ -7,7 +7,6 @@ Read from the environment once per call and never written. It is on the ground f
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from windlass.core.errors import ConfigError, Problem
@@ -37,9 +36,9 @@ class World:
         return self.size > 1
 
 
-def world_from_environment(environ: Mapping[str, str] | None = None) -> World:
+def world_from_environment() -> World:
     """Read `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` as torchrun and its kin set them."""
-    env = os.environ if environ is None else environ
+    env = os.environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return World()
     values = []
