@@ -5,7 +5,7 @@ from windlass.core.lazy import loader_of, reverse
 
 _HOMES = {
     "windlass.callbacks.progress": ("ProgressCallback",),
-    "windlass.compat.foreign_engines": ("is_deepspeed_zero3_enabled", "is_fsdp_managed_module"),
+    "windlass.compat.script_helpers": ("is_deepspeed_zero3_enabled", "is_fsdp_managed_module"),
     "windlass.compat.search_space": ("BestRun", "hp_params"),
     "windlass.compat.tracker_callbacks": (
         "ClearMLCallback", "CometCallback", "DVCLiveCallback", "INTEGRATION_TO_CALLBACK", "MLflowCallback",

@@ -5,8 +5,7 @@ from windlass.core.lazy import loader_of, reverse
 
 _HOMES = {
     "windlass.compat.state": ("AcceleratorState", "PartialState"),
-    "windlass.compat.script_helpers": ("FSDPOption", "str_to_bool"),
-    "windlass.compat.verbosity": ("log_levels", "trainer_log_levels"),
+    "windlass.compat.script_helpers": ("FSDPOption", "log_levels", "str_to_bool", "trainer_log_levels"),
     "windlass.config.accelerator_config": ("AcceleratorConfig",),
     "windlass.config.arguments": ("TrainingArguments",),
     "windlass.config.enums": (

@@ -12,7 +12,7 @@ _HOMES = {
         "DataCollatorWithPadding",
     ),
     "windlass.data.collate_permutation": ("DataCollatorForPermutationLanguageModeling",),
-    "windlass.compat.collating": (
+    "windlass.compat.script_helpers": (
         "DataCollator", "DataCollatorMixin", "InputDataClass", "numpy_default_data_collator",
         "pad_without_fast_tokenizer_warning", "to_numpy", "torch_default_data_collator",
     ),
