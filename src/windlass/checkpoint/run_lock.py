@@ -153,7 +153,9 @@ class RunLock:
         while not (self._create(path) and self._moves_up(path, passed)):
             dead = None if self.held else _wait_for_end(path)
             if dead is None:  # released or taken over meanwhile: start again
-                self._abandon(path)
+                if self.held:
+                    self.forget()
+                    path.unlink(missing_ok=True)
                 path, passed = self.path, []
             else:
                 passed.append(dead)
@@ -210,11 +212,6 @@ class RunLock:
                 return False
             place = self._claim_to(dead)
         return place == path
-
-    def _abandon(self, path: Path) -> None:
-        if self.held:
-            self.forget()
-            path.unlink(missing_ok=True)
 
     # --- holding it
 

@@ -145,7 +145,9 @@ class ReaderChoice:
 
     def _stream(self, world: int, rank: int) -> BatchReader:
         if world > 1 and splits_itself(self._dataset):
-            return self._own_stream(world)
+            name = type(self._dataset).__name__
+            logger.info(f"{name} was split by node: every rank reads its own part, in an order of its own")
+            return LockstepReader(self._part(world), self._gang)
         size = self._loader.batch_size
         common = self._shared(world if size is None else self._row(size, world), world, rank)
         if world > 1 and self._gang.size > 1:
@@ -165,11 +167,6 @@ class ReaderChoice:
         size = self._loader.batch_size
         row = 1 if size is None else max(size // world, 1) if self._split else size
         return self._shared(row, 1, 0)
-
-    def _own_stream(self, world: int) -> BatchReader:
-        name = type(self._dataset).__name__
-        logger.info(f"{name} was split by node: every rank reads its own part, in an order of its own")
-        return LockstepReader(self._part(world), self._gang)
 
     def _own_iteration(self, world: int) -> BatchReader:
         if world > 1:

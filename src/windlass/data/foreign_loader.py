@@ -191,7 +191,8 @@ class ForeignLoader:
         entered = self._entered(epoch, skip)
         if entered is not None:
             return entered
-        first, again = _peeked(self._again(epoch, skip))
+        self._begin(epoch)
+        first, again = _peeked(islice(self._numbered(self.loader, epoch, 0), skip, None))
         if first is not _END and self._here.mark not in (None, _mark(first)):
             logger.warning(
                 f"after batch {skip}, {type(self.loader).__name__} returns other batches than it did in the run that "
@@ -244,10 +245,6 @@ class ForeignLoader:
             self._sandbox.seed(derive_seed(STREAM_SAMPLE, self.seed, epoch, 0))
             left = list(islice(self.loader.batch_sampler, skip, None))
         return self._numbered(with_batch_sampler(self.loader, left), epoch, skip)
-
-    def _again(self, epoch: int, skip: int) -> Iterator[Any]:
-        self._begin(epoch)
-        return islice(self._numbered(self.loader, epoch, 0), skip, None)
 
     def _numbered(self, loader: Any, epoch: int, number: int) -> Iterator[Any]:
         """The batches of `loader`, the first under the seed of batch `number`."""

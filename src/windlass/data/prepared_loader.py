@@ -141,7 +141,8 @@ class PreparedLoader(DealtLoader):
             for dealt in self._read(epoch, start):
                 self._move_after(dealt, epoch)
                 beacon().call(f"{AFTER}read data")
-                yield dealt.batch if self.device is None else self._moved(dealt.batch)
+                batch = dealt.batch
+                yield batch if self.device is None else send_to_device(batch, self.device, self._non_blocking)
                 beacon().call("read data")
             if place.epoch == epoch:  # there was no batch
                 place.epoch, place.consumed = epoch + 1, 0
@@ -156,10 +157,6 @@ class PreparedLoader(DealtLoader):
             yield from self._reader.read(PassRequest(epoch, start, place.bookmark, private, update))
         finally:
             place.running -= 1
-
-    def _moved(self, batch: Any) -> Any:
-        assert self.device is not None
-        return send_to_device(batch, self.device, self._non_blocking)
 
     def _start(self) -> int:
         start, self._place.resume = self._place.resume, 0

@@ -141,13 +141,11 @@ class RowStore:
 
         Collective. Empties the store.
         """
-        specs = [message["specs"] for message in agree(gang, {"specs": self._distinct_specs()})]
+        mine = self._specs[:1] if self._concat else self._specs
+        specs = [message["specs"] for message in agree(gang, {"specs": mine})]
         result = self._joined(specs, order, gang) if self._concat else self._listed(specs, order, gang)
         self._specs, self._blocks, self._on_host, self.nbytes = [], [], 0, 0
         return result
-
-    def _distinct_specs(self) -> list[Spec]:
-        return self._specs[:1] if self._concat else self._specs
 
     def _joined(self, specs: list[list[Spec]], order: BatchOrder, gang: Gang) -> Any:
         seen = [rank_specs[0] for rank_specs in specs if rank_specs]
