@@ -46,13 +46,11 @@ def prepare_loader(
         ConfigError: an option that this loader cannot have.
         DataError: not a `DataLoader`, one that cannot be dealt, or different ones on different ranks.
     """
+    skipped = 0
     if isinstance(loader, PreparedLoader):
         if loader.is_dealt:
             return loader
-        plain = loader.loader
-        how: dict[str, Any] = {"options": options, "start_timeout": start_timeout, "slice_fn": slice_fn}
-        dealt = prepare_loader(plain, world=world, rank=rank, device=device, gang=gang, **how)
-        return dealt.skipping(loader.skipped) if loader.skipped else dealt
+        loader, skipped = loader.loader, loader.skipped
     if not isinstance(loader, DataLoader):
         raise DataError(
             f"{type(loader).__name__} is not a torch.utils.data.DataLoader, so it cannot be prepared."
@@ -66,7 +64,7 @@ def prepare_loader(
         gang=gang,
         start_timeout=start_timeout,
     ).reader(world, rank, dispatch=bool(options.dispatch_batches), slice_fn=slice_fn)
-    return PreparedLoader(
+    dealt = PreparedLoader(
         loader,
         reader,
         seed=seed,
@@ -76,6 +74,7 @@ def prepare_loader(
         non_blocking=options.non_blocking or wants_pinning(loader.pin_memory),
         restores_position=options.use_stateful_dataloader,
     )
+    return dealt.skipping(skipped) if skipped else dealt
 
 
 def _agreed_seed(loader: DataLoader[Any], options: DataLoaderConfiguration, gang: Gang) -> int:
