@@ -70,6 +70,14 @@ def test_workers_give_the_same_bits(options: dict[str, Any]) -> None:
             assert all(torch.equal(a["x"], b["x"]) for a, b in zip(one.batches, other.batches, strict=True))
 
 
+def test_lasting_workers_of_private_passes_follow_another_seed() -> None:
+    loader = train_loader(Stream(Augmented(6)), 2, collate=None, workers=1, persistent_workers=True)
+    list(loader)
+    loader.load_state_dict({"seed": 7, "epoch": 0, "consumed": 0})
+    fresh = train_loader(Stream(Augmented(6)), 2, collate=None, seed=7)
+    assert all(torch.equal(a["x"], b["x"]) for a, b in zip(loader, fresh, strict=True))
+
+
 def test_randomness_belongs_to_the_sample(untouched_generators: None) -> None:
     whole = [
         x for g in train_loader(Stream(Augmented(11)), 11, collate=None).groups() for x in g.batches[0]["x"]

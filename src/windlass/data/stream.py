@@ -147,7 +147,7 @@ class SharedStream:
     def reseed(self, seed: int) -> None:
         """Read with another seed from now on; workers that hold the old one are released."""
         self._cutter.seed = seed
-        self._pool = None
+        self._pool = self._idle = None
 
 
 @dataclass(slots=True)
