@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -76,6 +77,15 @@ def test_lasting_workers_of_private_passes_follow_another_seed() -> None:
     loader.load_state_dict({"seed": 7, "epoch": 0, "consumed": 0})
     fresh = train_loader(Stream(Augmented(6)), 2, collate=None, seed=7)
     assert all(torch.equal(a["x"], b["x"]) for a, b in zip(loader, fresh, strict=True))
+
+
+def test_a_copy_starts_workers_of_its_own() -> None:
+    loader = train_loader(Stream(Numbers(6)), 2, workers=1, persistent_workers=True)
+    begun = loader.groups()
+    first, evaluated = next(begun), list(loader)
+    copied = copy.deepcopy(loader)
+    assert list(copied) == evaluated
+    assert [group.ids for group in copied.groups()] == [group.ids for group in begun] != first.ids
 
 
 def test_randomness_belongs_to_the_sample(untouched_generators: None) -> None:
