@@ -13,18 +13,16 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from windlass.checkpoint import codec, strict_json
 from windlass.checkpoint.codec import Encoded
 from windlass.checkpoint.files import FileEntry, Files
+from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.strict_json import MAX_JSON_BYTES, PreparedJson
 from windlass.core.errors import CheckpointError
 from windlass.core.metric_values import plain_metrics, plain_value
 from windlass.core.types import State
-
-if TYPE_CHECKING:
-    from windlass.checkpoint.manager import Checkpoint
 
 STATE, INDEX, ROWS = "trainer_state", "log_history", "log_history"
 SEGMENT_ROWS = 5000
@@ -38,6 +36,19 @@ _STATE_TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 _PLAIN = (int, float, str, type(None))
 _NEVER_EQUAL = object()
+
+
+class Stored(Protocol):
+    """A checkpoint, as `manager.Checkpoint`."""
+
+    @property
+    def info(self) -> CheckpointInfo: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def shared(self, name: str) -> State: ...
+
+    def read_shared_file(self, name: str) -> bytes: ...
 
 
 @dataclass(slots=True)
@@ -150,7 +161,7 @@ class HistoryKeeper:
         for segment in self._planned:
             segment.home, segment.text = folder / segment.name, None
 
-    def resume(self, checkpoint: Checkpoint, history: list[Row]) -> None:
+    def resume(self, checkpoint: Stored, history: list[Row]) -> None:
         """Continue from a checkpoint; `history` is its whole history."""
         self._forget()
         for first, name, count in _listed(checkpoint):
@@ -209,7 +220,7 @@ def is_segment(name: str) -> bool:
     return name.startswith(f"{INDEX}/")
 
 
-def complete_state(checkpoint: Checkpoint) -> State:
+def complete_state(checkpoint: Stored) -> State:
     """The `trainer_state` of a checkpoint with its whole history."""
     state = checkpoint.shared(STATE)
     if not checkpoint.has(INDEX):
@@ -238,7 +249,7 @@ def checked_state(path: Path, state: Any) -> dict[str, Any]:
     return state
 
 
-def _listed(checkpoint: Checkpoint) -> list[tuple[int, str, int]]:
+def _listed(checkpoint: Stored) -> list[tuple[int, str, int]]:
     """Number of the first row, file and number of rows of each segment."""
     if not checkpoint.has(INDEX):
         return []
@@ -256,7 +267,7 @@ def _listed(checkpoint: Checkpoint) -> list[tuple[int, str, int]]:
     return listed
 
 
-def _read(checkpoint: Checkpoint, name: str, count: int) -> list[Row]:
+def _read(checkpoint: Stored, name: str, count: int) -> list[Row]:
     path, data = checkpoint.info.path / name, checkpoint.read_shared_file(name)
     # A line break within a text is written as \n, so each one here ends a row.
     rows = strict_json.parse(b"[" + data.rstrip(b"\n").replace(b"\n", b",") + b"]", str(path))
