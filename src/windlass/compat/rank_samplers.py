@@ -82,8 +82,8 @@ class ShardSampler(Sampler[int]):
             yield from positions[start : start + self.batch_size]
 
 
-class IterableDatasetShard(shards.IterableDatasetShard):
-    """The one of `windlass.data_loader`, which also seeds the `generator` of a dataset without `set_epoch`.
+class SeededStreamShard(shards.IterableDatasetShard):
+    """An `IterableDatasetShard` that also seeds the `generator` of a dataset without `set_epoch`.
 
     Args:
         seed: with the epoch, what the dataset's generator is seeded with, so that all processes draw the same.
@@ -106,6 +106,10 @@ class IterableDatasetShard(shards.IterableDatasetShard):
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.seed + self.epoch)
         return super().__iter__()
+
+
+# The name that scripts import; `windlass.data_loader` has the base class.
+IterableDatasetShard = SeededStreamShard
 
 
 class BatchRebalanceSampler(Sampler[list[int]]):
