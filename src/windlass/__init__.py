@@ -64,7 +64,7 @@ _HOMES = {
     "windlass.callbacks.notebook": ("NotebookProgressCallback",),
     "windlass.callbacks.metrics_log": ("MetricsLogCallback", "read_metrics"),
     "windlass.callbacks.report": ("ReportCallback",),
-    "windlass.data.collators": (
+    "windlass.data": (
         "DataCollatorForLanguageModeling", "DataCollatorForMultipleChoice",
         "DataCollatorForPermutationLanguageModeling", "DataCollatorForSeq2Seq", "DataCollatorForTokenClassification",
         "DataCollatorWithFlattening", "DataCollatorWithPadding", "DefaultDataCollator", "default_data_collator",

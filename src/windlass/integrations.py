@@ -4,7 +4,7 @@ from windlass.config.support_names import lazy_names
 
 __getattr__, __all__ = lazy_names(__name__, {
     "windlass.callbacks.progress": ("ProgressCallback",),
-    "windlass.compat.foreign_engines": ("is_deepspeed_zero3_enabled", "is_fsdp_managed_module"),
+    "windlass.compat.script_helpers": ("is_deepspeed_zero3_enabled", "is_fsdp_managed_module"),
     "windlass.compat.search_space": ("BestRun", "hp_params"),
     "windlass.compat.tracker_callbacks": (
         "ClearMLCallback", "CometCallback", "DVCLiveCallback", "INTEGRATION_TO_CALLBACK", "MLflowCallback",

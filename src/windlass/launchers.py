@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-    from windlass.dist.machines import Meeting
+    from windlass.dist.rendezvous import Meeting
 
 _BACKEND = "windlass"
 __getattr__ = loader_of(__name__, {}, WHY)
@@ -148,7 +148,7 @@ def _machine_problems(count: int, node_rank: int, num_nodes: int, backend: str) 
 
 def _alone() -> Meeting:
     """Return the rendezvous of one machine: a free port, so that two launches cannot meet by mistake."""
-    from windlass.dist.machines import Meeting
+    from windlass.dist.rendezvous import Meeting
 
     return Meeting("127.0.0.1", 0, 1, 0, True, uuid.uuid4().hex, 0)
 
@@ -160,7 +160,7 @@ def _meeting(
     can reach it and there is no token.
     """
     from windlass.dist.listening import can_listen
-    from windlass.dist.machines import DEFAULT_WAIT_SECONDS, Meeting
+    from windlass.dist.rendezvous import DEFAULT_WAIT_SECONDS, Meeting
 
     address, _, port = endpoint.rpartition(":")
     if not address or not port.isdecimal():

@@ -1,7 +1,6 @@
 """Re-exports of the old library: the state of this process (`windlass.compat.state`)."""
 
-from windlass.compat.loop_state import is_initialized
-from windlass.compat.state import AcceleratorState, GradientState, PartialState
+from windlass.compat.state import AcceleratorState, GradientState, PartialState, is_initialized
 from windlass.config.plugin_words import DistributedType
 from windlass.config.support_names import WHY
 from windlass.core.lazy import loader_of

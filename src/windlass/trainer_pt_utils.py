@@ -15,12 +15,13 @@ __getattr__, __all__ = lazy_names(__name__, {
     "windlass.compat.model_queries": (
         "get_model_param_count", "get_module_class_from_name", "get_parameter_names", "is_attention_mask_causal",
     ),
-    "windlass.compat.process_order": ("torch_distributed_zero_first",),
     "windlass.compat.rank_samplers": (
         "BatchRebalanceSampler", "DistributedSamplerWithLoop", "IterableDatasetShard", "ShardSampler",
         "get_dataloader_sampler",
     ),
-    "windlass.compat.script_helpers": ("reissue_pt_warnings", "set_rng_state_for_device"),
+    "windlass.compat.script_helpers": (
+        "reissue_pt_warnings", "set_rng_state_for_device", "torch_distributed_zero_first",
+    ),
     "windlass.compat.tensor_nests": (
         "EvalLoopContainer", "atleast_1d", "distributed_broadcast_scalars", "distributed_concat", "expand_like",
         "find_batch_size", "nested_concat", "nested_detach", "nested_gather", "nested_new_like", "nested_numpify",

@@ -9,15 +9,14 @@ __getattr__, __all__ = lazy_names(__name__, {
     ),
     "windlass.compat.fitting_batch": ("find_executable_batch_size",),
     "windlass.compat.memory_stages": ("TrainerMemoryTracker",),
-    "windlass.compat.metric_reports": ("speed_metrics",),
+    "windlass.metrics.speed": ("speed_metrics",),
     "windlass.compat.model_queries": (
         "align_special_tokens", "check_target_module_exists", "is_peft_model", "unwrap_peft_model",
         "validate_quantization_for_training",
     ),
-    "windlass.compat.process_order": ("is_main_process", "total_processes_number"),
     "windlass.compat.script_helpers": (
-        "FSDPOption", "RemoveColumnsCollator", "has_length", "number_of_arguments", "seed_worker",
-        "suppress_progress_bars",
+        "FSDPOption", "RemoveColumnsCollator", "has_length", "is_main_process", "number_of_arguments", "seed_worker",
+        "suppress_progress_bars", "total_processes_number",
     ),
     "windlass.compat.search_space": (
         "BestRun", "HPSearchBackend", "default_compute_objective", "default_hp_space_optuna", "default_hp_space_ray",

@@ -4,8 +4,7 @@ from windlass.config.support_names import lazy_names
 
 __getattr__, __all__ = lazy_names(__name__, {
     "windlass.compat.state": ("AcceleratorState", "PartialState"),
-    "windlass.compat.script_helpers": ("FSDPOption", "str_to_bool"),
-    "windlass.compat.verbosity": ("log_levels", "trainer_log_levels"),
+    "windlass.compat.script_helpers": ("FSDPOption", "log_levels", "str_to_bool", "trainer_log_levels"),
     "windlass.config.accelerator_config": ("AcceleratorConfig",),
     "windlass.config.arguments": ("TrainingArguments",),
     "windlass.config.enums": (

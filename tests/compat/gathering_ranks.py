@@ -12,7 +12,7 @@ from transformers import trainer_pt_utils as reference
 from transformers.training_args import ParallelMode as TheirMode
 
 from windlass import PartialState
-from windlass.compat import process_order, tensor_nests
+from windlass.compat import script_helpers, tensor_nests
 from windlass.config.enums import ParallelMode
 
 
@@ -28,9 +28,9 @@ def main() -> None:
     assert tensor_nests.nested_gather(nest, ParallelMode.NOT_PARALLEL) is nest
     numbers = tensor_nests.distributed_broadcast_scalars([rank, rank + 0.5], 3, device="cpu")
     assert_same(numbers, reference.distributed_broadcast_scalars([rank, rank + 0.5], 3, device="cpu"))
-    assert process_order.total_processes_number(rank) == 2
+    assert script_helpers.total_processes_number(rank) == 2
 
-    with process_order.torch_distributed_zero_first(rank):
+    with script_helpers.torch_distributed_zero_first(rank):
         made = Path(sys.argv[1], "made-by-the-first")
         if rank == 0:
             made.touch()

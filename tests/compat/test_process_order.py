@@ -1,9 +1,11 @@
+"""The order of processes, by their local ranks."""
+
 from __future__ import annotations
 
 import pytest
 from transformers import trainer_utils as reference
 
-from windlass.compat import process_order as ours
+from windlass.compat import script_helpers as ours
 
 
 @pytest.mark.parametrize("rank", [-1, 0, 1, 3])

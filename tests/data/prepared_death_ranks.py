@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from windlass.config.plugins import DataLoaderConfiguration
 from windlass.core.world import world_from_environment
-from windlass.data.prepare_loader import LoaderOptions, prepare_loader
+from windlass.data.prepare_loader import prepare_loader
 from windlass.dist.gang import join
 
 DISPATCHED = sys.argv[1] == "dispatched"
@@ -33,7 +34,7 @@ def main() -> None:
         world=world.size,
         rank=world.rank,
         device=cpu,
-        options=LoaderOptions(dispatch_batches=DISPATCHED),
+        options=DataLoaderConfiguration(dispatch_batches=DISPATCHED),
         gang=join(world, cpu),
     )
     try:

@@ -13,9 +13,10 @@ from datasets import IterableDataset as HubStream
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from windlass.config.plugins import DataLoaderConfiguration
 from windlass.core.errors import ConfigError, DataError
 from windlass.core.world import world_from_environment
-from windlass.data.prepare_loader import LoaderOptions, prepare_loader
+from windlass.data.prepare_loader import prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist.gang import Gang, join, leave
 
@@ -88,7 +89,7 @@ class Unseeded(Sampler[int]):
 
 def prepare(gang: Gang, loader: DataLoader[Any], **options: Any) -> PreparedLoader:
     return prepare_loader(
-        loader, world=SIZE, rank=RANK, device=CPU, options=LoaderOptions(**options), gang=gang
+        loader, world=SIZE, rank=RANK, device=CPU, options=DataLoaderConfiguration(**options), gang=gang
     )
 
 

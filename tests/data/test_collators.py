@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from windlass import data as ours
 from windlass.core.errors import DataError
-from windlass.data import collators as ours
 
 theirs = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

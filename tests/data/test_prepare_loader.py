@@ -13,8 +13,9 @@ from tests.data.cases import Augmented, Numbers
 from tests.dist.launch import launch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
+from windlass.config.plugins import DataLoaderConfiguration
 from windlass.core.errors import DataError
-from windlass.data.prepare_loader import LoaderOptions, prepare_loader
+from windlass.data.prepare_loader import prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist.gang import Gang
 
@@ -24,7 +25,7 @@ Make = Any
 def prepare(loader: DataLoader[Any], world: int = 1, rank: int = 0, **options: Any) -> PreparedLoader:
     torch.manual_seed(5)
     return prepare_loader(
-        loader, world=world, rank=rank, device=None, options=LoaderOptions(**options), gang=Gang()
+        loader, world=world, rank=rank, device=None, options=DataLoaderConfiguration(**options), gang=Gang()
     )
 
 
@@ -98,7 +99,9 @@ def test_the_seed_decides_the_order_and_every_pass_has_its_own() -> None:
     def order(seed: int) -> list[list[int]]:
         torch.manual_seed(seed)
         loader = DataLoader(Numbers(30), batch_size=30, shuffle=True)
-        prepared = prepare_loader(loader, world=1, rank=0, device=None, options=LoaderOptions(), gang=Gang())
+        prepared = prepare_loader(
+            loader, world=1, rank=0, device=None, options=DataLoaderConfiguration(), gang=Gang()
+        )
         return [next(iter(prepared)).tolist(), *(batch.tolist() for batch in prepared)]
 
     assert order(1) == order(1)
@@ -204,7 +207,9 @@ def test_what_a_loader_says_of_itself() -> None:
 def test_batches_are_put_on_the_device_with_their_containers() -> None:
     loader = DataLoader(Augmented(4), batch_size=2)
     meta = torch.device("meta")
-    prepared = prepare_loader(loader, world=1, rank=0, device=meta, options=LoaderOptions(), gang=Gang())
+    prepared = prepare_loader(
+        loader, world=1, rank=0, device=meta, options=DataLoaderConfiguration(), gang=Gang()
+    )
     assert all(batch["x"].device == meta for batch in prepared)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from windlass.data.prepare_loader import LoaderOptions, prepare_loader
+from windlass.config.plugins import DataLoaderConfiguration
+from windlass.data.prepare_loader import prepare_loader
 from windlass.data.samplers import SeedableRandomSampler
 from windlass.dist.gang import Gang
 
@@ -35,7 +36,7 @@ def test_a_prepared_loader_shuffles_as_accelerate_does(seed: int | None) -> None
         torch.manual_seed(3)
         return DataLoader(list(range(20)), batch_size=4, shuffle=True)  # type: ignore[arg-type]
 
-    options = LoaderOptions(use_seedable_sampler=True, data_seed=seed)
+    options = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed)
     mine = prepare_loader(make(), world=1, rank=0, device=None, options=options, gang=Gang())
     theirs = peer.prepare_data_loader(make(), use_seedable_sampler=True, data_seed=seed)
     assert passes(mine) == passes(theirs)
@@ -43,7 +44,7 @@ def test_a_prepared_loader_shuffles_as_accelerate_does(seed: int | None) -> None
 
 def test_a_checkpoint_brings_its_seed() -> None:
     def make(seed: int) -> Any:
-        options = LoaderOptions(use_seedable_sampler=True, data_seed=seed)
+        options = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed)
         loader = DataLoader(list(range(20)), batch_size=20, shuffle=True)  # type: ignore[arg-type]
         return prepare_loader(loader, world=1, rank=0, device=None, options=options, gang=Gang())
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -68,6 +69,23 @@ def test_workers_give_the_same_bits(options: dict[str, Any]) -> None:
         for one, other in zip(here.groups(), there.groups(), strict=True):
             assert (one.ids, one.filler, one.position) == (other.ids, other.filler, other.position)
             assert all(torch.equal(a["x"], b["x"]) for a, b in zip(one.batches, other.batches, strict=True))
+
+
+def test_lasting_workers_of_private_passes_follow_another_seed() -> None:
+    loader = train_loader(Stream(Augmented(6)), 2, collate=None, workers=1, persistent_workers=True)
+    list(loader)
+    loader.load_state_dict({"seed": 7, "epoch": 0, "consumed": 0})
+    fresh = train_loader(Stream(Augmented(6)), 2, collate=None, seed=7)
+    assert all(torch.equal(a["x"], b["x"]) for a, b in zip(loader, fresh, strict=True))
+
+
+def test_a_copy_starts_workers_of_its_own() -> None:
+    loader = train_loader(Stream(Numbers(6)), 2, workers=1, persistent_workers=True)
+    begun = loader.groups()
+    first, evaluated = next(begun), list(loader)
+    copied = copy.deepcopy(loader)
+    assert list(copied) == evaluated
+    assert [group.ids for group in copied.groups()] == [group.ids for group in begun] != first.ids
 
 
 def test_randomness_belongs_to_the_sample(untouched_generators: None) -> None:

@@ -9,8 +9,8 @@ from tests.dist.launch import end_of
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from windlass.dist.listening import address_towards, can_listen
-from windlass.dist.machines import Meeting, UnreachableError, meet, wait_until_reachable
-from windlass.dist.rendezvous import MeetingError
+from windlass.dist.machines import UnreachableError, meet, wait_until_reachable
+from windlass.dist.rendezvous import Meeting, MeetingError
 
 TOKEN = "a-secret-of-this-test"
 

@@ -18,8 +18,8 @@ from tests.cli.launching.machines import free_port
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from windlass.dist.machines import Meeting, meet
-from windlass.dist.rendezvous import Machines, MeetingError
+from windlass.dist.machines import meet
+from windlass.dist.rendezvous import Machines, Meeting, MeetingError
 from windlass.dist.signed_store import ForgedValueError, SignedStore
 
 TOKEN = "what-only-this-job-knows"

@@ -15,7 +15,7 @@ import transformers
 from tests.finetuning.tiny import END, PAD, encoder_decoder, pairs, settings, tokenizer
 
 from windlass import ConfigError, ModelError, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
-from windlass.data.collators import DataCollatorForSeq2Seq
+from windlass.data.collate_pad import DataCollatorForSeq2Seq
 
 
 def exact_share(prediction: Any) -> dict[str, float]:

@@ -13,7 +13,8 @@ from tests.trainer.test_losses import samples, trainer_for
 from torch.utils.data import DataLoader, IterableDataset
 
 from windlass import Trainer
-from windlass.data.prepare_loader import LoaderOptions, prepare_loader
+from windlass.config.plugins import DataLoaderConfiguration
+from windlass.data.prepare_loader import prepare_loader
 from windlass.dist.gang import current
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -156,7 +157,7 @@ def failed_evaluations(folder: Path) -> list[list[str]]:
                 data: Any = Stream() if dispatch else OwnPart()
                 loader = prepare_loader(
                     DataLoader(data, batch_size=1), world=WORLD, rank=RANK, device=None,
-                    options=LoaderOptions(dispatch_batches=dispatch), gang=current(),
+                    options=DataLoaderConfiguration(dispatch_batches=dispatch), gang=current(),
                 )  # fmt: skip
                 try:
                     trainer.evaluation_loop(loader, "Evaluation")

@@ -17,9 +17,9 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import customizes_state
 from windlass.core.types import Stateful
 from windlass.data.prepared_loader import PreparedLoader
-from windlass.engine.executors import executor_for
 from windlass.engine.fused import FusedExecutor
 from windlass.engine.native import NativeExecutor
+from windlass.engine.recorded import executor_for
 from windlass.optim.per_parameter import updates_in_backward
 from windlass.precision.scaler import Scaler
 from windlass.transforms.alone import Alone

@@ -26,7 +26,7 @@ from windlass.config.deepspeed import stage_of
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import INFO, WARNING, get_logger, warn_once
-from windlass.data.prepare_loader import LoaderOptions, prepare_loader
+from windlass.data.prepare_loader import prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import start_timeout
 from windlass.optim.resolution import warn_of_lost_updates
@@ -324,26 +324,16 @@ class Preparer:
         Raises:
             ConfigError, DataError: the loader does not support the settings.
         """
-        config = self._settings.loader
         place = self._settings.device_placement if device_placement is None else device_placement
-        options = LoaderOptions(
-            split_batches=config.split_batches,
-            dispatch_batches=config.dispatch_batches,
-            even_batches=config.even_batches,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
-            worker_start_timeout=start_timeout(os.environ),
-            slice_fn=slice_fn_for_dispatch,
-        )
         loader = prepare_loader(
             data_loader,
             world=self._gang.size,
             rank=self._gang.rank,
             device=self._setup.device if place else None,
-            options=options,
+            options=self._settings.loader,
             gang=self._gang,
+            start_timeout=start_timeout(os.environ),
+            slice_fn=slice_fn_for_dispatch,
         )
         loader.follower = self._accumulation
         if self._engine.saves_state and not any(loader is known for known in self._prepared.loaders):

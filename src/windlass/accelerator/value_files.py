@@ -11,7 +11,6 @@ from torch import Tensor
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.codec import decode, encode
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import open_tensors, write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger, warn_once
@@ -70,7 +69,7 @@ def _save_tensors(path: Path, tensors: Any) -> None:
     if not isinstance(tensors, Mapping) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise CheckpointError(f"{path.name} holds a dict of tensors; end the name in .json for anything else")
     files = Files()
-    with replacing(path, files) as new:
+    with files.replacing(path) as new:
         write_tensors(new, dict(tensors), {"format": "pt"}, files=files)
 
 
@@ -78,9 +77,9 @@ def _save_nest(path: Path, values: Any) -> None:
     files = Files()
     tree, found = encode(values)
     if found:
-        with replacing(path.with_suffix(_TENSORS), files) as new:
+        with files.replacing(path.with_suffix(_TENSORS)) as new:
             write_tensors(new, found, files=files)
-    with replacing(path, files) as new:
+    with files.replacing(path) as new:
         files.write(new, [strict_json.dump(tree, path.name)])
 
 

@@ -14,8 +14,8 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.dist.gang import Gang
 from windlass.engine.executor import Executor
-from windlass.engine.executors import executor_for
 from windlass.engine.fused import FusedExecutor
+from windlass.engine.recorded import executor_for
 from windlass.optim.per_parameter import PerParameterOptimizer
 from windlass.optim.resolution import warn_of_lost_updates
 from windlass.optim.schedule import Schedule, as_schedule

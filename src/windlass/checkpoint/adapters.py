@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.deferred import TensorSource, read_run
+from windlass.checkpoint.deferred import read_held
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import canonical_names, counted
 from windlass.checkpoint.tensor_file import open_tensors
@@ -26,8 +26,7 @@ from windlass.core.module_state import full_state_dict, state_was_loaded, values
 from windlass.core.optional import require
 from windlass.core.tensors import address
 from windlass.core.types import State
-from windlass.dist.flat import FlatParts
-from windlass.dist.sharded import local, part, whole
+from windlass.dist.sharded import local, whole
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -231,18 +230,11 @@ def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: F
             _check_base(folder, base, adapter)
         with torch.no_grad():
             for name, stored in adapter.names.items():
-                local(state[name]).copy_(_part_of(state[name], file, stored))
+                local(state[name]).copy_(read_held(file, stored, state[name]))
     state_was_loaded(model)
     with torch.no_grad():
         for name, value in (base or {"buffers": {}})["buffers"].items():
             state[name].copy_(value)
-
-
-def _part_of(tensor: Tensor, file: TensorSource, stored: str) -> Tensor:
-    """What this rank holds of a stored tensor, if it holds of it what it holds of `tensor`."""
-    if isinstance(tensor, FlatParts):
-        return read_run(file, stored, tensor.start, tensor.mine.numel())
-    return file.read(stored, part(tensor))
 
 
 def _check_base(folder: Path, base: State, adapter: Adapter) -> None:

@@ -58,6 +58,8 @@ def encode(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 def state_bytes(state: Any, depth: int = 0) -> int:
     """Bytes of the tensors and arrays of a state, unchecked."""
+    if isinstance(state, Encoded):
+        state = list(state.tensors.values())
     if isinstance(state, Tensor):
         return nbytes(state)
     if isinstance(state, np.ndarray):
@@ -135,9 +137,8 @@ class _Encoder:
             raise CheckpointError(
                 f"state {_show(path)} is a numpy value of dtype {value.dtype}; it cannot be saved"
             )
-        array = np.array(
-            value, dtype=value.dtype.newbyteorder("="), order="C"
-        )  # torch knows native bytes only
+        # Torch knows native bytes only.
+        array = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
         tree = self._tensor("$array", torch.from_numpy(array), path)
         return tree | {"scalar": True} if isinstance(value, np.generic) else tree
 

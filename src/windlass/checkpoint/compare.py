@@ -69,13 +69,10 @@ _Opener = Callable[[Folder], AbstractContextManager[StoredTensors] | None]
 
 def _tensor_groups(first: Folder, second: Folder) -> Iterator[tuple[str, _Opener]]:
     yield "model", open_weights
-    yield OPTIMIZER, lambda folder: open_optimizer(folder) if _has_optimizer(folder) else None
+    optimizer = {f"{OPTIMIZER}.safetensors", index_name(OPTIMIZER)}
+    yield OPTIMIZER, lambda folder: open_optimizer(folder) if optimizer & folder.names else None
     for name in sorted({*state_files(first), *state_files(second)}):
         yield name, lambda folder, name=name: open_state_file(folder, name) if name in folder else None  # type: ignore[misc]
-
-
-def _has_optimizer(folder: Folder) -> bool:
-    return f"{OPTIMIZER}.safetensors" in folder or index_name(OPTIMIZER) in folder
 
 
 def _compare_groups(found: Comparison, where: str, opener: _Opener, first: Folder, second: Folder) -> None:
@@ -146,9 +143,7 @@ def _entry(folder: Folder, name: str) -> FileEntry:
 
 def _values(folder: Folder, name: str) -> dict[str, str]:
     """The plain values of a JSON tree, as text, by their path."""
-    path = folder.path / name
-    tree = strict_json.read(path, folder.files)
-    return dict(_leaves(tree, ()))
+    return dict(_leaves(strict_json.read(folder.path / name, folder.files), ()))
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:

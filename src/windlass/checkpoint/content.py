@@ -57,14 +57,14 @@ class Content:
         states = [*self.shared.values(), self.per_rank]
         tensors = [tensor for part in self.parts for tensor in part.tensors.values()]
         return (
-            sum(map(_state_bytes, states))
+            sum(map(state_bytes, states))
             + sum(map(nbytes, tensors))
             + sum(map(weights_bytes, self.weights.values()))
         )
 
     def disk_bytes(self, writers: int) -> int:
         """Estimated bytes of the checkpoint on a disk to which `writers` ranks write as much as this one."""
-        own = _state_bytes(self.per_rank) + sum(
+        own = state_bytes(self.per_rank) + sum(
             nbytes(t) for part in self.parts for t in part.tensors.values()
         )
         shared = self.tensor_bytes() - own + (0 if self.history is None else self.history.new_bytes())
@@ -113,7 +113,3 @@ class Content:
 def _last_file(name: str, tensors: Mapping[str, Any]) -> str:
     """The name of the file that is written last of these weights."""
     return f"{name.rpartition(WEIGHTS_NAME)[0]}{SPLIT_INDEX_NAME}" if is_split(name, tensors) else name
-
-
-def _state_bytes(state: State | Encoded) -> int:
-    return sum(map(nbytes, state.tensors.values())) if isinstance(state, Encoded) else state_bytes(state)

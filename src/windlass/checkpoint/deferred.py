@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import CheckpointError
-from windlass.dist.sharded import Part
+from windlass.dist.flat import FlatParts
+from windlass.dist.sharded import Part, part
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,13 @@ class Deferred:
 
     def read(self, wanted: Part | None = None) -> Tensor:
         return self.source.read(self.name, wanted)
+
+
+def read_held(source: TensorSource, name: str, like: Tensor) -> Tensor:
+    """What this rank holds of a stored tensor, if it holds of it what it holds of `like`."""
+    if isinstance(like, FlatParts):
+        return read_run(source, name, like.start, like.mine.numel())
+    return source.read(name, part(like))
 
 
 def read_run(source: TensorSource, name: str, start: int, length: int) -> Tensor:

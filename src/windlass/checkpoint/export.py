@@ -22,8 +22,7 @@ from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from windlass.checkpoint.deferred import Shaped
 from windlass.checkpoint.files import CHUNK, FileEntry, Files
 from windlass.checkpoint.manifest import MANIFEST_NAME
-from windlass.checkpoint.replacing import replacing
-from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME, stream_split, with_aliases
+from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME, stream_split
 from windlass.checkpoint.stored import (
     Folder,
     StoredTensors,
@@ -32,7 +31,7 @@ from windlass.checkpoint.stored import (
     open_weights,
 )
 from windlass.checkpoint.tensor_file import stream_tensors
-from windlass.checkpoint.weights import WEIGHTS_NAME
+from windlass.checkpoint.weights import WEIGHTS_NAME, with_aliases
 from windlass.core.errors import CheckpointError
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes of tensors
@@ -89,7 +88,7 @@ def export_file(
     if target.exists() and not options.force:
         raise CheckpointError(f"{target} is there already; name another, or replace it with --force")
     files.ensure_folder(target.parent)
-    with replacing(target, files) as new, _converted(source, options) as (tensors, shaped, read):
+    with files.replacing(target) as new, _converted(source, options) as (tensors, shaped, read):
         metadata = with_aliases({"format": "pt"}, tensors.aliases)
         entry = stream_tensors(new, shaped, read, metadata, files=files)
     files.sync_folder(target.parent)

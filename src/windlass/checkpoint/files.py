@@ -170,6 +170,22 @@ class Files:
         self.before("rename", source)
         os.replace(source, target)
 
+    @contextlib.contextmanager
+    def replacing(self, path: Path) -> Iterator[Path]:
+        """A temporary name, which is renamed to `path` after the body, or removed after an error: the old file exists
+        until the new one is complete. A leftover of an interrupted process is removed before.
+        """
+        new = path.with_name("tmp-" + path.name)
+        if new.exists():
+            self.remove_file(new)
+        try:
+            yield new
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.remove_file(new)
+            raise
+        self.rename(new, path)
+
     def link(self, source: Path, target: Path) -> None:
         """Give a file a second name, which must not exist yet."""
         self.before("link", target)
@@ -272,12 +288,8 @@ def fingerprint(file: FileIO) -> Fingerprint:
 
 
 def _digest(file: FileIO) -> FileEntry:
-    digest, size = hashlib.sha256(), 0
-    buffer = memoryview(bytearray(1 << 20))
-    while count := file.readinto(buffer):
-        digest.update(buffer[:count])
-        size += count
-    return FileEntry(size, digest.hexdigest())
+    digest = hashlib.file_digest(file, "sha256")
+    return FileEntry(file.tell(), digest.hexdigest())
 
 
 def _pieces(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:

@@ -1,14 +1,12 @@
-"""Checkpoints of other programs: what a run needs of one, and which module reads which format.
-
-No format is known here. The modules that know one are listed by name and imported once such a file is found.
-"""
+"""Checkpoints of other programs: what a run needs of one. The modules that know a format are imported by name."""
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,10 +20,8 @@ from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.types import State
 
-# Each of these modules is a `CheckpointFormat`.
-FORMATS = ("windlass.compat.transformers_checkpoint",)
-# Each of these knows a format that is not read: `explain(folder)` names it and the fix, or returns None.
-NOT_READ = ("windlass.compat.accelerate_state",)
+# The format that is read, and one that is only explained: modules of a higher floor, imported once they are needed.
+_READ, _EXPLAINED = "windlass.compat.transformers_checkpoint", "windlass.compat.accelerate_state"
 _logger = get_logger(__name__)
 
 
@@ -85,35 +81,21 @@ class ForeignCheckpoint(Checkpoint, ABC):
         """Return the state of the loss scaler as `precision.scaler.LossScaler` takes it, empty if none was saved."""
 
 
-class CheckpointFormat(Protocol):
-    """What a module in `FORMATS` has."""
-
-    WRITER: str
-
-    def is_of_format(self, folder: Path) -> bool:
-        """Return True if `folder` looks like a checkpoint of this format."""
-        ...
-
-    def open_checkpoint(self, folder: Path, files: Files) -> ForeignCheckpoint:
-        """Open a checkpoint and check that its files are complete, without loading tensors."""
-        ...
-
-
-def format_of(folder: Path) -> CheckpointFormat | None:
-    """The format of a checkpoint that another program wrote, None for any other folder."""
+def format_of(folder: Path) -> ModuleType | None:
+    """The module that reads the checkpoint of another program in `folder`, None for any other folder."""
     if (folder / MANIFEST_NAME).exists():
         return None
-    formats = (cast(CheckpointFormat, importlib.import_module(name)) for name in FORMATS)
-    return next((known for known in formats if known.is_of_format(folder)), None)
+    known = importlib.import_module(_READ)
+    return known if known.is_of_format(folder) else None
 
 
 def explain_unread(folder: Path) -> str | None:
     """Who wrote a folder that cannot be read, and what to do; None if that is not known."""
-    explained = (importlib.import_module(name).explain(folder) for name in NOT_READ)
-    return next((text for text in explained if text is not None), None)
+    explained: str | None = importlib.import_module(_EXPLAINED).explain(folder)
+    return explained
 
 
-def open_foreign(folder: Path, files: Files | None = None) -> ForeignCheckpoint:
+def open_foreign(folder: Path) -> ForeignCheckpoint:
     """Open the checkpoint of another program.
 
     Raises:
@@ -122,7 +104,8 @@ def open_foreign(folder: Path, files: Files | None = None) -> ForeignCheckpoint:
     found = format_of(folder)
     if found is None:
         raise CheckpointError(f"{folder} is not a checkpoint of a known format")
-    return found.open_checkpoint(folder, files or Files())
+    opened: ForeignCheckpoint = found.open_checkpoint(folder, Files())
+    return opened
 
 
 def find_foreign(store: Store, which: Literal[True] | str | Path) -> Path | None:

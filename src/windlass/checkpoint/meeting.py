@@ -57,7 +57,7 @@ def _at(store: Store, path: Path) -> CheckpointInfo | None:
 def _newest_on_all(store: Store) -> CheckpointInfo | None:
     paths = {info.order: info.path for info in store.committed()} if store.is_writer else {}
     told = [orders for orders in store.gather(list(paths) if store.is_writer else None) if orders is not None]
-    of_nodes = [{(serial, step) for serial, step in orders} for orders in told]
+    of_nodes = [set(orders) for orders in told]
     reasons = []
     for order in sorted(set[_Order]().union(*of_nodes), reverse=True):
         absent = [str(node) for node, orders in enumerate(of_nodes) if order not in orders]
@@ -80,21 +80,16 @@ def _newest_on_all(store: Store) -> CheckpointInfo | None:
 
 def _verify(store: Store, path: Path | None) -> tuple[CheckpointInfo | None, list[_Found]]:
     """Verify `path` on the writer rank of each disk; return the checkpoint of this one, and what all found."""
-    info, answer = None, None
+    info, answer = None, tuple[Any, ...]()
     if store.is_writer:
         assert path is not None
         node = store.disks.node
         try:
             info = store.verify(path)
-            answer = [node, list(info.order), info.nodes, list(info.held), None]
+            answer = node, info.order, info.nodes, info.held, None
         except CheckpointError as error:
-            answer = [node, [0, 0], 1, [0], str(error)]
-    return info, [_found(values) for values in store.gather(answer) if values is not None]
-
-
-def _found(values: list[Any]) -> _Found:
-    node, (serial, step), nodes, held, problem = values
-    return _Found(node, (serial, step), nodes, tuple(held), problem)
+            answer = node, (0, 0), 1, (0,), str(error)
+    return info, [_Found(*values) for values in store.gather(answer) if values]
 
 
 def _problems(found: list[_Found]) -> list[str]:

@@ -28,7 +28,7 @@ from windlass.dist.sharded import (
 # Options of the implementation, which do not change results: the present ones are kept.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _PART = (
-    "windlass.part"  # key of a mark in the place of a tensor that ranks wrote in parts; the value is its name
+    "windlass.part"  # key of a mark in the place of a tensor that ranks wrote in parts; its value is the name
 )
 
 

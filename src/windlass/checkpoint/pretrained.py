@@ -84,11 +84,10 @@ class FileLayout:
         """The tensors of `select` as they are written, by their names in the file. Where tensors are split or joined,
         these are copies.
         """
-        loading = _core_loading()
-        if loading is None or not self._can_be_loaded(state):
+        if not self._can_be_loaded(state):
             return dict(state)
         plain = {name: value.detach() for name, value in state.items() if is_plain(value)}
-        written: dict[str, Tensor] = loading.revert_weight_conversion(self._model, plain)
+        written: dict[str, Tensor] = _core_loading().revert_weight_conversion(self._model, plain)
         return {**written, **{name: value for name, value in state.items() if name not in plain}}
 
     def _can_be_loaded(self, state: Mapping[str, Tensor]) -> bool:
@@ -106,10 +105,8 @@ class FileLayout:
         return self._is_invertible
 
     def _comes_back(self, shaped: Mapping[str, Shaped]) -> bool:
-        loading = _core_loading()
-        assert loading is not None
-        state = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in shaped.items()}
-        written = loading.revert_weight_conversion(self._model, dict(state))
+        state = {name: _empty(one) for name, one in shaped.items()}
+        written = _core_loading().revert_weight_conversion(self._model, state)
         groups = _find_groups(self._model, list(written), shaped.keys())
         return groups is not None and _shapes_of(groups, written.__getitem__) == dict(shaped)
 
@@ -155,7 +152,7 @@ def by_names_in_memory(source: TensorSource, wanted: AbstractSet[str], model: nn
     Args:
         wanted: the canonical names of the model's tensors.
     """
-    if _core_loading() is None or not is_pretrained(model) or set(source.names) <= wanted:
+    if not is_pretrained(model) or set(source.names) <= wanted:
         return source
     groups = _find_groups(model, source.names, wanted)
     return source if groups is None else ConvertedTensors(source, groups)
@@ -227,7 +224,6 @@ def _grouped(
     model: Any, names: Sequence[str], wanted: AbstractSet[str], mapping: Sequence[Any]
 ) -> list[_Group]:
     loading = _core_loading()
-    assert loading is not None
     mapping = copy.deepcopy(list(mapping))  # some note what they matched
     renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
@@ -244,10 +240,8 @@ def _grouped(
 
 def _mappings(model: Any) -> list[list[Any]]:
     """The conversions that it may have been saved with: those it was loaded with, and those of its class."""
-    loading, known = _core_loading(), _module("conversion_mapping")
-    assert loading is not None
-    of_class = known.get_model_conversion_mapping(model, add_legacy=False) or []
-    plain = [one for one in of_class if not isinstance(one, loading.PrefixChange)]
+    of_class = _module("conversion_mapping").get_model_conversion_mapping(model, add_legacy=False) or []
+    plain = [one for one in of_class if not isinstance(one, _core_loading().PrefixChange)]
     loaded_with = getattr(model, "_weight_conversions", None) or []
     return [list(loaded_with), plain, list(of_class)]
 
@@ -272,14 +266,9 @@ def _pretrained_class() -> Any:
     return getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
 
-def _core_loading() -> ModuleType | None:
-    """The module that converts names; None before transformers 5, whose files have the names in memory."""
-    if _pretrained_class() is None:
-        return None
-    try:
-        return importlib.import_module("transformers.core_model_loading")
-    except ImportError:
-        return None
+def _core_loading() -> ModuleType:
+    """The module that converts names."""
+    return _module("core_model_loading")
 
 
 def _module(name: str) -> ModuleType:

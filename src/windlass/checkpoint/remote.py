@@ -24,7 +24,6 @@ from windlass.checkpoint.manifest import (
     node_manifest_name,
     parse_manifest,
 )
-from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.staged import folder_pattern, set_aside
 from windlass.core.errors import CheckpointError, ConfigError, MissingDependencyError, Problem
 from windlass.core.locations import scheme_of
@@ -385,5 +384,5 @@ class Mirror:
         """Download a file of the run, if it exists."""
         if self._loose is None or not self._loose.has(name):
             return
-        with replacing(self.root / name, files) as new:
+        with files.replacing(self.root / name) as new:
             files.write(new, self._loose.chunks(name))

@@ -43,7 +43,8 @@ def _check_own_loading(module: nn.Module) -> None:
     state = {name: _copied(value) for name, value in state_of(module).items()}
     try:
         for tensor in trained.values():
-            _invert(tensor)
+            # Another value in every element.
+            tensor.copy_(bits_of(tensor).bitwise_not().view(tensor.dtype).view(tensor.shape))
         hand_over(_WHAT, module, state)
         lost = [name for name, tensor in trained.items() if not same_bits(tensor, before[name])]
     finally:
@@ -65,9 +66,3 @@ def _copied(value: Any) -> Any:
     return on_device_of(
         value, decode(tree, {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()})
     )
-
-
-def _invert(tensor: Tensor) -> None:
-    """Change the value of every element."""
-    inverted = bits_of(tensor).bitwise_not()
-    tensor.copy_(inverted.view(tensor.dtype).view(tensor.shape))

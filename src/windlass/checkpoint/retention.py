@@ -47,19 +47,13 @@ def surplus(
     if policy.keeps_all:
         kept |= {info.path for info in permanent}
     elif (policy.limit or 0) > 0:
-        _fill(kept, permanent, policy.limit or 0)
+        others = [info.path for info in permanent if info.path not in kept]
+        room = (policy.limit or 0) - (len(permanent) - len(others))
+        kept.update(others[-room:] if room > 0 else [])
     else:
         kept |= {info.path for info in permanent[-(policy.last or 1) :]}
         kept |= {info.path for info in best_of(permanent, policy.best or 0, policy.greater_is_better)}
     return [info for info in whole if info.path not in kept]
-
-
-def _fill(kept: set[Path], permanent: list[CheckpointInfo], limit: int) -> None:
-    """Add the newest, up to `limit` in all."""
-    room = limit - sum(info.path in kept for info in permanent)
-    others = [info.path for info in permanent if info.path not in kept]
-    if room > 0:
-        kept.update(others[-room:])
 
 
 def best_of(whole: list[CheckpointInfo], count: int, greater_is_better: bool) -> list[CheckpointInfo]:

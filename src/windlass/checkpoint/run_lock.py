@@ -39,6 +39,7 @@ from windlass.core.errors import WindlassError
 from windlass.core.logs import get_logger
 from windlass.core.plain_text import parse_json
 from windlass.core.process_identity import ProcessIdentity
+from windlass.core.redact import redact_command
 
 if sys.platform != "win32":
     import fcntl
@@ -98,11 +99,11 @@ class RunLock:
             found = _read(self.path)
             if found is not None and found.token == self.token:
                 return
-            self._let_go()  # the folder was removed, or another run took the lock over
+            self.forget()  # the folder was removed, or another run took the lock over
         try:
             self._claim()
         except BaseException:
-            self._let_go()
+            self.forget()
             raise
         _keep_beating()
 
@@ -113,7 +114,7 @@ class RunLock:
         found = None
         with contextlib.suppress(OSError):
             found = _read(self.path)
-        self._let_go()
+        self.forget()
         if found is not None and found.token == self.token:
             with contextlib.suppress(OSError):
                 self.path.unlink()
@@ -128,14 +129,15 @@ class RunLock:
 
         threading.Thread(target=release, name="windlass-run-lock-release", daemon=True).start()
 
-    def _let_go(self) -> None:
+    def forget(self) -> None:
+        """Close the file and leave it; in a forked child it would keep the system's lock after the parent's death."""
         # First: after an interrupt the file may be left, which this process knows to be free.
         _held.pop(self.token, None)
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
 
-    __del__ = _let_go
+    __del__ = forget
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -144,10 +146,6 @@ class RunLock:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def forget(self) -> None:
-        """Close the file in a forked child, which would keep the system's lock after the death of its parent."""
-        self._let_go()
-
     # --- acquiring it
 
     def _claim(self) -> None:
@@ -155,7 +153,9 @@ class RunLock:
         while not (self._create(path) and self._moves_up(path, passed)):
             dead = None if self.held else _wait_for_end(path)
             if dead is None:  # released or taken over meanwhile: start again
-                self._abandon(path)
+                if self.held:
+                    self.forget()
+                    path.unlink(missing_ok=True)
                 path, passed = self.path, []
             else:
                 passed.append(dead)
@@ -180,7 +180,7 @@ class RunLock:
 
     def _create(self, path: Path) -> bool:
         """Create the file with the record of this process; return False if it exists."""
-        _held[self.token] = weakref.ref(self)
+        _held[self.token] = self
         try:
             file = self._file = FileIO(path, "x+")
         except FileExistsError:
@@ -213,11 +213,6 @@ class RunLock:
             place = self._claim_to(dead)
         return place == path
 
-    def _abandon(self, path: Path) -> None:
-        if self.held:
-            self._let_go()
-            path.unlink(missing_ok=True)
-
     # --- holding it
 
     def beat(self) -> None:
@@ -231,7 +226,7 @@ class RunLock:
 
 
 # By token: this shows if a lock of this process is held, not the system's lock.
-_held: dict[str, weakref.ref[RunLock]] = {}
+_held: weakref.WeakValueDictionary[str, RunLock] = weakref.WeakValueDictionary()
 # Increments the counters of all of them, from the first lock to the end of the process.
 _beater = threading.Thread()
 
@@ -246,32 +241,18 @@ def _keep_beating() -> None:
 def _beat_for_ever() -> None:
     while True:
         time.sleep(BEAT)
-        for token in list(_held):
-            _beat(token)
-
-
-def _beat(token: str) -> None:
-    lock = _own(token)
-    if lock is not None:
-        lock.beat()
-
-
-def _own(token: str) -> RunLock | None:
-    """The lock of this process with the token, if any."""
-    reference = _held.get(token)
-    return None if reference is None else reference()
+        for lock in list(_held.values()):
+            lock.beat()
 
 
 def _is_ending(token: str) -> bool:
-    lock = _own(token)
+    lock = _held.get(token)
     return lock is not None and lock.ending
 
 
 def _forget_in_child() -> None:
-    for token in list(_held):
-        lock = _own(token)
-        if lock is not None:
-            lock.forget()
+    for lock in list(_held.values()):
+        lock.forget()
 
 
 if hasattr(os, "register_at_fork"):
@@ -300,7 +281,7 @@ class _FoundLock:
     def lives(self) -> bool | None:
         """True if the holder is alive; None if only the counter can show it."""
         if self.identity is not None and self.identity.boot and self.identity == ProcessIdentity.current():
-            return _own(self.token) is not None
+            return self.token in _held
         if self.locked:
             return True
         return None if self.identity is None else self.identity.runs()
@@ -355,7 +336,7 @@ def _record(token: str) -> bytes:
         **asdict(ProcessIdentity.current()),
         "user": _user(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "command": _command(),
+        "command": shlex.join(redact_command(sys.orig_argv))[:_MAX_COMMAND],
         "token": token,
     }
     return _COUNTER % 0 + b", " + json.dumps(said)[1:].encode("ascii") + b"\n"
@@ -372,18 +353,6 @@ def _user() -> str:
         return getpass.getuser()
     except (OSError, KeyError, ImportError):  # a container may have no name for its user
         return str(getattr(os, "getuid", lambda: "unknown")())
-
-
-def _command() -> str:
-    text, secret_follows = list[str](), False
-    for word in sys.orig_argv:
-        name, equals, _ = word.partition("=")
-        is_secret = any(
-            mark in name.lower() for mark in ("token", "secret", "password", "api_key", "api-key")
-        )
-        text.append("***" if secret_follows else f"{name}=***" if is_secret and equals else word)
-        secret_follows = is_secret and not equals and word.startswith("-")
-    return shlex.join(text)[:_MAX_COMMAND]
 
 
 def _lock(descriptor: int) -> None:

@@ -140,18 +140,16 @@ def _entry(name: str, tensor: Tensor, held: Sequence[tuple[int, Part]]) -> dict[
     if tensor.dtype not in CODES:
         raise CheckpointError(f"{name} has dtype {tensor.dtype}, which safetensors cannot hold")
     dim = cut.pop() if cut else 0
-    parts = [[rank, *_rows(found, dim)] for rank, found in held]
+    # A scalar is one row.
+    parts = [
+        [rank, found.offsets[dim], found.sizes[dim]] if found.sizes else [rank, 0, 1] for rank, found in held
+    ]
     return {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "dim": dim, "parts": parts}
 
 
 def _flat_entry(tensor: FlatParts) -> dict[str, Any]:
     parts = [list(piece) for piece in tensor.pieces]
     return {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "dim": 0, "flat": True, "parts": parts}
-
-
-def _rows(found: Part, dim: int) -> tuple[int, int]:
-    """First index and length along `dim`; a scalar is one row."""
-    return (found.offsets[dim], found.sizes[dim]) if found.sizes else (0, 1)
 
 
 # --- reading
@@ -244,16 +242,13 @@ class Parts(TensorSource):
         shape = list(stored.divided)
         if shape:
             shape[stored.dim] = size
-        file, path = self._file(rank), self._folder / rank_file(self._stem, rank)
+        path = self._folder / rank_file(self._stem, rank)
+        if rank not in self._by_rank:
+            self._by_rank[rank] = self._opened.enter_context(open_tensors(path, self._files))
+        file = self._by_rank[rank]
         if name not in file or file.shape(name) != tuple(shape) or file.dtype(name) != stored.dtype:
             raise CheckpointError(f"{path} does not hold {name!r} as {self.path.name} says")
         return file
-
-    def _file(self, rank: int) -> TensorFile:
-        if rank not in self._by_rank:
-            path = self._folder / rank_file(self._stem, rank)
-            self._by_rank[rank] = self._opened.enter_context(open_tensors(path, self._files))
-        return self._by_rank[rank]
 
 
 def load_parts(folder: Path, model: nn.Module, *, stem: str = "model", files: Files | None = None) -> None:

@@ -13,9 +13,8 @@ from torch import Tensor
 from windlass.checkpoint.deferred import Shaped
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.names import canonical_names
-from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import check_tensor, stream_tensors
-from windlass.checkpoint.weights import ALIASES_KEY, WEIGHTS_NAME, stored_state, weights_bytes
+from windlass.checkpoint.weights import WEIGHTS_NAME, stored_state, weights_bytes, with_aliases
 
 SPLIT_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 SPLIT_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -89,16 +88,10 @@ def stream_split(
         places.update(dict.fromkeys(part, name))
     size = {"total_size": sum(tensor.nbytes for tensor in shaped.values())}
     index = {"metadata": {**size, **with_aliases({}, aliases)}, "weight_map": places}
-    with replacing(folder / SPLIT_INDEX_NAME, files) as new:
+    with files.replacing(folder / SPLIT_INDEX_NAME) as new:
         text = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
         written[SPLIT_INDEX_NAME] = files.write(new, [text])
     return written
-
-
-def with_aliases(metadata: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, str]:
-    """The metadata with the map of tied names, if any."""
-    said = {ALIASES_KEY: json.dumps(aliases, sort_keys=True)} if aliases else {}
-    return {**metadata, **said}
 
 
 def _parts(shaped: Mapping[str, Shaped], limit: int) -> list[list[str]]:
@@ -122,7 +115,7 @@ def _write_part(
     metadata: Mapping[str, str],
     files: Files,
 ) -> FileEntry:
-    with replacing(folder / name, files) as new:
+    with files.replacing(folder / name) as new:
         return stream_tensors(new, shaped, read, metadata, files=files)
 
 

@@ -37,7 +37,6 @@ _Infos = list[CheckpointInfo]
 _Paths = list[Path]
 _Skipped = list[tuple[Path, str]]  # where, and why it is not whole
 _Order = tuple[int, int]  # serial and step
-_Orders = list[_Order]
 _T = TypeVar("_T")
 
 
@@ -286,13 +285,11 @@ class Store:
             raise
         return staged
 
-    def _committed_orders(self) -> _Orders | None:
-        return [info.order for info in self.committed()] if self.is_writer else None
-
     def _agree_on_serial(self, step: int) -> int:
         """One more than the highest on any disk: a commit that one of them missed counts. Collective."""
-        told = self.gather(self.agree(step, self._committed_orders))
-        of_nodes = [{(serial, step) for serial, step in orders} for orders in told if orders is not None]
+        infos = self.agree(step, lambda: self.committed() if self.is_writer else None)
+        told = self.gather(None if infos is None else [info.order for info in infos])
+        of_nodes = [set(orders) for orders in told if orders is not None]
         self._on_all = max(set[_Order].intersection(*of_nodes), default=None)
         return max((serial for orders in of_nodes for serial, _ in orders), default=0) + 1
 

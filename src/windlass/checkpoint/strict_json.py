@@ -52,9 +52,7 @@ def parse(data: bytes, what: str, *, allow_nan: bool = False) -> Any:
         )
     except RecursionError:
         raise CheckpointError(f"{what} is nested too deeply") from None
-    except (
-        ValueError
-    ) as error:  # also UnicodeDecodeError, JSONDecodeError and numbers with absurdly many digits
+    except ValueError as error:  # UnicodeDecodeError, JSONDecodeError, numbers with absurdly many digits
         raise CheckpointError(f"{what} is not valid JSON: {error}") from None
 
 

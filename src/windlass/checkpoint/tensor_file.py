@@ -25,6 +25,7 @@ from windlass.checkpoint import strict_json
 from windlass.checkpoint.deferred import Shaped, TensorSource, empty_host
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.core.errors import CheckpointError
+from windlass.core.tensors import bits_of
 from windlass.dist.sharded import Part
 
 MAX_HEADER_BYTES = 1 << 25  # some 250,000 tensors; a larger header is an attack or a broken file
@@ -53,13 +54,6 @@ def check_tensor(tensor: Tensor, what: str) -> None:
         raise CheckpointError(f"{what} is on the meta device: it has no data to save")
     if tensor.dtype not in CODES:
         raise CheckpointError(f"{what} has dtype {tensor.dtype}, which safetensors cannot hold")
-
-
-def _bytes_of(host: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, as it is."""
-    # A contiguous tensor of one element may have any stride, which a view of another width refuses.
-    flat = host.as_strided((host.numel(),), (1,))
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -113,8 +107,7 @@ def _header(order: list[str], shaped: Mapping[str, Shaped], metadata: Mapping[st
 def _chunks(header: bytes, order: list[str], read: Callable[[str], Tensor]) -> Iterator[bytes | memoryview]:
     yield header
     for name in order:
-        host = read(name).detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-        yield _bytes_of(host)
+        yield bits_of(read(name).cpu()).numpy().data
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +204,7 @@ class TensorFile(TensorSource):
 
     def _read_rows(self, slot: _Slot, first: int, target: Tensor) -> None:
         self._file.seek(self._data_start + slot.begin + first * _row_bytes(slot))
-        self._fill(_bytes_of(target))
+        self._fill(bits_of(target).numpy().data)
 
 
 def _row_bytes(slot: _Slot) -> int:

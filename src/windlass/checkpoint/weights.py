@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint import strict_json
-from windlass.checkpoint.deferred import TensorSource, read_run
+from windlass.checkpoint.deferred import TensorSource, read_held
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.model_values import StoredValues, as_tensors, is_plain
 from windlass.checkpoint.names import canonical_names, counted, shorten
 from windlass.checkpoint.own_loading import fill_values, hand_over, read_like
 from windlass.checkpoint.pretrained import by_names_in_memory, ignored_names
-from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import nbytes, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
@@ -36,7 +35,6 @@ from windlass.core.module_state import (
     state_was_loaded,
 )
 from windlass.core.tensors import address, distinct
-from windlass.dist.flat import FlatParts
 from windlass.dist.sharded import Part, is_in_parts, local, part
 from windlass.dist.views import end_of, overlapping
 
@@ -49,7 +47,6 @@ _logger = get_logger(__name__)
 def save_weights(
     folder: Path,
     state_dict: Mapping[str, Any],
-    metadata: Mapping[str, str] | None = None,
     *,
     name: str = WEIGHTS_NAME,
     files: Files | None = None,
@@ -57,16 +54,19 @@ def save_weights(
     """Write `folder/model.safetensors` from `model.state_dict()`; an existing one stays until the new one is complete.
 
     Args:
-        metadata: extra strings for the file's header; `format` and the alias map are added.
         name: of the file, where it holds other weights than a whole model's.
     """
     stored, aliases = stored_state(state_dict)
-    header = {**(metadata or {}), "format": "pt"}
-    if aliases:
-        header[ALIASES_KEY] = json.dumps(aliases, sort_keys=True)
+    header = with_aliases({"format": "pt"}, aliases)
     files = files or Files()
-    with replacing(folder / name, files) as new:
+    with files.replacing(folder / name) as new:
         return write_tensors(new, stored, header, files=files)
+
+
+def with_aliases(metadata: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, str]:
+    """The metadata with the map of tied names, if any."""
+    said = {ALIASES_KEY: json.dumps(aliases, sort_keys=True)} if aliases else {}
+    return {**metadata, **said}
 
 
 def weights_bytes(state_dict: Mapping[str, Any]) -> int:
@@ -91,10 +91,8 @@ def split_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 def _memory_key(tensor: Tensor, name: str) -> Any:
     """Equal for two tensors if they are the same view of the same memory."""
-    if is_in_parts(tensor):
+    if is_in_parts(tensor) or tensor.is_meta:
         return id(tensor)  # a rank's part may be empty, without memory
-    if tensor.is_meta:
-        return id(tensor)
     if tensor.numel() == 0 or tensor.layout != torch.strided:
         return name  # no shared memory; what cannot be saved is refused later by name
     return (
@@ -165,10 +163,7 @@ def fill(path: Path, file: TensorSource, aliases: Mapping[str, str], model: nn.M
     with torch.no_grad():
         for name, tensor in stored.items():
             mine = local(tensor)
-            if isinstance(tensor, FlatParts):
-                mine.copy_(read_run(tensors, sources[name], tensor.start, mine.numel()))
-            else:
-                distinct(mine).copy_(distinct(tensors.read(sources[name], part(tensor)), mine))
+            distinct(mine).copy_(distinct(read_held(tensors, sources[name], tensor), mine))
     fill_values(path, module, read)
     state_was_loaded(module)
 

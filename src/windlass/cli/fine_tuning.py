@@ -19,7 +19,7 @@ from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
 from windlass.core.rng import set_seed
 from windlass.core.world import world_from_environment
-from windlass.data.collators import default_data_collator
+from windlass.data.collate_default import default_data_collator
 
 logger = get_job_logger(__name__)
 

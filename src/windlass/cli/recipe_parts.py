@@ -34,12 +34,9 @@ from windlass.cli.tuning_data import Rows, load_tuning_data
 from windlass.config.arguments import TrainingArguments
 from windlass.core.rng import preserved_rng, set_seed
 from windlass.core.types import EvalPrediction
-from windlass.data.collators import (
-    DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithPadding,
-    default_data_collator,
-)
+from windlass.data.collate_default import default_data_collator
+from windlass.data.collate_mlm import DataCollatorForLanguageModeling
+from windlass.data.collate_pad import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
 Dataset = Blocks | LabelledTexts | MaskedBlocks | Images | Rows
 # Of the texts generated before and after training, so that only the training differs.

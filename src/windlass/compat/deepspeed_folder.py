@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ class _Run:
     count: int
 
 
+_Flat = tuple[TorchFile, StoredTensor]
+_States = Sequence[tuple[TorchFile, Mapping[str, Any]]]
+
+
 class DeepSpeedWeights(TensorSource):
     """The tensors of a model, put together from the parts of all ranks when they are read.
 
@@ -65,14 +69,12 @@ class DeepSpeedWeights(TensorSource):
         self._tensors: dict[str, tuple[Shaped, Sequence[_Run]]] = {}
         self._same_memory: dict[str, str] = {}  # a name -> the first with the same stored tensor
         states = self._optimizer_states()
-        if len(model_files) == 1 and not _is_divided(states):
+        if len(model_files) == 1 and not any("fp32_flat_groups" in state for _, state in states):
             self._add_whole(model_files[0], states)
         else:
             self._add_divided(model_files, states)
-        shared = {
-            **self._same_memory,
-            **self._map(self._models[0].get("shared_params") or {}, "shared_params"),
-        }
+        tied = self._map(self._models[0].get("shared_params") or {}, "shared_params")
+        shared = {**self._same_memory, **tied}
         self.aliases = {name: kept for name, kept in shared.items() if name != kept and kept in self._tensors}
         for name in self.aliases:
             self._tensors.pop(name, None)
@@ -131,17 +133,13 @@ class DeepSpeedWeights(TensorSource):
             raise self._error(f"the {what} states of rank {missing[0]} are missing")
         return [found[rank] for rank in range(len(found))]
 
-    def _optimizer_states(self) -> list[tuple[TorchFile, Mapping[str, Any]]]:
+    def _optimizer_states(self) -> _States:
         """The state of each rank's optimizer under ZeRO; none at stage 0."""
-        has_groups = bool(self._models[0].get("param_shapes"))
-        if not has_groups:
+        if not self._models[0].get("param_shapes"):
             return []
-        names = self._of_ranks(_OPTIMIZER, "optimizer")
-        files = [self._open(name) for name in names]
-        states = [
-            (file, self._map(self._content(file).get("optimizer_state_dict"), "optimizer_state_dict"))
-            for file in files
-        ]
+        key = "optimizer_state_dict"
+        files = [self._open(name) for name in self._of_ranks(_OPTIMIZER, "optimizer")]
+        states = [(file, self._map(self._content(file).get(key), key)) for file in files]
         counts = states[0][1].get("partition_count")
         ranks = counts[0] if isinstance(counts, list) and counts else counts
         if isinstance(counts, list) and set(counts) != {ranks}:
@@ -152,7 +150,7 @@ class DeepSpeedWeights(TensorSource):
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
-    def _add_whole(self, file: TorchFile, states: Sequence[tuple[TorchFile, Mapping[str, Any]]]) -> None:
+    def _add_whole(self, file: TorchFile, states: _States) -> None:
         """Up to stage 2: the values of the forwards, and in their place the fp32 ones of the groups."""
         first: dict[StoredTensor, str] = {}
         for name, tensor in self._map(self._models[0].get("module"), "module").items():
@@ -168,34 +166,19 @@ class DeepSpeedWeights(TensorSource):
         if len(paddings) != len(shapes) or any(len(ranks) != len(shapes) for ranks in groups):
             raise self._error("its ranks have different numbers of groups")
         for number, group in enumerate(shapes):
-            runs = [(file, ranks[number]) for (file, _), ranks in zip(states, groups, strict=True)]
-            self._add_group(group, paddings[number], runs)
+            flat = [ranks[number] for ranks in groups]
+            self._add_group(group, paddings[number], flat)
 
-    def _add_group(
-        self,
-        group: Mapping[str, tuple[int, ...]],
-        paddings: Any,
-        runs: Sequence[tuple[TorchFile, StoredTensor]],
-    ) -> None:
+    def _add_group(self, group: Mapping[str, tuple[int, ...]], paddings: Any, flat: Sequence[_Flat]) -> None:
         """Parameters one behind another, in the flat tensors of all ranks one behind another."""
         if not isinstance(paddings, list) or len(paddings) != len(group):
             raise self._error("its paddings do not fit its parameters")
         begin = 0
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
-            end = begin + math.prod(shape)
-            found, position = [], 0
-            for file, tensor in runs:
-                length = math.prod(tensor.shape)
-                first, last = max(begin, position), min(end, position + length)
-                if first < last:
-                    found.append(_Run(file, tensor, first - position, last - first))
-                position += length
-            self._add(name, shape, found)
-            begin = end + int(padding)
+            self._add(name, shape, _between(flat, begin, math.prod(shape)))
+            begin += math.prod(shape) + int(padding)
 
-    def _add_divided(
-        self, model_files: Sequence[TorchFile], states: Sequence[tuple[TorchFile, Mapping[str, Any]]]
-    ) -> None:
+    def _add_divided(self, model_files: Sequence[TorchFile], states: _States) -> None:
         """Stage 3: each parameter is divided into as many runs as ranks, the last ones padded."""
         if len(model_files) != len(states):
             found = f"model states of {len(model_files)} ranks, and optimizer states of {len(states)}"
@@ -210,33 +193,27 @@ class DeepSpeedWeights(TensorSource):
                 self._map(state.get("frozen_param_fragments"), "fragments").get(name)
                 for state in self._models
             ]
-            self._add_pieces(name, self._shape(shape, name), [
-                (file, [(part, 0, math.prod(part.shape))])
+            self._add_padded(name, self._shape(shape, name), [
+                _Run(file, part, 0, math.prod(part.shape))
                 for file, part in zip(model_files, parts, strict=True) if isinstance(part, StoredTensor)
             ])  # fmt: skip
-        flat = [(file, self._flat(file, state, "fp32_flat_groups")) for file, state in states]
+        flat = [self._flat(file, state, "fp32_flat_groups") for file, state in states]
         begin = 0
         for group in self._shapes():
             for name, shape in group.items():
                 length = -(-math.prod(shape) // len(states))
-                self._add_pieces(
-                    name, shape, [(file, _between(tensors, begin, length)) for file, tensors in flat]
+                self._add_padded(
+                    name, shape, [run for of_rank in flat for run in _between(of_rank, begin, length)]
                 )
                 begin += length
 
-    def _add_pieces(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        ranks: Sequence[tuple[TorchFile, Sequence[tuple[StoredTensor, int, int]]]],
-    ) -> None:
-        """Add a tensor of which each rank has pieces (tensor, start, count), one behind another, with padding."""
+    def _add_padded(self, name: str, shape: tuple[int, ...], runs: Sequence[_Run]) -> None:
+        """Add a tensor of which each rank has runs, one behind another, and padding at the end."""
         left, found = math.prod(shape), list[_Run]()
-        for file, pieces in ranks:
-            for tensor, start, count in pieces:
-                if left:
-                    found.append(_Run(file, tensor, start, min(count, left)))
-                    left -= found[-1].count
+        for run in runs:
+            if left:
+                found.append(replace(run, count=min(run.count, left)))
+                left -= found[-1].count
         self._add(name, shape, found)
 
     def _add_stored(self, name: str, tensor: StoredTensor, file: TorchFile) -> None:
@@ -248,11 +225,11 @@ class DeepSpeedWeights(TensorSource):
         dtype = runs[0].tensor.dtype if runs else torch.float32
         self._tensors[name] = Shaped(dtype, shape), runs
 
-    def _flat(self, file: TorchFile, state: Mapping[str, Any], key: str) -> list[StoredTensor]:
+    def _flat(self, file: TorchFile, state: Mapping[str, Any], key: str) -> list[_Flat]:
         found = state.get(key)
         if not isinstance(found, list) or not all(isinstance(tensor, StoredTensor) for tensor in found):
             raise self._error(f"the optimizer states of a rank hold no {key}")
-        return found
+        return [(file, tensor) for tensor in found]
 
     def _shapes(self) -> list[dict[str, tuple[int, ...]]]:
         """The shapes of the trained parameters by name, of each group of the optimizer."""
@@ -272,18 +249,14 @@ class DeepSpeedWeights(TensorSource):
         return shape
 
 
-def _is_divided(states: Sequence[tuple[TorchFile, Mapping[str, Any]]]) -> bool:
-    return any("fp32_flat_groups" in state for _, state in states)
-
-
-def _between(tensors: Sequence[StoredTensor], begin: int, length: int) -> list[tuple[StoredTensor, int, int]]:
-    """The elements from `begin` on of tensors that lie one behind another: (tensor, start, count)."""
+def _between(flat: Sequence[_Flat], begin: int, length: int) -> list[_Run]:
+    """The elements from `begin` on of flat tensors that lie one behind another."""
     found, position = [], 0
-    for tensor in tensors:
+    for file, tensor in flat:
         size = math.prod(tensor.shape)
         first, last = max(begin, position), min(begin + length, position + size)
         if first < last:
-            found.append((tensor, first - position, last - first))
+            found.append(_Run(file, tensor, first - position, last - first))
         position += size
     return found
 

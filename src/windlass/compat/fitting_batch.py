@@ -32,15 +32,4 @@ def find_executable_batch_size(
         )
     if not auto_find_batch_size:
         return functools.partial(function, batch_size=starting_batch_size)
-    size = starting_batch_size
-
-    def smaller() -> int:
-        nonlocal size
-        size = int(size * 0.9)
-        if size == 0:
-            raise batch_size.NoBatchFitsError("no batch fits into memory, not even one of a single sample")
-        return size
-
-    return batch_size.find_executable_batch_size(
-        function, starting_batch_size=starting_batch_size, reduce_batch_size_fn=smaller
-    )
+    return batch_size.find_executable_batch_size(function, starting_batch_size)

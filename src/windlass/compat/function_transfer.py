@@ -33,13 +33,12 @@ _CODE_PARTS = (
     "co_linetable", "co_exceptiontable", "co_freevars", "co_cellvars",
 )  # fmt: skip
 _FUNCTION_PARTS = (
-    "__defaults__",
-    "__kwdefaults__",
-    "__annotations__",
-    "__doc__",
-    "__module__",
-    "__qualname__",
-)
+    "__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__",
+)  # fmt: skip
+# Classes that are found in the module `types` alone: those of Python itself do not know where they are.
+_OF_TYPES: dict[type, str] = {
+    types.CellType: "CellType", types.CodeType: "CodeType", types.MappingProxyType: "MappingProxyType",
+}  # fmt: skip
 # Made by the class statement itself, or set when the class is made.
 _CLASS_LEAVES = {"__dict__", "__weakref__", "__slots__", "_abc_impl"}
 
@@ -130,6 +129,8 @@ def _fill_function(function: types.FunctionType, state: Any) -> None:
 
 def _reduce_class(cls: type) -> Any:
     """Reduce a class of `__main__` or of a function to its name and bases first: its methods refer to it."""
+    if cls in _OF_TYPES:
+        return getattr, (types, _OF_TYPES[cls])
     if not (_is_main(cls.__module__) or "<locals>" in cls.__qualname__) or isinstance(cls, enum.EnumMeta):
         return NotImplemented
     slots = cls.__dict__.get("__slots__")
@@ -155,12 +156,8 @@ def _reduce_cell(cell: types.CellType) -> Any:
     try:
         content = (cell.cell_contents,)
     except ValueError:  # a variable that has no value yet
-        return _new_cell, ()
-    return _new_cell, (), content, None, None, _fill_cell
-
-
-def _new_cell() -> types.CellType:
-    return types.CellType()
+        return types.CellType, ()
+    return types.CellType, (), content, None, None, _fill_cell
 
 
 def _fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
@@ -168,11 +165,7 @@ def _fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
 
 
 def _reduce_code(code: types.CodeType) -> Any:
-    return _new_code, tuple(getattr(code, part) for part in _CODE_PARTS)
-
-
-def _new_code(*parts: Any) -> types.CodeType:
-    return types.CodeType(*parts)
+    return types.CodeType, tuple(getattr(code, part) for part in _CODE_PARTS)
 
 
 def _reduce_module(module: types.ModuleType) -> Any:
@@ -186,11 +179,7 @@ def _reduce_marker(value: Any) -> Any:
 
 
 def _reduce_mapping(value: types.MappingProxyType[Any, Any]) -> Any:
-    return _new_mapping, (dict(value),)
-
-
-def _new_mapping(content: dict[Any, Any]) -> types.MappingProxyType[Any, Any]:
-    return types.MappingProxyType(content)
+    return types.MappingProxyType, (dict(value),)
 
 
 def _reduce_property(value: property) -> Any:

@@ -165,10 +165,8 @@ class _Finder(MetaPathFinder):
 
 def _with_loader(spec: ModuleSpec, loader: Loader) -> ModuleSpec:
     changed = ModuleSpec(spec.name, loader, origin=spec.origin)
-    changed.submodule_search_locations, changed.has_location = (
-        spec.submodule_search_locations,
-        spec.has_location,
-    )
+    changed.submodule_search_locations = spec.submodule_search_locations
+    changed.has_location = spec.has_location
     return changed
 
 

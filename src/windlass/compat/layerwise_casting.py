@@ -26,18 +26,15 @@ class LayerwiseCastingHook(ModelHook):
     non_blocking: bool
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Cast the layer to the storage dtype."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     @without_compiler
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Inputs:
-        """Cast the layer to the compute dtype."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     @without_compiler
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Cast the layer to the storage dtype."""
         self.init_hook(module)
         return output
 

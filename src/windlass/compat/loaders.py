@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 
 from windlass.compat.seeds import synchronize_rng_states
 from windlass.compat.state import GradientState, PartialState
+from windlass.config.plugins import DataLoaderConfiguration
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.choice import ReaderChoice
 from windlass.data.passthrough_reader import PassthroughReader
-from windlass.data.prepare_loader import LoaderOptions, prepare_loader
+from windlass.data.prepare_loader import prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.seeding import set_epochs
 from windlass.data.shards import BatchSamplerShard
@@ -178,7 +179,7 @@ def prepare_data_loader(
     """
     gang = current()
     world = gang.size if num_processes is None else num_processes
-    options = LoaderOptions(
+    options = DataLoaderConfiguration(
         split_batches=split_batches,
         dispatch_batches=dispatch_batches,
         even_batches=even_batches,
@@ -186,8 +187,6 @@ def prepare_data_loader(
         data_seed=data_seed,
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
-        worker_start_timeout=start_timeout(os.environ),
-        slice_fn=slice_fn_for_dispatch,
     )
     loader = prepare_loader(
         dataloader,
@@ -196,6 +195,8 @@ def prepare_data_loader(
         device=device if put_on_device else None,
         options=options,
         gang=gang if world == gang.size else Gang(),
+        start_timeout=start_timeout(os.environ),
+        slice_fn=slice_fn_for_dispatch,
     )
     loader.follower = GradientState()
     return loader

@@ -62,32 +62,27 @@ class SequentialHook(ModelHook):
         self.hooks = hooks
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Attach each hook."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     @without_compiler
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Inputs:
-        """Pass the arguments through each hook."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     @without_compiler
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Pass the output through each hook."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Notify each hook."""
         for hook in self.hooks:
             hook.forward_failed(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Detach each hook."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module

@@ -46,7 +46,8 @@ def named_state(
     groups, entries = _parts(path, tree)
     short = canonical_names(dict(model.named_parameters()))
     shapes = {short[name]: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    names = _fitting(path, groups, entries, shapes, [_canonical(one, short) for one in divisions])
+    canonical = [[[short[name] for name in names] for names in one if names] for one in divisions]
+    names = _fitting(path, groups, entries, shapes, canonical)
     numbers = {
         number: name
         for group, members in zip(groups, names, strict=True)
@@ -80,10 +81,6 @@ def _parts(path: Path, tree: Any) -> tuple[list[dict[str, Any]], dict[Any, dict[
     if not entries.keys() <= set(numbers) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise CheckpointError(f"{path} is malformed: there is state of a parameter that is in no group")
     return groups, entries
-
-
-def _canonical(division: Division, short: Mapping[str, str]) -> Division:
-    return [[short[name] for name in members] for members in division if members]
 
 
 def _fitting(

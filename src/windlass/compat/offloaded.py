@@ -16,7 +16,6 @@ from torch import Tensor
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.replacing import replacing
 from windlass.checkpoint.tensor_file import CODES, open_tensors, write_tensors
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 
@@ -66,7 +65,7 @@ def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> 
     files.ensure_folder(folder)
     path = folder / INDEX_NAME
     merged = {**(read_offload_index(folder) if path.exists() else {}), **index}
-    with replacing(path, files) as new:
+    with files.replacing(path) as new:
         files.write(new, [strict_json.dump(merged, str(path))])
     named = {entry["safetensors_file"] for entry in merged.values()}
     for file in sorted(folder.glob(f"{_OURS}*.safetensors")):

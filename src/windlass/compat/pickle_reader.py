@@ -349,10 +349,6 @@ def _map(machine: _Machine, content: Any = ()) -> dict[Any, Any]:
     return machine.pop(dict)  # type: ignore[no-any-return]
 
 
-def _size(machine: _Machine, sizes: Any = ()) -> tuple[Any, ...]:
-    return tuple(sizes)
-
-
 def _device(machine: _Machine, kind: Any, index: Any = None) -> str:
     """The type of a device; tensors are loaded onto the host."""
     if not isinstance(kind, str):
@@ -387,7 +383,7 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
-    ("torch", "Size"): _size,
+    ("torch", "Size"): lambda machine, sizes=(): tuple(sizes),
     ("torch", "device"): _device,
     ("collections", "OrderedDict"): _map,
     ("collections", "Counter"): _map,

@@ -6,18 +6,13 @@ import functools
 import logging
 import os
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.compat.state import PartialState
 from windlass.core.errors import ModelError
 
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:
-    _Adapter = logging.LoggerAdapter
 
-
-class MultiProcessAdapter(_Adapter):
+class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     """A logger with two more keywords in each call: `main_process_only` (True by default) and `in_order`."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:

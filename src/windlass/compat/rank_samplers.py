@@ -108,9 +108,8 @@ class SeededStreamShard(shards.IterableDatasetShard):
         return super().__iter__()
 
 
-IterableDatasetShard = (
-    SeededStreamShard  # the name that scripts import; `windlass.data_loader` has the base class
-)
+# The name that scripts import; `windlass.data_loader` has the base class.
+IterableDatasetShard = SeededStreamShard
 
 
 class BatchRebalanceSampler(Sampler[list[int]]):

@@ -1,4 +1,6 @@
-"""Small helpers that scripts import, each a few lines: seeds of workers, lengths, signatures, words of consent."""
+"""Names that scripts import, each a line or a few: parts of collators, default callbacks, words for levels and consent,
+seeds of workers, lengths, signatures, the order of processes, questions about engines.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,84 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from windlass.callbacks.flow import DefaultFlowCallback
+from windlass.callbacks.progress import ProgressCallback
 from windlass.config.enums import Choice
 from windlass.config.parallel.kinds import flag
-from windlass.core.logs import get_logger
+from windlass.core.events import TrainerCallback
+from windlass.core.logs import get_logger, log_levels
 from windlass.core.optional import is_imported
 from windlass.core.rng import set_seed
+from windlass.data.collate_default import default_data_collator
+from windlass.data.collate_pad import Framework, pad_quietly
 from windlass.data.columns import ColumnCollator
 
 _logger = get_logger(__name__)
+
+DEFAULT_CALLBACKS: list[type[TrainerCallback]] = [DefaultFlowCallback]
+DEFAULT_PROGRESS_CALLBACK: type[TrainerCallback] = ProgressCallback
+trainer_log_levels = {**log_levels, "passive": -1}  # "passive" leaves the level as it is
+InputDataClass = Any
+DataCollator = Callable[[list[Any]], Any]
+DataCollatorMixin = Framework
+pad_without_fast_tokenizer_warning = pad_quietly
+
+
+def torch_default_data_collator(features: list[Any]) -> dict[str, Any]:
+    """Samples stacked to a batch of tensors."""
+    return default_data_collator(features, "pt")
+
+
+def numpy_default_data_collator(features: list[Any]) -> dict[str, Any]:
+    """Samples stacked to a batch of arrays."""
+    return default_data_collator(features, "np")
+
+
+def to_numpy(x: Any) -> np.ndarray[Any, Any]:
+    """A tensor, or anything that numpy takes, as an array on the host."""
+    return np.asarray(x.detach().cpu() if hasattr(x, "detach") else x)
+
+
+def is_deepspeed_zero3_enabled() -> bool:
+    """False: no process-wide configuration divides models while they are built. A run that divides its model at stage 3
+    of DeepSpeed gathers it itself to save it; `transformers.integrations` has the function that knows its own setting.
+    """
+    return False
+
+
+def is_fsdp_managed_module(module: nn.Module) -> bool:
+    """Whether a module's parameters lie in shards on several processes."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+@contextlib.contextmanager
+def torch_distributed_zero_first(local_rank: int) -> Iterator[None]:
+    """Let the process of local rank 0 run the body first, then the others; -1 is a process by itself.
+
+    `TrainingArguments.main_process_first` does the same and cannot leave the others waiting if the first one fails.
+    """
+    if local_rank > 0:
+        dist.barrier()
+    yield
+    if local_rank == 0:
+        dist.barrier()
+
+
+def is_main_process(local_rank: int) -> bool:
+    """Whether this local rank is that of the first process; -1 is a process by itself."""
+    return local_rank in (-1, 0)
+
+
+def total_processes_number(local_rank: int) -> int:
+    """How many processes the job has; 1 if `local_rank` is -1, a process by itself."""
+    return 1 if local_rank == -1 else dist.get_world_size()
 
 
 class FSDPOption(Choice):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.names import shorten
+from windlass.checkpoint.names import counted, shorten
 from windlass.checkpoint.stored import open_folder, open_weights
 from windlass.core.errors import CheckpointError
 from windlass.dist.sharded import local, part
@@ -54,10 +54,7 @@ def load_sharded_checkpoint(
         missing = [name for name in state if name not in found]
         unexpected = [name for name in tensors.names if name not in found.values()]
         if strict and (missing or unexpected):
-            parts = {"missing in the files": missing, "unknown to the model": unexpected}
-            said = "; ".join(
-                f"{len(names)} {what}: {shorten(names)}" for what, names in parts.items() if names
-            )
+            said = counted((missing, "missing in the files"), (unexpected, "unknown to the model"))
             raise MisfitError(f"{path} does not fit this {type(model).__name__}: {said}")
         wrong = [name for name, source in found.items() if tensors.shape(source) != tuple(state[name].shape)]
         if wrong:

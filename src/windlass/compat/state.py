@@ -91,6 +91,11 @@ class AcceleratorState(PartialState, LoopState):
             raise ConfigError(problems)
 
 
+def is_initialized() -> bool:
+    """Return True once there is an `Accelerator`, so that `AcceleratorState()` is known."""
+    return GradientState().initialized
+
+
 class GradientState:
     """The accumulation state of the newest `Accelerator`, or that of a loop without accumulation.
 

@@ -35,15 +35,8 @@ _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number of tor
 _LOCAL_HEADER = struct.Struct(
     "<26xHH"
 )  # of a member: the lengths of its name and of its extra field come last
-_BROKEN = (
-    zipfile.BadZipFile,
-    NotImplementedError,
-    RuntimeError,
-    EOFError,
-    OverflowError,
-    ValueError,
-    struct.error,
-)
+# RuntimeError includes NotImplementedError.
+_BROKEN = (zipfile.BadZipFile, RuntimeError, EOFError, OverflowError, ValueError, struct.error)
 
 
 class TorchFile:

@@ -97,9 +97,8 @@ class WorkerStart:
         if self.from_main and parent is not None and os.getppid() == parent.pid:
             end_with_parent(parent.pid)
         for number in self.left:
-            signal.signal(
-                number, self._ignore
-            )  # no SIG_IGN: programs that a worker starts would inherit that
+            # No SIG_IGN: programs that a worker starts would inherit that.
+            signal.signal(number, self._ignore)
         if self.own is not None:
             self.own(worker)
 

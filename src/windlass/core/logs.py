@@ -6,20 +6,13 @@ import contextlib
 import functools
 import logging
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from logging import CRITICAL, DEBUG, ERROR, FATAL, INFO, NOTSET, WARN, WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from windlass.core.output import STDERR, shown
 from windlass.core.world import world_from_environment
-
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:
-    _Adapter = logging.LoggerAdapter
 
 __all__ = [
     "CRITICAL", "DEBUG", "ERROR", "FATAL", "INFO", "NOTSET", "WARN", "WARNING", "disable_default_handler",
@@ -38,15 +31,6 @@ log_levels = {
     "critical": CRITICAL,
 }
 _PACKAGE = str(Path(__file__).parents[1])
-_lock = threading.Lock()
-_handler: logging.Handler | None = None
-
-
-class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to whatever `sys.stderr` is *now*: notebooks and tests replace it after import."""
-
-    def __init__(self) -> None:
-        super().__init__(STDERR)
 
 
 class _Clean(logging.Filter):
@@ -61,30 +45,24 @@ class _Clean(logging.Filter):
 
 _FORMATTER = logging.Formatter("%(name)s: %(message)s")
 _clean = _Clean()
-
-
-def _root() -> logging.Logger:
-    global _handler
-    root = logging.getLogger("windlass")
-    with _lock:
-        if _handler is None:
-            _handler = _StderrHandler()
-            _handler.setFormatter(_FORMATTER)
-            root.addHandler(_handler)
-            root.setLevel(WARNING)
-            root.propagate = False
-    return root
+_HANDLER = logging.StreamHandler(
+    STDERR
+)  # whatever `sys.stderr` is at the time: notebooks and tests replace it
+_HANDLER.setFormatter(_FORMATTER)
+_ROOT = logging.getLogger("windlass")
+_ROOT.addHandler(_HANDLER)
+_ROOT.setLevel(WARNING)
+_ROOT.propagate = False
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
     """A logger of the `windlass` tree; its level is that of `set_verbosity`."""
-    _root()
     found = logging.getLogger(name or "windlass")
     found.addFilter(_clean)  # added once, however often
     return found
 
 
-class JobLogger(_Adapter):
+class JobLogger(logging.LoggerAdapter[logging.Logger]):
     """Speaks on the main process only."""
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802 (the name is the standard library's)
@@ -97,55 +75,40 @@ def get_job_logger(name: str) -> JobLogger:
 
 
 def get_verbosity() -> int:
-    return _root().getEffectiveLevel()
+    return _ROOT.getEffectiveLevel()
 
 
 def set_verbosity(level: int) -> None:
     """Level (`logging.INFO`, ...) of everything that Windlass logs in this process."""
-    _root().setLevel(level)
+    _ROOT.setLevel(level)
 
 
-def set_verbosity_debug() -> None:
-    set_verbosity(DEBUG)
-
-
-def set_verbosity_info() -> None:
-    set_verbosity(INFO)
-
-
-def set_verbosity_warning() -> None:
-    set_verbosity(WARNING)
-
-
-def set_verbosity_error() -> None:
-    set_verbosity(ERROR)
+set_verbosity_debug = functools.partial(set_verbosity, DEBUG)
+set_verbosity_info = functools.partial(set_verbosity, INFO)
+set_verbosity_warning = functools.partial(set_verbosity, WARNING)
+set_verbosity_error = functools.partial(set_verbosity, ERROR)
 
 
 def enable_default_handler() -> None:
-    root = _root()
-    assert _handler is not None
-    if _handler not in root.handlers:
-        root.addHandler(_handler)
+    _ROOT.addHandler(_HANDLER)
 
 
 def disable_default_handler() -> None:
-    root = _root()
-    assert _handler is not None
-    root.removeHandler(_handler)
+    _ROOT.removeHandler(_HANDLER)
 
 
 def enable_propagation() -> None:
     """Hand records on to the root logger too, for `logging.basicConfig`; turn the default handler off with it."""
-    _root().propagate = True
+    _ROOT.propagate = True
 
 
 def disable_propagation() -> None:
-    _root().propagate = False
+    _ROOT.propagate = False
 
 
 def enable_explicit_format() -> None:
     """Lines as `[LEVEL|file:line] time >> message`."""
-    for handler in _root().handlers:
+    for handler in _ROOT.handlers:
         handler.setFormatter(
             logging.Formatter("[%(levelname)s|%(filename)s:%(lineno)s] %(asctime)s >> %(message)s")
         )

@@ -114,11 +114,7 @@ def _number(value: Any, unknown: Unknown) -> Any:
         if isinstance(value, numbers.Integral):
             return int(value) if int(value).bit_length() <= _MAX_BITS else unknown(value)
         number = float(value)
-    except (
-        ValueError,
-        OverflowError,
-        TypeError,
-    ):  # such as a signalling NaN, or a fraction beyond a float's range
+    except (ValueError, OverflowError, TypeError):  # a signalling NaN, or a fraction beyond a float's range
         return unknown(value)
     finite = not isinstance(value, decimal.Decimal) or value.is_finite()
     return unknown(value) if finite and math.isinf(number) and value not in (math.inf, -math.inf) else number

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import html
 import os
 import re
@@ -26,7 +27,6 @@ _CONTROL = re.compile(
 # After these errors nothing that is written arrives; a full disk may have room again.
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ESHUTDOWN, errno.ECONNRESET)
 _reported: set[str] = set()
-_flushes_at_exit = False
 
 
 def escaped(text: str) -> str:
@@ -135,11 +135,9 @@ def flush_standard_streams() -> None:
                 _redirect_to_null(stream)
 
 
+@functools.cache
 def _flush_at_exit() -> None:
-    global _flushes_at_exit
-    if not _flushes_at_exit:
-        _flushes_at_exit = True
-        atexit.register(flush_standard_streams)
+    atexit.register(flush_standard_streams)
 
 
 def _redirect_to_null(stream: Any) -> None:

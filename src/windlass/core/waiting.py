@@ -16,7 +16,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -81,22 +81,11 @@ class ThreadWaiting:
 @functools.cache
 def thread_waiting() -> ThreadWaiting:
     """The choice of this process: there is one libgomp in it."""
-    waited = _nothing if _policy_of_user(os.environ) or not _splits_operations() else _seconds_without_core
-    return ThreadWaiting(waited, time.monotonic, shorten_waits)
-
-
-def _policy_of_user(environ: Mapping[str, str]) -> bool:
-    return any(name in environ for name in _POLICIES)
-
-
-def _splits_operations() -> bool:
     import torch
 
-    return torch.get_num_threads() > 1
-
-
-def _nothing() -> None:
-    return None
+    stays = torch.get_num_threads() == 1 or any(name in os.environ for name in _POLICIES)
+    waited = (lambda: None) if stays else _seconds_without_core
+    return ThreadWaiting(waited, time.monotonic, shorten_waits)
 
 
 def _seconds_without_core() -> float | None:

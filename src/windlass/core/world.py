@@ -7,7 +7,6 @@ Read from the environment once per call and never written. It is on the ground f
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from windlass.core.errors import ConfigError, Problem
@@ -37,25 +36,21 @@ class World:
         return self.size > 1
 
 
-def world_from_environment(environ: Mapping[str, str] | None = None) -> World:
+def world_from_environment() -> World:
     """Read `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` as torchrun and its kin set them."""
-    env = os.environ if environ is None else environ
+    env = os.environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return World()
-    values = {}
-    for name, default in (
-        ("RANK", None),
-        ("WORLD_SIZE", None),
-        ("LOCAL_RANK", "0"),
-        ("LOCAL_WORLD_SIZE", "1"),
-    ):
+    values = []
+    defaults = {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, default in defaults.items():
         text = env.get(name, default)
         try:
-            values[name] = int(text)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+            values.append(int(text))
+        except ValueError:
             fix = "must be a whole number; start the script with torchrun, which sets it"
             raise ConfigError(Problem(name, text, fix)) from None
-    world = World(values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"])
+    world = World(*values)
     if not 0 <= world.rank < world.size:
         raise ConfigError(
             Problem("RANK", world.rank, f"must lie in 0..{world.size - 1} for WORLD_SIZE={world.size}")

@@ -13,9 +13,7 @@ from windlass.data.datasets_nodes import has_shuffle_buffer
 
 WITNESSES = 4  # samples that are compared: enough to show samples that a buffer lost
 MAX_VALUES = 1_000_000  # of a state; it is copied, and written as JSON
-_CHEAP = (
-    256  # values of a state that are copied in some 20 us; one twice as large is taken at every second row
-)
+_CHEAP = 256  # values of a state, copied in some 20 us; one twice as large is taken at every second row
 _DEEPEST = 60
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -144,7 +145,9 @@ class ReaderChoice:
 
     def _stream(self, world: int, rank: int) -> BatchReader:
         if world > 1 and splits_itself(self._dataset):
-            return self._own_stream(world)
+            name = type(self._dataset).__name__
+            logger.info(f"{name} was split by node: every rank reads its own part, in an order of its own")
+            return LockstepReader(self._part(world), self._gang)
         size = self._loader.batch_size
         common = self._shared(world if size is None else self._row(size, world), world, rank)
         if world > 1 and self._gang.size > 1:
@@ -154,7 +157,7 @@ class ReaderChoice:
     def _shared(self, row: int, world: int, rank: int) -> SharedStream:
         collate = self._loader.collate_fn
         if self._loader.batch_size is None:
-            collate = _Single(collate)
+            collate = functools.partial(_convert_single, collate)
         return SharedStream(
             self._dataset, collate, self._plan, row=row, world=world, rank=rank, may_be_empty=True
         )
@@ -164,11 +167,6 @@ class ReaderChoice:
         size = self._loader.batch_size
         row = 1 if size is None else max(size // world, 1) if self._split else size
         return self._shared(row, 1, 0)
-
-    def _own_stream(self, world: int) -> BatchReader:
-        name = type(self._dataset).__name__
-        logger.info(f"{name} was split by node: every rank reads its own part, in an order of its own")
-        return LockstepReader(self._part(world), self._gang)
 
     def _own_iteration(self, world: int) -> BatchReader:
         if world > 1:
@@ -196,14 +194,9 @@ class ReaderChoice:
             raise ConfigError(problems)
 
 
-class _Single:
-    """Converts an item that is a batch already."""
-
-    def __init__(self, convert: Any) -> None:
-        self._convert = convert
-
-    def __call__(self, items: list[Any]) -> Any:
-        return self._convert(items[0])
+def _convert_single(convert: Callable[[Any], Any], items: list[Any]) -> Any:
+    """Convert an item that is a batch already."""
+    return convert(items[0])
 
 
 def _collate(loader: DataLoader[Any]) -> Any:

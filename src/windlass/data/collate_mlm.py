@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +17,6 @@ from windlass.data.collate_pad import Framework, framed, pad_quietly, pad_rows
 
 logger = get_logger(__name__)
 Array = np.ndarray[Any, Any]
-
-
-class Draws(Protocol):
-    """Random draws as NumPy arrays, from either library's generators."""
-
-    def coins(self, chance: Array | float, shape: tuple[int, ...]) -> Array: ...
-
-    def words(self, vocabulary: int, where: Array) -> Array: ...
-
-    def integer(self, low: int, high: int) -> int: ...
-
-    def permutation(self, count: int) -> Array: ...
 
 
 class TorchDraws:
@@ -70,6 +58,10 @@ class NumpyDraws:
 
     def permutation(self, count: int) -> Array:
         return self._generator.permutation(count)  # type: ignore[no-any-return]
+
+
+Draws = TorchDraws | NumpyDraws
+"""Random draws as NumPy arrays, from either library's generators."""
 
 
 @dataclass
@@ -116,10 +108,8 @@ class DataCollatorForLanguageModeling(Framework):
             self.mask_replace_prob, self.random_replace_prob = 1, 0
         if self.mlm:
             self.mlm_probability = float(self.mlm_probability or 0)
-        self.mask_replace_prob, self.random_replace_prob = (
-            float(self.mask_replace_prob),
-            float(self.random_replace_prob),
-        )
+        self.mask_replace_prob = float(self.mask_replace_prob)
+        self.random_replace_prob = float(self.random_replace_prob)
 
     def _check(self) -> None:
         if self.mlm and self.tokenizer.mask_token is None:
@@ -142,11 +132,8 @@ class DataCollatorForLanguageModeling(Framework):
 
     def get_generator(self, seed: int) -> torch.Generator | np.random.Generator:
         """A fresh generator of the library that `return_tensors` names."""
-        return (
-            torch.Generator().manual_seed(seed)
-            if self.return_tensors == "pt"
-            else np.random.default_rng(seed)
-        )
+        is_torch = self.return_tensors == "pt"
+        return torch.Generator().manual_seed(seed) if is_torch else np.random.default_rng(seed)
 
     def create_rng(self) -> None:
         """Begin drawing from `seed` (plus the worker's number in a worker of PyTorch's `DataLoader`)."""

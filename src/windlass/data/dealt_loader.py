@@ -34,11 +34,6 @@ class LoaderPosition:
     bookmark: Bookmark | None = None
     running: int = 0
 
-    def move_after(self, dealt: DealtBatch, epoch: int) -> None:
-        """Move to the position after a batch of `epoch`."""
-        self.epoch, self.consumed = (epoch + 1, 0) if dealt.last else (epoch, dealt.end)
-        self.bookmark = dealt.bookmark
-
 
 class DealtLoader(DataLoader[Any], GroupSource):
     """A `DataLoader` whose samples are dealt to ranks, and whose whole state is a position.
@@ -124,7 +119,10 @@ class DealtLoader(DataLoader[Any], GroupSource):
         raise NotImplementedError
 
     def _move_after(self, row: DealtBatch, epoch: int) -> None:
-        self._place.move_after(row, epoch)
+        """Move to the position after a batch of `epoch`."""
+        place = self._place
+        place.epoch, place.consumed = (epoch + 1, 0) if row.last else (epoch, row.end)
+        place.bookmark = row.bookmark
 
     def _group(self, rows: list[DealtBatch], epoch: int) -> Group:
         own = [row for row in rows if not row.filler]

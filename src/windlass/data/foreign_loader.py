@@ -191,23 +191,20 @@ class ForeignLoader:
         entered = self._entered(epoch, skip)
         if entered is not None:
             return entered
-        again = self._again(epoch, skip)
-        first = next(again, _END)
-        if first is _END:
-            return again
-        if self._here.mark not in (None, _mark(first)):
+        self._begin(epoch)
+        first, again = _peeked(islice(self._numbered(self.loader, epoch, 0), skip, None))
+        if first is not _END and self._here.mark not in (None, _mark(first)):
             logger.warning(
                 f"after batch {skip}, {type(self.loader).__name__} returns other batches than it did in the run that "
                 "is continued: the data has changed, or its order cannot be repeated"
             )
-        return chain([first], again)
+        return again
 
     def _from_beginning(self, epoch: int, restored: bool) -> Iterator[Any]:
         if restored and self._here.state is not None:
-            batches = self._by_own_state(epoch, 0)
-            first = next(batches, _END)
+            first, batches = _peeked(self._by_own_state(epoch, 0))
             if first is not _END:  # some loaders take their state at the end of a pass for that end
-                return chain([first], batches)
+                return batches
         self._begin(epoch)
         return self._numbered(self.loader, epoch, 0)
 
@@ -222,15 +219,14 @@ class ForeignLoader:
             self._log_read_again(skip, self._here.reason or "no state of it was saved at this place")
             return None
         try:
-            batches = way(epoch, skip)
-            first = next(batches, _END)
+            first, batches = _peeked(way(epoch, skip))
         except Exception as error:
             self._log_read_again(skip, f"the attempt failed: {type(error).__name__}: {error}")
             return None
         if first is _END or mark not in (None, _mark(first)):
             self._log_read_again(skip, "another batch follows when it is entered there")
             return None
-        return chain([first], batches)
+        return batches
 
     def _log_read_again(self, skip: int, reason: str) -> None:
         name = type(self.loader).__name__
@@ -249,10 +245,6 @@ class ForeignLoader:
             self._sandbox.seed(derive_seed(STREAM_SAMPLE, self.seed, epoch, 0))
             left = list(islice(self.loader.batch_sampler, skip, None))
         return self._numbered(with_batch_sampler(self.loader, left), epoch, skip)
-
-    def _again(self, epoch: int, skip: int) -> Iterator[Any]:
-        self._begin(epoch)
-        return islice(self._numbered(self.loader, epoch, 0), skip, None)
 
     def _numbered(self, loader: Any, epoch: int, number: int) -> Iterator[Any]:
         """The batches of `loader`, the first under the seed of batch `number`."""
@@ -291,6 +283,12 @@ def loader_length(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
+
+
+def _peeked(batches: Iterator[Any]) -> tuple[Any, Iterator[Any]]:
+    """The first batch, `_END` if there is none, and all of them."""
+    first = next(batches, _END)
+    return first, batches if first is _END else chain([first], batches)
 
 
 def _mark(batch: Any) -> int | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from windlass.config.plugins import DataLoaderConfiguration
 from windlass.core.errors import DataError
 from windlass.data.choice import ReaderChoice
 from windlass.data.order import own_generators
@@ -18,42 +18,16 @@ from windlass.data.workers import START_TIMEOUT
 from windlass.dist.gang import Gang
 
 
-@dataclass(frozen=True, slots=True)
-class LoaderOptions:
-    """How a user's loader is dealt to ranks.
-
-    Attributes:
-        split_batches: the loader's batch size is that of all ranks together, not of each.
-        dispatch_batches: the main process alone reads, and sends the others their part; None is False.
-        even_batches: kept for scripts that set it. The tail is always divided without repeating a sample, and
-            every rank always gets the same number of batches.
-        use_seedable_sampler: shuffle by a `SeedableRandomSampler`, in the order of accelerate.
-        data_seed: what the order of shuffled loaders depends on; None: a number drawn from PyTorch's generator.
-        non_blocking: copy to the device without waiting; always so from page-locked memory.
-        use_stateful_dataloader: `load_state_dict` restores a position within a pass.
-        worker_start_timeout: seconds after which a worker that has not started is replaced.
-        slice_fn: how dispatched batches are cut: `slice_fn(batch, slice, process_index=, num_processes=)`.
-    """
-
-    split_batches: bool = False
-    dispatch_batches: bool | None = None
-    even_batches: bool = True
-    use_seedable_sampler: bool = False
-    data_seed: int | None = None
-    non_blocking: bool = False
-    use_stateful_dataloader: bool = False
-    worker_start_timeout: float = START_TIMEOUT
-    slice_fn: Callable[..., Any] | None = None
-
-
 def prepare_loader(
     loader: Any,
     *,
     world: int,
     rank: int,
     device: torch.device | None,
-    options: LoaderOptions,
+    options: DataLoaderConfiguration,
     gang: Gang,
+    start_timeout: float = START_TIMEOUT,
+    slice_fn: Callable[..., Any] | None = None,
 ) -> PreparedLoader:
     """The loader that deals `loader`'s samples to ranks. To be called on all ranks: they agree on a seed.
 
@@ -61,19 +35,22 @@ def prepare_loader(
         loader: a `DataLoader`, which is not changed; one that was prepared already is returned.
         world, rank: over how many ranks the samples are dealt, and which of them this is.
         device: of the returned batches; None leaves them on the host.
+        options: `even_batches` has no effect: the tail is always divided without repeating a sample, and every rank
+            always gets the same number of batches.
         gang: for what ranks must agree on; with streams that split themselves and dispatched batches it must have
             `world` ranks.
+        start_timeout: seconds after which a worker that has not started is replaced.
+        slice_fn: how dispatched batches are cut: `slice_fn(batch, slice, process_index=, num_processes=)`.
 
     Raises:
         ConfigError: an option that this loader cannot have.
         DataError: not a `DataLoader`, one that cannot be dealt, or different ones on different ranks.
     """
+    skipped = 0
     if isinstance(loader, PreparedLoader):
         if loader.is_dealt:
             return loader
-        plain = loader.loader
-        dealt = prepare_loader(plain, world=world, rank=rank, device=device, options=options, gang=gang)
-        return dealt.skipping(loader.skipped) if loader.skipped else dealt
+        loader, skipped = loader.loader, loader.skipped
     if not isinstance(loader, DataLoader):
         raise DataError(
             f"{type(loader).__name__} is not a torch.utils.data.DataLoader, so it cannot be prepared."
@@ -85,9 +62,9 @@ def prepare_loader(
         split=options.split_batches,
         seedable=options.use_seedable_sampler,
         gang=gang,
-        start_timeout=options.worker_start_timeout,
-    ).reader(world, rank, dispatch=bool(options.dispatch_batches), slice_fn=options.slice_fn)
-    return PreparedLoader(
+        start_timeout=start_timeout,
+    ).reader(world, rank, dispatch=bool(options.dispatch_batches), slice_fn=slice_fn)
+    dealt = PreparedLoader(
         loader,
         reader,
         seed=seed,
@@ -97,9 +74,10 @@ def prepare_loader(
         non_blocking=options.non_blocking or wants_pinning(loader.pin_memory),
         restores_position=options.use_stateful_dataloader,
     )
+    return dealt.skipping(skipped) if skipped else dealt
 
 
-def _agreed_seed(loader: DataLoader[Any], options: LoaderOptions, gang: Gang) -> int:
+def _agreed_seed(loader: DataLoader[Any], options: DataLoaderConfiguration, gang: Gang) -> int:
     """Rank 0's seed, also for the loader's own generators.
 
     Every rank draws, so that their generators stay in step.
@@ -124,7 +102,7 @@ def _agreed_seed(loader: DataLoader[Any], options: LoaderOptions, gang: Gang) ->
     return int(seed)
 
 
-def _seed(options: LoaderOptions) -> int:
+def _seed(options: DataLoaderConfiguration) -> int:
     if options.data_seed is not None:
         return options.data_seed
     if options.use_seedable_sampler:

@@ -28,16 +28,6 @@ class Follower(Protocol):
     def end(self, loader: PreparedLoader) -> None: ...
 
 
-class Nobody:
-    """The follower that does nothing."""
-
-    def begin(self, loader: PreparedLoader) -> None:
-        pass
-
-    def end(self, loader: PreparedLoader) -> None:
-        pass
-
-
 class PreparedLoader(DealtLoader):
     """A `DataLoader` whose batches are dealt to ranks: no sample comes twice, none is lost, and every rank gets the
     same number of batches. A user's loop iterates it; a Trainer takes groups.
@@ -56,7 +46,7 @@ class PreparedLoader(DealtLoader):
             unknown.
         shares: samples of the current batch on each rank, in rank order.
         device: of the returned batches; None leaves them unchanged.
-        follower: is called when a pass begins and ends.
+        follower: is called when a pass begins and ends, if there is one.
 
     Args:
         loader: the user's.
@@ -79,7 +69,7 @@ class PreparedLoader(DealtLoader):
     ) -> None:
         super().__init__(loader.dataset, seed, **_options(loader, reader, world))
         self.loader, self.device = loader, device
-        self.follower: Follower = Nobody()
+        self.follower: Follower | None = None
         self._reader, self._rank, self._world = reader, rank, world
         self._non_blocking, self._restores_position = non_blocking, restores_position
         self._drops_last = _drops_last(loader)
@@ -136,17 +126,20 @@ class PreparedLoader(DealtLoader):
         place, start = self._place, self._start()
         epoch = place.epoch
         self._enter()
-        self.follower.begin(self)
+        if self.follower is not None:
+            self.follower.begin(self)
         try:
             for dealt in self._read(epoch, start):
                 self._move_after(dealt, epoch)
                 beacon().call(f"{AFTER}read data")
-                yield dealt.batch if self.device is None else self._moved(dealt.batch)
+                batch = dealt.batch
+                yield batch if self.device is None else send_to_device(batch, self.device, self._non_blocking)
                 beacon().call("read data")
             if place.epoch == epoch:  # there was no batch
                 place.epoch, place.consumed = epoch + 1, 0
         finally:
-            self.follower.end(self)
+            if self.follower is not None:
+                self.follower.end(self)
 
     def _read(self, epoch: int, start: int, update: int = 0) -> Iterator[DealtBatch]:
         place = self._place
@@ -156,10 +149,6 @@ class PreparedLoader(DealtLoader):
             yield from self._reader.read(PassRequest(epoch, start, place.bookmark, private, update))
         finally:
             place.running -= 1
-
-    def _moved(self, batch: Any) -> Any:
-        assert self.device is not None
-        return send_to_device(batch, self.device, self._non_blocking)
 
     def _start(self) -> int:
         start, self._place.resume = self._place.resume, 0

@@ -37,19 +37,15 @@ def _sizes(costs: list[float], count: int) -> list[int]:
     """Sizes of `count` contiguous groups over samples of falling `costs`, with the smallest possible largest cost."""
     if len(costs) <= count:
         return [1] * len(costs) + [0] * (count - len(costs))
-    low, high = (
-        costs[0],
-        max((b - a) * costs[a] for a, b in (share(len(costs), count, k) for k in range(count))),
-    )
+    even = [share(len(costs), count, group) for group in range(count)]
+    low, high = costs[0], max((end - start) * costs[start] for start, end in even)
     for _ in range(40):
         limit = (low + high) / 2
         if _greedy(costs, limit, count) is None:
             low = limit
         else:
             high = limit
-    sizes = _greedy(costs, high, count) or [
-        b - a for a, b in (share(len(costs), count, k) for k in range(count))
-    ]
+    sizes = _greedy(costs, high, count) or [end - start for start, end in even]
     while len(sizes) < count:  # a limit may need fewer groups; every rank must have work
         widest = max(range(len(sizes)), key=sizes.__getitem__)
         half = sizes[widest] // 2

@@ -82,13 +82,10 @@ class DrawWatch:
             or _differ(_TORCH.get_state(), self._torch)
         )
         if self.drew:
-            self._put_back()
-
-    def _put_back(self) -> None:
-        random.setstate(self._twin.getstate())
-        _PYTHON.gauss_next = self._gauss
-        self._twister[:] = self._numpy
-        _TORCH.set_state(self._torch)
+            random.setstate(self._twin.getstate())
+            _PYTHON.gauss_next = self._gauss
+            self._twister[:] = self._numpy
+            _TORCH.set_state(self._torch)
 
 
 def _memory_of(bits: Any) -> memoryview:

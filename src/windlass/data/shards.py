@@ -62,13 +62,10 @@ class BatchSamplerShard(BatchSampler):
         first: list[list[int]] = []
         while row := list(islice(batches, per_row)):
             first = first or row
-            if self._is_whole(row, per_row):
+            if len(row) == per_row and self.batch_size in (None, len(row[-1])):
                 yield self._own(row)
             elif not self.drop_last:
                 yield from self._own_of_last(row, first)
-
-    def _is_whole(self, row: list[list[int]], per_row: int) -> bool:
-        return len(row) == per_row and self.batch_size in (None, len(row[-1]))
 
     def _own(self, row: list[list[int]]) -> list[int]:
         if not self.split_batches:

@@ -61,6 +61,14 @@ class SharedStream:
         self._held: tuple[tuple[int, int], Iterator[DealtBatch]] | None = None
         self._had_samples = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "_pool": None,
+            "_idle": None,
+            "_held": None,
+        }  # a copy reads with workers of its own
+
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
         held, self._held = self._held, None
         epoch, start, bookmark, private, _ = wanted
@@ -147,7 +155,7 @@ class SharedStream:
     def reseed(self, seed: int) -> None:
         """Read with another seed from now on; workers that hold the old one are released."""
         self._cutter.seed = seed
-        self._pool = None
+        self._pool = self._idle = None
 
 
 @dataclass(slots=True)

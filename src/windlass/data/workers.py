@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -151,9 +152,7 @@ class _Crew:
 
     def look(self) -> None:
         """Record workers that died. They are reaped here, so that torch's own handler finds and raises nothing."""
-        codes = [
-            worker.exitcode for worker in self._workers
-        ]  # of all: reading an exit code reaps the process
+        codes = [worker.exitcode for worker in self._workers]  # of all: reading it reaps the process
         self.broken |= any(codes)
 
     def is_named_in(self, error: Exception) -> bool:
@@ -275,16 +274,11 @@ def _crew_of(loader: DataLoader[Any]) -> _Crew:
     return crew
 
 
-@dataclass(frozen=True)
-class _Arrival:
+def _arrive(own: Callable[[int], Any] | None, worker: int) -> None:
     """Called in a worker when all handlers of signals are set."""
-
-    own: Callable[[int], Any] | None
-
-    def __call__(self, worker: int) -> None:
-        sign_on()
-        if self.own is not None:
-            self.own(worker)
+    sign_on()
+    if own is not None:
+        own(worker)
 
 
 @contextlib.contextmanager
@@ -297,7 +291,7 @@ def _started_by_us(loader: DataLoader[Any], crew: _Crew, reader: Reader) -> Iter
     ours = copy.copy(context)
     ours.Process = crew.process_class(context, reader.start_timeout)
     loader.multiprocessing_context = ours
-    loader.worker_init_fn = WorkerStart.now(_Arrival(own_init))
+    loader.worker_init_fn = WorkerStart.now(functools.partial(_arrive, own_init))
     try:
         yield
     finally:

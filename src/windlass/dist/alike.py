@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
@@ -14,12 +13,12 @@ import torch
 from torch import nn
 
 from windlass.core.errors import RankMismatchError
+from windlass.core.redact import is_secret_name
 from windlass.dist.gang import Gang
 
 _SHOWN_FIELDS = 8
 _SHOWN_CHARACTERS = 120
 _MISSING = "(missing)"
-_SECRET = re.compile(r"(^|[._])(token|secret|password|passwd|key)$", re.IGNORECASE)
 
 
 def check_alike(facts: Mapping[str, Any], gang: Gang) -> None:
@@ -84,7 +83,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
         for key, item in value.items():
             yield from _flat(f"{path}.{key}" if path else str(key), item)
     else:
-        yield path, hashed(_text(value)) if _SECRET.search(path) and value is not None else _text(value)
+        yield path, hashed(_text(value)) if is_secret_name(path) and value is not None else _text(value)
 
 
 def hashed(text: str) -> str:
@@ -107,7 +106,7 @@ def _text(value: Any) -> str:
 
 
 def _short(name: str, value: str) -> str:
-    if _SECRET.search(name):
+    if is_secret_name(name):
         return "(a secret value)"
     return value if len(value) <= _SHOWN_CHARACTERS else f"{value[:_SHOWN_CHARACTERS]}..."
 

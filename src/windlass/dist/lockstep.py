@@ -96,8 +96,6 @@ def telling_others(gang: Gang) -> Iterator[None]:
     except PeerError:
         raise  # the others know already, and have left
     except Exception as error:
-        with contextlib.suppress(
-            Exception
-        ):  # the failure that is reported matters more than an error of reporting it
+        with contextlib.suppress(Exception):  # the failure matters more than an error of reporting it
             gang.gather_objects({_FAILED: f"{type(error).__name__}: {error}"})
         raise

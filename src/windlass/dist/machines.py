@@ -10,7 +10,7 @@ import hashlib
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -21,10 +21,9 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from windlass.core.output import say
 from windlass.dist.listening import LOOPBACK, address_towards, open_store
-from windlass.dist.rendezvous import Machines, MeetingError, OneMachine
+from windlass.dist.rendezvous import Machines, Meeting, MeetingError, OneMachine
 from windlass.dist.signed_store import SignedStore
 
-DEFAULT_WAIT_SECONDS = 600
 _TRY_SECONDS = 2.0
 # How long one request to the store may take; all that is asked for is there already.
 _STORE_SECONDS = 60
@@ -32,30 +31,6 @@ _STORE_SECONDS = 60
 
 class UnreachableError(MeetingError):
     """The main machine does not answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where and how to meet.
-
-    Attributes:
-        address, port: of the store on the main machine; port 0 takes a free one, for a job on one machine.
-        machines: how many there are in all.
-        rank: of this machine; None lets the order of arrival decide.
-        hosts: whether this machine holds the store.
-        run_id: what the machines of one job have in common.
-        wait_seconds: how long the others may take to come.
-        token: the secret of the job; None where only this machine can reach the address.
-    """
-
-    address: str
-    port: int
-    machines: int
-    rank: int | None
-    hosts: bool
-    run_id: str
-    wait_seconds: int
-    token: str | None = field(default=None, repr=False)
 
 
 def meet(meeting: Meeting) -> RendezvousHandler:
@@ -103,10 +78,7 @@ def _client(address: str, port: int) -> TCPStore:
 def _machines(meeting: Meeting, connect: Callable[[], Any], own_address: str) -> Machines:
     key = secret_key(meeting.token, meeting.run_id)
     prefix = f"windlass/{meeting.run_id}"
-    return Machines(
-        lambda: SignedStore(connect(), key, prefix), meeting.hosts, meeting.machines, meeting.rank, own_address,
-        meeting.run_id, meeting.wait_seconds, _tell,
-    )  # fmt: skip
+    return Machines(meeting, lambda: SignedStore(connect(), key, prefix), own_address, _tell)
 
 
 def secret_key(token: str | None, run_id: str) -> bytes:

@@ -71,7 +71,7 @@ class OtherRanks:
             return ""
         unknown = [rank for rank in range(self._world) if rank != self._rank and rank not in self._marks]
         marks = {**self._marks, self._rank: own}
-        lag = {rank: self._lag(rank, mark) for rank, mark in marks.items()}
+        lag = {rank: (not self._is_frozen(rank), *mark.lag) for rank, mark in marks.items()}
         least = min(lag.values())
         behind = [rank for rank in sorted(marks) if lag[rank] == least] if least < max(lag.values()) else []
         said = [f"rank {rank} {marks[rank].place}{self._life(rank)}" for rank in behind if rank != self._rank]
@@ -80,9 +80,6 @@ class OtherRanks:
         if unknown:
             said.append(f"perhaps rank {', '.join(map(str, unknown))}, of which nothing is known")
         return "; ".join(said)
-
-    def _lag(self, rank: int, mark: Mark) -> tuple[bool, int, bool, int]:
-        return (not self._is_frozen(rank), *mark.lag)
 
     def _is_frozen(self, rank: int) -> bool:
         return self._silent.get(rank, 0.0) > self._report_after * _FROZEN

@@ -39,6 +39,7 @@ from windlass.core.plain_text import parse_json
 from windlass.dist.listening import LOOPBACK, ONE_ATTEMPT, open_store
 from windlass.dist.signed_store import ForgedValueError, SignedStore
 
+DEFAULT_WAIT_SECONDS = 600
 _LOOK_SECONDS = 0.1
 _BEAT_SECONDS = 1.0
 # A machine without a heartbeat for so long counts as gone.
@@ -52,6 +53,30 @@ _MOST_NAME = 200
 
 class MeetingError(WindlassError):
     """The machines reached each other and cannot work together: a wrong token, or ranks that do not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where and how to meet.
+
+    Attributes:
+        address, port: of the store on the main machine; port 0 takes a free one, for a job on one machine.
+        machines: how many there are in all.
+        rank: of this machine; None lets the order of arrival decide.
+        hosts: whether this machine holds the store.
+        run_id: what the machines of one job have in common.
+        wait_seconds: how long the others may take to come.
+        token: the secret of the job; None where only this machine can reach the address.
+    """
+
+    address: str
+    port: int
+    machines: int
+    rank: int | None
+    hosts: bool
+    run_id: str
+    wait_seconds: int
+    token: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,22 +230,16 @@ class Machines(_Handler):
     Args:
         connect: opens a connection to the shared store: one for this thread, and one for each that has to go on when
             another waits for an answer.
-        hosts: whether this machine holds the store.
-        machines: how many there are in all.
-        rank: of this machine; None lets the order of arrival decide.
         address: where the other machines reach this one.
-        wait_seconds: how long the others may take to come.
         tell: shows a line to the user.
     """
 
     def __init__(
-        self, connect: Callable[[], SignedStore], hosts: bool, machines: int, rank: int | None, address: str,
-        run_id: str, wait_seconds: float, tell: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        super().__init__(run_id)
+        self, meeting: Meeting, connect: Callable[[], SignedStore], address: str, tell: Callable[[str], None]
+    ) -> None:
+        super().__init__(meeting.run_id)
         self._store, self._connect = connect(), connect
-        self._hosts, self._machines, self._rank = hosts, machines, rank
-        self._address, self._wait_seconds = address, wait_seconds
+        self._meeting, self._address = meeting, address
         self._id = uuid.uuid4().hex
         self._roster = Roster(self._store, tell)
         self._pulse = Pulse(self._store)
@@ -244,7 +263,7 @@ class Machines(_Handler):
         with _connection():
             if self._heart is None:
                 self._heart = Heart(self._connect(), self._id)
-            members = self._join(time.monotonic() + self._wait_seconds)
+            members = self._join(time.monotonic() + self._meeting.wait_seconds)
             rank = members.index(self._id)
             attempt = self._store.below(f"round-{self._round}")
             return RendezvousInfo(attempt, rank, len(members), self._workers_store(attempt, rank))
@@ -255,7 +274,7 @@ class Machines(_Handler):
             if self.is_closed():
                 raise RendezvousClosedError(f"the job {self._run_id!r} has ended")
             self._roster.look()
-            if self._hosts:
+            if self._meeting.hosts:
                 self._admit(number)
             if self._store.check([f"members/{number}"]):
                 members = self._read_members(number)
@@ -279,7 +298,7 @@ class Machines(_Handler):
     def _announce(self, number: int) -> None:
         about = {
             "machine": self._id, "host": socket.gethostname()[:_MOST_NAME], "address": self._address[:_MOST_NAME],
-            "rank": self._rank, "machines": self._machines, "round": number,
+            "rank": self._meeting.rank, "machines": self._meeting.machines, "round": number,
         }  # fmt: skip
         self._store.set_json(f"arrival/{self._store.add('arrivals', 1)}", about)
 
@@ -297,28 +316,28 @@ class Machines(_Handler):
         """Write the members of the round, if the machines for it are there. Only the holder of the store does this."""
         wanting = self._roster.wanting(number)
         alive = [a for a in wanting if a.machine == self._id or self._pulse.alive(a.machine)]
-        if odd := next((a for a in alive if a.machines != self._machines), None):
-            text = f"{odd.named()} was started for {odd.machines} machines, and this one for {self._machines}"
+        if odd := next((a for a in alive if a.machines != self._meeting.machines), None):
+            text = f"{odd.named()} was started for {odd.machines} machines, and this one for {self._meeting.machines}"
             self._store.set_json(f"members/{number}", {"problem": text})
             return
         # The holder, then who was here before, then newcomers in the order of their arrival.
         alive.sort(key=lambda a: (a.machine != self._id, a.machine not in self._members, a.slot))
-        found = self._by_order(alive) if self._rank is None else self._by_rank(alive)
+        found = self._by_order(alive) if self._meeting.rank is None else self._by_rank(alive)
         if found:
             self._store.set_json(f"members/{number}", found)
             self._store.set_json("complete", number)
 
     def _by_order(self, alive: list[Arrival]) -> dict[str, Any]:
-        chosen = alive[: self._machines]
-        return {"members": [a.machine for a in chosen]} if len(chosen) == self._machines else {}
+        chosen = alive[: self._meeting.machines]
+        return {"members": [a.machine for a in chosen]} if len(chosen) == self._meeting.machines else {}
 
     def _by_rank(self, alive: list[Arrival]) -> dict[str, Any]:
         """The newest machine of each rank; a problem if machines that are all alive share one."""
         newest = {a.rank: a.machine for a in sorted(alive, key=lambda a: a.slot)}
-        newest[self._rank] = self._id
-        if sorted(newest, key=str) == sorted(range(self._machines), key=str):
-            return {"members": [newest[rank] for rank in range(self._machines)]}
-        if len(alive) < self._machines:
+        newest[self._meeting.rank] = self._id
+        if sorted(newest, key=str) == sorted(range(self._meeting.machines), key=str):
+            return {"members": [newest[rank] for rank in range(self._meeting.machines)]}
+        if len(alive) < self._meeting.machines:
             self._clash_since = None
             return {}
         now = time.monotonic()
@@ -329,7 +348,7 @@ class Machines(_Handler):
         ranks = ", ".join(str(a.rank) for a in sorted(alive, key=lambda a: str(a.rank)))
         text = (
             f"{len(alive)} machines met, and they say --machine_rank {ranks}: "
-            f"each needs its own, from 0 to {self._machines - 1}"
+            f"each needs its own, from 0 to {self._meeting.machines - 1}"
         )
         return {"problem": text}
 
@@ -341,7 +360,9 @@ class Machines(_Handler):
 
     def _missing(self, number: int) -> str:
         there = [a.named() for a in self._roster.wanting(number)]
-        return f"the machines did not meet: {len(there)} of {self._machines} came ({', '.join(there)})"
+        return (
+            f"the machines did not meet: {len(there)} of {self._meeting.machines} came ({', '.join(there)})"
+        )
 
     def _workers_store(self, attempt: SignedStore, rank: int) -> RendezvousStoreInfo:
         if rank == 0:
@@ -363,7 +384,7 @@ class Machines(_Handler):
                 now = time.monotonic()
                 self._asked_since = self._asked_since or now
                 return len(again) if now - self._asked_since >= _OWN_FAILURE_SECONDS else 0
-            if not wanting or not self._hosts:
+            if not wanting or not self._meeting.hosts:
                 return 0
             gone = [m for m in self._members if m != self._id and not self._pulse.alive(m)]
             return min(len(wanting), len(gone))

@@ -93,7 +93,7 @@ def stream(tensors: list[Tensor], group: Any = None, chunk_bytes: int = CHUNK_BY
         chunk_bytes: upper bound of one message, but for a tensor that is larger by itself.
     """
     mine = dist.get_rank(group)
-    for rank, header in enumerate(gather([[_name(t.dtype), list(t.shape)] for t in tensors], group)):
+    for rank, header in enumerate(gather([[dtype_name(t.dtype), list(t.shape)] for t in tensors], group)):
         kinds: list[Kind] = [(getattr(torch, name), tuple(shape)) for name, shape in header]
         sizes = [_nbytes(*kind) for kind in kinds]
         for run in _runs(sizes, chunk_bytes):
@@ -166,7 +166,7 @@ def _described(value: Any, contents: list[Tensor], where: str) -> Any:
         return {"$path": str(value)}
     if isinstance(value, Tensor):
         contents.append(_bits(value, where))
-        return {"$tensor": [_name(value.dtype), list(value.shape)]}
+        return {"$tensor": [dtype_name(value.dtype), list(value.shape)]}
     if isinstance(value, np.ndarray | np.generic):
         contents.append(_array(value, where))
         return {"$array": [value.dtype.str, list(value.shape), isinstance(value, np.generic)]}
@@ -251,7 +251,7 @@ class _Unpacking:
     }
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

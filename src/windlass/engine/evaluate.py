@@ -355,7 +355,8 @@ class BatchMetrics:
             self._round(more=True)
         self.begun = True
         if fields is not None:
-            self._waiting = {name: map_leaves(_copied, tree) for name, tree in fields.items()}
+            # Copies, which the next forward cannot overwrite.
+            self._waiting = map_leaves(lambda tensor: tensor.detach().clone(), fields)
 
     def finish(self) -> dict[str, Any]:
         """Take part in rounds until no rank has more data; return the metrics of the last round."""
@@ -394,8 +395,3 @@ class BatchMetrics:
         tree = unflatten(seen[0], [pad_concat(parts[index]) for index in sorted(parts)])
         assert isinstance(tree, dict)
         return tree
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy, which the next forward cannot overwrite."""
-    return tensor.detach().clone()

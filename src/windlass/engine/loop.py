@@ -179,8 +179,8 @@ class Loop:
 
     def _batches(self) -> Generator[UpdateBatch, None, None]:
         """The remaining data of the epoch."""
-        if self._ends_at_once:
-            return
+        if self._data_spent or self._leaves_epoch():
+            return  # resumed after the last update of an epoch or the run, or after a stop: closing events are left
         with contextlib.closing(self._feed.epoch(self._epoch)) as batches:
             while True:
                 self._hooks.data_ahead()
@@ -269,11 +269,6 @@ class Loop:
         return self._epoch + self._updates_in_epoch / (self._updates_per_epoch or self._state.max_steps)
 
     # --- when to stop -----------------------------------------------------------------------------------------------
-
-    @property
-    def _ends_at_once(self) -> bool:
-        """Resumed after the last update of an epoch or the run, or after a stop: closing events are left."""
-        return self._data_spent or self._leaves_epoch()
 
     def _leaves_epoch(self) -> bool:
         control = self._hooks.control

@@ -63,7 +63,6 @@ class NativeExecutor:
 
     @property
     def model(self) -> nn.Module:
-        """The module that forwards run through."""
         return self.strategy.model
 
     # --- primitives -------------------------------------------------------------------------------------------------
@@ -76,7 +75,6 @@ class NativeExecutor:
         self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
 
     def backward_aux(self, loss: Tensor) -> None:
-        """Gradients of an auxiliary `loss` on this rank, kept until `add_aux`. `backward` may still use the graph."""
         if not loss.requires_grad:
             return
         if self.strategy.sharded:
@@ -92,7 +90,6 @@ class NativeExecutor:
                 self._aux_gradients[parameter] = gradient if earlier is None else earlier + gradient
 
     def add_aux(self, factor: Tensor) -> None:
-        """Add `factor` times the auxiliary gradients to the gradients, before the backward that reduces them."""
         for parameter, gradient in self._aux_gradients.items():
             scaled = gradient * factor.to(gradient.dtype)
             parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
@@ -176,9 +173,7 @@ class NativeExecutor:
         """Nothing to do: each operation was started when it was called."""
 
     def abandon(self) -> bool:
-        """Discard the gradients of an update that failed with an error. Return True if the model and the optimizer are
-        unchanged: an optimizer that stopped half way has changed some weights and not others.
-        """
+        """False if the optimizer stopped half way: it has changed some weights and not others."""
         self.zero_grad()
         self._overflow, self._skip = None, False
         applying, self._applying = self._applying, False
@@ -259,7 +254,6 @@ class NativeExecutor:
         return StepResult(loss, norm, applied, hooks.parts(), self._overflowed, losses)
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
-        """Run discarded work before the first update, so that a resumed run repeats the same bits."""
         self.strategy.warm_up(backward)
 
     def release(self) -> None:

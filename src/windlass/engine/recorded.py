@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from windlass.core import xla
 from windlass.engine.native import NativeExecutor
 
@@ -14,3 +16,8 @@ class RecordedExecutor(NativeExecutor):
 
     def dispatch(self) -> None:
         xla.sync()
+
+
+def executor_for(device: torch.device) -> type[NativeExecutor]:
+    """The class of executors that update after the backward on `device`."""
+    return RecordedExecutor if device.type == "xla" else NativeExecutor

@@ -193,9 +193,7 @@ def _stage(upload: Upload, checkpoint: Path, further: Mapping[str, Path]) -> Non
     plain = model_files(source)
     keeps = bool(upload.replaces)
     place = upload.replaces or checkpoint.name
-    if (
-        keeps or plain is None
-    ):  # a checkpoint that is not to be published is kept until its weights are exported
+    if keeps or plain is None:  # one that is not to be published is kept until its weights are exported
         files.link({f"{place}/{name}": path for name, path in whole.items()})
     files.link({**further, **{name: checkpoint / name for name in plain or []}})
     if plain is None:

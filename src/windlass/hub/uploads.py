@@ -135,7 +135,7 @@ class Uploads:
 
     def _give_up(self, why: str) -> None:
         with self._changed:
-            rest = [*([self._current] if self._current else []), *self._waiting]
+            rest = self.pending
             self._waiting, self._current = [], None
             self._thread = None  # it may never return from the Hub; a later upload gets another one
             for upload in rest:

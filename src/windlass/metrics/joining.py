@@ -91,7 +91,7 @@ def place(out: Tensor, rows: slice | Tensor, block: Tensor) -> None:
     out[(rows, *(slice(size) for size in block.shape[1:]))] = block.to(device=out.device, dtype=out.dtype)
 
 
-def pad_concat(blocks: Sequence[Tensor], what: str = "tensors", padding: int = PADDING) -> Tensor:
+def pad_concat(blocks: Sequence[Tensor], padding: int = PADDING) -> Tensor:
     """Join tensors along the first axis, padding every other axis to the widest; one copy of each element.
 
     Args:
@@ -100,7 +100,7 @@ def pad_concat(blocks: Sequence[Tensor], what: str = "tensors", padding: int = P
     rows = [as_rows(block) for block in blocks]
     dtype = functools.reduce(torch.promote_types, (block.dtype for block in rows))
     shapes = [tuple(block.shape) for block in rows]
-    out = blank(sum(shape[0] for shape in shapes), shapes, dtype, what, padding).to(rows[0].device)
+    out = blank(sum(shape[0] for shape in shapes), shapes, dtype, "tensors", padding).to(rows[0].device)
     start = 0
     for block in rows:
         place(out, slice(start, start + block.shape[0]), block)

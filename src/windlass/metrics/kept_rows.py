@@ -7,6 +7,7 @@ samples, and no array exists twice.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from windlass.core.errors import ModelError
 from windlass.core.trees import Spec, unflatten
 from windlass.dist.gang import Gang
 from windlass.dist.lockstep import agree
+from windlass.dist.wire import dtype_name
 from windlass.metrics.joining import Shape, as_rows, blank, numpy_dtype, place, take_apart, to_numpy
 
 
@@ -139,13 +141,11 @@ class RowStore:
 
         Collective. Empties the store.
         """
-        specs = [message["specs"] for message in agree(gang, {"specs": self._distinct_specs()})]
+        mine = self._specs[:1] if self._concat else self._specs
+        specs = [message["specs"] for message in agree(gang, {"specs": mine})]
         result = self._joined(specs, order, gang) if self._concat else self._listed(specs, order, gang)
         self._specs, self._blocks, self._on_host, self.nbytes = [], [], 0, 0
         return result
-
-    def _distinct_specs(self) -> list[Spec]:
-        return self._specs[:1] if self._concat else self._specs
 
     def _joined(self, specs: list[list[Spec]], order: BatchOrder, gang: Gang) -> Any:
         seen = [rank_specs[0] for rank_specs in specs if rank_specs]
@@ -154,15 +154,17 @@ class RowStore:
         for spec in seen[1:]:
             if spec != seen[0]:
                 raise ModelError(_different(self.name, 0, seen[0], spec))
-        count = _count_leaves(seen[0])
-        return unflatten(seen[0], [to_numpy(self._joined_leaf(leaf, order, gang)) for leaf in range(count)])
+        return unflatten(
+            seen[0], (to_numpy(self._joined_leaf(leaf, order, gang)) for leaf in itertools.count())
+        )
 
     def _joined_leaf(self, leaf: int, order: BatchOrder, gang: Gang) -> Tensor:
         mine = self._take(leaf)
         headers = _headers(mine, gang)
         rows = order.rows([[shape[0] for _, shape in header] for header in headers])
         shapes = [shape for header in headers for _, shape in header]
-        dtype = _common_dtype({name for header in headers for name, _ in header})
+        dtypes = sorted({name for header in headers for name, _ in header})
+        dtype = functools.reduce(torch.promote_types, (getattr(torch, name) for name in dtypes))
         out = blank(sum(shape[0] for shape in shapes), shapes, numpy_dtype(dtype), self.name)
         for rank, index, block in gang.stream(mine):
             place(out, rows[rank][index], block)
@@ -194,26 +196,8 @@ class RowStore:
 
 def _headers(blocks: list[Tensor], gang: Gang) -> list[list[tuple[str, Shape]]]:
     """Type name and shape of every rank's blocks."""
-    messages = agree(gang, {"blocks": [[_name(block.dtype), list(block.shape)] for block in blocks]})
+    messages = agree(gang, {"blocks": [[dtype_name(block.dtype), list(block.shape)] for block in blocks]})
     return [[(name, tuple(shape)) for name, shape in message["blocks"]] for message in messages]
-
-
-def _count_leaves(spec: Spec) -> int:
-    if spec is None or spec == "leaf":
-        return 0 if spec is None else 1
-    kind, children = spec
-    return sum(_count_leaves(child[1] if kind == "dict" else child) for child in children)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _common_dtype(names: set[str]) -> torch.dtype:
-    common: torch.dtype = functools.reduce(
-        torch.promote_types, (getattr(torch, name) for name in sorted(names))
-    )
-    return common
 
 
 def _different(name: str, batch: int, first: Spec, other: Spec) -> str:

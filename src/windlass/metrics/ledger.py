@@ -70,7 +70,9 @@ class Ledger:
         shares = [loss, *(self._parts[name] for name in names)]
         norms = [] if self._last_norm is None else [self._taken(self._last_norm)]
         # One transfer for all values: each waits for the device. The norm is already the same on every rank.
-        packed = self._packed(shares + norms)
+        values = shares + norms
+        on_host = self._device.type == "cpu"
+        packed = torch.tensor(values, dtype=self._dtype) if on_host else torch.stack(values).cpu()
         sums = self._sum_over_ranks(packed[: len(shares)]).numpy()
         if self._updates:
             self.total_loss += float(sums[0])
@@ -81,11 +83,6 @@ class Ledger:
         self._loss, self._skipped_loss = self._taken(0.0), self._taken(0.0)
         self._parts, self._updates, self._skips = {}, 0, 0
         return report
-
-    def _packed(self, values: list[Any]) -> Tensor:
-        if self._device.type == "cpu":
-            return torch.tensor(values, dtype=self._dtype)
-        return torch.stack(values).cpu()
 
     @property
     def pending(self) -> bool:

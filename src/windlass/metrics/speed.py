@@ -6,7 +6,7 @@ from windlass.core.clock import seconds_since
 
 
 def speed_metrics(
-    prefix: str,
+    split: str,
     start_time: float,
     num_samples: float | None = None,
     num_steps: float | None = None,
@@ -15,14 +15,14 @@ def speed_metrics(
     """Return the seconds since `start_time` (a `Moment` or `time.time()`) and the rates of the given counts.
 
     Returns:
-        `{prefix}_runtime` in seconds (4 digits), `{prefix}_samples_per_second`, `_steps_per_second` and
+        `{split}_runtime` in seconds (4 digits), `{split}_samples_per_second`, `_steps_per_second` and
         `_tokens_per_second` (3 digits); rates are omitted if no time passed.
     """
     runtime = seconds_since(start_time)
-    metrics = {f"{prefix}_runtime": round(runtime, 4)}
+    metrics = {f"{split}_runtime": round(runtime, 4)}
     if runtime <= 0:
         return metrics
     for name, count in (("samples", num_samples), ("steps", num_steps), ("tokens", num_tokens)):
         if count is not None:
-            metrics[f"{prefix}_{name}_per_second"] = round(count / runtime, 3)
+            metrics[f"{split}_{name}_per_second"] = round(count / runtime, 3)
     return metrics

@@ -29,7 +29,7 @@ from windlass.core.logs import get_logger
 from windlass.core.redact import has_hidden
 from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.world import World
-from windlass.data.collators import DataCollatorWithPadding
+from windlass.data.collate_pad import DataCollatorWithPadding
 from windlass.data.prepare import auto_collate
 from windlass.transforms.placing import to_device
 

@@ -29,8 +29,8 @@ from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem
 from windlass.core.redact import redact_command, redact_value
 from windlass.dist.elastic import quiet_elastic
 from windlass.dist.listening import can_listen
-from windlass.dist.machines import DEFAULT_WAIT_SECONDS, Meeting, meet
-from windlass.dist.rendezvous import MeetingError
+from windlass.dist.machines import meet
+from windlass.dist.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, MeetingError
 
 if TYPE_CHECKING:
     from windlass.config.launch import LaunchPlan
