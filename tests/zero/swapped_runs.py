@@ -1,6 +1,7 @@
 """Run by `windlass launch`: trainings whose tensors are in files between steps, in memory, or without DeepSpeed.
 
-Args: folder, then words `name:kind:steps` or `name:kind:steps:resume`; kinds: "alone", "memory", "optimizer".
+Args: folder, then words `name:kind:steps` or `name:kind:steps:resume`; kinds: "alone", "memory"; and
+which tensors are in files: "optimizer", "params", "both".
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ def offloading(kind: str, files: Path) -> dict[str, Any]:
     if kind == "alone":
         return {}
     disk = {"device": "nvme", "nvme_path": str(files), "buffer_count": 5}
-    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    if kind != "memory":
+    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    if kind in ("optimizer", "both"):
         zero["offload_optimizer"] = disk
+    if kind in ("params", "both"):
+        zero["offload_param"] = {**disk, "buffer_size": 1 << 20, "max_in_cpu": 0}
     return config(3, zero_optimization=zero, aio={"block_size": 1 << 20})
 
 

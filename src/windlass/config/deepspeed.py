@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -92,10 +93,6 @@ SECTION_KEYS = {
 }  # fmt: skip
 _FILES_STAGE = "keeps tensors in files at stage 3 alone; set stage 3, or device cpu"
 _FILES_PATH = "needs nvme_path: a folder on a local disk, of this run alone"
-NO_PARAM_FILES = (
-    "is not built: with parameters in DeepSpeed's files the first loss of a run differed from that in memory; use cpu "
-    "here, and nvme for the optimizer"
-)
 _ADAMW = (
     "must be AdamW or Adam, which PyTorch's AdamW carries out: choose others by optim=..., and leave this out"
 )
@@ -184,11 +181,9 @@ def _unfit_offload(given: Any, origin: str) -> Iterator[Problem]:
 
 def _unfit_files(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
     for path, folder in file_folders(config):
-        name = path.split(".")[1]
-        if name == "offload_param":
-            yield Problem(f"{origin}.zero_optimization.{name}.device", "nvme", NO_PARAM_FILES)
-        elif stage_of(config) != 3:
-            yield Problem(f"{origin}.zero_optimization.{name}.device", "nvme", _FILES_STAGE)
+        if stage_of(config) != 3:
+            device = path.replace("nvme_path", "device")
+            yield Problem(f"{origin}.{device}", "nvme", _FILES_STAGE)
         elif not folder:
             yield Problem(f"{origin}.{path}", folder, _FILES_PATH)
 
@@ -366,8 +361,13 @@ def for_engine(config: Mapping[str, Any], micro: int) -> dict[str, Any]:
     }
 
 
+_FURTHER = itertools.count(1)
+
+
 def for_frozen(config: Mapping[str, Any], compute: str) -> dict[str, Any]:
     """The configuration of the engine of a model that is not trained, whose parameters stage 3 divides.
+
+    Its parameters in files have a new folder: DeepSpeed empties the folder of each model that it divides.
 
     Args:
         config: as it was given.
@@ -375,6 +375,10 @@ def for_frozen(config: Mapping[str, Any], compute: str) -> dict[str, Any]:
     """
     kept = _without_auto(config)
     zero = {name: value for name, value in kept["zero_optimization"].items() if name != "offload_optimizer"}
+    files = _section(zero, "offload_param")
+    if files.get("device") == "nvme":
+        folder = f"{files.get('nvme_path')}/further-{next(_FURTHER)}"
+        zero["offload_param"] = {**files, "nvme_path": folder}
     own = for_engine({**kept, "zero_optimization": zero}, micro=1)
     for dtype in ("bf16", "fp16"):
         own[dtype] = {**own.get(dtype, {}), "enabled": False}

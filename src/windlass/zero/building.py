@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from windlass.core.optional import is_available, require
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join
 from windlass.zero.library import ready_library
+from windlass.zero.swap_files import lock_files
 
 
 class DividedBuilding:
@@ -25,12 +28,15 @@ class DividedBuilding:
     transformers holds a weak reference to the newest: models are divided for as long as this object lives.
 
     Args:
-        config: complete, without "auto".
+        make_config: returns the configuration for one model, complete, without "auto".
         place: returns the device of this process, and the processes of the job, which it joins.
     """
 
-    def __init__(self, config: dict[str, Any], place: Callable[[], tuple[torch.device, Gang]]) -> None:
-        self._config, self._place, self._is_ready = config, place, False
+    def __init__(
+        self, make_config: Callable[[], dict[str, Any]], place: Callable[[], tuple[torch.device, Gang]]
+    ) -> None:
+        self._make_config, self._place, self._is_ready = make_config, place, False
+        self._locks = contextlib.ExitStack()
         integration = require("transformers.integrations.deepspeed", "divide models while they are built")
         integration.set_hf_deepspeed_config(self)
 
@@ -43,8 +49,12 @@ class DividedBuilding:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration for `deepspeed.zero.Init`."""
-        return self._config
+        """The configuration for `deepspeed.zero.Init`. Files of the model have a folder of their own, which is locked
+        for as long as this object lives.
+        """
+        config = self._make_config()
+        self._locks.enter_context(lock_files(config, world_from_environment().rank))
+        return config
 
     def __deepcopy__(self, memo: Any) -> DividedBuilding:
         # A copy of the arguments that hold it would be a second owner of the same setting of the process.
@@ -85,4 +95,4 @@ def of_plan(
     """As `of_arguments`, of a loop's plans."""
     if zero is None or not zero.divides_new or not is_available("transformers"):
         return None
-    return DividedBuilding(for_frozen(zero.config, precision.compute), place)
+    return DividedBuilding(functools.partial(for_frozen, zero.config, precision.compute), place)

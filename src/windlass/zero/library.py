@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.config.deepspeed import file_folders, precision_of
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
 from windlass.dist.flat import FlatParts, divided
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import export_local_rank, open_group_of_one
-from windlass.zero.swap_files import SwapFiles, lock_files, uses_files
+from windlass.zero.swap_files import ParamFiles, SwapFiles, lock_files
 
 # The attributes of DeepSpeed's scaler that change in fp16.
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -91,11 +92,14 @@ class ZeroEngine:
         library = ready_library(device, gang)
         _check_fp16(library, config)
         _check_files(library, config)
-        self._in_files = uses_files(config)
-        self._lock = lock_files(config, gang.rank) if self._in_files else None
+        self._lock = lock_files(config, gang.rank)
         self.stage: int = config["zero_optimization"]["stage"]
         self._trains = optimizer is not None
         self._module, self._gang, self._zero = module, gang, library.zero
+        if _has_param_files(config) and precision_of(config) is None and not is_divided(module):
+            # `initialize` would keep fp32 values in files in bf16 on a device without fp16 (deepspeed.runtime.zero.
+            # partition_parameters.Init._set_dtype, which is given a dtype). From a configuration it takes the right one.
+            library.zero.Init(module=module, config_dict_or_path=config)
         self._engine, self._optimizer, _, _ = library.initialize(
             model=module, optimizer=optimizer, config=config, dist_init_required=False
         )
@@ -104,6 +108,8 @@ class ZeroEngine:
             library.checkpointing.configure(None, deepspeed_config=config)
         swapper = getattr(self._optimizer, "optimizer_swapper", None)
         self._files = None if swapper is None else SwapFiles(swapper)
+        self._param_files = ParamFiles(module)
+        self._swaps_params = self._trains and _has_param_files(config)
         self._watch = (
             module.register_forward_hook(self._forget_lone_forward)
             if self.stage == 3 and self._trains
@@ -208,7 +214,7 @@ class ZeroEngine:
         parameters = [p for p in divided_here if not (self._trains and p.requires_grad)]
         found = {}
         for parameter in parameters:
-            kept: Any = parameter.ds_tensor
+            kept = self._param_files.kept(parameter)
             numel, shape = parameter.ds_numel, parameter.ds_shape  # type: ignore[attr-defined]
             pieces = divided(numel, kept.numel(), self._gang.size)
             start, count = _of_rank(pieces, self._gang.rank)
@@ -221,8 +227,11 @@ class ZeroEngine:
             if self.stage < 3:
                 self._optimizer.update_lp_params()
                 return
-            if self._in_files and self._trains:
+            if self._files is not None:
                 self._optimizer.reset_swap_buffers()
+            elif self._swaps_params:
+                for group, _ in enumerate(self._optimizer.fp16_groups):
+                    self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
             else:
                 for parameter, place in places.items():
                     mine = place.buffer.detach().narrow(0, place.offset, place.length)
@@ -254,8 +263,7 @@ class ZeroEngine:
         self._engine.destroy()
         if self._files is not None:
             self._files.remove()
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, section: Mapping[str, Any]) -> Any:
@@ -286,7 +294,8 @@ def ready_library(device: torch.device, gang: Gang) -> ModuleType:
 
 def _check_files(library: ModuleType, config: Mapping[str, Any]) -> None:
     """Check, before anything is divided, that DeepSpeed can read and write files of tensors on this machine."""
-    if not uses_files(config):
+    folders = file_folders(config)
+    if not folders:
         return
     builder = library.accelerator.get_accelerator().create_op_builder("AsyncIOBuilder")
     if builder is None or not builder.is_compatible(verbose=False):
@@ -295,7 +304,11 @@ def _check_files(library: ModuleType, config: Mapping[str, Any]) -> None:
             "apt-get install libaio-dev g++ (Red Hat: dnf install libaio-devel gcc-c++) and pip install ninja; set "
             "CPATH and LIBRARY_PATH if libaio lies elsewhere"
         )
-        raise ConfigError(Problem("deepspeed.zero_optimization.offload_optimizer.device", "nvme", fix))
+        raise ConfigError(Problem(f"deepspeed.{folders[0][0].replace('nvme_path', 'device')}", "nvme", fix))
+
+
+def _has_param_files(config: Mapping[str, Any]) -> bool:
+    return any("offload_param" in path for path, _ in file_folders(config))
 
 
 def _of_rank(pieces: Iterable[tuple[int, int, int]], rank: int) -> tuple[int, int]:
