@@ -156,6 +156,10 @@ def without_effect(config: Mapping[str, Any], origin: str) -> Iterator[str]:
     offload = _section(_section(config, "zero_optimization"), "offload_param")
     if offload.get("device") == "cpu" and stage_of(config) != 3:
         yield f"{origin}: offload_param has no effect at stage {stage_of(config)}, which divides no parameters"
+    zero = _section(config, "zero_optimization")
+    ahead = [name for name in _AHEAD if {name, name.removeprefix("stage3_")} & zero.keys()]
+    if ahead and has_param_files(config):
+        yield f"{origin}: {' and '.join(ahead)} are 0 with parameters in files, which are read as they are used"
 
 
 def _known(section: Mapping[str, Any], table: Mapping[str, str], origin: str) -> Iterator[Problem]:
@@ -196,6 +200,11 @@ def file_folders(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         if section.get("device") == "nvme":
             found.append((f"zero_optimization.{name}.nvme_path", str(section.get("nvme_path") or "")))
     return found
+
+
+def has_param_files(config: Mapping[str, Any]) -> bool:
+    """Return True if parameters are in files between their uses."""
+    return any("offload_param" in path for path, _ in file_folders(config))
 
 
 def _unfit_optimizer(section: Mapping[str, Any], origin: str) -> Iterator[Problem]:
@@ -327,6 +336,9 @@ _OWN = (
 )
 
 
+# How far ahead parameters are gathered, and kept for their next use.
+_AHEAD = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
+
 # What becomes of a group of samples; a run decides it.
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -349,6 +361,11 @@ def for_engine(config: Mapping[str, Any], micro: int) -> dict[str, Any]:
     zero = dict(config["zero_optimization"])
     if stage_of(config) != 3:
         zero.pop("offload_param", None)
+    if has_param_files(config):
+        # DeepSpeed reads ahead a parameter that is used twice into two buffers, and each whole parameter keeps one.
+        for name in _AHEAD:
+            zero.pop(name.removeprefix("stage3_"), None)
+            zero[name] = 0
     return {
         **kept,
         "zero_optimization": zero,

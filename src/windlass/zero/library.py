@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.config.deepspeed import file_folders, precision_of
+from windlass.config.deepspeed import file_folders, has_param_files, precision_of
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
 from windlass.dist.flat import FlatParts, divided
@@ -96,7 +96,7 @@ class ZeroEngine:
         self.stage: int = config["zero_optimization"]["stage"]
         self._trains = optimizer is not None
         self._module, self._gang, self._zero = module, gang, library.zero
-        if _has_param_files(config) and precision_of(config) is None and not is_divided(module):
+        if has_param_files(config) and precision_of(config) is None and not is_divided(module):
             # `initialize` would keep fp32 values in files in bf16 on a device without fp16 (deepspeed.runtime.zero.
             # partition_parameters.Init._set_dtype, which is given a dtype). From a configuration it takes the right one.
             library.zero.Init(module=module, config_dict_or_path=config)
@@ -109,7 +109,7 @@ class ZeroEngine:
         swapper = getattr(self._optimizer, "optimizer_swapper", None)
         self._files = None if swapper is None else SwapFiles(swapper)
         self._param_files = ParamFiles(module)
-        self._swaps_params = self._trains and _has_param_files(config)
+        self._swaps_params = self._trains and has_param_files(config)
         self._watch = (
             module.register_forward_hook(self._forget_lone_forward)
             if self.stage == 3 and self._trains
@@ -305,10 +305,6 @@ def _check_files(library: ModuleType, config: Mapping[str, Any]) -> None:
             "CPATH and LIBRARY_PATH if libaio lies elsewhere"
         )
         raise ConfigError(Problem(f"deepspeed.{folders[0][0].replace('nvme_path', 'device')}", "nvme", fix))
-
-
-def _has_param_files(config: Mapping[str, Any]) -> bool:
-    return any("offload_param" in path for path, _ in file_folders(config))
 
 
 def _of_rank(pieces: Iterable[tuple[int, int, int]], rank: int) -> tuple[int, int]:
