@@ -6,6 +6,7 @@ from windlass.core.lazy import loader_of, reverse
 _HOMES = {
     "windlass.callbacks.progress": ("ProgressCallback",),
     "windlass.compat.foreign_engines": ("is_deepspeed_zero3_enabled", "is_fsdp_managed_module"),
+    "windlass.compat.hf_deepspeed": ("HfDeepSpeedConfig",),
     "windlass.compat.search_space": ("BestRun", "hp_params"),
     "windlass.compat.tracker_callbacks": (
         "ClearMLCallback", "CometCallback", "DVCLiveCallback", "INTEGRATION_TO_CALLBACK", "MLflowCallback",

@@ -1,8 +1,8 @@
 """Run by `windlass launch`: trainings whose tensors are in files between steps, in memory, or without DeepSpeed.
 
-Args: folder, then words `name:kind:steps`, `name:kind:steps:resume` or `name:kind:steps:killed`; kinds: "alone", "memory",
-or which tensors are in files: "optimizer", "params", "both". With "-built" a language model in bf16, which is divided
-while it is built.
+Args: folder, then words `name:kind:steps`, `name:kind:steps:resume` or `name:kind:steps:killed`; kinds: "alone",
+"memory", or which tensors are in files: "optimizer", "params", "both". With "-built" a language model in bf16, which is
+divided while it is built.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ def offloading(kind: str, files: Path) -> dict[str, Any]:
     if kind == "alone":
         return {}
     disk = {"device": "nvme", "nvme_path": str(files)}
-    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+    }
     if kind in ("optimizer", "both"):
         zero["offload_optimizer"] = disk
     if kind in ("params", "both"):

@@ -17,7 +17,7 @@ from tests.zero.test_zero_checkpoints import digest
 
 from windlass.core.errors import ConfigError
 from windlass.core.optional import is_available
-from windlass.zero.swap_files import lock_files
+from windlass.zero.swap_files import check_buffers, lock_files
 
 SCRIPT = Path(swapped_runs.__file__)
 TOLERANCE = 5e-6
@@ -52,7 +52,12 @@ def found_in(folder: Path, name: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "in_files"),
-    [("optimizer", ["exp_avg"]), ("params", ["_param"]), ("both", ["exp_avg", "_param"]), ("both-built", ["_param"])],
+    [
+        ("optimizer", ["exp_avg"]),
+        ("params", ["_param"]),
+        ("both", ["exp_avg", "_param"]),
+        ("both-built", ["_param"]),
+    ],
 )
 def test_a_run_equals_one_in_memory_and_resumes_to_the_same_bits(
     kind: str, in_files: list[str], folder: Path, tmp_path: Path
@@ -94,6 +99,19 @@ def test_a_checkpoint_of_files_is_continued_in_one_process_and_back(
     for run in ("on", "back"):
         for name, value in load_file(tmp_path / run / "model.safetensors").items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"buffer_size": 1 << 18}, "buffer_size.*524288 elements of a rank's part of middle.weight"),
+        ({"buffer_size": 1 << 20, "buffer_count": 0}, "buffer_count.*the 1 large parameters of frozen"),
+    ],
+)
+def test_buffers_that_are_too_small_are_named(section: dict[str, int], words: str) -> None:
+    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", **section}}}
+    with pytest.raises(ConfigError, match=words):
+        check_buffers(swapped_runs.Wide(), config, 2)
 
 
 def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:

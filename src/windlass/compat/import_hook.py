@@ -43,6 +43,7 @@ MODULES = {
         )
     },
     "transformers.hf_argparser": "windlass",
+    "transformers.integrations.deepspeed": "windlass.compat.hf_deepspeed",
     "accelerate": "windlass",
     "accelerate.accelerator": "windlass",
     **{

@@ -18,13 +18,14 @@ from windlass.core.optional import require
 from windlass.dist.flat import FlatParts, divided
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import export_local_rank, open_group_of_one
-from windlass.zero.swap_files import ParamFiles, SwapFiles, lock_files
+from windlass.zero.swap_files import ParamFiles, SwapFiles, check_buffers, lock_files
 
 # The attributes of DeepSpeed's scaler that change in fp16.
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def _deepspeed() -> ModuleType:
+def load_library() -> ModuleType:
+    """DeepSpeed, with the settings of a run. To be called before it starts."""
     library = require("deepspeed", "train with ZeRO")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it reports each step of its start
     # Sums in shared memory, for its inference on CPUs. It would compile them when it starts, under a lock that a killed
@@ -96,9 +97,12 @@ class ZeroEngine:
         self.stage: int = config["zero_optimization"]["stage"]
         self._trains = optimizer is not None
         self._module, self._gang, self._zero = module, gang, library.zero
+        if has_param_files(config):
+            check_buffers(module, config, gang.size)
         if has_param_files(config) and precision_of(config) is None and not is_divided(module):
-            # `initialize` would keep fp32 values in files in bf16 on a device without fp16 (deepspeed.runtime.zero.
-            # partition_parameters.Init._set_dtype, which is given a dtype). From a configuration it takes the right one.
+            # `initialize` gives `Init` a dtype, and `Init._set_dtype` (deepspeed.runtime.zero.partition_parameters)
+            # replaces it by bf16 on a device without fp16, so files would have rounded values. Of a configuration it
+            # reads the dtype.
             library.zero.Init(module=module, config_dict_or_path=config)
         self._engine, self._optimizer, _, _ = library.initialize(
             model=module, optimizer=optimizer, config=config, dist_init_required=False
@@ -268,7 +272,7 @@ class ZeroEngine:
 
 def make_schedule(optimizer: torch.optim.Optimizer, section: Mapping[str, Any]) -> Any:
     """A schedule of DeepSpeed by its name and its options: `{"type": "WarmupLR", "params": {...}}`."""
-    _deepspeed()
+    load_library()
     schedules = require("deepspeed.runtime.lr_schedules", "use its schedules")
     return getattr(schedules, section["type"])(optimizer, **section.get("params", {}))
 
@@ -284,7 +288,7 @@ def ready_library(device: torch.device, gang: Gang) -> ModuleType:
     Raises:
         ConfigError: DeepSpeed uses another device.
     """
-    library = _deepspeed()
+    library = load_library()
     _check_accelerator(library, device)
     if gang.size == 1 and not torch.distributed.is_initialized():
         open_group_of_one(device)
