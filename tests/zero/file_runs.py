@@ -18,10 +18,6 @@ from windlass import Trainer
 def main() -> None:
     folder, name, file, *init = sys.argv[1:]
     place = Path(folder) / name
-    args = arguments(
-        place, deepspeed=file, per_device_train_batch_size=2, gradient_accumulation_steps=4 // WORLD, max_steps=6,
-        warmup_steps=2, logging_steps=1, weight_decay=0.1,
-    )  # fmt: skip
     if init:
         from windlass.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
@@ -40,6 +36,10 @@ def main() -> None:
         del kept
     else:
         model = llama()
+    args = arguments(
+        place, deepspeed=file, per_device_train_batch_size=2, gradient_accumulation_steps=4 // WORLD, max_steps=6,
+        warmup_steps=2, logging_steps=1, weight_decay=0.1,
+    )  # fmt: skip
     trainer = Trainer(model, args, train_dataset=text_rows(40), eval_dataset=text_rows(5))
     trainer.train()
     trainer.save_model()
