@@ -278,6 +278,11 @@ def test_parameters_in_files_are_read_as_they_are_used() -> None:
     assert "stage3_prefetch_bucket_size" in note
 
 
+def test_activations_are_not_divided() -> None:
+    (note,) = without_effect({"activation_checkpointing": {"partition_activations": True}}, "deepspeed")
+    assert "partition_activations has no effect" in note
+
+
 def test_each_further_model_has_a_folder_of_its_own() -> None:
     """DeepSpeed empties the folder of a model that it divides."""
     section = {"device": "nvme", "nvme_path": "/local/run1"}

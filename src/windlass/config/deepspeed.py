@@ -157,6 +157,8 @@ def without_effect(config: Mapping[str, Any], origin: str) -> Iterator[str]:
     if offload.get("device") == "cpu" and stage_of(config) != 3:
         yield f"{origin}: offload_param has no effect at stage {stage_of(config)}, which divides no parameters"
     zero = _section(config, "zero_optimization")
+    if value_at(config, "activation_checkpointing.partition_activations"):
+        yield f"{origin}: partition_activations has no effect: it divides among ranks of tensor parallelism"
     ahead = [name for name in _AHEAD if {name, name.removeprefix("stage3_")} & zero.keys()]
     if ahead and has_param_files(config):
         yield f"{origin}: {' and '.join(ahead)} are 0 with parameters in files, which are read as they are used"

@@ -109,7 +109,7 @@ class ZeroEngine:
         )
         if self._trains and config.get("activation_checkpointing"):
             # For models that call `deepspeed.checkpointing.checkpoint`; the engine reads this section for nothing.
-            library.checkpointing.configure(None, deepspeed_config=config)
+            library.checkpointing.configure(None, deepspeed_config=_recomputing(config, device))
         swapper = getattr(self._optimizer, "optimizer_swapper", None)
         self._files = None if swapper is None else SwapFiles(swapper)
         self._param_files = ParamFiles(module)
@@ -309,6 +309,16 @@ def _check_files(library: ModuleType, config: Mapping[str, Any]) -> None:
             "CPATH and LIBRARY_PATH if libaio lies elsewhere"
         )
         raise ConfigError(Problem(f"deepspeed.{folders[0][0].replace('nvme_path', 'device')}", "nvme", fix))
+
+
+def _recomputing(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The configuration for recomputation. Its "cpu_checkpointing" means nothing on a CPU, on which DeepSpeed would
+    empty the activations, because it takes them for copies.
+    """
+    if device.type != "cpu":
+        return config
+    section = {**config["activation_checkpointing"], "cpu_checkpointing": False}
+    return {**config, "activation_checkpointing": section}
 
 
 def _of_rank(pieces: Iterable[tuple[int, int, int]], rank: int) -> tuple[int, int]:
