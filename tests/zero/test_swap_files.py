@@ -121,3 +121,11 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
         lock_files(config, 0)
     with lock_files(config, 0):
         """It is free again."""
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    section = {"device": "nvme", "nvme_path": str(tmp_path / "file" / "folder")}
+    config = {"zero_optimization": {"stage": 3, "offload_param": section}}
+    with pytest.raises(ConfigError, match="offload_param.nvme_path.*cannot be written"):
+        lock_files(config, 0)

@@ -163,8 +163,12 @@ def lock_files(config: Mapping[str, Any], rank: int) -> contextlib.ExitStack:
 
 
 def _lock(folder: Path, path: str, rank: int) -> IO[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / f"windlass-rank{rank}.lock").open("w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / f"windlass-rank{rank}.lock").open("w")
+    except OSError as error:
+        fix = f"cannot be written ({error.strerror}); name a folder on a local disk"
+        raise ConfigError(Problem(f"deepspeed.{path}", str(folder), fix)) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
