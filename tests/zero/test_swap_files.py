@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.dist.launch import launch, run_script
-from tests.zero import swapped_runs
+from tests.zero import swapped_loop, swapped_runs
 from tests.zero.needed import needs_deepspeed
 from tests.zero.test_zero_checkpoints import digest
 
@@ -21,6 +21,7 @@ from windlass.zero.swap_files import check_buffers, lock_files
 
 SCRIPT = Path(swapped_runs.__file__)
 TOLERANCE = 5e-6
+NO_COMPILER = "needs libaio with its headers: apt-get install libaio-dev"
 
 
 def compiles() -> bool:
@@ -35,15 +36,15 @@ def compiles() -> bool:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not compiles():
-        pytest.skip("needs libaio with its headers: apt-get install libaio-dev")
+        pytest.skip(NO_COMPILER)
     made = tmp_path_factory.mktemp("swapped")
     run_script(SCRIPT, made, "alone:alone:6")
     launch(2, SCRIPT, made, "memory:memory:6", "memory-built:memory-built:6", timeout=900)
     return made
 
 
-def found_in(folder: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+def found_in(folder: Path, name: str) -> Any:
+    found: Any = json.loads((folder / f"{name}.json").read_text())
     return found
 
 
@@ -101,6 +102,18 @@ def test_a_checkpoint_of_files_is_continued_in_one_process_and_back(
             torch.testing.assert_close(value, expected[name], rtol=0, atol=TOLERANCE)
 
 
+@needs_deepspeed
+@pytest.mark.dist
+@pytest.mark.slow
+def test_references_beside_the_trained_model_have_files_of_their_own(tmp_path: Path) -> None:
+    if not compiles():
+        pytest.skip(NO_COMPILER)
+    for device in ("cpu", "nvme"):
+        launch(2, Path(swapped_loop.__file__), tmp_path, device, timeout=600)
+    assert found_in(tmp_path, "nvme") == found_in(tmp_path, "cpu")
+    assert len(list(tmp_path.rglob("*_param.tensor.swp"))) == 6, "of each model, on each rank"
+
+
 @pytest.mark.parametrize(
     ("section", "words"),
     [
@@ -127,5 +140,5 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     section = {"device": "nvme", "nvme_path": str(tmp_path / "file" / "folder")}
     config = {"zero_optimization": {"stage": 3, "offload_param": section}}
-    with pytest.raises(ConfigError, match="offload_param.nvme_path.*cannot be written"):
+    with pytest.raises(ConfigError, match=r"offload_param.nvme_path.*cannot be written"):
         lock_files(config, 0)
