@@ -5,8 +5,7 @@ from windlass.core.lazy import loader_of, reverse
 
 _HOMES = {
     "windlass.callbacks.progress": ("ProgressCallback",),
-    "windlass.compat.foreign_engines": ("is_deepspeed_zero3_enabled", "is_fsdp_managed_module"),
-    "windlass.compat.hf_deepspeed": ("HfDeepSpeedConfig",),
+    "windlass.compat.foreign_engines": ("is_fsdp_managed_module",),
     "windlass.compat.search_space": ("BestRun", "hp_params"),
     "windlass.compat.tracker_callbacks": (
         "ClearMLCallback", "CometCallback", "DVCLiveCallback", "INTEGRATION_TO_CALLBACK", "MLflowCallback",
@@ -16,6 +15,7 @@ _HOMES = {
     "windlass.config.arguments": ("TrainingArguments",),
     "windlass.config.enums": ("IntervalStrategy", "ParallelMode"),
     "windlass.core.events": ("TrainerCallback",),
+    "windlass.zero.building": ("HfDeepSpeedConfig", "is_deepspeed_zero3_enabled"),
     "windlass.utils.imports": (
         "is_azureml_available", "is_clearml_available", "is_codecarbon_available", "is_comet_available",
         "is_dagshub_available", "is_deepspeed_available", "is_dvclive_available", "is_flyte_deck_standard_available",

@@ -7,6 +7,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from windlass.config.deepspeed import for_frozen
 from windlass.config.parallel import from_arguments, from_environment, merge
 from windlass.config.parallel.parallel_plan import dtype_plans, parallel_problems
 from windlass.config.plan import PrecisionPlan, ZeroPlan
-from windlass.core.optional import is_available, require
+from windlass.core.optional import is_available, is_imported, require
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join
-from windlass.zero.library import ready_library
+from windlass.zero.library import load_library, ready_library
 from windlass.zero.swap_files import lock_files
+
+_INTEGRATION = "transformers.integrations.deepspeed"
 
 
 class DividedBuilding:
@@ -37,8 +40,7 @@ class DividedBuilding:
     ) -> None:
         self._make_config, self._place, self._is_ready = make_config, place, False
         self._locks = contextlib.ExitStack()
-        integration = require("transformers.integrations.deepspeed", "divide models while they are built")
-        integration.set_hf_deepspeed_config(self)
+        _integration().set_hf_deepspeed_config(self)
 
     def is_zero3(self) -> bool:
         """True: models are divided. The first call makes the process group that DeepSpeed needs."""
@@ -66,6 +68,30 @@ class DividedBuilding:
 
 def _nothing() -> None:
     """What another process gets: it has a setting of its own."""
+
+
+class HfDeepSpeedConfig:
+    """As that of transformers, one of which it makes: models are divided while they are built, for as long as it lives.
+
+    DeepSpeed then starts when the first model is built, which may be before any run: it gets the settings of a run here.
+
+    Args:
+        config_file_or_dict: a DeepSpeed configuration.
+    """
+
+    def __new__(cls, config_file_or_dict: Any) -> Any:
+        load_library()
+        return _integration().HfDeepSpeedConfig(config_file_or_dict)
+
+
+def is_deepspeed_zero3_enabled() -> bool:
+    """Return True if models of transformers are divided while they are built, at stage 3 of DeepSpeed."""
+    return is_imported(_INTEGRATION) and bool(_integration().is_deepspeed_zero3_enabled())
+
+
+def _integration() -> ModuleType:
+    """The module of transformers that keeps the setting of the process."""
+    return require(_INTEGRATION, "divide models while they are built")
 
 
 def of_arguments(args: Any) -> DividedBuilding | None:

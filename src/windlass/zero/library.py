@@ -113,7 +113,6 @@ class ZeroEngine:
         swapper = getattr(self._optimizer, "optimizer_swapper", None)
         self._files = None if swapper is None else SwapFiles(swapper)
         self._param_files = ParamFiles(module)
-        self._swaps_params = self._trains and has_param_files(config)
         self._watch = (
             module.register_forward_hook(self._forget_lone_forward)
             if self.stage == 3 and self._trains
@@ -233,13 +232,9 @@ class ZeroEngine:
                 return
             if self._files is not None:
                 self._optimizer.reset_swap_buffers()
-            elif self._swaps_params:
-                for group, _ in enumerate(self._optimizer.fp16_groups):
-                    self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
             else:
                 for parameter, place in places.items():
-                    mine = place.buffer.detach().narrow(0, place.offset, place.length)
-                    parameter.ds_tensor.data[: place.length].copy_(mine)  # type: ignore[attr-defined]
+                    self._param_files.take(parameter, place.buffer.detach(), place.offset, place.length)
             # Small ones are whole on every rank, and not gathered before forwards.
             kept_whole = self._optimizer.persistent_parameters
             if kept_whole:

@@ -137,6 +137,16 @@ class ParamFiles:
             self._mapped[parameter] = _mapped(path, parameter.ds_tensor.ds_numel, swapper.dtype)
         return self._mapped[parameter]
 
+    def take(self, parameter: Any, buffer: Tensor, offset: int, length: int) -> None:
+        """Replace this rank's part of a trained parameter, which has `length` elements and padding, by that of
+        `buffer` from `offset` on.
+        """
+        part, swapper = parameter.ds_tensor, _swapper_of(parameter)
+        if swapper is None:
+            part.data[:length].copy_(buffer.narrow(0, offset, length))
+        else:
+            swapper.swap_out_partitioned_params([parameter], [buffer.narrow(0, offset, part.ds_numel)])
+
 
 def _swapper_of(parameter: Any) -> Any:
     """DeepSpeed's object that keeps the parameter in a file; None if it is in memory."""
