@@ -73,7 +73,7 @@ def _nothing() -> None:
 class HfDeepSpeedConfig:
     """As that of transformers, one of which it makes: models are divided while they are built, for as long as it lives.
 
-    DeepSpeed then starts when the first model is built, which may be before any run: it gets the settings of a run here.
+    DeepSpeed then starts with the first model, which may be before any run: it gets the settings of a run here.
 
     Args:
         config_file_or_dict: a DeepSpeed configuration.
