@@ -4,7 +4,7 @@ from windlass.config.support_names import lazy_names
 
 __getattr__, __all__ = lazy_names(__name__, {
     "windlass.callbacks.progress": ("ProgressCallback",),
-    "windlass.compat.script_helpers": ("is_deepspeed_zero3_enabled", "is_fsdp_managed_module"),
+    "windlass.compat.script_helpers": ("is_fsdp_managed_module",),
     "windlass.compat.search_space": ("BestRun", "hp_params"),
     "windlass.compat.tracker_callbacks": (
         "ClearMLCallback", "CometCallback", "DVCLiveCallback", "INTEGRATION_TO_CALLBACK", "MLflowCallback",
@@ -14,6 +14,7 @@ __getattr__, __all__ = lazy_names(__name__, {
     "windlass.config.arguments": ("TrainingArguments",),
     "windlass.config.enums": ("IntervalStrategy", "ParallelMode"),
     "windlass.core.events": ("TrainerCallback",),
+    "windlass.zero.building": ("HfDeepSpeedConfig", "is_deepspeed_zero3_enabled"),
     "windlass.utils.imports": (
         "is_azureml_available", "is_clearml_available", "is_codecarbon_available", "is_comet_available",
         "is_dagshub_available", "is_deepspeed_available", "is_dvclive_available", "is_flyte_deck_standard_available",

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.zero.needed import needs_deepspeed
 
 from windlass.compat.import_hook import STARTUP, VARIABLE, environment
 
@@ -110,6 +111,23 @@ print("removed", trainer.pop_callback(TensorBoardCallback) is not None, WandbCal
     ended = run(tmp_path, script)
     assert ended.returncode == 0, ended.stderr
     assert "removed True windlass.compat.tracker_callbacks" in ended.stdout
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_deepspeed_gets_its_settings_before_a_script_starts_it(tmp_path: Path) -> None:
+    script = """
+from transformers.integrations import HfDeepSpeedConfig as first
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+import deepspeed
+print("divided", first is HfDeepSpeedConfig, is_deepspeed_zero3_enabled(), type(kept).__module__)
+print("compiled", deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"])
+"""
+    ended = run(tmp_path, script)
+    assert ended.returncode == 0, ended.stderr
+    assert "divided True True transformers.integrations.deepspeed" in ended.stdout
+    assert "compiled False" in ended.stdout
 
 
 def test_a_trainers_script_runs_on_this_engine(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled as theirs_enabl
 from windlass import Accelerator, DefaultFlowCallback, ProgressCallback
 from windlass.compat import script_helpers
 from windlass.compat.state import AcceleratorState, GradientState, is_initialized
+from windlass.zero import building
 
 SAMPLES: list[Any] = [{"x": [1, 2], "label": 0}, {"x": [3, 4], "label": 1}]
 
@@ -51,7 +52,7 @@ def test_words_for_levels() -> None:
 
 
 def test_no_other_engine_holds_the_weights() -> None:
-    assert script_helpers.is_deepspeed_zero3_enabled() is theirs_enabled() is False
+    assert building.is_deepspeed_zero3_enabled() is theirs_enabled() is False
     assert not script_helpers.is_fsdp_managed_module(torch.nn.Linear(1, 1))
 
 

@@ -9,7 +9,16 @@ from tests.trainer.small import arguments
 
 from windlass.assemble.facts import Facts
 from windlass.assemble.resolve import resolve
-from windlass.config.deepspeed import KEYS, SECTION_KEYS, RunValues, completed
+from windlass.config.deepspeed import (
+    KEYS,
+    SECTION_KEYS,
+    RunValues,
+    completed,
+    for_engine,
+    for_frozen,
+    value_at,
+    without_effect,
+)
 from windlass.config.plan import RunPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
@@ -174,7 +183,7 @@ def test_the_files_norm_comes_before_the_default(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 4}}, "must be 0, 1, 2 or 3"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            "the first loss of a run differed",
+            "needs nvme_path",
         ),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "needs nvme_path"),
         (
@@ -253,3 +262,33 @@ def test_stage_0_is_plain_data_parallelism(tmp_path: Path) -> None:
 def test_a_file_that_is_absent_or_no_json(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"deepspeed.*absent\.json"):
         plan(tmp_path, str(tmp_path / "absent.json"))
+
+
+def test_parameters_in_files_are_read_as_they_are_used() -> None:
+    section = {"device": "nvme", "nvme_path": "/local/run1"}
+    zero = {"stage": 3, "offload_param": section, "prefetch_bucket_size": 1000}
+    found = for_engine({"zero_optimization": zero}, micro=1)["zero_optimization"]
+    assert found == {
+        "stage": 3,
+        "offload_param": section,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_reuse_distance": 0,
+    }
+    (note,) = without_effect({"zero_optimization": zero}, "deepspeed")
+    assert "stage3_prefetch_bucket_size" in note
+
+
+def test_activations_are_not_divided() -> None:
+    (note,) = without_effect({"activation_checkpointing": {"partition_activations": True}}, "deepspeed")
+    assert "partition_activations has no effect" in note
+
+
+def test_each_further_model_has_a_folder_of_its_own() -> None:
+    """DeepSpeed empties the folder of a model that it divides."""
+    section = {"device": "nvme", "nvme_path": "/local/run1"}
+    config = {"zero_optimization": {"stage": 3, "offload_param": section, "offload_optimizer": section}}
+    first, second = (
+        value_at(for_frozen(config, "fp32"), "zero_optimization.offload_param.nvme_path") for _ in range(2)
+    )
+    assert len({first, second, "/local/run1"}) == 3
+    assert first.startswith("/local/run1/")

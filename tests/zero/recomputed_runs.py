@@ -1,7 +1,8 @@
 """Run by `windlass launch`: trainings that recompute activations, and one with layers of experts; results as JSON.
 
 Args: folder, then words `name:model:stage:steps` or `name:model:stage:steps:resume`; a stage of "-1" is without
-DeepSpeed. Models: "blocks" (repeated blocks), "own" (DeepSpeed's own function recomputes) and "experts".
+DeepSpeed. Models: "blocks" (repeated blocks), "own" (DeepSpeed's own function recomputes) and "experts"; after
+"own-" the name of its section.
 """
 
 from __future__ import annotations
@@ -65,12 +66,23 @@ def experts() -> Any:
     return transformers.MixtralForCausalLM(shape)
 
 
+SECTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "partitioned": {"partition_activations": True},
+    "host": {"cpu_checkpointing": True},
+    "both": {"partition_activations": True, "cpu_checkpointing": True},
+    "contiguous": {"partition_activations": True, "contiguous_memory_optimization": True},
+}
+
+
 def trainer(folder: Path, model: str, stage: int, steps: int) -> Trainer:
+    model, _, section = model.partition("-")
     changes: dict[str, Any] = {"gradient_checkpointing": model == "blocks"}
     zero: dict[str, Any] = {"stage": stage}
     if model == "experts":
         zero["leaf_module"] = {"classes": ["MixtralSparseMoeBlock"]}
-    sections = {"activation_checkpointing": {"number_checkpoints": 3}} if model == "own" else {}
+    own = {"activation_checkpointing": {"number_checkpoints": 3, **SECTIONS[section]}}
+    sections = own if model == "own" else {}
     if stage >= 0:
         changes |= config(stage, zero_optimization=zero, **sections)
     args = arguments(

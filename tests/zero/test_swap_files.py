@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
 from pathlib import Path
@@ -12,16 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.dist.launch import launch, run_script
-from tests.zero import swapped_runs
+from tests.zero import swapped_loop, swapped_runs
 from tests.zero.needed import needs_deepspeed
 from tests.zero.test_zero_checkpoints import digest
 
 from windlass.core.errors import ConfigError
 from windlass.core.optional import is_available
-from windlass.zero.swap_files import lock_files
+from windlass.zero.swap_files import check_buffers, lock_files
 
 SCRIPT = Path(swapped_runs.__file__)
 TOLERANCE = 5e-6
+NO_COMPILER = "needs libaio with its headers: apt-get install libaio-dev"
 
 
 def compiles() -> bool:
@@ -36,49 +36,95 @@ def compiles() -> bool:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not compiles():
-        pytest.skip("needs libaio with its headers: apt-get install libaio-dev")
+        pytest.skip(NO_COMPILER)
     made = tmp_path_factory.mktemp("swapped")
     run_script(SCRIPT, made, "alone:alone:6")
+    launch(2, SCRIPT, made, "memory:memory:6", "memory-built:memory-built:6", timeout=900)
     return made
 
 
-def found_in(folder: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+def found_in(folder: Path, name: str) -> Any:
+    found: Any = json.loads((folder / f"{name}.json").read_text())
     return found
 
 
 @needs_deepspeed
 @pytest.mark.dist
 @pytest.mark.slow
-def test_a_run_equals_one_in_memory_and_resumes_to_the_same_bits(folder: Path) -> None:
-    launch(2, SCRIPT, folder, "clean:optimizer:6", "memory:memory:6", "same:optimizer:3", timeout=900)
-    launch(2, SCRIPT, folder, "same:optimizer:6:resume", timeout=900)
-    found, memory, alone = (found_in(folder, name) for name in ("clean", "memory", "alone"))
-    assert any("exp_avg" in name for name in found.pop("files")), "the state was in files"
+@pytest.mark.parametrize(
+    ("kind", "in_files"),
+    [
+        ("optimizer", ["exp_avg"]),
+        ("params", ["_param"]),
+        ("both", ["exp_avg", "_param"]),
+        ("both-built", ["_param"]),
+    ],
+)
+def test_a_run_equals_one_in_memory_and_resumes_to_the_same_bits(
+    kind: str, in_files: list[str], folder: Path, tmp_path: Path
+) -> None:
+    """Also one whose processes were killed."""
+    _, _, built = kind.partition("-")
+    in_memory = f"memory-{built}" if built else "memory"
+    launch(2, SCRIPT, tmp_path, f"clean:{kind}:6", f"same:{kind}:3", timeout=900)
+    launch(2, SCRIPT, tmp_path, f"killed:{kind}:6:killed", timeout=900, expect=1)
+    launch(2, SCRIPT, tmp_path, f"same:{kind}:6:resume", f"killed:{kind}:6:resume", timeout=900)
+    found, memory, alone = found_in(tmp_path, "clean"), found_in(folder, in_memory), found_in(folder, "alone")
+    files = found.pop("files")
+    assert all(any(part in name for name in files) for part in in_files), "they were in files"
     assert not memory.pop("files")
     assert found == memory
-    assert found["loss"] == pytest.approx(alone["loss"], abs=TOLERANCE)
-    saved, expected = (load_file(folder / name / "model.safetensors") for name in ("clean", "alone"))
-    for name, value in expected.items():
-        torch.testing.assert_close(saved[name], value, rtol=0, atol=TOLERANCE)
-    clean, in_memory, same = (digest(folder / name / "checkpoint-6") for name in ("clean", "memory", "same"))
+    saved = load_file(tmp_path / "clean" / "model.safetensors")
+    if not built:
+        assert found["loss"] == pytest.approx(alone["loss"], abs=TOLERANCE)
+        for name, value in load_file(folder / "alone" / "model.safetensors").items():
+            torch.testing.assert_close(saved[name], value, rtol=0, atol=TOLERANCE)
+    clean, same, killed = (digest(tmp_path / name / "checkpoint-6") for name in ("clean", "same", "killed"))
     assert "optimizer-rank-00001.safetensors" in clean
-    assert clean == in_memory == same
+    assert clean == digest(folder / in_memory / "checkpoint-6") == same == killed
 
 
 @needs_deepspeed
 @pytest.mark.dist
 @pytest.mark.slow
-def test_a_checkpoint_of_files_is_continued_in_one_process_and_back(folder: Path) -> None:
-    launch(2, SCRIPT, folder, "first:optimizer:3", timeout=900)
-    shutil.copytree(folder / "first", folder / "on")
-    run_script(SCRIPT, folder, "on:alone:6:resume")
-    run_script(SCRIPT, folder, "back:alone:3")
-    launch(2, SCRIPT, folder, "back:optimizer:6:resume", timeout=900)
+@pytest.mark.parametrize("kind", ["optimizer", "both"])
+def test_a_checkpoint_of_files_is_continued_in_one_process_and_back(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
+    launch(2, SCRIPT, tmp_path, f"first:{kind}:3", timeout=900)
+    shutil.copytree(tmp_path / "first", tmp_path / "on")
+    run_script(SCRIPT, tmp_path, "on:alone:6:resume")
+    run_script(SCRIPT, tmp_path, "back:alone:3")
+    launch(2, SCRIPT, tmp_path, f"back:{kind}:6:resume", timeout=900)
     expected = load_file(folder / "alone" / "model.safetensors")
     for run in ("on", "back"):
-        for name, value in load_file(folder / run / "model.safetensors").items():
+        for name, value in load_file(tmp_path / run / "model.safetensors").items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=TOLERANCE)
+
+
+@needs_deepspeed
+@pytest.mark.dist
+@pytest.mark.slow
+def test_references_beside_the_trained_model_have_files_of_their_own(tmp_path: Path) -> None:
+    if not compiles():
+        pytest.skip(NO_COMPILER)
+    for device in ("cpu", "nvme"):
+        launch(2, Path(swapped_loop.__file__), tmp_path, device, timeout=600)
+    assert found_in(tmp_path, "nvme") == found_in(tmp_path, "cpu")
+    assert len(list(tmp_path.rglob("*_param.tensor.swp"))) == 6, "of each model, on each rank"
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"buffer_size": 1 << 18}, "buffer_size.*524288 elements of a rank's part of middle.weight"),
+        ({"buffer_size": 1 << 20, "buffer_count": 0}, "buffer_count.*the 1 large parameters of frozen"),
+    ],
+)
+def test_buffers_that_are_too_small_are_named(section: dict[str, int], words: str) -> None:
+    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", **section}}}
+    with pytest.raises(ConfigError, match=words):
+        check_buffers(swapped_runs.Wide(), config, 2)
 
 
 def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
@@ -86,5 +132,13 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 3, "offload_optimizer": section}}
     with lock_files(config, 0), pytest.raises(ConfigError, match="give each one of its own"):
         lock_files(config, 0)
-    with lock_files(config, 0) as lock:
-        fcntl.flock(lock, fcntl.LOCK_UN)
+    with lock_files(config, 0):
+        """It is free again."""
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    section = {"device": "nvme", "nvme_path": str(tmp_path / "file" / "folder")}
+    config = {"zero_optimization": {"stage": 3, "offload_param": section}}
+    with pytest.raises(ConfigError, match=r"offload_param.nvme_path.*cannot be written"):
+        lock_files(config, 0)

@@ -12,7 +12,7 @@ from tests.zero import runs
 from tests.zero.needed import needs_deepspeed
 
 from windlass import Trainer
-from windlass.core.errors import ModelError
+from windlass.core.errors import ConfigError, ModelError
 
 SCRIPT = Path(runs.__file__)
 TOLERANCE = 5e-6  # of fp32
@@ -86,3 +86,22 @@ def test_parameters_without_dimensions_are_refused_by_name(tmp_path: Path) -> No
         ModelError, match=r"parameters without dimensions.*: scale\. Give them the shape \[1\]"
     ):
         Trainer(model, args, train_dataset=rows(8)).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"optim": "galore_adamw_layerwise", "optim_target_modules": ["inner"], "optim_args": "rank=1"},
+            "updates each layer within the backward",
+        ),
+        ({"optim": "muon"}, "not known if this optimizer needs whole matrices"),
+        ({"optim": "adagrad"}, "makes its state before ZeRO"),
+    ],
+)
+def test_optimizers_that_need_more_than_an_element_are_refused(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    args = arguments(tmp_path, **runs.config(3), **options)
+    with pytest.raises(ConfigError, match=words):
+        Trainer(runs.Net(), args, train_dataset=rows(8)).train()

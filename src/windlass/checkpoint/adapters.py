@@ -177,10 +177,12 @@ def _names_in_file(model: nn.Module, adapter: str, state: Mapping[str, Tensor]) 
     inside = {id(tensor): name for name, tensor in state.items()}
     if picked.keys() == {_PROMPTS}:
         trained = [name for name, tensor in state.items() if tensor.requires_grad]
-        is_plain = trained == [f"prompt_encoder.{adapter}.embedding.weight"]
-        return (
-            {trained[0]: _PROMPTS} if is_plain and state[trained[0]].shape == picked[_PROMPTS].shape else {}
-        )
+        if trained != [f"prompt_encoder.{adapter}.embedding.weight"]:
+            return {}
+        shape = tuple(
+            values_of(model)[trained[0]].shape
+        )  # the state dict of a divided model has empty tensors
+        return {trained[0]: _PROMPTS} if shape == tuple(picked[_PROMPTS].shape) else {}
     if not all(id(tensor) in inside for tensor in picked.values()):
         return {}
     return {inside[id(tensor)]: stored for stored, tensor in picked.items()}

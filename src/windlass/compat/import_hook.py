@@ -43,6 +43,7 @@ MODULES = {
         )
     },
     "transformers.hf_argparser": "windlass",
+    "transformers.integrations.deepspeed": "windlass.zero.building",
     "accelerate": "windlass",
     "accelerate.accelerator": "windlass",
     **{

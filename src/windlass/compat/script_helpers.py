@@ -55,13 +55,6 @@ def to_numpy(x: Any) -> np.ndarray[Any, Any]:
     return np.asarray(x.detach().cpu() if hasattr(x, "detach") else x)
 
 
-def is_deepspeed_zero3_enabled() -> bool:
-    """False: no process-wide configuration divides models while they are built. A run that divides its model at stage 3
-    of DeepSpeed gathers it itself to save it; `transformers.integrations` has the function that knows its own setting.
-    """
-    return False
-
-
 def is_fsdp_managed_module(module: nn.Module) -> bool:
     """Whether a module's parameters lie in shards on several processes."""
     from torch.distributed.fsdp import FSDPModule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -92,10 +93,6 @@ SECTION_KEYS = {
 }  # fmt: skip
 _FILES_STAGE = "keeps tensors in files at stage 3 alone; set stage 3, or device cpu"
 _FILES_PATH = "needs nvme_path: a folder on a local disk, of this run alone"
-NO_PARAM_FILES = (
-    "is not built: with parameters in DeepSpeed's files the first loss of a run differed from that in memory; use cpu "
-    "here, and nvme for the optimizer"
-)
 _ADAMW = (
     "must be AdamW or Adam, which PyTorch's AdamW carries out: choose others by optim=..., and leave this out"
 )
@@ -159,6 +156,12 @@ def without_effect(config: Mapping[str, Any], origin: str) -> Iterator[str]:
     offload = _section(_section(config, "zero_optimization"), "offload_param")
     if offload.get("device") == "cpu" and stage_of(config) != 3:
         yield f"{origin}: offload_param has no effect at stage {stage_of(config)}, which divides no parameters"
+    zero = _section(config, "zero_optimization")
+    if value_at(config, "activation_checkpointing.partition_activations"):
+        yield f"{origin}: partition_activations has no effect: it divides among ranks of tensor parallelism"
+    ahead = [name for name in _AHEAD if {name, name.removeprefix("stage3_")} & zero.keys()]
+    if ahead and has_param_files(config):
+        yield f"{origin}: {' and '.join(ahead)} are 0 with parameters in files, which are read as they are used"
 
 
 def _known(section: Mapping[str, Any], table: Mapping[str, str], origin: str) -> Iterator[Problem]:
@@ -184,11 +187,9 @@ def _unfit_offload(given: Any, origin: str) -> Iterator[Problem]:
 
 def _unfit_files(config: Mapping[str, Any], origin: str) -> Iterator[Problem]:
     for path, folder in file_folders(config):
-        name = path.split(".")[1]
-        if name == "offload_param":
-            yield Problem(f"{origin}.zero_optimization.{name}.device", "nvme", NO_PARAM_FILES)
-        elif stage_of(config) != 3:
-            yield Problem(f"{origin}.zero_optimization.{name}.device", "nvme", _FILES_STAGE)
+        if stage_of(config) != 3:
+            device = path.replace("nvme_path", "device")
+            yield Problem(f"{origin}.{device}", "nvme", _FILES_STAGE)
         elif not folder:
             yield Problem(f"{origin}.{path}", folder, _FILES_PATH)
 
@@ -201,6 +202,11 @@ def file_folders(config: Mapping[str, Any]) -> list[tuple[str, str]]:
         if section.get("device") == "nvme":
             found.append((f"zero_optimization.{name}.nvme_path", str(section.get("nvme_path") or "")))
     return found
+
+
+def has_param_files(config: Mapping[str, Any]) -> bool:
+    """Return True if parameters are in files between their uses."""
+    return any("offload_param" in path for path, _ in file_folders(config))
 
 
 def _unfit_optimizer(section: Mapping[str, Any], origin: str) -> Iterator[Problem]:
@@ -328,6 +334,9 @@ _OWN = (
 )
 
 
+# How far ahead parameters are gathered, and kept for their next use.
+_AHEAD = ("stage3_prefetch_bucket_size", "stage3_max_reuse_distance")
+
 # What becomes of a group of samples; a run decides it.
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -350,6 +359,11 @@ def for_engine(config: Mapping[str, Any], micro: int) -> dict[str, Any]:
     zero = dict(config["zero_optimization"])
     if stage_of(config) != 3:
         zero.pop("offload_param", None)
+    if has_param_files(config):
+        # DeepSpeed reads ahead a parameter that is used twice into two buffers, and each whole parameter keeps one.
+        for name in _AHEAD:
+            zero.pop(name.removeprefix("stage3_"), None)
+            zero[name] = 0
     return {
         **kept,
         "zero_optimization": zero,
@@ -362,8 +376,13 @@ def for_engine(config: Mapping[str, Any], micro: int) -> dict[str, Any]:
     }
 
 
+_FURTHER = itertools.count(1)
+
+
 def for_frozen(config: Mapping[str, Any], compute: str) -> dict[str, Any]:
     """The configuration of the engine of a model that is not trained, whose parameters stage 3 divides.
+
+    Its parameters in files have a new folder: DeepSpeed empties the folder of each model that it divides.
 
     Args:
         config: as it was given.
@@ -371,6 +390,10 @@ def for_frozen(config: Mapping[str, Any], compute: str) -> dict[str, Any]:
     """
     kept = _without_auto(config)
     zero = {name: value for name, value in kept["zero_optimization"].items() if name != "offload_optimizer"}
+    files = _section(zero, "offload_param")
+    if files.get("device") == "nvme":
+        folder = f"{files.get('nvme_path')}/further-{next(_FURTHER)}"
+        zero["offload_param"] = {**files, "nvme_path": folder}
     own = for_engine({**kept, "zero_optimization": zero}, micro=1)
     for dtype in ("bf16", "fp16"):
         own[dtype] = {**own.get(dtype, {}), "enabled": False}

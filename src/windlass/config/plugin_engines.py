@@ -25,8 +25,8 @@ class DeepSpeedPlugin:
         is_train_batch_min: no effect: an engine does not need to know the batch size.
         offload_optimizer_device: "none", "cpu" or "nvme" (files).
         offload_optimizer_nvme_path: the folder of those files.
-        offload_param_device: "none" or "cpu".
-        offload_param_nvme_path: refused: parameters in files are not built.
+        offload_param_device: "none", "cpu" or "nvme" (files).
+        offload_param_nvme_path: the folder of those files.
         zero3_init_flag: divide models of transformers while they are built; None: at stage 3.
         zero3_save_16bit_model: no effect: whole weights are always saved.
         transformer_moe_cls_names: classes of layers with experts, whose parameters stage 3 gathers at once.

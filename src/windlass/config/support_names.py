@@ -49,7 +49,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "it is DeepSpeed's own: import it from deepspeed.zero": ("GatheredParameters",),
     _HF_DEEPSPEED: (
-        "HfDeepSpeedConfig", "HfTrainerDeepSpeedConfig", "set_hf_deepspeed_config", "unset_hf_deepspeed_config",
+        "HfTrainerDeepSpeedConfig", "set_hf_deepspeed_config", "unset_hf_deepspeed_config",
     ),
     "AcceleratorState().deepspeed_plugin is the selected one": ("get_active_deepspeed_plugin",),
     _MEGATRON: (

@@ -41,6 +41,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     ),
     "windlass.accelerator.zero_engines": ("DummyOptim", "DummyScheduler"),
     "windlass.accelerator.device_cache": ("clear_device_cache", "should_reduce_batch_size"),
+    "windlass.zero.building": ("HfDeepSpeedConfig",),
     "windlass.compat.batch_size": ("find_executable_batch_size", "release_memory"),
     "windlass.accelerator.forward": ("extract_model_from_parallel", "is_compiled_module"),
     "windlass.compat.seeds": ("set_seed", "synchronize_rng_state", "synchronize_rng_states"),

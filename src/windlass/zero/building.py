@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import weakref
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,10 +16,13 @@ from windlass.config.deepspeed import for_frozen
 from windlass.config.parallel import from_arguments, from_environment, merge
 from windlass.config.parallel.parallel_plan import dtype_plans, parallel_problems
 from windlass.config.plan import PrecisionPlan, ZeroPlan
-from windlass.core.optional import is_available, require
+from windlass.core.optional import is_available, is_imported, require
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join
-from windlass.zero.library import ready_library
+from windlass.zero.library import load_library, ready_library
+from windlass.zero.swap_files import lock_files
+
+_INTEGRATION = "transformers.integrations.deepspeed"
 
 
 class DividedBuilding:
@@ -25,14 +31,16 @@ class DividedBuilding:
     transformers holds a weak reference to the newest: models are divided for as long as this object lives.
 
     Args:
-        config: complete, without "auto".
+        make_config: returns the configuration for one model, complete, without "auto".
         place: returns the device of this process, and the processes of the job, which it joins.
     """
 
-    def __init__(self, config: dict[str, Any], place: Callable[[], tuple[torch.device, Gang]]) -> None:
-        self._config, self._place, self._is_ready = config, place, False
-        integration = require("transformers.integrations.deepspeed", "divide models while they are built")
-        integration.set_hf_deepspeed_config(self)
+    def __init__(
+        self, make_config: Callable[[], dict[str, Any]], place: Callable[[], tuple[torch.device, Gang]]
+    ) -> None:
+        self._make_config, self._place, self._is_ready = make_config, place, False
+        self._locks = contextlib.ExitStack()
+        _integration().set_hf_deepspeed_config(self)
 
     def is_zero3(self) -> bool:
         """True: models are divided. The first call makes the process group that DeepSpeed needs."""
@@ -43,8 +51,12 @@ class DividedBuilding:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration for `deepspeed.zero.Init`."""
-        return self._config
+        """The configuration for `deepspeed.zero.Init`. Files of the model have a folder of their own, which is locked
+        for as long as this object lives.
+        """
+        config = self._make_config()
+        self._locks.enter_context(lock_files(config, world_from_environment().rank))
+        return config
 
     def __deepcopy__(self, memo: Any) -> DividedBuilding:
         # A copy of the arguments that hold it would be a second owner of the same setting of the process.
@@ -56,6 +68,30 @@ class DividedBuilding:
 
 def _nothing() -> None:
     """What another process gets: it has a setting of its own."""
+
+
+class HfDeepSpeedConfig:
+    """As that of transformers, one of which it makes: models are divided while they are built, for as long as it lives.
+
+    DeepSpeed then starts with the first model, which may be before any run: it gets the settings of a run here.
+
+    Args:
+        config_file_or_dict: a DeepSpeed configuration.
+    """
+
+    def __new__(cls, config_file_or_dict: Any) -> Any:
+        load_library()
+        return _integration().HfDeepSpeedConfig(config_file_or_dict)
+
+
+def is_deepspeed_zero3_enabled() -> bool:
+    """Return True if models of transformers are divided while they are built, at stage 3 of DeepSpeed."""
+    return is_imported(_INTEGRATION) and bool(_integration().is_deepspeed_zero3_enabled())
+
+
+def _integration() -> ModuleType:
+    """The module of transformers that keeps the setting of the process."""
+    return require(_INTEGRATION, "divide models while they are built")
 
 
 def of_arguments(args: Any) -> DividedBuilding | None:
@@ -85,4 +121,4 @@ def of_plan(
     """As `of_arguments`, of a loop's plans."""
     if zero is None or not zero.divides_new or not is_available("transformers"):
         return None
-    return DividedBuilding(for_frozen(zero.config, precision.compute), place)
+    return DividedBuilding(functools.partial(for_frozen, zero.config, precision.compute), place)

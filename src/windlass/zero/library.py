@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.config.deepspeed import file_folders, has_param_files, precision_of
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
 from windlass.dist.flat import FlatParts, divided
 from windlass.dist.gang import Gang
 from windlass.dist.mesh import export_local_rank, open_group_of_one
-from windlass.zero.swap_files import SwapFiles, lock_files, uses_files
+from windlass.zero.swap_files import ParamFiles, SwapFiles, check_buffers, lock_files
 
 # The attributes of DeepSpeed's scaler that change in fp16.
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def _deepspeed() -> ModuleType:
+def load_library() -> ModuleType:
+    """DeepSpeed, with the settings of a run. To be called before it starts."""
     library = require("deepspeed", "train with ZeRO")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it reports each step of its start
     # Sums in shared memory, for its inference on CPUs. It would compile them when it starts, under a lock that a killed
@@ -91,19 +93,26 @@ class ZeroEngine:
         library = ready_library(device, gang)
         _check_fp16(library, config)
         _check_files(library, config)
-        self._in_files = uses_files(config)
-        self._lock = lock_files(config, gang.rank) if self._in_files else None
+        self._lock = lock_files(config, gang.rank)
         self.stage: int = config["zero_optimization"]["stage"]
         self._trains = optimizer is not None
         self._module, self._gang, self._zero = module, gang, library.zero
+        if has_param_files(config):
+            check_buffers(module, config, gang.size)
+        if has_param_files(config) and precision_of(config) is None and not is_divided(module):
+            # `initialize` gives `Init` a dtype, and `Init._set_dtype` (deepspeed.runtime.zero.partition_parameters)
+            # replaces it by bf16 on a device without fp16, so files would have rounded values. Of a configuration it
+            # reads the dtype.
+            library.zero.Init(module=module, config_dict_or_path=config)
         self._engine, self._optimizer, _, _ = library.initialize(
             model=module, optimizer=optimizer, config=config, dist_init_required=False
         )
         if self._trains and config.get("activation_checkpointing"):
             # For models that call `deepspeed.checkpointing.checkpoint`; the engine reads this section for nothing.
-            library.checkpointing.configure(None, deepspeed_config=config)
+            library.checkpointing.configure(None, deepspeed_config=_recomputing(config, device))
         swapper = getattr(self._optimizer, "optimizer_swapper", None)
         self._files = None if swapper is None else SwapFiles(swapper)
+        self._param_files = ParamFiles(module)
         self._watch = (
             module.register_forward_hook(self._forget_lone_forward)
             if self.stage == 3 and self._trains
@@ -208,7 +217,7 @@ class ZeroEngine:
         parameters = [p for p in divided_here if not (self._trains and p.requires_grad)]
         found = {}
         for parameter in parameters:
-            kept: Any = parameter.ds_tensor
+            kept = self._param_files.kept(parameter)
             numel, shape = parameter.ds_numel, parameter.ds_shape  # type: ignore[attr-defined]
             pieces = divided(numel, kept.numel(), self._gang.size)
             start, count = _of_rank(pieces, self._gang.rank)
@@ -221,12 +230,11 @@ class ZeroEngine:
             if self.stage < 3:
                 self._optimizer.update_lp_params()
                 return
-            if self._in_files and self._trains:
+            if self._files is not None:
                 self._optimizer.reset_swap_buffers()
             else:
                 for parameter, place in places.items():
-                    mine = place.buffer.detach().narrow(0, place.offset, place.length)
-                    parameter.ds_tensor.data[: place.length].copy_(mine)  # type: ignore[attr-defined]
+                    self._param_files.take(parameter, place.buffer.detach(), place.offset, place.length)
             # Small ones are whole on every rank, and not gathered before forwards.
             kept_whole = self._optimizer.persistent_parameters
             if kept_whole:
@@ -254,13 +262,12 @@ class ZeroEngine:
         self._engine.destroy()
         if self._files is not None:
             self._files.remove()
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.close()
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, section: Mapping[str, Any]) -> Any:
     """A schedule of DeepSpeed by its name and its options: `{"type": "WarmupLR", "params": {...}}`."""
-    _deepspeed()
+    load_library()
     schedules = require("deepspeed.runtime.lr_schedules", "use its schedules")
     return getattr(schedules, section["type"])(optimizer, **section.get("params", {}))
 
@@ -276,7 +283,7 @@ def ready_library(device: torch.device, gang: Gang) -> ModuleType:
     Raises:
         ConfigError: DeepSpeed uses another device.
     """
-    library = _deepspeed()
+    library = load_library()
     _check_accelerator(library, device)
     if gang.size == 1 and not torch.distributed.is_initialized():
         open_group_of_one(device)
@@ -286,7 +293,8 @@ def ready_library(device: torch.device, gang: Gang) -> ModuleType:
 
 def _check_files(library: ModuleType, config: Mapping[str, Any]) -> None:
     """Check, before anything is divided, that DeepSpeed can read and write files of tensors on this machine."""
-    if not uses_files(config):
+    folders = file_folders(config)
+    if not folders:
         return
     builder = library.accelerator.get_accelerator().create_op_builder("AsyncIOBuilder")
     if builder is None or not builder.is_compatible(verbose=False):
@@ -295,7 +303,17 @@ def _check_files(library: ModuleType, config: Mapping[str, Any]) -> None:
             "apt-get install libaio-dev g++ (Red Hat: dnf install libaio-devel gcc-c++) and pip install ninja; set "
             "CPATH and LIBRARY_PATH if libaio lies elsewhere"
         )
-        raise ConfigError(Problem("deepspeed.zero_optimization.offload_optimizer.device", "nvme", fix))
+        raise ConfigError(Problem(f"deepspeed.{folders[0][0].replace('nvme_path', 'device')}", "nvme", fix))
+
+
+def _recomputing(config: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The configuration for recomputation. Its "cpu_checkpointing" means nothing on a CPU, on which DeepSpeed would
+    empty the activations, because it takes them for copies.
+    """
+    if device.type != "cpu":
+        return config
+    section = {**config["activation_checkpointing"], "cpu_checkpointing": False}
+    return {**config, "activation_checkpointing": section}
 
 
 def _of_rank(pieces: Iterable[tuple[int, int, int]], rank: int) -> tuple[int, int]:

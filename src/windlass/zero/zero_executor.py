@@ -199,8 +199,14 @@ _ELEMENTWISE = (
 def _check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
     """Check that the optimizer may work on flat tensors, in which parameters are joined and cut."""
     name = type(optimizer).__name__
-    if callable(getattr(optimizer, "eval", None)) or getattr(optimizer, "in_backward", False):
-        fix = "averages weights or updates in the backward, which ZeRO does not know; choose adamw_torch, or fsdp=True"
+    if getattr(optimizer, "in_backward", False):
+        fix = (
+            "updates each layer within the backward, before ZeRO has summed and divided the gradients; choose "
+            "adamw_torch, or fsdp=True"
+        )
+        raise ConfigError(Problem("optim", name, fix))
+    if callable(getattr(optimizer, "eval", None)):
+        fix = "averages weights, which ZeRO divides; choose adamw_torch, or fsdp=True"
         raise ConfigError(Problem("optim", name, fix))
     if isinstance(optimizer, torch.optim.Adagrad):
         fix = "makes its state before ZeRO divides the parameters; choose adamw_torch, or fsdp=True"

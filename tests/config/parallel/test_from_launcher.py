@@ -89,7 +89,9 @@ def test_variables_without_their_switch_are_not_read() -> None:
 
 
 @pytest.mark.parametrize(("environ", "words"), [
-    ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme"}, "OFFLOAD_PARAM_DEVICE"),
+    ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "tape"}, "OFFLOAD_PARAM_DEVICE"),
+    ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+      "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme"}, "offload_param.nvme_path.*needs nvme_path"),
     ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron"),
     ({"ACCELERATE_USE_SAGEMAKER": "true"}, "SageMaker"),
     ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}, "Transformer Engine"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from windlass.config.deepspeed import NO_PARAM_FILES
 from windlass.config.json_document import read_document
 from windlass.config.parallel import kinds
 from windlass.config.parallel.keys import Key, rows_of
@@ -29,12 +28,11 @@ STAGE = _row(
     "zero_stage", lambda raw: int(_STAGES(raw)), 2, "What is divided among ranks, in steps from 0 to 3."
 )
 _PLACES = kinds.choice("none", "cpu", "nvme")
-_PARAM_PLACES = kinds.choice("none", "cpu", refused={"nvme": NO_PARAM_FILES})
 OFFLOAD_OPTIMIZER = _row(
     "offload_optimizer_device", _PLACES, "none", "Where the optimizer state lies: none, cpu or nvme (files)."
 )
 OFFLOAD_PARAM = _row(
-    "offload_param_device", _PARAM_PLACES, "none", "Where parameters of stage 3 lie: none or cpu."
+    "offload_param_device", _PLACES, "none", "Where parameters of stage 3 lie: none, cpu or nvme (files)."
 )
 
 
@@ -45,6 +43,9 @@ def _folder(raw: Any) -> str | None:
 
 OPTIMIZER_FILES = _row(
     "offload_optimizer_nvme_path", _folder, None, "Folder of the optimizer's files with device nvme."
+)
+PARAM_FILES = _row(
+    "offload_param_nvme_path", _folder, None, "Folder of the parameters' files with device nvme."
 )
 _CLIPPING = kinds.either(
     kinds.number, kinds.choice("auto", also=dict.fromkeys(("auto", "none"))), says="must be a number, or auto"
@@ -67,7 +68,7 @@ MOE = _row(
     "deepspeed_moe_layer_cls_names", "transformer_moe_cls_names",
     exported=("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",),
 )  # fmt: skip
-FIELDS = (STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, OPTIMIZER_FILES, CLIPPING, MOE)
+FIELDS = (STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, OPTIMIZER_FILES, PARAM_FILES, CLIPPING, MOE)
 USED = Key(
     "deepspeed.used", kinds.flag, False, "Train with DeepSpeed.", "run", ("use_deepspeed",), written=False
 )
@@ -86,11 +87,15 @@ def fields_in_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     zero: dict[str, Any] = {}
     if STAGE.name in fields:
         zero["stage"] = fields[STAGE.name]
-    for key, section in ((OFFLOAD_OPTIMIZER, "offload_optimizer"), (OFFLOAD_PARAM, "offload_param")):
-        if fields.get(key.name, "none") != "none":
-            zero[section] = {"device": fields[key.name]}
-    if fields.get(OFFLOAD_OPTIMIZER.name) == "nvme" and fields.get(OPTIMIZER_FILES.name):
-        zero["offload_optimizer"]["nvme_path"] = fields[OPTIMIZER_FILES.name]
+    for key, folder, section in (
+        (OFFLOAD_OPTIMIZER, OPTIMIZER_FILES, "offload_optimizer"),
+        (OFFLOAD_PARAM, PARAM_FILES, "offload_param"),
+    ):
+        device = fields.get(key.name, "none")
+        if device != "none":
+            zero[section] = {"device": device}
+        if device == "nvme" and fields.get(folder.name):
+            zero[section]["nvme_path"] = fields[folder.name]
     if fields.get(MOE.name):
         zero["leaf_module"] = {"classes": list(fields[MOE.name])}
     found: dict[str, Any] = {"zero_optimization": zero} if zero else {}

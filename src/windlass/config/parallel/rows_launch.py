@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.config.deepspeed import NO_PARAM_FILES
 from windlass.config.parallel import kinds
 from windlass.config.parallel.keys import Key, rows_of
 from windlass.config.parallel.rows_training import NO_MEGATRON
@@ -144,7 +143,6 @@ LAUNCH = (
 )  # fmt: skip
 _HOSTS = "is for starting over ssh: start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
 DEEPSPEED = (
-    *_refused("deepspeed", NO_PARAM_FILES, "offload_param_nvme_path"),
     *_refused("deepspeed", _HOSTS, "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
               "deepspeed_multinode_launcher"),
 )  # fmt: skip
