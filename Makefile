@@ -39,7 +39,7 @@ test-all: $(VENV)/.installed-dev
 
 # On one device and on four, and what a release of torch before the pinned one does without PyTorch/XLA.
 XLA := .venv-xla
-ON_XLA := OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -p no:xdist
+ON_XLA := $(FOR_TESTS) PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -p no:xdist
 test-xla:
 	$(MAKE) VENV=$(XLA) TORCH=2.9.0 $(XLA)/.installed-xla
 	$(ON_XLA) tests/xla $(ARGS)
