@@ -115,6 +115,27 @@ def tensor_id(tensor: Tensor) -> int:
     return int(torch_xla._XLAC._xla_get_tensor_id(tensor))
 
 
+@functools.cache
+def _bit_cast(to: str) -> Callable[[Tensor], Tensor]:
+    from torch_xla.core import xla_builder, xla_op_registry
+
+    kind = getattr(xla_builder.Type, to)
+    cast: Callable[[Tensor], Tensor] = xla_op_registry.register(
+        f"windlass_{to}", lambda value: value.bitcast(kind)
+    )
+    return cast
+
+
+def bits_of(numbers: Tensor) -> Tensor:
+    """The int32 with the bits of each fp32 number. `Tensor.view` would compute it on the host."""
+    return _bit_cast("S32")(numbers)
+
+
+def numbers_of(bits: Tensor) -> Tensor:
+    """The fp32 number with the bits of each int32."""
+    return _bit_cast("F32")(bits)
+
+
 class Generator:
     """The random generator of the device, with the methods of `torch.Generator`."""
 

@@ -18,6 +18,7 @@ from windlass.core.optional import require
 from windlass.core.types import PredictionOutput
 from windlass.data.collators import DataCollatorForSeq2Seq
 from windlass.data.lengths import sample_lengths
+from windlass.finetuning.generation import generate
 from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments
 from windlass.trainer.trainer import Trainer
 
@@ -219,8 +220,7 @@ class Seq2SeqTrainer(Trainer):
             dropped |= set(_FROM_LABELS)
         kept = {name: value for name, value in inputs.items() if name not in dropped}
         with torch.no_grad(), strategy.generating(), self.compute_loss_context_manager():
-            generated: Tensor = self.model.generate(**kept, **options)  # type: ignore[operator]
-        return generated
+            return generate(self.model, kept, **options)
 
     def _width(self, options: Mapping[str, Any]) -> int:
         """The number of tokens that generation is limited to, the first one of the decoder included."""
