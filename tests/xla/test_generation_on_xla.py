@@ -11,7 +11,7 @@ from tests.xla.models import counters, needs_xla
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from windlass import Accelerator, Seq2SeqTrainer, Seq2SeqTrainingArguments
-from windlass.finetuning.generation import generate
+from windlass.finetuning.text_generation import generate
 
 pytestmark = [pytest.mark.xla, needs_xla]
 SIZES: dict[str, Any] = {"vocab_size": 32, "bos_token_id": None, "pad_token_id": 0, "eos_token_id": 1}

@@ -41,7 +41,7 @@ from windlass.data.collators import (
     DataCollatorWithPadding,
     default_data_collator,
 )
-from windlass.finetuning.generation import generate
+from windlass.finetuning.text_generation import generate
 
 Dataset = Blocks | LabelledTexts | MaskedBlocks | Pairs | Images | Rows
 # Of the texts generated before and after training, so that only the training differs.

@@ -18,8 +18,8 @@ from windlass.core.optional import require
 from windlass.core.types import PredictionOutput
 from windlass.data.collators import DataCollatorForSeq2Seq
 from windlass.data.lengths import sample_lengths
-from windlass.finetuning.generation import generate
 from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments
+from windlass.finetuning.text_generation import generate
 from windlass.trainer.trainer import Trainer
 
 # What `generate` is limited to if nothing is configured: 20 tokens after the first one of the decoder.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from windlass.finetuning.generation import generate
+from windlass.finetuning.text_generation import generate
 
 
 def test_it_is_what_the_model_generates_and_options_reach_it() -> None:
