@@ -60,6 +60,7 @@ def device() -> torch.device:
         runtime.use_spmd()
     found: torch.device = torch_xla.device()
     _check_backward(found)
+    _autocast_attention()
     return found
 
 
@@ -75,6 +76,29 @@ def _check_backward(device: torch.device) -> None:
             "call torch_xla.device(), before it"
         )
         raise ConfigError(Problem("device", str(device), fix)) from error
+
+
+@functools.cache
+def _autocast_attention() -> torch.library.Library:
+    """Let autocast cast what attention gets, as on other devices: the library leaves it out, and queries in fp32 beside
+    values in bf16, which rotary embeddings make, would be an error.
+    """
+    import torch
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        dtype = torch.get_autocast_dtype("xla")
+        cast = [
+            given.to(dtype) if isinstance(given, torch.Tensor) and given.is_floating_point() else given
+            for given in (query, key, value, attn_mask)
+        ]
+        with torch.autocast("xla", enabled=False):
+            return torch.nn.functional.scaled_dot_product_attention(*cast, *args, **kwargs)  # type: ignore[arg-type]
+
+    registered = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    registered.impl("scaled_dot_product_attention", attention, "AutocastXLA")  # type: ignore[no-untyped-call]
+    return registered
 
 
 def device_count() -> int:
