@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from windlass.core import xla
+
 pytestmark = [
     pytest.mark.xla,
     pytest.mark.skipif(not torch.__version__.startswith("2.9."), reason="needs torch 2.9: make test-xla"),
+    pytest.mark.skipif(xla.is_selected(), reason="is about torch alone: USE_TORCH_XLA=0"),
 ]
 SCRIPT = """
 import torch
