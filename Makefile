@@ -37,9 +37,10 @@ test: $(VENV)/.installed-dev
 test-all: $(VENV)/.installed-dev
 	$(FOR_TESTS) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow" --hypothesis-profile=long $(ARGS)
 
-# On one device and on four, and what a release of torch before the pinned one does without PyTorch/XLA.
+# On one device and on four, and what a release of torch before the pinned one does without PyTorch/XLA: trains, is killed
+# and resumed, on one process and on two.
 XLA := .venv-xla
-ON_XLA := OMP_NUM_THREADS=1 PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -p no:xdist
+ON_XLA := $(FOR_TESTS) PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest -p no:xdist
 test-xla:
 	$(MAKE) VENV=$(XLA) TORCH=2.9.0 $(XLA)/.installed-xla
 	$(ON_XLA) tests/xla $(ARGS)

@@ -32,6 +32,7 @@ from tests.large_pages import use_large_pages
 from windlass.core import logs
 
 ROOT = Path(__file__).resolve().parent.parent
+_VERBOSITY, _PROPAGATES = logs.get_verbosity(), logging.getLogger("windlass").propagate
 pytest_plugins = ["tests.durations", "tests.hub.fixtures"]
 
 # A shell that starts the tests in the background makes them, and all that they start, deaf to Ctrl-C.
@@ -140,10 +141,10 @@ def _forget_the_accelerator() -> None:
 def _clean_hands() -> Iterator[None]:
     """Fails a test that leaves process-wide state changed, and puts it back for the next one."""
     environment, dtype = _environment(), torch.get_default_dtype()
-    verbosity, propagates = logs.get_verbosity(), logging.getLogger("windlass").propagate
     yield
-    logs.set_verbosity(verbosity)  # every Trainer sets it
-    logging.getLogger("windlass").propagate = propagates
+    # Every Trainer sets them, also one of a module's fixture, which ran before this one.
+    logs.set_verbosity(_VERBOSITY)
+    logging.getLogger("windlass").propagate = _PROPAGATES
     _forget_the_accelerator()
     left = list(_left_behind(environment, dtype))
     _put_back(environment, dtype)

@@ -68,6 +68,23 @@ def test_one_graph_one_sync_and_no_read_in_an_update() -> None:
         assert asked == {"compiled": 0, "graphs": 1, "syncs": 1, "read": 0}
 
 
+def test_each_batch_of_an_evaluation_is_one_graph_and_is_not_read() -> None:
+    """The sum of losses is not read before the end: that alone would keep all batches in one graph."""
+    loop, found = Loop(), []
+    loop.model.eval()
+    total: Any = 0.0
+    for batch in loop.loader:
+        with torch.no_grad():
+            total = total + loop.model(**batch)["loss"]
+        found.append(counters())
+    settled = found[2:]
+    assert len(settled) > 10
+    for earlier, later in itertools.pairwise(settled):
+        asked = {name: later[name] - earlier[name] for name in later}
+        assert asked == {"compiled": 0, "graphs": 1, "syncs": 1, "read": 0}
+    assert loop.accelerator.device.type == "xla"
+
+
 def test_a_state_is_continued_with_the_same_bits(tmp_path: Path) -> None:
     whole = Loop()
     numbers(whole.losses())

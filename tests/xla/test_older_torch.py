@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from windlass.core import xla
+
 pytestmark = [
     pytest.mark.xla,
     pytest.mark.skipif(not torch.__version__.startswith("2.9."), reason="needs torch 2.9: make test-xla"),
+    pytest.mark.skipif(xla.is_selected(), reason="is about torch alone: USE_TORCH_XLA=0"),
 ]
 SCRIPT = """
 import torch
@@ -37,13 +40,17 @@ def train(folder: Path, options: str, resume: str, *launcher: str) -> list[float
     return [float(word) for word in line.partition("losses ")[2].split()]
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of one process."""
+    return train(tmp_path_factory.mktemp("one"), "{}", "None")
+
+
 @pytest.mark.parametrize(
     "options", ["{'per_device_train_batch_size': 2}", "{'per_device_train_batch_size': 2, 'fsdp': True}"]
 )
-def test_two_processes_train_and_resume_as_one(tmp_path: Path, options: str) -> None:
+def test_two_processes_train_and_resume_as_one(tmp_path: Path, options: str, alone: list[float]) -> None:
     launcher = ("-m", "windlass", "launch", "--use_cpu", "--num_processes", "2")
-    (tmp_path / "one").mkdir()
-    alone = train(tmp_path / "one", "{}", "None")
     assert len(alone) == 4
     assert train(tmp_path, options, "None", *launcher) == pytest.approx(alone, abs=1e-5)
     resumed = train(tmp_path, options, "'run/checkpoint-2'", *launcher)

@@ -13,6 +13,7 @@ from torch import nn
 
 from windlass import Trainer, TrainingArguments
 from windlass.core import xla
+from windlass.optim.optimizers.rounding import add_stochastically_, round_up_or_down
 
 pytestmark = [pytest.mark.xla, needs_xla]
 RATE = 1e-3
@@ -63,24 +64,60 @@ def trained(folder: Path, on_cpu: bool, dtype: torch.dtype, **options: Any) -> t
         )),
         ("apollo_adamw", LOW_RANK),
         ("galore_adafactor", LOW_RANK),
-        ("adamw_anyprecision", {"optim_args": "bf16_stochastic_round=True"}),
+        ("adamw_anyprecision", {"optim_args": "use_kahan_summation=True"}),
     ],
 )  # fmt: skip
 def test_an_update_is_that_of_the_cpu_and_one_graph(
     tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
-    rounds = name == "adamw_anyprecision"
-    dtype = torch.bfloat16 if rounds else torch.float32
+    half = name == "adamw_anyprecision"
+    dtype = torch.bfloat16 if half else torch.float32
     there, _ = trained(tmp_path, True, dtype, optim=name, **options)
     here, found = trained(tmp_path, False, dtype, optim=name, **options)
     start = weights(Layers(dtype))
-    tolerance = (
-        2.0**-9 if rounds else HALF.get(name, CLOSE)
-    )  # half a step of bf16 below 1, of values below 0.5
+    tolerance = 2.0**-9 if half else HALF.get(name, CLOSE)  # half a step of bf16 below 1, of values below 0.5
     assert furthest(weights(here), weights(there)) <= tolerance
     assert furthest(weights(here), start) > tolerance
-    if rounds:
-        return  # it reads the bits of numbers, for which the library has no operation on its devices
-    for before, after in itertools.pairwise(found[3:]):
+    assert_one_graph_each(found[3:])
+
+
+def assert_one_graph_each(found: list[Any]) -> None:
+    assert len(found) > 2
+    for before, after in itertools.pairwise(found):
         asked = {key: after[key] - before[key] for key in after}
         assert asked == {"compiled": 0, "graphs": 1, "syncs": 1, "read": 0}
+
+
+def test_weights_rounded_at_random_draw_on_the_device_and_repeat_with_its_seed(tmp_path: Path) -> None:
+    after = []
+    for seed in (1, 1, 2):
+        xla.Generator().manual_seed(seed)
+        model, found = trained(
+            tmp_path,
+            False,
+            torch.bfloat16,
+            optim="adamw_anyprecision",
+            optim_args="bf16_stochastic_round=True",
+        )
+        after.append(weights(model))
+        assert_one_graph_each(found[3:])
+    assert furthest(after[0], after[1]) == 0
+    assert furthest(after[0], after[2]) > 0
+
+
+def test_rounding_with_given_noise_has_the_bits_of_the_cpu() -> None:
+    device = xla.device()
+    kinds = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, -1.0, 3.0e38])
+    exact = torch.cat([kinds, torch.randn(4096, generator=torch.Generator().manual_seed(3))])
+    noise = torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32)
+    expected = round_up_or_down(exact, noise)
+    found = round_up_or_down(exact.to(device), noise.to(device)).cpu()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rounding_at_random_is_to_one_of_the_neighbours_and_right_in_the_mean() -> None:
+    device = xla.device()
+    weight = torch.ones(1 << 16, dtype=torch.bfloat16, device=device)
+    add_stochastically_([weight], [torch.full((1 << 16,), 2.0**-9, device=device)], [1])
+    assert set(weight.cpu().float().unique().tolist()) == {1.0, 1 + 2.0**-7}
+    assert abs(weight.cpu().float().mean().item() - (1 + 2.0**-9)) < 5 * 2.0**-7 * 0.5 / 256

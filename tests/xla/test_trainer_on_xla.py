@@ -21,6 +21,7 @@ from tests.xla.models import (
     needs_xla,
     new_model,
     new_trainer,
+    rows,
     weights,
 )
 
@@ -67,6 +68,27 @@ def test_one_graph_one_sync_and_no_read_in_an_update(tmp_path: Path, options: di
     for earlier, later in itertools.pairwise(settled):
         asked = {name: later[name] - earlier[name] for name in later}
         assert asked == {"compiled": 0, "graphs": 1, "syncs": 1, "read": 2}
+
+
+class BatchCounters(TrainerCallback):
+    """What the device was asked for up to each batch of an evaluation."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, int]] = []
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.found.append(counters())
+
+
+def test_each_batch_of_an_evaluation_is_one_graph_and_is_not_read(tmp_path: Path) -> None:
+    seen = BatchCounters()
+    trainer = new_trainer(tmp_path, callbacks=[seen], per_device_eval_batch_size=4)
+    trainer.predict(rows(26))
+    settled = seen.found[1:]  # the sum of losses exists from the second batch on
+    changes = [{name: b[name] - a[name] for name in b} for a, b in itertools.pairwise(settled)]
+    assert len(changes) == 5
+    assert all(change == {"compiled": 0, "graphs": 1, "syncs": 1, "read": 0} for change in changes[:-1])
+    assert changes[-1] == {"compiled": 1, "graphs": 1, "syncs": 1, "read": 0}  # two samples
 
 
 def test_another_shape_is_one_more_graph(tmp_path: Path) -> None:

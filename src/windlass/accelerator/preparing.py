@@ -36,6 +36,7 @@ from windlass.transforms.compile import apply_compile
 from windlass.transforms.ddp import Replicated
 from windlass.transforms.float8 import apply_float8
 from windlass.transforms.placing import to_device
+from windlass.transforms.spmd import SplitOverDevices, start_evaluations
 from windlass.transforms.strategies import spread
 from windlass.transforms.strategy import Strategy, device_of
 from windlass.zero.library import is_divided
@@ -192,6 +193,8 @@ class Preparer:
         strategy = spread(model, plan, self._gang, device, self._prepared.updates_in_backward(model))
         if isinstance(strategy.model, Replicated):
             self._prepared.guards.append(refuse_raw_forward(model, strategy.model))
+        if isinstance(strategy, SplitOverDevices):
+            self._prepared.guards.append(start_evaluations(model))
         return strategy
 
     def _place(self, model: nn.Module, place: bool, evaluation_mode: bool) -> None:

@@ -37,6 +37,7 @@ from windlass.core.types import EvalPrediction
 from windlass.data.collate_default import default_data_collator
 from windlass.data.collate_mlm import DataCollatorForLanguageModeling
 from windlass.data.collate_pad import DataCollatorForSeq2Seq, DataCollatorWithPadding
+from windlass.finetuning.text_generation import generate
 
 Dataset = Blocks | LabelledTexts | MaskedBlocks | Images | Rows
 # Of the texts generated before and after training, so that only the training differs.
@@ -178,8 +179,7 @@ def continue_prompt(parts: RecipeParts, model: Any) -> str | None:
     model.eval()
     with preserved_rng(device), torch.no_grad():
         torch.manual_seed(SEED)
-        ids = model.generate(
-            **prompt, max_new_tokens=most, pad_token_id=parts.tokenizer.pad_token_id, **choice
-        )
+        pad = parts.tokenizer.pad_token_id
+        ids = generate(model, prompt, max_new_tokens=most, pad_token_id=pad, **choice)
     model.train(was_training)
     return " ".join(parts.tokenizer.decode(ids[0], skip_special_tokens=True).split())

@@ -49,6 +49,14 @@ def make_current(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index or 0)
 
 
+def start_recorded(device: torch.device) -> None:
+    """Start the work that was recorded for `device`, without waiting for its end. Devices other than PyTorch/XLA's
+    start each operation at once.
+    """
+    if device.type == "xla":
+        xla.sync()
+
+
 def backend_for(device: torch.device) -> str:
     """The process-group backend that reduces gradients on `device`."""
     return {"cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "npu": "hccl"}.get(device.type, "gloo")

@@ -60,6 +60,7 @@ def device() -> torch.device:
         runtime.use_spmd()
     found: torch.device = torch_xla.device()
     _check_backward(found)
+    _autocast_attention()
     return found
 
 
@@ -75,6 +76,29 @@ def _check_backward(device: torch.device) -> None:
             "call torch_xla.device(), before it"
         )
         raise ConfigError(Problem("device", str(device), fix)) from error
+
+
+@functools.cache
+def _autocast_attention() -> torch.library.Library:
+    """Let autocast cast what attention gets, as on other devices: the library leaves it out, and queries in fp32 beside
+    values in bf16, which rotary embeddings make, would be an error.
+    """
+    import torch
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        dtype = torch.get_autocast_dtype("xla")
+        cast = [
+            given.to(dtype) if isinstance(given, torch.Tensor) and given.is_floating_point() else given
+            for given in (query, key, value, attn_mask)
+        ]
+        with torch.autocast("xla", enabled=False):
+            return torch.nn.functional.scaled_dot_product_attention(*cast, *args, **kwargs)  # type: ignore[arg-type]
+
+    registered = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    registered.impl("scaled_dot_product_attention", attention, "AutocastXLA")  # type: ignore[no-untyped-call]
+    return registered
 
 
 def device_count() -> int:
@@ -113,6 +137,27 @@ def tensor_id(tensor: Tensor) -> int:
     import torch_xla
 
     return int(torch_xla._XLAC._xla_get_tensor_id(tensor))
+
+
+@functools.cache
+def _bit_cast(to: str) -> Callable[[Tensor], Tensor]:
+    from torch_xla.core import xla_builder, xla_op_registry
+
+    kind = getattr(xla_builder.Type, to)
+    cast: Callable[[Tensor], Tensor] = xla_op_registry.register(
+        f"windlass_{to}", lambda value: value.bitcast(kind)
+    )
+    return cast
+
+
+def bits_of(numbers: Tensor) -> Tensor:
+    """The int32 with the bits of each fp32 number. `Tensor.view` would compute it on the host."""
+    return _bit_cast("S32")(numbers)
+
+
+def numbers_of(bits: Tensor) -> Tensor:
+    """The fp32 number with the bits of each int32."""
+    return _bit_cast("F32")(bits)
 
 
 class Generator:

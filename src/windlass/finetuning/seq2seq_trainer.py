@@ -19,6 +19,7 @@ from windlass.core.types import PredictionOutput
 from windlass.data.collate_pad import DataCollatorForSeq2Seq
 from windlass.data.lengths import sample_lengths
 from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments
+from windlass.finetuning.text_generation import generate
 from windlass.trainer.trainer import Trainer
 
 # What `generate` is limited to if nothing is configured: 20 tokens after the first one of the decoder.
@@ -219,8 +220,7 @@ class Seq2SeqTrainer(Trainer):
             dropped |= set(_FROM_LABELS)
         kept = {name: value for name, value in inputs.items() if name not in dropped}
         with torch.no_grad(), strategy.generating(), self.compute_loss_context_manager():
-            generated: Tensor = self.model.generate(**kept, **options)  # type: ignore[operator]
-        return generated
+            return generate(self.model, kept, **options)
 
     def _width(self, options: Mapping[str, Any]) -> int:
         """The number of tokens that generation is limited to, the first one of the decoder included."""

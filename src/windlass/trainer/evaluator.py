@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from windlass.config.plan import EvaluationPlan
+from windlass.core.device import start_recorded
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import preserved_rng
@@ -179,6 +180,10 @@ class Evaluator:
                 loss = LossTerms(loss, targets)
             return loss, logits, labels
 
+        def after_batch() -> None:
+            start_recorded(self._session.device)  # all batches would be one graph
+            on_batch()
+
         with contextlib.ExitStack() as stack:
             self._enter_evaluation_mode(stack, hooks.model, plan)
             # With or without evaluations, a run has the same bits: they draw nothing from its random generators.
@@ -189,7 +194,7 @@ class Evaluator:
                 self._measured(batches, hooks), step, request, weigh=hooks.count_targets, gang=self._session.gang,
                 in_step=hooks.in_step,
                 reading_is_collective=isinstance(loader, DealtLoader) and loader.must_go_in_step,
-                on_batch=on_batch,
+                on_batch=after_batch,
             )  # fmt: skip
 
     def _placed(self, loader: Any, hooks: EvalHooks, plan: EvaluationPlan) -> Iterable[Placed]:

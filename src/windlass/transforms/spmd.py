@@ -6,9 +6,10 @@ where a unit uses them, splits their gradients in the same way, and keeps the st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from windlass.config.plan import ShardPlan
@@ -47,6 +48,18 @@ class SplitOverDevices(Strategy):
         """Parameters stay split: the whole model may not fit into the memory of a device."""
         if self._hook is not None:
             self._hook.remove()
+
+
+def start_evaluations(module: nn.Module) -> Callable[[], None]:
+    """Start each forward without gradients at its end: no update follows it that would, and all batches of an
+    evaluation would be one graph. Return the undo function.
+    """
+
+    def start(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() and any(tensor.device.type == "xla" for tensor in tensors_in(output)):
+            xla.sync()
+
+    return module.register_forward_hook(start).remove
 
 
 def _shard(module: nn.Module, plan: ShardPlan, several: bool) -> None:

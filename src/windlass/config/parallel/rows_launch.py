@@ -9,7 +9,8 @@ from windlass.config.parallel.keys import Key, rows_of
 from windlass.config.parallel.rows_training import NO_MEGATRON
 
 _PODS = (
-    "starts processes on a pod of TPUs, which is not built: start the script itself on one machine with TPUs"
+    "starts processes on a pod of TPUs, and one process drives all devices of PyTorch/XLA: start the script itself on "
+    "one machine with TPUs"
 )
 _DOWNCAST = "is gone from PyTorch/XLA; use --mixed_precision bf16"
 _AWS = "needs Amazon SageMaker, which is not built; start `windlass launch` on the machines themselves"

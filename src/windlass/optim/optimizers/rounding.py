@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from windlass.core import xla
 from windlass.core.rng import new_generator
 from windlass.dist.sharded import part
 
@@ -30,12 +31,12 @@ def add_stochastically_(weights: list[Tensor], updates: list[Tensor], seeds: Seq
     Args:
         weights: bf16.
         updates: fp32.
-        seeds: one for each weight; equal seeds give equal results.
+        seeds: one for each weight; equal seeds give equal results. On PyTorch/XLA, which has no generators but that of
+            its device, that one draws: its state is the seed.
     """
     for weight, update, seed in zip(weights, updates, seeds, strict=True):
-        generator = new_generator(weight.device, seed)
         exact = weight.float() + update
-        weight.copy_(_rounded_stochastically(exact, generator))
+        weight.copy_(round_up_or_down(exact, _noise(exact, seed)))
 
 
 def seed_of(parameter: Tensor, position: int, step: int) -> int:
@@ -49,10 +50,16 @@ def seed_of(parameter: Tensor, position: int, step: int) -> int:
     return seed
 
 
-def _rounded_stochastically(exact: Tensor, generator: torch.Generator) -> Tensor:
+def _noise(like: Tensor, seed: int) -> Tensor:
+    """16 random bits for each element."""
+    generator = None if like.device.type == "xla" else new_generator(like.device, seed)
+    return torch.randint(0, 1 << 16, like.shape, generator=generator, device=like.device, dtype=torch.int32)
+
+
+def round_up_or_down(exact: Tensor, noise: Tensor) -> Tensor:
     """bf16 is the upper half of fp32: adding 16 random bits below it carries with the right probability."""
-    bits = exact.view(torch.int32)
-    place = generator.device
-    noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, device=place, dtype=torch.int32)
-    rounded = ((bits + noise.to(bits.device)) & -65536).view(torch.float32)
+    if exact.device.type == "xla":
+        rounded = xla.numbers_of((xla.bits_of(exact) + noise) & -65536)
+    else:
+        rounded = ((exact.view(torch.int32) + noise) & -65536).view(torch.float32)
     return torch.where(exact.isfinite(), rounded, exact).to(torch.bfloat16)
