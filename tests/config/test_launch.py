@@ -161,6 +161,12 @@ def test_scripts_that_are_none(words: list[str], expected: str) -> None:
     assert expected in complaints(*words)
 
 
+def test_a_recipe_is_no_script(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.touch()
+    assert f"windlass launch -m windlass train {recipe}" in complaints(str(recipe))
+
+
 def test_modules_and_programs_are_found() -> None:
     assert resolved("-m", "json.tool").module
     assert resolved("--no_python", "true").no_python

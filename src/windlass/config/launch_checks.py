@@ -115,6 +115,9 @@ def _script(plan: LaunchPlan) -> Iterator[Problem]:
             f"is not a file in {Path.cwd()}; give the path of a script, or --module with the name of a module"
         )
         yield Problem("script", plan.script, fix)
+    elif plan.script.endswith((".yaml", ".yml")):
+        fix = f"is a recipe and no script: windlass launch -m windlass train {plan.script}"
+        yield Problem("script", plan.script, fix)
 
 
 def _is_module(name: str) -> bool:
