@@ -11,6 +11,7 @@ from tests.dist.launch import launch
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 from windlass.dist.gang import Gang, join, leave
+from windlass.dist.listening import LOOPBACK, open_store
 
 HERE = Path(__file__).parent
 
@@ -41,3 +42,14 @@ def test_several_processes_on_a_device_for_one_are_refused_before_they_meet(kind
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_exchange_and_replicate(world: int) -> None:
     launch(world, HERE / "gang_ranks.py")
+
+
+@pytest.mark.dist
+def test_processes_meet_again_while_one_still_leaves() -> None:
+    launch(2, HERE / "rejoining_ranks.py", timeout=60)
+
+
+@pytest.mark.dist
+def test_they_meet_again_in_the_store_of_a_launcher() -> None:
+    store, _ = open_store(LOOPBACK)
+    launch(2, HERE / "rejoining_ranks.py", store.port, timeout=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -223,15 +224,11 @@ def join(
         if not dist.is_initialized():
             if world.local_size == world.size and is_loopback(os.environ.get("MASTER_ADDR", "")):
                 keep_gloo_on_loopback()
-            # A meeting point of its own does not say who we are; the variables of the launcher say both.
-            who: dict[str, Any] = (
-                _store_of_attempt(world, timeout)
-                if init_method is None
-                else {"rank": world.rank, "world_size": world.size}
-            )
             with waiting(MEETING):
+                # A meeting point of its own does not say who we are; the variables of the launcher say both.
+                store = {} if init_method is not None else {"store": _store_of_meeting(world, timeout)}
                 dist.init_process_group(
-                    backend or backend_for(device), init_method=init_method, timeout=timeout, **who
+                    backend or backend_for(device), init_method, timeout, world.size, world.rank, **store
                 )
         host = (
             dist.group.WORLD
@@ -243,33 +240,43 @@ def join(
     return _joined
 
 
-def _store_of_attempt(world: World, timeout: timedelta) -> dict[str, Any]:
-    """Where the processes of a job that was started again meet: apart from those before them. Torch's launcher keeps
-    one store over its restarts, and in it the addresses of processes that are gone; Windlass's opens a new one.
+# The store in which this process met the others, by address; kept until it ends. Were it opened anew, one that is first
+# at the next meeting could find the store of the last, which another has not left yet.
+_stores: dict[tuple[str, str], Any] = {}
+_meetings = itertools.count()
+
+
+def _store_of_meeting(world: World, timeout: timedelta) -> Any:
+    """Where the processes meet this time: apart from earlier meetings, in which they had other addresses."""
+    # Here, because a torch that was built without distribution has none.
+    from torch._C._distributed_c10d import PrefixStore
+
+    where = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if where not in _stores:
+        _stores[where] = _open_store(world, timeout, *where)
+    store = PrefixStore(f"meeting-{next(_meetings)}", _stores[where])
+    store.set_timeout(timeout)
+    return store
+
+
+def _open_store(world: World, timeout: timedelta, address: str, port: str) -> Any:
+    """The store of this attempt of the job. Torch's launcher keeps one store over its restarts, and in it the addresses
+    of processes that are gone; Windlass's opens a new one.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address = os.environ.get("MASTER_ADDR", "")
-    if (attempt == "0") if launchers else (not is_loopback(address) or "MASTER_PORT" not in os.environ):
-        return {}
-    # Here, because a torch that was built without distribution has neither.
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    store: Any = None
-    if not launchers and world.is_main:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not launchers and world.is_main and is_loopback(address) and port:
         # An error: this process holds a store there already, which torch finds again.
         with contextlib.suppress(OSError):
-            store, _ = open_store(address, int(os.environ["MASTER_PORT"]))
-            store.set_timeout(timeout)
-    if store is None:
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
-    if launchers:
-        # Machines may count restarts differently: all of them go by what is in the store.
-        if store.check([ONE_ATTEMPT]):
-            return {}
-        store = PrefixStore(f"attempt-{attempt}", store)
-    return {"store": store, "rank": world.rank, "world_size": world.size}
+            return open_store(address, int(port))[0]
+    store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+    # Machines may count restarts differently: all of them go by what is in the store.
+    if launchers and attempt != "0" and not store.check([ONE_ATTEMPT]):
+        return PrefixStore(f"attempt-{attempt}", store)
+    return store
 
 
 def current() -> Gang:
