@@ -240,7 +240,7 @@ def join(
     return _joined
 
 
-# The store in which this process met the others, by address; kept until it ends. Were it opened anew, one that is first
+# The store in which this process met the others, by address; kept until it ends. Were it opened again, one that is first
 # at the next meeting could find the store of the last, which another has not left yet.
 _stores: dict[tuple[str, str], Any] = {}
 _meetings = itertools.count()
