@@ -225,7 +225,7 @@ def join(
             if world.local_size == world.size and is_loopback(os.environ.get("MASTER_ADDR", "")):
                 keep_gloo_on_loopback()
             with waiting(MEETING):
-                # A meeting point of its own does not say who we are; the variables of the launcher say both.
+                # A meeting point of the script's own takes the place of the store.
                 store = {} if init_method is not None else {"store": _store_of_meeting(world, timeout)}
                 dist.init_process_group(
                     backend or backend_for(device), init_method, timeout, world.size, world.rank, **store
@@ -240,8 +240,8 @@ def join(
     return _joined
 
 
-# The store in which this process met the others, by address; kept until it ends. Were it opened again, one that is first
-# at the next meeting could find the store of the last, which another has not left yet.
+# The store in which this process met the others, by address; kept until it ends. Were it opened again, the first one at
+# the next meeting could find the store of the last, which another has not left yet.
 _stores: dict[tuple[str, str], Any] = {}
 _meetings = itertools.count()
 

@@ -13,7 +13,7 @@ from windlass.core.trees import map_leaves
 
 
 class _Generating(nn.Module):
-    """A model whose forward generates."""
+    """A model whose forward generates, for `functional_call`."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ def generate(model: Any, inputs: Mapping[str, Any], **options: Any) -> Tensor:
         inputs: tensors by name, on the model's device.
         options: the other arguments of its `generate`.
     """
-    generating = _Generating(model)
     device = next(model.parameters()).device
     if device.type != "xla":
-        return generating(**inputs, **options)  # type: ignore[no-any-return]
+        return model.generate(**inputs, **options)  # type: ignore[no-any-return]
+    generating = _Generating(model)
     held = chain(generating.named_parameters(), generating.named_buffers())
     copies = {name: tensor.detach().cpu() for name, tensor in held}
     kwargs = map_leaves(Tensor.cpu, {**inputs, **options})
