@@ -82,7 +82,8 @@ class ScheduleFree(ElementwiseOptimizer):
         """What `z` moves against in update `step` (from 1), as new tensors, and the learning rate."""
         raise NotImplementedError
 
-    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+    def update_group(self, batch: Batch, group: dict[str, Any]) -> None:
+        """Apply one update to a group; one without gradients is counted too, as the weights of the average follow it."""
         step = group["k"] = group["k"] + 1
         directions, lr = self.directions(batch, group, step)
         group["scheduled_lr"], group["lr_max"] = lr, max(lr, group["lr_max"])
