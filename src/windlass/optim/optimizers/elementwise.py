@@ -85,7 +85,7 @@ class ElementwiseOptimizer(Optimizer):
         return loss
 
     def update_group(self, batch: Batch, group: dict[str, Any]) -> None:
-        """Apply one update to a group. Without gradients there is none: torch's functions of lists refuse empty ones."""
+        """Apply one update to a group with gradients: torch's functions of lists refuse empty ones."""
         if batch.parameters:
             self.update(batch, group)
 
