@@ -135,15 +135,20 @@ class Accelerator(Ranks):
         gang: Gang,
         device: torch.device,
         precision: PrecisionPlan,
-        accumulation: int,
+        accumulation: GradientAccumulationPlugin,
+        loader: DataLoaderConfiguration,
         engine: LoopEngine,
     ) -> Accelerator:
-        """The accelerator of a Trainer, which has already joined the process group and resolved its settings."""
+        """The accelerator of a Trainer, which has already joined the process group and resolved its settings.
+
+        Args:
+            accumulation, loader: of what scripts prepare, or accumulate, beside the Trainer's own model and data.
+        """
         settings = LoopSettings(
             dist=DistPlan(),
             precision=precision,
-            accumulation=GradientAccumulationPlugin(num_steps=accumulation),
-            loader=DataLoaderConfiguration(use_stateful_dataloader=True),
+            accumulation=accumulation,
+            loader=loader,
             project=ProjectConfiguration(),
             handlers=Handlers(),
         )

@@ -1,8 +1,9 @@
 """`metrics.jsonl`: all metrics of a run, one JSON object per line, always written.
 
 A row has `event` ("log", "evaluate", "predict", "summary"), `step`, `epoch`, the metrics, and last `timing`: the values
-that depend on the clock or the machine, so that everything else is bitwise reproducible. Floats are read back with the
-same bits; those that JSON cannot represent are the strings "NaN", "Infinity" and "-Infinity".
+that depend on the clock, the machine or the process (compilations), so that everything else is bitwise reproducible.
+Floats are read back with the same bits; those that JSON cannot represent are the strings "NaN", "Infinity" and
+"-Infinity".
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from windlass.config.plan import SchedulePlan
 from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
@@ -200,6 +201,19 @@ def build_schedule(
         return UserSchedule(build_metric_driven(name, optimizer, options or {}), optimizer)
     span = Span(warmup_steps, total_steps, peak_lr(optimizer))
     return FactorSchedule(optimizer, build_factor(name, span, options or {}))
+
+
+def warmup_of_schedule(plan: SchedulePlan, optimizer: Optimizer) -> int:
+    """The updates of warm-up that are left to the schedule: none if the optimizer has an option `warmup_steps` of its
+    own, as both together would warm up twice. If the schedule has no warm-up, groups whose option was left at 0 get the
+    number of the plan.
+    """
+    own = optimizer.defaults.get("warmup_steps")
+    if own == 0 and plan.name in WITHOUT_WARMUP:
+        for group in optimizer.param_groups:
+            group["warmup_steps"] = group["warmup_steps"] or plan.warmup_steps
+        return 0
+    return 0 if own else plan.warmup_steps
 
 
 def build_factor(name: str, span: Span, options: Mapping[str, Any]) -> Factor:

@@ -142,7 +142,8 @@ class Run:
         )
 
     def _use_size(self, size: UpdateSize) -> None:
-        self._events.state.train_batch_size = size.micro
+        processes = size.world if self._accelerator.split_batches else 1
+        self._events.state.train_batch_size = size.micro * processes
         self._accelerator.gradient_accumulation_steps = size.accumulation
 
     def _counts(self, pad_token: int | None) -> Counts:
