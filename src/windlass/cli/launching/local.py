@@ -126,7 +126,9 @@ def _agent(plan: LaunchPlan, handler: RendezvousHandler, folder: Path) -> Watchi
 def command(plan: LaunchPlan) -> list[str]:
     """Return the command line of each process."""
     how = ["--exec"] if plan.no_python else ["-m"] if plan.module else []
-    return [sys.executable, "-u", "-m", "windlass.cli.launching.worker", *how, plan.script, *plan.arguments]
+    # -P: nothing in the current folder comes before the standard library.
+    worker = [sys.executable, "-u", "-P", "-m", "windlass.cli.launching.worker"]
+    return [*worker, *how, plan.script, *plan.arguments]
 
 
 def _meeting(plan: LaunchPlan) -> Meeting:
