@@ -54,7 +54,7 @@ def meet(meeting: Meeting) -> RendezvousHandler:
 
 def _host(meeting: Meeting) -> RendezvousHandler:
     store, where = open_store(meeting.address, meeting.port)
-    how = "with a token" if meeting.token else "reachable from this machine only, without a token"
+    how = "with a token" if meeting.token else "without a token"
     _tell(f"the rendezvous listens on {where or 'all addresses'}:{store.port}, {how}")
     # The first connection is the store itself, and keeps it open.
     clients = iter(partial(_client, where or LOOPBACK, store.port), None)

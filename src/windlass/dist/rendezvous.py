@@ -66,7 +66,7 @@ class Meeting:
         hosts: whether this machine holds the store.
         run_id: what the machines of one job have in common.
         wait_seconds: how long the others may take to come.
-        token: the secret of the job; None where only this machine can reach the address.
+        token: the secret of the job; None lets every machine that reaches the address join.
     """
 
     address: str
