@@ -20,8 +20,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from windlass.core.output import say
+from windlass.dist.arrivals import MeetingError
 from windlass.dist.listening import LOOPBACK, address_towards, open_store
-from windlass.dist.rendezvous import Machines, Meeting, MeetingError, OneMachine
+from windlass.dist.rendezvous import Machines, Meeting, OneMachine
 from windlass.dist.signed_store import SignedStore
 
 _TRY_SECONDS = 2.0

@@ -27,10 +27,11 @@ from windlass.config.launch_token import TOKEN_VARIABLE, read_token
 from windlass.config.refusal import refuse
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem
 from windlass.core.redact import redact_command, redact_value
+from windlass.dist.arrivals import MeetingError
 from windlass.dist.elastic import quiet_elastic
 from windlass.dist.listening import can_listen
 from windlass.dist.machines import meet
-from windlass.dist.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, MeetingError
+from windlass.dist.rendezvous import DEFAULT_WAIT_SECONDS, Meeting
 
 if TYPE_CHECKING:
     from windlass.config.launch import LaunchPlan
