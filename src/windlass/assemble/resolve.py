@@ -346,7 +346,7 @@ def resolve_data(args: Any) -> DataPlan:
     """How training data is read."""
     return DataPlan(
         workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory and not args.use_cpu,
+        pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
         multiprocessing_context=args.dataloader_multiprocessing_context,
