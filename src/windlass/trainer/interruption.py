@@ -24,7 +24,7 @@ logger = get_job_logger(__name__)
 
 
 class WaitBrokenOff(BaseException):
-    """A scheduler's signal arrived while the process waited for data."""
+    """A scheduler's signal or Ctrl-C arrived while the only process of a run waited for data."""
 
 
 class Interruptible(Protocol):
@@ -37,6 +37,8 @@ class Interruptible(Protocol):
     def newest_checkpoint(self) -> Path | None: ...
 
     def end_waits(self) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class Interruption:
@@ -98,12 +100,11 @@ class Interruption:
             yield
 
     @contextlib.contextmanager
-    def taking_ctrl_c(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Within the body, the first Ctrl-C requests a stop, and the second raises KeyboardInterrupt.
+    def taking_ctrl_c(self, run: Interruptible) -> Iterator[None]:
+        """Within the body, the first Ctrl-C ends the run with this update, and the second raises KeyboardInterrupt.
 
-        Args:
-            stop: ends the run with this update. Called at once in a world of one; several ranks must end with the same
-                update, so they learn of the request with a coming one.
+        In a world of one it ends a wait for data too; several ranks must end with the same update, so they learn of the
+        request with a coming one.
         """
         if not _is_free(signal.SIGINT, signal.default_int_handler):
             yield
@@ -117,8 +118,10 @@ class Interruption:
             )
             if self._gang.size > 1:
                 self.stop_requested = True
-            else:
-                stop()
+                return
+            run.stop()
+            if run.waits_for_data:
+                raise WaitBrokenOff
 
         with handling(signal.SIGINT, interrupt):
             yield
