@@ -105,10 +105,13 @@ class Evaluator:
         request = self._request(hooks, plan, loss_only, prefix, predicting)
         self._events.show(eval_dataloader=loader)
         logger.info("***** Running %s *****", "Prediction" if predicting else "Evaluation")
-        return self._fitted(
-            loader, hooks, plan, request, lambda: self._placed(loader, hooks, plan),
-            functools.partial(self._events.fire, "on_prediction_step"),
-        )  # fmt: skip
+        try:
+            return self._fitted(
+                loader, hooks, plan, request, lambda: self._placed(loader, hooks, plan),
+                functools.partial(self._events.fire, "on_prediction_step"),
+            )  # fmt: skip
+        finally:
+            self._events.end_evaluation_displays()
 
     def rehearse(
         self, loaders: Mapping[str, Callable[[], Any]], hooks: EvalHooks, plan: EvaluationPlan, wanted: str

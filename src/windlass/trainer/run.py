@@ -209,7 +209,7 @@ class Run:
             self._reports.announce(self._source_samples, weights_of(self._files.model))
             self._check_metric()
             with (
-                self._interruption.taking_ctrl_c(self._stop),
+                self._interruption.taking_ctrl_c(self),
                 telling_where(self._session.world, lambda: state.global_step),
                 self._reports.counting_compilations(),
                 noisy_embeddings(self._files.model, self._plan.transforms.neftune_alpha),
@@ -255,7 +255,7 @@ class Run:
         self.executor.average_by(events.averages())
         if self._plan.reports.evaluate_first and events.state.global_step == 0:
             # A schedule that follows the metric ignores it: no update was made yet.
-            self._hooks.evaluate()
+            self._due.evaluate_or_stop()
         if interruption.stopped:
             events.control.should_training_stop = True  # which the first event of a run clears
         self._reports.load_watch.look(training=False)
@@ -268,7 +268,10 @@ class Run:
         try:
             self.loop.run()
         except WaitBrokenOff:
-            self._due.save_and_leave()
+            if interruption.stopped:
+                self._due.save_stopped()
+            else:
+                self._due.save_and_leave()
         if interruption.stopped:
             save()  # stopped before the first update: the loop did not save
         if interruption.is_preempted():
@@ -305,7 +308,7 @@ class Run:
 
     @property
     def waits_for_data(self) -> bool:
-        return self.loop.waits_for_data
+        return self.loop.waits_for_data or self._due.waits_for_data
 
     @property
     def newest_checkpoint(self) -> Path | None:
@@ -341,7 +344,7 @@ class Run:
 
     # --- leaving early ----------------------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """End the run with this update, and save."""
         self._events.control.should_training_stop = True
         self._interruption.stop()
@@ -414,7 +417,7 @@ class Run:
     def signals_agreed(self, signals: Sequence[float]) -> None:
         told = self._agreement.apply(signals, self._events.state.global_step)
         if told.stop:
-            self._stop()
+            self.stop()
 
 
 # Words of the backends of process groups for a lost connection.
