@@ -48,8 +48,17 @@ from windlass.trainer.resuming import CheckpointSource, merged_ledger
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.run_reports import RunReports, count_inputs
 from windlass.trainer.run_saver import RunSaver
-from windlass.trainer.saved_parts import Buffers, Generators, Position, RankPart, SavedPart, SavedParts
+from windlass.trainer.saved_parts import (
+    Buffers,
+    Generators,
+    Position,
+    RankPart,
+    SavedPart,
+    SavedParts,
+    check_savable,
+)
 from windlass.trainer.services import Services
+from windlass.trainer.session import together
 from windlass.transforms.neftune import noisy_embeddings
 from windlass.transforms.overflow_watch import watching
 
@@ -208,6 +217,7 @@ class Run:
             self._agreement.saved(state.global_step)
             self._reports.announce(self._source_samples, weights_of(self._files.model))
             self._check_metric()
+            self._check_savable()
             with (
                 self._interruption.taking_ctrl_c(self),
                 telling_where(self._session.world, lambda: state.global_step),
@@ -241,6 +251,19 @@ class Run:
         )
         self._seed_step.start(checkpoint.step)
         self._events.restore_callbacks(restore_args)
+
+    def _check_savable(self) -> None:
+        """Check before the first update that the state of the script's own objects can be saved. Collective."""
+        save = self._plan.save
+        if save.model_only or (save.cadence.strategy == "no" and save.every is None):
+            return
+
+        def check() -> None:
+            check_savable("lr_scheduler", self.schedule.exposed, self.schedule)
+            for owner in self._registered:
+                check_savable("accelerator.register_for_checkpointing", owner, owner)
+
+        together(self._gang, check)
 
     def _check_metric(self) -> None:
         """Check before the first update that evaluation returns the metric that the run needs."""
