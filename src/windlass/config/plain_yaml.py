@@ -26,7 +26,9 @@ def load_yaml(
         raise yaml.YAMLError("it is nested too deeply") from None
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         # An invalid date, a number with too many digits, or a text that is not of the type that its tag names.
-        raise yaml.YAMLError(f"it has a value that is not of its type ({type(error).__name__}: {error})") from None
+        raise yaml.YAMLError(
+            f"it has a value that is not of its type ({type(error).__name__}: {error})"
+        ) from None
     finally:
         loader.dispose()
 
