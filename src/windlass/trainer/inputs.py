@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from windlass.assemble.resolve import resolve_batch, resolve_data
 from windlass.core.errors import ConfigError, DataError, Problem
@@ -85,8 +85,11 @@ class EvaluationLoaders:
 
 
 def _sampler(make: Callable[..., Any] | None, dataset: Any) -> Any:
-    """A script's sampler of `dataset`; None if there is none. Methods of older scripts take no dataset."""
-    if make is None:
+    """A script's sampler of `dataset`; None if there is none. Methods of older scripts take no dataset.
+
+    A stream has no positions to draw: for one, the script is not asked.
+    """
+    if make is None or isinstance(dataset, IterableDataset):
         return None
     return make(dataset) if inspect.signature(make).parameters else make()
 
