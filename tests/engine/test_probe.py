@@ -49,7 +49,7 @@ def probe_of(model: Model, world: int = 1) -> Probe:
 def test_shifting_is_seen(shift: bool, empty: str) -> None:
     model = Model()
 
-    def loss(batch: Any, denominator: float | None) -> Tensor:
+    def loss(batch: Any) -> Tensor:
         values = model.losses(batch, shift)
         return values.mean() if empty == "nan" else values.sum() / max(len(values), 1)
 
@@ -90,7 +90,7 @@ def test_a_batch_without_labels_shows_nothing() -> None:
     ],
 )
 def test_where_nothing_can_be_asked_nothing_shifts(batch: Any) -> None:
-    def loss(batch: Any, denominator: float | None) -> Tensor:
+    def loss(batch: Any) -> Tensor:
         raise AssertionError("asked")
 
     assert probe_of(Model()).shifts_labels(batch, TargetCounter(), loss) is False
@@ -102,23 +102,24 @@ def test_a_rank_without_targets_does_not_decide() -> None:
 
     def other_ranks(value: Tensor) -> Tensor:
         seen.append(value)
-        return value + torch.tensor([2.0, 2.0], dtype=torch.float64)
+        return value + torch.tensor([2.0], dtype=torch.float64)
 
     probe = Probe(Model(), CPU, other_ranks)
-    assert probe.divides(BATCH, lambda batch, denominator: torch.tensor(float("nan")), 4.0) is False
-    assert seen[0].tolist() == [0.0, 0.0]
+    without = {**BATCH, "labels": torch.full((2, 4), -100)}
+    assert probe.shifts_labels(without, TargetCounter(), lambda batch: torch.tensor(float("nan"))) is True
+    assert [value.item() for value in seen] == [0.0, 0.0]
 
 
 def test_an_experiment_that_is_broken_off_leaves_no_trace() -> None:
     model = nn.BatchNorm1d(2)
 
-    def broken_off(batch: Any, denominator: float | None) -> Tensor:
-        model(batch)
+    def broken_off(batch: Any) -> Tensor:
+        model(torch.ones(3, 2))
         raise KeyboardInterrupt
 
     probe = Probe(model, torch.device("cpu"), alone)
     with pytest.raises(KeyboardInterrupt):
-        probe.divides(torch.ones(3, 2), broken_off, 3.0)
+        probe.shifts_labels(BATCH, TargetCounter(), broken_off)
     assert int(model.num_batches_tracked) == 0  # type: ignore[arg-type]
 
 
@@ -129,12 +130,12 @@ def test_an_experiment_leaves_no_trace() -> None:
     batch = {name: value.clone() for name, value in BATCH.items()}
     state = torch.get_rng_state()
 
-    def loss(inputs: Any, denominator: float | None) -> Tensor:
+    def loss(inputs: Any) -> Tensor:
         value = model.losses(inputs, True).mean()
         inputs.pop("labels")  # hooks may
         return value
 
-    probe.divides(batch, loss, 4.0)
+    probe.splits(batch, loss, TargetCounter(), 1e-9)
     probe.shifts_labels(batch, TargetCounter(), loss)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
