@@ -130,6 +130,7 @@ def census(prepared: Prepared) -> dict[str, int]:
         "optimizers": len(prepared.optimizers),
         "schedules": len(prepared.schedules),
         "custom": len(prepared.custom),
+        "tensors": len(prepared.loose),
     }
 
 
@@ -143,11 +144,11 @@ def check_fits(checkpoint: Checkpoint, prepared: Prepared) -> None:
     if not checkpoint.has("loop"):
         raise CheckpointError(f"{checkpoint.folder} was not written by Accelerator.save_state")
     saved, now = checkpoint.shared("loop"), census(prepared)
-    names = {"custom": "registered objects"}
+    names = {"custom": "registered objects", "tensors": "tensors of no prepared model"}
     wrong = [
-        f"{saved[kind]} {names.get(kind, kind)} and {count} here"
+        f"{found} {names.get(kind, kind)} and {count} here"
         for kind, count in now.items()
-        if saved[kind] != count
+        if (found := saved.get(kind, 0)) != count  # loops of earlier versions had no such tensors
     ]
     if wrong:
         raise CheckpointError(
