@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,3 +143,46 @@ def test_an_experiment_leaves_no_trace() -> None:
     assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(batch[name], value) for name, value in BATCH.items())
+
+
+class PreparesItself(nn.Module):
+    """Prepares itself at its first forward, as many models of transformers do; works only if it does so once.
+
+    Args:
+        notes: where it notes that it has done so; None: in itself.
+    """
+
+    def __init__(self, notes: Any = None) -> None:
+        super().__init__()
+        self.notes = notes
+        self.inner = nn.Linear(2, 2, bias=False)
+        self.inner.tables = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes = self if self.notes is None else self.notes
+        if not getattr(notes, "is_ready", False):
+            notes.is_ready = True
+            self.inner.register_forward_pre_hook(lambda module, inputs: inputs[0] + 1)
+            self.inner.register_forward_hook(lambda module, inputs, output: output * 2, always_call=True)
+            self.inner.register_buffer("scale", torch.ones(1), persistent=False)
+            self.inner.register_module("further", nn.Linear(2, 1))
+            self.register_state_dict_pre_hook(lambda *_: None)
+        self.inner.tables["calls"] += 1
+        return self.inner(x) * self.inner.scale
+
+
+@pytest.mark.parametrize("notes", [None, SimpleNamespace(sizes=[1])])  # the second as a configuration
+def test_a_model_that_prepares_itself_at_its_first_forward_does_so_once(notes: Any) -> None:
+    torch.manual_seed(0)
+    model, x = PreparesItself(notes), torch.ones(3, 2)
+    fresh = copy.deepcopy(model)
+    for _ in range(2):
+        Probe(model, CPU, alone).divides(x, lambda batch, _: model(batch).sum(), 3.0)
+    tables = [
+        {name: {**value} for name, value in vars(part).items() if isinstance(value, dict)}
+        for part in (model, model.inner)
+    ]
+    assert all(not hooks for part in tables for name, hooks in part.items() if "hooks" in name)
+    assert list(model.inner._non_persistent_buffers_set) == []
+    assert torch.equal(model(x), fresh(x))
+    assert model.inner.tables == fresh.inner.tables == {"calls": 1}
