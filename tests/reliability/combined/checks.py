@@ -37,7 +37,10 @@ def weights_are_spread(effect: Effect) -> None:
 
 def optimizer_is_another(effect: Effect) -> None:
     ours, theirs = (outcome.seen.get("optimizer") for outcome in (effect.whole, effect.without))
-    if effect.value != "adamw_torch_fused":
+    if effect.value not in (
+        "adamw_torch_fused",
+        "adamw_anyprecision",
+    ):  # with averages in fp32 they are the same
         assert effect.whole.series("loss") != effect.without.series("loss"), (
             f"{ours} gives what {theirs} gives"
         )
@@ -63,11 +66,6 @@ def rates_are_those_of_the_formula(effect: Effect) -> None:
 
     asked, rates = settings(effect.recipe), effect.whole.seen["rates"]
     name, total = asked.get("lr_scheduler_type", "linear"), updates_of(effect)
-    if name == "reduce_lr_on_plateau":
-        first = [groups[0] for groups in rates]
-        assert first == sorted(first, reverse=True), f"rates rise: {first}"
-        assert first[-1] < first[0], f"rates do not fall: {first}"
-        return
     warmup = float(asked.get("warmup_steps", 0))
     steps = math.ceil(warmup * total) if warmup < 1 else int(warmup)
     if asked["optim"].startswith("schedule_free"):
@@ -86,6 +84,19 @@ def rates_are_those_of_the_formula(effect: Effect) -> None:
         )
         optimizer.step()
         schedule.step()
+
+
+def rates_fall(effect: Effect) -> None:
+    first = [groups[0] for groups in effect.whole.seen["rates"]]
+    assert first == sorted(first, reverse=True), f"rates rise: {first}"
+    assert first[-1] < first[0], f"rates do not fall: {first}"
+
+
+def tokens_are_counted(effect: Effect) -> None:
+    counts = effect.whole.series("num_input_tokens_seen")
+    assert counts, "no count"
+    assert counts == sorted(counts), f"counts fall: {counts}"
+    assert counts[0] > 0, f"counts: {counts}"
 
 
 def micro_batches_are_counted(effect: Effect) -> None:
@@ -145,13 +156,12 @@ def norms_are_clipped(effect: Effect) -> None:
         return  # the engine clips inside its step
     for update, norm in enumerate(effect.whole.seen["norms"]):
         assert norm <= limit * 1.01, f"norm {norm} of update {update + 1}"
-    before = effect.whole.series("grad_norm")
-    assert max(before) > limit, f"nothing was there to clip: {before}"
+    assert min(effect.whole.series("grad_norm")) > limit, "nothing was there to clip"
 
 
 def layers_run_again(effect: Effect) -> None:
-    ours, theirs = (outcome.seen["block forwards"] for outcome in (effect.whole, effect.without))
-    assert ours > theirs, f"{ours} forwards of layers, and {theirs} without"
+    ours, theirs = (outcome.seen["layers"] for outcome in (effect.whole, effect.without))
+    assert ours > theirs, f"{ours} forwards of linear layers, and {theirs} without"
     assert close(effect.whole.series("loss"), effect.without.series("loss"), effect.recipe.tolerance), (
         "the losses are not those without it"
     )
@@ -164,7 +174,7 @@ def groups_have_their_rate(effect: Effect) -> None:
 
 def layers_have_their_rates(effect: Effect) -> None:
     peaks = {round(rate, 9) for groups in effect.whole.seen["peaks"] for rate in groups}
-    assert len(peaks) >= 3, f"rates of the groups: {peaks}"
+    assert len(peaks) >= 2, f"rates of the groups: {peaks}"
 
 
 def evaluations_are_logged(effect: Effect) -> None:

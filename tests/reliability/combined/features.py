@@ -18,29 +18,29 @@ from windlass.core.optional import is_available
 TRAINERS = ("trainer", "sft")
 LOW_RANK = ("galore_adamw", "apollo_adamw")
 # Rounding decides about the sign of an update, or is part of the method.
-SIGNS = ("lion_32bit", "muon", "grokadamw", "adafactor", *LOW_RANK)
+SIGNS = ("lion_32bit", "lion_8bit", "adamw_8bit", "muon", "grokadamw", "adafactor", *LOW_RANK)
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
 OPTIMIZERS = (
     "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor", "muon", "lion_32bit", "ademamix", "stable_adamw",
-    "grokadamw", "adamw_anyprecision", *SCHEDULE_FREE, *LOW_RANK, "lomo", "adalomo",
+    "grokadamw", "adamw_anyprecision", *SCHEDULE_FREE,
+    *(("adamw_8bit", "lion_8bit") if is_available("bitsandbytes") else ()),
 )  # fmt: skip
 IN_BACKWARD = ("lomo", "adalomo")
 SCHEDULES = (
     "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial", "inverse_sqrt",
-    "cosine_with_min_lr", "warmup_stable_decay", "reduce_lr_on_plateau",
+    "cosine_with_min_lr", "warmup_stable_decay",
 )  # fmt: skip
 _SCHEDULE_OPTIONS: dict[str, dict[str, Any]] = {
     "cosine_with_min_lr": {"min_lr": 1e-3},
     "warmup_stable_decay": {"num_decay_steps": 2},
-    "reduce_lr_on_plateau": {"patience": 0, "threshold": 0.5},
 }
 PROMPTS = ("prompt", "prefix")
 ANY = ("*",)
 
 
-def arguments(**changes: Any) -> Callable[[Recipe, str], None]:
-    """Set these arguments, whatever the value."""
-    return lambda recipe, value: recipe.arguments.update(changes)
+def argument(name: str, value: Any) -> Callable[[Recipe, str], None]:
+    """Set an argument, whatever is asked for."""
+    return lambda recipe, asked: recipe.arguments.update({name: value})
 
 
 def chosen(**of_values: dict[str, Any]) -> Callable[[Recipe, str], None]:
@@ -70,7 +70,7 @@ def _optim(recipe: Recipe, value: str) -> None:
         recipe.arguments["lr_scheduler_type"] = "constant"
     if value == "sgd":
         recipe.arguments["learning_rate"] = 0.1
-    if value == "lion_32bit":
+    if value.startswith("lion"):
         recipe.arguments["learning_rate"] = 1e-3
     recipe.approximate(2e-2 if value in SIGNS else 1e-7)
 
@@ -79,6 +79,11 @@ def _schedule(recipe: Recipe, value: str) -> None:
     recipe.arguments["lr_scheduler_type"] = value
     if value in _SCHEDULE_OPTIONS:
         recipe.arguments["lr_scheduler_kwargs"] = _SCHEDULE_OPTIONS[value]
+
+
+def _plateau(recipe: Recipe, value: str) -> None:
+    options = {"patience": 0, "threshold": 0.5}
+    recipe.arguments |= {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": options}
 
 
 def _warmup(recipe: Recipe, value: str) -> None:
@@ -110,6 +115,10 @@ def _dropout(recipe: Recipe, value: str) -> None:
 
 def _data(recipe: Recipe, value: str) -> None:
     recipe.data = value
+
+
+def _datasets(recipe: Recipe, value: str) -> None:
+    recipe.data = f"datasets_{value}"
 
 
 def _workers(recipe: Recipe, value: str) -> None:
@@ -148,9 +157,14 @@ def _groups(recipe: Recipe, value: str) -> None:
 
 
 def _packing(recipe: Recipe, value: str) -> None:
-    how = {"padding_free": True} if value == "padding_free" else {"packing": True, "packing_strategy": value}
-    recipe.arguments |= {**how, "max_length": 24}
+    packed = {"packing": True, "packing_strategy": value, "max_length": 24}
+    recipe.arguments |= {"padding_free": True, "max_length": None} if value == "padding_free" else packed
     recipe.by_hand = None if value == "wrapped" else recipe.by_hand
+
+
+def _dft(recipe: Recipe, value: str) -> None:
+    recipe.arguments["loss_type"] = value
+    recipe.by_hand = None
 
 
 FEATURES = (
@@ -167,24 +181,16 @@ FEATURES = (
         OPTIMIZERS,
         _optim,
         checks.optimizer_is_another,
-        apart={
-            "average": SCHEDULE_FREE,  # they average themselves
-            "schedule": SCHEDULE_FREE,
-            "clipping": IN_BACKWARD,
-            "accumulation": IN_BACKWARD,
-            "groups": (*IN_BACKWARD, *LOW_RANK),
-            "layer_decay": (*IN_BACKWARD, *LOW_RANK),
-            "adapter": (*LOW_RANK, "muon"),
-            "ranks": IN_BACKWARD,
-            "precision": IN_BACKWARD,
-        },
+        apart={"average": SCHEDULE_FREE, "schedule": SCHEDULE_FREE, "plateau": SCHEDULE_FREE},
         compared=True,
     ),
+    # Without gradients that could be looked at, or in need of the model's layers.
+    Feature("special", (*LOW_RANK, *IN_BACKWARD), _optim, checks.optimizer_is_another, TRAINERS, compared=True,
+            apart={"optim": ANY, "clipping": ANY, "adapter": ANY, "prompts": ANY, "accumulation": IN_BACKWARD}),
     Feature("schedule", SCHEDULES, _schedule, checks.rates_are_those_of_the_formula),
-    Feature(
-        "warmup", ("2", "0.25"), _warmup, checks.rates_are_those_of_the_formula, TRAINERS,
-        apart={"schedule": ("2", "0.25")},
-    ),
+    Feature("plateau", ("loss",), _plateau, checks.rates_fall, TRAINERS, needs={"evaluation": "steps"},
+            apart={"schedule": ANY, "warmup": ANY}),
+    Feature("warmup", ("2", "0.25"), _warmup, checks.rates_are_those_of_the_formula, TRAINERS),
     Feature(
         "length", ("epochs-2", "epochs-1.5"), _length, checks.updates_are_those_of_the_rows, TRAINERS,
         apart={"data": ANY, "packing": ANY},  # a stream has no length; packed rows are fewer
@@ -203,7 +209,10 @@ FEATURES = (
         "packing", ("bfd", "bfd_split", "wrapped", "padding_free"), _packing, checks.rows_are_joined, ("sft",),
         compared=True, apart={"data": ANY},
     ),
-    Feature("data", ("stream", "stateful_stream"), _data, checks.losses_are_others, compared=True),
+    Feature("data", ("stream", "stateful_stream"), _data, checks.losses_are_others, ("trainer", "loop"),
+            compared=True),
+    Feature("datasets", ("rows", "stream"), _datasets, checks.nothing, TRAINERS,
+            apart={"data": ANY, "length": ANY, "order": ANY, "workers": ("stream",), "packing": ("stream",)}),
     Feature("workers", ("1", "2", "2-stay"), _workers, checks.losses_are_the_same, compared=True,
             apart={"data": ("1", "2", "2-stay")}),
     Feature("average", ("ema", "swa"), _average, checks.weights_are_the_average, TRAINERS, compared=True),
@@ -213,7 +222,7 @@ FEATURES = (
     ),
     Feature("terms", ("terms", "func_factor"), _loss, checks.losses_are_those_of_the_function, ("loop",)),
     Feature("smoothing", ("0.1",), _smoothing, checks.losses_are_others, TRAINERS, compared=True),
-    Feature("clipping", ("0.1",), _clipping, checks.norms_are_clipped),
+    Feature("clipping", ("0.001",), _clipping, checks.norms_are_clipped),
     Feature(
         "recompute",
         ("all", "every_2", "gradient_checkpointing"),
@@ -230,7 +239,7 @@ FEATURES = (
             needs={"model": "llama"}),
     Feature("groups", ("head",), _groups, checks.groups_have_their_rate, TRAINERS, apart={"adapter": ANY}),
     Feature(
-        "layer_decay", ("0.5",), lambda recipe, value: recipe.arguments.update(layerwise_lr_decay=0.5),
+        "layer_decay", ("0.5",), argument("layerwise_lr_decay", 0.5),
         checks.layers_have_their_rates, TRAINERS, apart={"groups": ANY},
     ),
     Feature(
@@ -251,19 +260,20 @@ FEATURES = (
     ),
     Feature(
         "saving",
-        ("each", "epoch", "waiting", "one", "best", "no"),
+        ("each", "epoch", "waiting", "one", "no"),
         chosen(
             each={"save_steps": 1},
             epoch={"save_strategy": "epoch"},
             waiting={"save_in_background": False},
             one={"save_steps": 1, "save_total_limit": 1},
-            best={"save_strategy": "best", "metric_for_best_model": "loss"},
             no={"save_strategy": "no"},
         ),
         checks.checkpoints_are_there,
         TRAINERS,
-        apart={"best": ("no", "epoch", "best", "each", "one")},
+        apart={"best": ("no", "epoch", "each", "one")},
     ),
+    Feature("save_best", ("loss",), chosen(loss={"save_strategy": "best", "metric_for_best_model": "loss"}),
+            checks.nothing, TRAINERS, needs={"evaluation": "steps"}, apart={"saving": ANY, "best": ANY}),
     Feature("saves", ("1", "waiting"), chosen(**{"1": {"save_steps": 1}, "waiting": {"save_in_background": False}}),
             checks.nothing, ("loop",)),
     Feature(
@@ -280,7 +290,17 @@ FEATURES = (
         lambda recipe, value: recipe.arguments.update(fsdp_config={"state_dict_type": value}),
         checks.nothing, needs={"ranks": "fsdp2-2"},
     ),
-    Feature("logging", ("3",), lambda recipe, value: recipe.arguments.update(logging_steps=3),
+    Feature("weight_decay", ("0.1",), argument("weight_decay", 0.1), checks.losses_are_others, TRAINERS,
+            compared=True),
+    Feature("drop_last", ("yes",), argument("dataloader_drop_last", True), checks.losses_are_others, TRAINERS,
+            compared=True, apart={"data": ANY, "datasets": ANY, "packing": ANY, "fitting": ANY}),
+    Feature("fitting", ("yes",), argument("auto_find_batch_size", True), checks.losses_are_the_same, TRAINERS,
+            compared=True),
+    Feature("tokens", ("non_padding",), argument("include_num_input_tokens_seen", "non_padding"),
+            checks.tokens_are_counted, TRAINERS),
+    Feature("loss_type", ("dft",), _dft, checks.losses_are_others, ("sft",), compared=True,
+            apart={"loss": ANY, "smoothing": ANY}),
+    Feature("logging", ("3",), argument("logging_steps", 3),
             checks.losses_are_means, TRAINERS, compared=True, apart={"best": ANY, "evaluation": ANY}),
 )  # fmt: skip
 BY_NAME = {feature.name: feature for feature in FEATURES}

@@ -31,13 +31,16 @@ class Log:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.step, self.epoch = 0, 0
+        self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": list(self.rows), "step": self.step, "epoch": self.epoch}
+        return {"rows": list(self.rows), "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows, self.step, self.epoch = list(state["rows"]), state["step"], state["epoch"]
+        self.rows, self.step = list(state["rows"]), state["step"]
+
+    def add(self, **row: Any) -> None:
+        self.rows.append({"step": self.step, **row})
 
 
 def train_in_a_loop(
@@ -59,12 +62,10 @@ def train_in_a_loop(
         outcome.evaluated = loop.evaluate()
         whole = loop.accelerator.unwrap_model(loop.model)
         state = loop.accelerator.get_state_dict(loop.model)
-        if hasattr(whole, "save_pretrained"):
-            whole.save_pretrained(
-                folder / "final", is_main_process=loop.accelerator.is_main_process, state_dict=state
-            )
-        else:
+        if not hasattr(whole, "save_pretrained"):
             loop.accelerator.save_model(loop.model, str(folder / "final"))
+        elif loop.accelerator.is_main_process:  # of sharded weights only it has whole ones
+            whole.save_pretrained(folder / "final", state_dict=state)
         loop.accelerator.wait_for_everyone()
         if os.environ.get("RANK", "0") == "0":
             outcome.reread = reread(recipe, folder / "final")
@@ -111,13 +112,12 @@ class Loop:
         self.model.train()
         while self.log.step < self._asked["max_steps"]:
             self._epoch()
-            self.log.epoch += 1
         self.accelerator.wait_for_everyone()
 
     def _epoch(self) -> None:
-        if hasattr(self._loader, "set_epoch"):
-            self._loader.set_epoch(self.log.epoch)
-        for batch in self._loader:
+        for (
+            batch
+        ) in self._loader:  # it knows its pass: a state that was saved at the end of one is in the next
             with self.accelerator.accumulate(self.model):
                 loss, labels = self._loss(batch), batch["labels"]
                 self.accelerator.backward(loss)
@@ -143,12 +143,12 @@ class Loop:
         terms = loss if isinstance(loss, LossTerms) else LossTerms(loss * len(labels), len(labels))
         total = torch.stack([terms.sum.detach().double(), torch.as_tensor(float(terms.weight)).double()])
         total = self.accelerator.reduce(total, "sum")
-        self.log.rows.append({"loss": float(total[0] / total[1])})
+        self.log.add(loss=float(total[0] / total[1]))
 
     def _clip(self) -> None:
         if self._asked["max_grad_norm"]:
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self._asked["max_grad_norm"])
-            self.log.rows.append({"grad_norm": None if norm is None else float(norm)})
+            self.log.add(grad_norm=None if norm is None else float(norm))
 
     def _updated(self) -> bool:
         """After an update; gives whether it was the last one."""
@@ -156,7 +156,7 @@ class Loop:
         self.watch.updated()
         asked = self._asked
         if asked.get("eval_strategy") == "steps" and not self.log.step % asked["eval_steps"]:
-            self.log.rows.append({"eval_loss": self.evaluate()})
+            self.log.add(eval_loss=self.evaluate())
             self.model.train()
         if asked["save_strategy"] == "steps" and not self.log.step % asked["save_steps"]:
             self.accelerator.save_state(background=asked.get("save_in_background", True))
@@ -223,4 +223,5 @@ def optimizer_of(model: nn.Module, asked: dict[str, Any]) -> Any:
         report_to="none",
     )
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    return kind([p for p in model.parameters() if p.requires_grad], **options)
+    groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    return kind(kind.arrange(model, groups) if hasattr(kind, "arrange") else groups, **options)

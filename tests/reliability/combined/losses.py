@@ -104,7 +104,9 @@ def evaluated_by_hand(recipe: Recipe, model: nn.Module, rows: Iterable[dict[str,
     for one in rows:
         batch = pad([one])
         logits, labels = logits_of(model(input_ids=batch["input_ids"])), batch["labels"]
-        logits = logits[:, -labels.shape[1] :]  # learnt prompts come first
+        if recipe.adapter == "prompt":  # the last learnt token predicts the first of the row
+            logits = logits[:, -labels.shape[1] - 1 :]
+            labels = nn.functional.pad(labels, (1, 0), value=NO_TARGET)
         total += float(smoothed(recipe, logits, labels, share) if share else summed(recipe, logits, labels))
         count += targets(recipe, labels)
     return total / count * (FACTOR if recipe.loss == "func_factor" else 1.0)

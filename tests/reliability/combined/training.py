@@ -103,6 +103,8 @@ def data_of(recipe: Recipe) -> Any:
             return models.Stream(recipe.ragged)
         case "stateful_stream":
             return models.StatefulStream(recipe.ragged)
+        case "datasets_rows" | "datasets_stream":
+            return models.of_datasets(recipe.ragged, recipe.data == "datasets_stream")
     return models.training_rows(recipe.ragged)
 
 

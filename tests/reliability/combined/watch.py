@@ -13,8 +13,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from windlass import TrainerCallback
 from windlass.dist.sharded import local
 
-BLOCKS = ("Block", "LlamaDecoderLayer")
-
 
 class Instants:
     """Counts forwards of modules, parts of updates and file operations: at each of them a process may die.
@@ -55,19 +53,23 @@ class Watch(TrainerCallback):
             "rates": [],
             "norms": [],
             "forwards": 0,
-            "block forwards": 0,
+            "layers": 0,
             "dtypes": [],
             "widths": [],
             "readers": [],
         }
-        register_module_forward_hook(self._forward)
+        register_module_forward_pre_hook(self._before_forward)
+        register_module_forward_hook(self._after_forward)
 
-    def _forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        # Before it: a forward that is made again for the backward may end early, with what the backward lacks.
+        if isinstance(module, nn.Linear) and module.training and torch.is_grad_enabled():
+            self.seen["layers"] += 1
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        if any(kind.__name__ in BLOCKS for kind in type(module).__mro__):  # FSDP2 makes a subclass
-            self.seen["block forwards"] += 1
-        elif isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding):
             self.seen["forwards"] += 1
             self.seen["widths"].append(list(inputs[0].shape))
         elif isinstance(module, nn.Linear) and isinstance(output, Tensor):
