@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.cli.launching.failure_report import lost_peers
-from windlass.config.launch_token import NEEDS_TOKEN, reachable_from_here_only, read_token
+from windlass.config.launch_token import TOKEN_VARIABLE, notes_without_token, read_token
 from windlass.config.parallel import KEYS, OWN_VARIABLE, Settings, to_environment
 from windlass.config.refusal import refuse
 from windlass.config.support_names import WHY
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.lazy import loader_of
+from windlass.core.logs import get_logger, warn_once
 from windlass.dist.elastic import quiet_elastic
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from windlass.dist.rendezvous import Meeting
 
 _BACKEND = "windlass"
+logger = get_logger(__name__)
 __getattr__ = loader_of(__name__, {}, WHY)
 
 
@@ -117,16 +119,16 @@ class _Call(NamedTuple):
 
 @contextlib.contextmanager
 def _in_environment(settings: Settings) -> Iterator[None]:
-    """Set the variable from which an `Accelerator`, here or in a process started here, reads the settings."""
-    before = os.environ.get(OWN_VARIABLE)
+    """Set the variable from which an `Accelerator`, here or in a process started here, reads the settings, and remove
+    the job's token, which only launchers need.
+    """
+    before = {name: os.environ.pop(name, None) for name in (OWN_VARIABLE, TOKEN_VARIABLE)}
     os.environ[OWN_VARIABLE] = to_environment(settings)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[OWN_VARIABLE]
-        else:
-            os.environ[OWN_VARIABLE] = before
+        del os.environ[OWN_VARIABLE]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def _devices() -> int:
@@ -156,8 +158,8 @@ def _alone() -> Meeting:
 def _meeting(
     nodes: int, node: int, backend: str, endpoint: str, options: Mapping[str, Any], run: str
 ) -> Meeting:
-    """Return the rendezvous of several machines. Raises ConfigError if the endpoint is not HOST:PORT, or other machines
-    can reach it and there is no token.
+    """Return the rendezvous of several machines. Raises ConfigError if the endpoint is not HOST:PORT, or the token is
+    too short.
     """
     from windlass.dist.listening import can_listen
     from windlass.dist.rendezvous import DEFAULT_WAIT_SECONDS, Meeting
@@ -166,8 +168,8 @@ def _meeting(
     if not address or not port.isdecimal():
         raise ConfigError(Problem("rdzv_endpoint", endpoint, "must be HOST:PORT"))
     token = read_token(None, os.environ)
-    if token is None and not reachable_from_here_only(address):
-        raise ConfigError(Problem("master_addr", address, NEEDS_TOKEN))
+    for note in notes_without_token(address, token):
+        warn_once(logger, note)
     wait = int(options.get("timeout", options.get("join_timeout", DEFAULT_WAIT_SECONDS)))
     static = backend == "static"
     hosts = node == 0 if static else can_listen(address, int(port))

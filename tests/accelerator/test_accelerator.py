@@ -16,7 +16,7 @@ from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.accelerator.ranks import Ranks
 from windlass.config.plan import DistPlan, PrecisionPlan
-from windlass.config.plugins import GradScalerKwargs
+from windlass.config.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, GradScalerKwargs
 from windlass.core.errors import ConfigError, ModelError
 from windlass.data.dealt_loader import DealtLoader
 from windlass.data.prepared_loader import PreparedLoader
@@ -28,7 +28,8 @@ CPU = torch.device("cpu")
 
 
 def of_run(compute: Any, engine: TrainerEngine) -> Accelerator:
-    return Accelerator.of_run(Gang(), CPU, PrecisionPlan(compute), 4, engine)
+    accumulation, loader = GradientAccumulationPlugin(num_steps=4), DataLoaderConfiguration()
+    return Accelerator.of_run(Gang(), CPU, PrecisionPlan(compute), accumulation, loader, engine)
 
 
 @pytest.fixture

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.accelerator.asking_dataset import facts_of
 from tests.data.cases import Numbers, Stream
 from tests.dist.launch import launch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+import windlass
 from windlass import Accelerator
 from windlass.optim.public import get_linear_schedule_with_warmup
 
@@ -122,3 +125,24 @@ def test_the_epoch_reaches_a_batch_sampler_at_once() -> None:
 def test_copies_of_loaders_on_two_ranks() -> None:
     ranks = Path(__file__).with_name("copies_ranks.py")
     assert launch(2, ranks).count("the copies are right") == 2
+
+
+@pytest.mark.dist
+def test_spawned_workers_of_two_ranks_know_their_rank() -> None:
+    ranks = Path(__file__).with_name("worker_ranks.py")
+    assert launch(2, ranks).count("workers know their rank") == 2
+
+
+@copied_in_each_way
+def test_the_state_of_a_process_is_copied_as_accelerates(copied: Any) -> None:
+    peer = pytest.importorskip("accelerate")
+    states = []
+    for module in (windlass, peer):
+        accelerator = module.Accelerator(cpu=True)
+        state = importlib.import_module(f"{module.__name__}.state")
+        states.append([accelerator, state.PartialState(), state.AcceleratorState(), state.GradientState()])
+    ours, theirs = (copied(found) for found in states)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert facts_of(other).items() <= facts_of(mine).items()
+    assert [facts_of(state) for state in ours] == [facts_of(state) for state in states[0]]
+    assert ours[3].sync_gradients is theirs[3].sync_gradients is True

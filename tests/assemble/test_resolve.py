@@ -142,11 +142,8 @@ def test_the_plan_takes_each_argument_from_its_place() -> None:
     )  # fmt: skip
     optimizer = plan.optimizer
     assert (plan.seed, plan.data.seed, optimizer.learning_rate, optimizer.betas) == (5, 6, 0.3, (0.9, 0.9))
-    assert (optimizer.warmup_steps, optimizer.schedule, optimizer.options) == (
-        3,
-        "cosine",
-        {"a": "1", "b": "x"},
-    )
+    assert (plan.schedule.warmup_steps, plan.schedule.name) == (3, "cosine")
+    assert optimizer.options == {"a": "1", "b": "x"}
     assert (plan.precision.compute, plan.stability.max_grad_norm, plan.stability.nonfinite) == (
         "bf16",
         None,
@@ -248,8 +245,8 @@ def test_options_of_the_optimizer_need_values() -> None:
 
 def test_schedules_that_follow_a_metric_know_its_direction() -> None:
     changes: dict[str, Any] = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}
-    assert plan_of(**changes, metric_for_best_model="f1").optimizer.schedule_options["mode"] == "max"
-    assert plan_of(**changes, metric_for_best_model="loss").optimizer.schedule_options["mode"] == "min"
+    assert plan_of(**changes, metric_for_best_model="f1").schedule.options["mode"] == "max"
+    assert plan_of(**changes, metric_for_best_model="loss").schedule.options["mode"] == "min"
 
 
 def test_a_search_for_unused_parameters_is_left_to_the_model_unless_it_is_set(

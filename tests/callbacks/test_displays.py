@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import gc
 import io
-import re
 
+import pyte
 import pytest
 
-from windlass.callbacks.displays import BarDisplay, LineDisplay, RichDisplay, clock_text, open_display
+from windlass.callbacks.displays import (
+    BarDisplay,
+    LineDisplay,
+    QuietDisplay,
+    RichDisplay,
+    clock_text,
+    open_display,
+)
 
 
 class Terminal(io.StringIO):
@@ -66,28 +73,76 @@ def test_lines_give_a_sign_of_life_each_minute_only() -> None:
     assert "\r" not in out.getvalue()
 
 
-def test_plain_bar_is_drawn_no_more_often_than_eyes_can_see() -> None:
+def on_screen(out: Terminal, columns: int = 80) -> list[str]:
+    """What a terminal shows that got this text."""
+    screen = pyte.Screen(columns, 24)
+    pyte.Stream(screen).feed(out.getvalue().replace("\n", "\r\n"))
+    return "\n".join(line.rstrip() for line in screen.display).rstrip().split("\n")
+
+
+def test_a_bar_is_drawn_no_more_often_than_eyes_can_see() -> None:
     out, clock = Terminal(), Clock()
     bar = BarDisplay(1000, "train", file=out, clock=clock)
     for step in range(1, 1001):
         clock.now = step / 1000
         bar.advance(step)
-    drawn = out.getvalue().count("\r")
-    assert 5 <= drawn <= 7
+    assert 5 <= out.getvalue().count("train") <= 7
     bar.close()
-    assert "train 1000/1000 100%" in out.getvalue().split("\r")[-1]
-    assert out.getvalue().endswith("\n")
+    assert on_screen(out)[0].startswith("train 1000/1000 100%")
+    assert out.getvalue().endswith("#\n")
 
 
-def test_plain_bar_keeps_messages_above_itself() -> None:
+@pytest.mark.parametrize("kind", [BarDisplay, RichDisplay])
+def test_messages_are_above_the_bars(kind: type[BarDisplay]) -> None:
+    if kind is RichDisplay:
+        pytest.importorskip("rich")
     out = Terminal()
-    bar = BarDisplay(10, "train", file=out, clock=Clock())
-    bar.write("loss 1.5")
+    bar = kind(10, "train", file=out, clock=Clock())
+    bar.write("loss [bold]1.5")
     bar.begin_inner("evaluate", 4)
-    bar.advance_inner(2)
+    bar.advance(7)
+    seen = on_screen(out)
+    assert seen[:2] == ["step 0  loss [bold]1.5", ""]  # not read as markup
+    assert [row.split("/")[0] for row in seen[2:]] == ["train 0", "evaluate 0"]
     bar.end_inner()
-    assert "\r\x1b[2Kloss 1.5\n\r" in out.getvalue()
-    assert "train 0/10" in out.getvalue().split("\r")[-1]
+    bar.write("loss 1.2")
+    assert [row.split("/")[0] for row in on_screen(out)[1:]] == ["step 7  loss 1.2", "", "train 7"]
+    bar.close()
+    assert [row.split("/")[0] for row in on_screen(out)[1:]] == ["step 7  loss 1.2", "train 7"]
+
+
+@pytest.mark.parametrize("kind", [BarDisplay, RichDisplay])
+@pytest.mark.parametrize("columns", [20, 30, 80, 200])
+def test_a_bar_fits_on_its_row(kind: type[BarDisplay], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind is RichDisplay:
+        pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = Terminal()
+    bar = kind(10, "train", file=out, clock=Clock())
+    bar.advance(12)
+    bar.write(*(f"name{number} {number}" for number in range(20)))
+    bar.close()
+    seen = on_screen(out, columns)
+    assert seen[-1].startswith("train 12/")
+    assert max(map(len, seen)) < columns
+    assert " ".join(seen[:-1]).split()[2:] == [word for n in range(20) for word in (f"name{n}", str(n))]
+    assert all(line.startswith("  name") for line in seen[1:-1])
+
+
+def test_a_terminal_that_cannot_redraw_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(open_display(1, "train", file=Terminal()), LineDisplay)
+
+
+def test_a_process_without_a_display_of_its_own_shows_nothing() -> None:
+    out = io.StringIO()
+    display = open_display(10, "train", file=out, drawn=False)
+    assert isinstance(display, QuietDisplay)
+    display.advance(10)
+    display.begin_inner("evaluate", 4)
+    display.write("loss 1.5")
+    display.close()
+    assert out.getvalue() == ""
 
 
 @pytest.mark.parametrize("make", [BarDisplay, LineDisplay])
@@ -100,31 +155,13 @@ def test_unknown_length_is_no_division_by_zero(make: type) -> None:
     assert "train 3/0" in out.getvalue()
 
 
-def test_rich_bar_shows_both_counts_and_the_messages() -> None:
-    pytest.importorskip("rich")
-    out = Terminal()
-    display = RichDisplay(10, "train", file=out)
-    display.advance(4)
-    display.write("loss [bold]1.5")
-    display.begin_inner("evaluate", 6)
-    display.advance_inner(6)
-    display.end_inner()
-    display.advance(10)
-    display.close()
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
-    assert "loss [bold]1.5" in text  # not read as markup
-    assert "evaluate" in text
-    assert "10/10" in text.splitlines()[-1]
-
-
 def test_a_bar_left_open_is_put_away_when_it_is_dropped() -> None:
-    pytest.importorskip("rich")
     out = Terminal()
-    display = RichDisplay(10, "train", file=out)
-    assert "\x1b[?25l" in out.getvalue()  # the cursor is hidden
+    display = BarDisplay(10, "train", file=out)
+    assert on_screen(out)[0] == ""
     del display
     gc.collect()
-    assert out.getvalue().endswith("\x1b[?25h")
+    assert on_screen(out)[0].startswith("train 0/10")
 
 
 def test_the_file_decides() -> None:

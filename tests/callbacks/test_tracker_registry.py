@@ -87,10 +87,10 @@ def test_what_is_no_tracker_class_is_refused(cls: Any) -> None:
 
 
 def test_taking_a_built_in_ones_place_is_said(
-    registered: dict[str, type[GeneralTracker]], log_lines: pytest.LogCaptureFixture
+    registered: dict[str, type[GeneralTracker]],
 ) -> None:
-    register_tracker_class(type("Mine", (Notes,), {"name": "wandb"}))
-    assert "Mine replaces WandBTracker" in log_lines.text
+    with pytest.warns(UserWarning, match="Mine replaces WandBTracker"):
+        register_tracker_class(type("Mine", (Notes,), {"name": "wandb"}))
 
 
 def test_a_tracker_that_lacks_something_names_it() -> None:

@@ -145,6 +145,19 @@ def test_damage_there_is_found_here(tmp_path: Path, url: str, caplog: pytest.Log
     assert newest(tmp_path / "a", url).step == 2, "this machine has its own"
 
 
+def test_no_more_of_a_file_is_downloaded_than_its_manifest_allows(
+    tmp_path: Path, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "a", url, 1)
+    save(tmp_path / "a", url, 2, limit=None)
+    path = tmp_path / "bucket" / "run" / "checkpoint-2" / "optimizer.safetensors"
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.truncate(size + (1 << 40))  # takes no room on the disk, and would here
+    assert newest(tmp_path / "b", url).step == 1
+    assert f"optimizer.safetensors is damaged: it has more than {size:,} bytes" in caplog.text
+
+
 def test_the_later_commit_of_a_step_counts(tmp_path: Path, url: str) -> None:
     save(tmp_path / "a", url, 1, value=10)
     newest(tmp_path / "b", url)

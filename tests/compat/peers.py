@@ -15,6 +15,7 @@ TRANSFORMERS = (
     "trainer", "trainer_utils", "trainer_callback", "training_args", "trainer_pt_utils", "optimization",
     "integrations", "integrations.integration_utils", "hyperparameter_search", "data", "data.data_collator",
     "trainer_seq2seq", "training_args_seq2seq", "trainer_optimizer", "trainer_jit_checkpoint",
+    "hf_argparser",
 )  # fmt: skip
 ACCELERATE = (
     "accelerator", "utils", "state", "scheduler", "optimizer", "data_loader", "big_modeling", "hooks", "logging",

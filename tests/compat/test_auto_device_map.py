@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Mapping
 
 import pytest
@@ -50,6 +49,7 @@ def _fits(used: dict, room: dict) -> bool:
     return all(place == "disk" or (place is not None and size <= room[place]) for place, size in used.items())
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(0, 600, 100))
 def test_maps_are_those_of_the_reference_and_fit_where_those_do_not(start: int) -> None:
     """The reference fails on some ties, forgets the buffers of modules that it splits, and may overfill by them."""
@@ -60,9 +60,7 @@ def test_maps_are_those_of_the_reference_and_fit_where_those_do_not(start: int) 
         check_device_map(model, found)
         assert _fits(_used(model, found, options["dtype"]), room), (seed, found)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                expected = reference.infer_auto_device_map(model, dict(room), **options)
+            expected = reference.infer_auto_device_map(model, dict(room), **options)
         except IndexError:
             continue
         if _fits(_used(model, expected, options["dtype"]), room):
@@ -71,6 +69,7 @@ def test_maps_are_those_of_the_reference_and_fit_where_those_do_not(start: int) 
     assert compared > 80
 
 
+@pytest.mark.filterwarnings("ignore:the buffers of offloaded layers")
 def test_ties_that_the_reference_cannot_place() -> None:
     """A tied parameter that stands alone, because its module was split, is placed with its twin."""
     model = Model()
@@ -78,6 +77,12 @@ def test_ties_that_the_reference_cannot_place() -> None:
     found = infer_auto_device_map(model, {0: 300, "cpu": 10_000}, clean_result=False)
     check_device_map(model, found)
     assert lookup(found, "position") == lookup(found, "blocks.0.scale")
+
+
+def test_buffers_that_fit_nowhere_are_a_warning_as_in_the_peer() -> None:
+    for infer in (infer_auto_device_map, reference.infer_auto_device_map):
+        with pytest.warns(UserWarning, match="offload_buffers=True"):
+            infer(Model(), {0: 300, "cpu": 10_000})
 
 
 def test_each_decision_is_printed_when_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import load_checkpoint_and_dispatch as peer_load_and_dispatch
 from accelerate.utils import load_state_dict as peer_load
 from safetensors.torch import save_file
 from tests.compat.big_models import IDS, Model, seeded
@@ -16,6 +18,7 @@ from torch import nn
 
 from windlass.checkpoint.split import save_split
 from windlass.checkpoint.weights import save_weights
+from windlass.compat.big_model import load_checkpoint_and_dispatch
 from windlass.compat.checkpoint_loading import find_checkpoint, load_checkpoint_in_model, load_state_dict
 from windlass.compat.meta import init_empty_weights
 from windlass.compat.offloaded import OffloadedWeightsLoader, read_offload_index
@@ -156,15 +159,56 @@ def test_ties_that_are_apart_in_the_file(tmp_path: Path) -> None:
         load_checkpoint_in_model(seeded(), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
-def test_pickles_are_refused_with_the_way_out(tmp_path: Path, name: str) -> None:
-    torch.save({"w": torch.ones(1)}, tmp_path / name)
-    for path in (tmp_path / name, tmp_path):
-        with pytest.raises(CheckpointError, match=rf"{name} is a pickle.*save_file"):
-            find_checkpoint(path)
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
-    with pytest.raises(CheckpointError, match="is a pickle"):
-        find_checkpoint(tmp_path)
+def _pickled(folder: Path, how: str) -> Path:
+    """A checkpoint of `torch.save`: the folder, file or index to load."""
+    full = {name: tensor.clone() for name, tensor in seeded(tied=False).state_dict().items()}
+    folder.mkdir()
+    if how != "shards":
+        torch.save(full, folder / how)
+        return folder if how == "pytorch_model.bin" else folder / how
+    names = sorted(full)
+    where = {name: f"pytorch_model-0000{1 + (i > 5)}-of-00002.bin" for i, name in enumerate(names)}
+    for file in set(where.values()):
+        torch.save({name: full[name] for name in names if where[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    return folder
+
+
+@pytest.mark.parametrize("how", ["pytorch_model.bin", "model.pt", "weights.ckpt", "shards"])
+@pytest.mark.parametrize("places", [None, {"": "cpu"}], ids=str)
+def test_files_of_torch_save_are_loaded_as_by_the_peer(tmp_path: Path, how: str, places: Any) -> None:
+    checkpoint, outputs = _pickled(tmp_path / "saved", how), []
+    for load in (load_checkpoint_and_dispatch, peer_load_and_dispatch):
+        model = _empty(tied=False) if places else _with_factors(seeded(5, tied=False))
+        outputs.append(load(model, str(checkpoint), device_map=places)(IDS))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], seeded(tied=False)(IDS))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_in_a_file_of_torch_save_are_copied_to_disk(tmp_path: Path, tied: bool) -> None:
+    torch.save(seeded(tied=tied).state_dict(), tmp_path / "pytorch_model.bin")
+    places, folder = {"": "cpu", "blocks": "disk", "head": "disk"}, tmp_path / "offload"
+    model = load_checkpoint_and_dispatch(
+        _empty(tied=tied), tmp_path, device_map=places, offload_folder=folder, strict=True
+    )
+    assert model.blocks[0].scale.is_meta
+    assert model.head.weight.is_meta
+    (tmp_path / "pytorch_model.bin").unlink()
+    assert torch.equal(model(IDS), seeded(tied=tied)(IDS))
+
+
+def test_safetensors_come_before_a_pickle_beside_them(saved: Path) -> None:
+    torch.save({"other": torch.ones(1)}, saved / "pytorch_model.bin")
+    model = _empty()
+    load_checkpoint_in_model(model, saved, strict=True)
+    assert torch.equal(model(IDS), seeded()(IDS))
+
+
+def test_nothing_in_a_file_of_torch_save_is_executed(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1), "run": os.getcwd}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        load_checkpoint_in_model(nn.Identity(), tmp_path)
 
 
 @pytest.mark.parametrize("file", ["../model.safetensors", "/etc/model.safetensors", ".."])
@@ -177,7 +221,9 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path: Path, file: str) -> 
 def test_odd_folders(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither a file nor a folder"):
         find_checkpoint(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor an index"):
+    with pytest.raises(
+        CheckpointError, match=r"neither model\.safetensors nor pytorch_model\.bin nor an index"
+    ):
         find_checkpoint(tmp_path)
     (tmp_path / "a.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="is not an index"):

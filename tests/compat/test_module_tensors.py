@@ -34,7 +34,14 @@ def test_non_persistent_buffers_of_submodules_are_left_out_too() -> None:
     names = {name for name, _ in named_module_tensors(model, recurse=True, remove_non_persistent=True)}
     assert "blocks.0.factor" not in names
     assert "blocks.0.shift" in names
-    assert get_non_persistent_buffers(model, recurse=True) == {"blocks.0.factor"}
+    for recurse in (False, True):
+        assert get_non_persistent_buffers(model, recurse) == reference.get_non_persistent_buffers(
+            model, recurse
+        )
+    model.register_buffer("mask", torch.ones(1), persistent=False)
+    # The reference also has a name with a leading dot for each buffer of the model's own.
+    theirs = reference.get_non_persistent_buffers(model, recurse=True, fqns=True) - {".mask"}
+    assert get_non_persistent_buffers(model, recurse=True, fqns=True) == theirs == {"blocks.0.factor", "mask"}
 
 
 def test_a_tensor_goes_to_meta_and_comes_back_with_a_value() -> None:

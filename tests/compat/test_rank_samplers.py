@@ -66,7 +66,10 @@ def test_shards_of_streams_are_those_of_the_reference(count: int, drop_last: boo
         for epoch in (0, 2):
             for shard in (found, wanted):
                 shard.set_epoch(epoch)
-            assert list(found) == list(wanted)
+                assert shard.num_examples == (count if epoch else 0), "of the iteration before"
+            samples = zip(found, wanted, strict=True)
+            assert all((a, found.num_examples) == (b, wanted.num_examples) for a, b in samples)
+            assert found.num_examples == wanted.num_examples == count
         assert len(found) == len(wanted)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import random
 import warnings
 from typing import Any
@@ -103,6 +104,25 @@ def test_columns_are_removed_as_by_the_reference() -> None:
     )
     assert found == wanted
     assert ours.RemoveColumnsCollator(list, ["x"]).signature_columns == ["x"]
+
+
+def test_the_given_logger_names_the_removed_columns_once(caplog: pytest.LogCaptureFixture) -> None:
+    fitting, more = [{"x": 0, "label": 1}], [{"x": 0, "label": 1, "text": "a"}]
+    for module in (ours, reference):
+        caplog.clear()
+        log = logging.getLogger("of a script")
+        collate = module.RemoveColumnsCollator(list, ["x", "label"], log, "Model", "training")
+        assert (collate.logger, collate.message_logged) == (log, False)
+        with caplog.at_level(logging.INFO, "of a script"):
+            for samples in (fitting, more, more):
+                collate(samples)
+        assert [(r.name, r.levelname) for r in caplog.records] == [("of a script", "INFO")]
+        assert "text" in caplog.text
+        assert collate.message_logged
+
+
+def test_samples_without_any_column_of_the_model_are_refused() -> None:
+    samples = [{"x": i, "label": i, "text": "a"} for i in range(3)]
     with pytest.raises(DataError, match="no column of the training set"):
         ours.RemoveColumnsCollator(list, ["y"])(samples)
 

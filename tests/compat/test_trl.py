@@ -43,6 +43,16 @@ def test_every_trainer_trains_and_saves() -> None:
     assert found["reward"]["losses"][1] < found["reward"]["losses"][0]
 
 
+def test_what_their_trainers_ask_of_an_engine_beside_training() -> None:
+    """State that a callback reads, a stream without a sampler, labels that `prediction_step` alone returns."""
+    names = ("dpo_sync", "dpo_metrics", "grpo_stream")
+    found = results("run", str(SCRIPT), *names)
+    check(found, names, processes=1)
+    assert found["dpo_sync"]["reference_moved"]
+    assert not found["dpo_metrics"]["reference_moved"]
+    assert found["dpo_metrics"]["evaluated"] == [48.0, 48.0], "the two texts of each of 24 pairs"
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_they_train_in_two_processes() -> None:

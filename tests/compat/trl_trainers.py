@@ -91,6 +91,23 @@ def dpo() -> Any:
     return DPOTrainer(model(), args=DPOConfig(**options()), train_dataset=pairs, processing_class=tokenizer())
 
 
+def dpo_sync() -> Any:
+    """Its callback reads `AcceleratorState`; the reference model goes towards the trained one."""
+    config = DPOConfig(**options(sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.5))
+    pairs = Dataset.from_dict(PREFERENCES)
+    return DPOTrainer(model(), model(), args=config, train_dataset=pairs, processing_class=tokenizer())
+
+
+def dpo_metrics() -> Any:
+    """Its `prediction_step` returns labels that are in no column of a batch."""
+    pairs = Dataset.from_dict(PREFERENCES)
+    config = DPOConfig(**options(eval_strategy="steps", eval_steps=2))
+    return DPOTrainer(
+        model(), args=config, train_dataset=pairs, eval_dataset=pairs, processing_class=tokenizer(),
+        compute_metrics=lambda found: {"rows": float(len(found.label_ids))},
+    )  # fmt: skip
+
+
 def reward() -> Any:
     pairs = Dataset.from_dict({name: PREFERENCES[name] for name in ("chosen", "rejected")})
     judge = model(LlamaForSequenceClassification)
@@ -103,9 +120,10 @@ def kto() -> Any:
     return KTOTrainer(model(), args=KTOConfig(**options()), train_dataset=data, processing_class=tokenizer())
 
 
-def _sampling(trainer: Any, config: Any) -> Any:
+def _sampling(trainer: Any, config: Any, stream: bool = False) -> Any:
     args = config(**options(num_generations=2, max_completion_length=6))
     prompts = Dataset.from_dict({"prompt": PREFERENCES["prompt"]})
+    prompts = prompts.to_iterable_dataset() if stream else prompts
     return trainer(
         model(), reward_funcs=lengths, args=args, train_dataset=prompts, processing_class=tokenizer()
     )
@@ -119,9 +137,23 @@ def rloo() -> Any:
     return _sampling(RLOOTrainer, RLOOConfig)
 
 
+def grpo_stream() -> Any:
+    return _sampling(GRPOTrainer, GRPOConfig, stream=True)
+
+
 TRAINERS: dict[str, Callable[[], Any]] = {
-    function.__name__: function for function in (sft, dpo, reward, kto, grpo, rloo)
+    function.__name__: function
+    for function in (sft, dpo, reward, kto, grpo, rloo, dpo_sync, dpo_metrics, grpo_stream)
 }
+
+
+def _moved(trainer: Any) -> bool | None:
+    """Whether the reference model differs from the one that was loaded; None if there is none."""
+    reference = getattr(trainer, "ref_model", None)
+    if reference is None:
+        return None
+    loaded = model().state_dict()
+    return any(not torch.equal(tensor, loaded[name]) for name, tensor in reference.state_dict().items())
 
 
 def main(names: list[str]) -> None:
@@ -134,6 +166,8 @@ def main(names: list[str]) -> None:
             "steps": result.global_step,
             "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
             "processes": trainer.accelerator.num_processes,
+            "evaluated": [row["eval_rows"] for row in trainer.state.log_history if "eval_rows" in row],
+            "reference_moved": _moved(trainer),
         }
         if trainer.is_world_process_zero():
             print("RESULT", json.dumps(found), flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -210,26 +211,46 @@ def test_what_an_engine_settles_itself_is_refused_by_name(engine: str, words: li
     assert f"cannot be had with the {engine} engine" in said
 
 
-def test_a_job_that_other_machines_reach_needs_a_token(script: str, tmp_path: Path) -> None:
-    two = [
-        "--num_machines",
-        "2",
-        "--num_processes",
-        "2",
-        "--main_process_ip",
-        "10.0.0.1",
-        "--main_process_port",
-        "9",
-    ]
-    assert "--main_process_ip='10.0.0.1': is reachable from other machines" in complaints(*two, script)
-    assert resolved(*two, "--machine_rank", "1", script, WINDLASS_RDZV_TOKEN="x" * 16)
+def over(address: str) -> list[str]:
+    words = f"--num_machines 2 --num_processes 2 --machine_rank 1 --main_process_ip {address}"
+    return [*words.split(), "--main_process_port", "9"]
+
+
+def test_a_job_that_other_machines_reach_starts_without_a_token_and_says_so_once(
+    script: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = {"WINDLASS_RDZV_TOKEN": "x" * 16}
+    for address, environ in (("10.0.0.2", secret), ("127.0.0.1", {}), ("localhost", {})):
+        assert resolved(*over(address), script, **environ).machines == 2
+    assert not caplog.messages
+    for _ in range(2):
+        resolved(*over("10.0.0.2"), script)
+    assert len(caplog.messages) == 1
+    for word in ("any machine that reaches 10.0.0.2", "WINDLASS_RDZV_TOKEN", "--rdzv_token_file"):
+        assert word in caplog.text
+
+
+def test_a_token_is_a_secret_that_can_be_read(script: str, tmp_path: Path) -> None:
     file = tmp_path / "token"
-    flags = [*two, "--machine_rank", "1", "--rdzv_token_file", str(file)]
+    flags = [*over("10.0.0.1"), "--rdzv_token_file", str(file)]
     assert f"--rdzv_token_file={str(file)!r}: cannot be read" in complaints(*flags, script)
     file.write_text("short\n")
     assert "must have at least 16 characters" in complaints(*flags, script)
     file.write_text("y" * 32)
     assert resolved(*flags, script).token_file == str(file)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of a POSIX system")
+def test_a_token_file_that_others_can_read_is_reported_with_the_command_that_closes_it(
+    script: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for mode, warned in ((0o600, False), (0o400, False), (0o640, True), (0o604, True)):
+        caplog.clear()
+        file = tmp_path / f"the token {mode:o}"
+        file.write_text("y" * 32)
+        file.chmod(mode)
+        resolved(*over("10.0.0.1"), "--rdzv_token_file", str(file), script)
+        assert [f"(mode {mode:o}): chmod 600 '{file}'" in said for said in caplog.messages] == [True] * warned
 
 
 def test_starting_a_job_again_needs_a_queue_or_one_machine(script: str, tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ def test_aliases_and_merges_are_read() -> None:
         ),
         ("a: !!python/name:os.system", "python/name"),
         ("a: 2026-99-99", "month"),
+        ('a: !!int ""', "not of its type"),
+        ("a: !!bool x", "not of its type"),
+        ("a: !!timestamp x", "not of its type"),
+        ("a: !!float x", "not of its type"),
+        ("a: !!binary ü", "base64|ascii|not of its type"),
+        ("!!set [1]", "mapping"),
     ],
 )
 def test_what_has_no_end_or_is_no_value_is_refused(text: str, message: str) -> None:

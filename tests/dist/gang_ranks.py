@@ -11,6 +11,7 @@ from torch import nn
 from windlass.accelerator.accelerator import Accelerator
 from windlass.accelerator.engine import TrainerEngine
 from windlass.config.plan import DistPlan, PrecisionPlan
+from windlass.config.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
 from windlass.core.foreign_threads import wait_for_foreign_threads
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
@@ -55,7 +56,14 @@ def exchanges(gang: Gang) -> None:
 
 
 def accelerators(gang: Gang) -> None:
-    accelerator = Accelerator.of_run(gang, CPU, PrecisionPlan(), 1, TrainerEngine(list, DistPlan))
+    accelerator = Accelerator.of_run(
+        gang,
+        CPU,
+        PrecisionPlan(),
+        GradientAccumulationPlugin(num_steps=1),
+        DataLoaderConfiguration(),
+        TrainerEngine(list, DistPlan),
+    )
     rows = torch.full((RANK + 1, 2), float(RANK))
     expected = torch.cat([torch.full((r + 1, 2), float(r)) for r in range(SIZE)])
     assert torch.equal(accelerator.gather(rows), expected), "sizes may differ"

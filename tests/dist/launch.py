@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +124,39 @@ class Started:
         return _server().ask({"wait": self.pid})["code"], rest
 
 
+def started_on(
+    terminal: str,
+    script: Path | str,
+    *arguments: object,
+    cwd: Path,
+    environ: Mapping[str, str],
+) -> tuple[int, Callable[[], int]]:
+    """Start a script in a fork of the same process, on the terminal of this name; gives its process, and what waits for
+    its exit code.
+    """
+    request = _request(script, arguments, terminal, cwd, environ)
+    pid: int = _server().ask({**request, "told": terminal})["pid"]
+    return pid, lambda: _server().ask({"wait": pid})["code"]
+
+
+def end_of_ranks(
+    world: int,
+    terminal: str,
+    script: Path,
+    *arguments: object,
+    cwd: Path,
+    environ: Mapping[str, str],
+    timeout: float,
+) -> int:
+    """Run `script` on `world` ranks that write to the terminal of this name; gives the largest exit code."""
+    request = _request(script, arguments, terminal, cwd, environ)
+    answer = _server().ask({**request, "world": world, "timeout": timeout})
+    assert not answer["late"], f"not done after {timeout} s"
+    return max(answer["codes"], key=abs)
+
+
 def _request(
-    script: Path | str, arguments: Sequence[object], said: Path, cwd: Path, environ: Mapping[str, str]
+    script: Path | str, arguments: Sequence[object], said: Path | str, cwd: Path, environ: Mapping[str, str]
 ) -> dict[str, Any]:
     return {
         "script": str(script),

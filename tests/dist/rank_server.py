@@ -140,6 +140,8 @@ def _redirect(told: str, said: str) -> None:
     os.dup2(inputs, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    if os.isatty(output):  # as the streams of an interpreter that was started there are
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def _run(script: str, is_module: bool, arguments: list[str]) -> int:

@@ -8,9 +8,10 @@ from tests.cli.launching.machines import free_port
 from tests.dist.launch import end_of
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
+from windlass.dist.arrivals import MeetingError
 from windlass.dist.listening import address_towards, can_listen
 from windlass.dist.machines import UnreachableError, meet, wait_until_reachable
-from windlass.dist.rendezvous import Meeting, MeetingError
+from windlass.dist.rendezvous import Meeting
 
 TOKEN = "a-secret-of-this-test"
 

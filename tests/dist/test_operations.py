@@ -27,6 +27,15 @@ def test_a_world_of_one_gives_back_what_it_was_given() -> None:
     assert operations.broadcast_object_list([1, object]) == [1, object]
 
 
+def test_a_nested_tensor_is_left_with_the_warning_of_the_peer_in_one_process_too() -> None:
+    peer = pytest.importorskip("accelerate.utils")
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    for module in (operations, peer):
+        with pytest.warns(module.CannotPadNestedTensorWarning) as caught:
+            assert module.pad_across_processes({"a": nested})["a"] is nested
+        assert [type(w.message) for w in caught] == [module.CannotPadNestedTensorWarning]
+
+
 def test_a_world_of_one_reduces_into_a_new_tensor() -> None:
     value = torch.ones(2)
     reduced = operations.reduce({"a": value})["a"]

@@ -18,11 +18,13 @@ from tests.cli.launching.machines import free_port
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
+from windlass.dist.arrivals import MeetingError
 from windlass.dist.machines import meet
-from windlass.dist.rendezvous import Machines, Meeting, MeetingError
+from windlass.dist.rendezvous import Machines, Meeting
 from windlass.dist.signed_store import ForgedValueError, SignedStore
 
 TOKEN = "what-only-this-job-knows"
+JOB = "windlass/job"
 
 
 class Attack:
@@ -73,20 +75,19 @@ def test_a_pickle_of_a_stranger_runs_nothing(machine: Any, port: int, tmp_path: 
     attack = pickle.dumps(Attack(tmp_path / "ran"))
     # Where torch's rendezvous keeps its pickled state, and every place that this one reads.
     stranger.set("torch.rendezvous.job", base64.b64encode(attack))
-    inside = PrefixStore("windlass/job", stranger)
-    for value in (attack, attack.hex(), base64.b64encode(attack), b"\xff\xfe", b'{"machine": "x"}'):
-        slot = inside.add("arrivals", 1)
-        inside.set(f"arrival/{slot}", value)
+    for place in (JOB, f"{JOB}/door"):
+        inside = PrefixStore(place, stranger)
+        for value in (attack, attack.hex(), base64.b64encode(attack), b"\xff\xfe", b'{"machine": "x"}'):
+            slot = inside.add("arrivals", 1)
+            inside.set(f"arrival/{slot}", value)
     guest = machine(1)
     found = _together(host, guest)
     assert [info.rank for info in found] == [0, 1]
     assert not (tmp_path / "ran").exists()
     said = capfd.readouterr().err
     for slot in range(1, 6):
-        assert (
-            f"refused a value from a stranger: it does not have the token of this job (arrival/{slot})"
-            in said
-        )
+        refused = f"refused a value from a stranger: it does not have the token of this job (arrival/{slot})"
+        assert said.count(refused) >= 2, "inside and at the door"
 
 
 @pytest.mark.parametrize("key", ["complete", "members/1", "closed"])
@@ -94,7 +95,7 @@ def test_a_forged_decision_is_an_error_that_names_it(
     machine: Any, port: int, tmp_path: Path, key: str
 ) -> None:
     host = machine(0)
-    PrefixStore("windlass/job", _stranger(port)).set(key, pickle.dumps(Attack(tmp_path / "ran")).hex())
+    PrefixStore(JOB, _stranger(port)).set(key, pickle.dumps(Attack(tmp_path / "ran")).hex())
     with pytest.raises(MeetingError, match=r"not signed with the token of this job|different tokens"):
         host.next_rendezvous()
     assert not (tmp_path / "ran").exists()
@@ -159,10 +160,61 @@ def test_machines_that_were_told_different_numbers_are_named(machine: Any) -> No
 
 
 def test_a_job_that_ended_takes_nobody_in(machine: Any) -> None:
+    host, guest, late = machine(None, hosts=True), machine(None), machine(None)
+    _together(host, guest)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(late.next_rendezvous)
+        while len(host._roster.wanting(2)) == 0:
+            host.num_nodes_waiting()
+        host.set_closed()
+        with pytest.raises(RendezvousClosedError, match="the job 'job' has ended"):
+            waits.result(60)
+
+
+def _recorded(port: int) -> dict[str, bytes]:
+    """All values of a job that has met, beaten and ended, as anybody reads them who reaches the port."""
+    handlers = [meet(Meeting("127.0.0.1", port, 2, rank, rank == 0, "job", 60, TOKEN)) for rank in range(2)]
+    host, guest = handlers
+    _together(*handlers)
+    guest.set_closed()
+    ids = [handler._id for handler in (host, guest)]
+    keys = ["arrival/1", "arrival/2", "members/1", "complete", "round-1/workers", "closed", "door/open"]
+    keys += [*(f"beat/{machine}" for machine in ids), "door/arrival/1", f"door/session/{guest._id}"]
+    inside = PrefixStore(JOB, _stranger(port))
+    found = {key: inside.get(key) for key in keys}
+    for handler in (guest, host):
+        handler.shutdown()
+    return found
+
+
+def test_what_was_signed_in_an_earlier_job_with_the_token_is_not_accepted(machine: Any, port: int) -> None:
+    recorded = _recorded(free_port())
     host, guest = machine(0), machine(1)
-    host.set_closed()
-    with pytest.raises(RendezvousClosedError, match="the job 'job' has ended"):
-        guest.next_rendezvous()
+    inside = PrefixStore(JOB, _stranger(port))
+    for key, value in recorded.items():
+        inside.set(key, value)
+    inside.add("arrivals", 2)
+    inside.add("door/arrivals", 1)
+    for key in ("complete", "closed", "members/1"):
+        text = (
+            f"'{key}' in the rendezvous store is not signed with the token of this job: .* in an earlier job"
+        )
+        with pytest.raises(MeetingError, match=text):
+            host.next_rendezvous()
+        inside.delete_key(key)
+    # The arrivals and heartbeats of the earlier machines count for nothing.
+    infos = _together(host, guest)
+    assert [info.rank for info in infos] == [0, 1]
+    assert infos[0].bootstrap_store_info == infos[1].bootstrap_store_info
+    # A machine that is led to the processes of the earlier job, and one that is given its session.
+    inside.set("round-1/workers", recorded["round-1/workers"])
+    with pytest.raises(ForgedValueError, match="'workers'"):
+        infos[1].store.get("workers")
+    late = machine(1)
+    (answer,) = (value for key, value in recorded.items() if key.startswith("door/session/"))
+    inside.set(f"door/session/{late._id}", answer)
+    with pytest.raises(MeetingError, match=f"'session/{late._id}' in the rendezvous store is not signed"):
+        late.next_rendezvous()
 
 
 def test_clocks_that_differ_or_jump_change_nothing(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

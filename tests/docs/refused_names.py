@@ -55,8 +55,6 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     "ParallelMode": {SAGEMAKER: ("SAGEMAKER_DATA_PARALLEL", "SAGEMAKER_MODEL_PARALLEL")},
     "BatchRebalanceSampler": {INSIDE: ("QUADRATIC_COST_COEF", "has_tail", "num_full_batches", "remainder")},
     "GreedyLR": {INSIDE: ("reset_start_original",)},
-    "IterableDatasetShard": {INSIDE: ("num_examples",)},
-    "RemoveColumnsCollator": {INSIDE: ("logger", "message_logged")},
     "ClearMLCallback": {INSIDE: ("log_suffix",)},
     "TensorBoardCallback": {"event files lie in the output folder": ("logging_dir",)},
     "TrackioCallback": {INSIDE: ("BADGE_MARKDOWN", "MIN_TRACKIO_VERSION_FOR_FREEZE", "SPACE_URL")},

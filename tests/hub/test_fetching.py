@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.hub.test_publisher import content
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
+from windlass.checkpoint.manifest import MAX_MANIFEST_BYTES, manifest_bytes
 from windlass.core.errors import CheckpointError, ConfigError
 from windlass.hub.client import HubClient
 from windlass.hub.fetching import fetch, fetched_before
@@ -109,3 +111,33 @@ def test_an_address_without_a_checkpoint(
 ) -> None:
     with pytest.raises(error, match=words):
         fetch(address, token, tmp_path)
+
+
+def put(hub: Hub, name: str, content: bytes | None) -> None:
+    """Somebody replaces a file of the checkpoint on the Hub, or removes it."""
+    value: dict[str, str] = {"path": f"last-checkpoint/{name}"}
+    kind = "deletedFile"
+    if content is not None:
+        kind, value["content"] = "file", base64.b64encode(content).decode()
+    hub.commit(hub.repositories["someone/run"], "main", [{"key": kind, "value": value}])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("manifest.json", bytes(MAX_MANIFEST_BYTES + 1), "a manifest.json of 16,777,217 bytes; at most 16,777,216"),
+        ("optimizer.safetensors", bytes(1 << 20), "optimizer.safetensors has 1,048,576 bytes and was saved with"),
+        ("optimizer.safetensors", None, "optimizer.safetensors is missing"),
+        ("manifest.json", manifest_bytes(10**300, 1, {}, {}, 1), "step and world_size must be whole numbers"),
+        ("manifest.json", b"{}", "is not the manifest of a Windlass checkpoint"),
+    ],
+)  # fmt: skip
+def test_a_download_is_bounded_by_its_manifest_before_it_begins(
+    hub: Hub, token: str, published: Path, tmp_path: Path, name: str, content: bytes | None, words: str
+) -> None:
+    put(hub, name, content)
+    asked = len(hub.requests)
+    with pytest.raises(CheckpointError, match=words):
+        fetch("hub:someone/run", token, tmp_path)
+    assert not any("safetensors" in request for request in hub.requests[asked:])
+    assert [path.name for path in (tmp_path / STAGING).iterdir()] == []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from windlass.core.errors import CheckpointError
 from windlass.hub import staging
 from windlass.hub.staging import STAGING, StagedFiles, remove_stale
 
@@ -22,6 +23,15 @@ def test_links_outlive_their_originals(tmp_path: Path) -> None:
     assert (staged.path / "sub/w").read_bytes() == b"weights"
     staged.remove()
     assert list((tmp_path / "run" / STAGING).iterdir()) == []
+
+
+def test_a_link_is_refused_and_its_target_not_staged(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("precious")
+    (tmp_path / "w").symlink_to(tmp_path / "secret")
+    staged = StagedFiles(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"w is a symbolic link"):
+        staged.link({"w": tmp_path / "w"})
+    assert list(staged.path.iterdir()) == []
 
 
 KILLED = """

@@ -21,10 +21,11 @@ FLOORS = [
     {
         # what scripts import by the names of their old library
         "launchers", "utils",
-        "big_modeling", "commands", "data_loader", "debug_utils", "hooks", "hyperparameter_search", "inference",
-        "integrations", "local_sgd", "logging", "optimization", "optimizer", "parallelism_config", "scheduler", "state",
-        "test_utils", "tracking", "trainer_callback", "trainer_jit_checkpoint", "trainer_optimizer", "trainer_pt_utils",
-        "trainer_seq2seq", "trainer_utils", "training_args", "training_args_seq2seq",
+        "big_modeling", "commands", "data_loader", "debug_utils", "hf_argparser", "hooks", "hyperparameter_search",
+        "inference", "integrations", "local_sgd", "logging", "optimization", "optimizer", "parallelism_config",
+        "scheduler", "state", "test_utils", "tracking", "trainer_callback", "trainer_jit_checkpoint",
+        "trainer_optimizer", "trainer_pt_utils", "trainer_seq2seq", "trainer_utils", "training_args",
+        "training_args_seq2seq",
     },
     {"__main__"},
 ]  # fmt: skip

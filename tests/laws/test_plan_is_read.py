@@ -38,6 +38,7 @@ NOT_READ = {
     "DurationPlan.steps_per_epoch": "is compared between the ranks, whose loaders must be of one length",
     "LaunchPlan.devices": "becomes a variable of the processes' environment when the plan is made",
     "LaunchPlan.settings": "becomes WINDLASS_PARALLEL, which the processes read",
+    "RunPlan.schedule": "is compared between the ranks; `create_scheduler` makes it for the number that it is given",
     "SavePlan.output_dir": "the folder is opened and locked before there is a plan, which depends on what is in it",
 }
 

@@ -55,6 +55,54 @@ def test_each_optimizer_learns_and_repeats_its_bits(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
 
 
+class Weights(nn.Module):
+    """A model in which one kind of parameter is missing, as adapters have no biases and only biases may be trained."""
+
+    def __init__(self, trained: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32, dtype=dtype) for _ in range(2)])
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.endswith(trained))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs.float().square().mean()
+
+
+VARIANTS = [
+    *((name, {}, torch.float32) for name in OPTIMIZERS),
+    ("adamw_anyprecision", {"use_kahan_summation": "True"}, torch.bfloat16),
+    ("adamw_anyprecision", {"bf16_stochastic_round": "True"}, torch.bfloat16),
+    ("stable_adamw", {"kahan_sum": "True"}, torch.bfloat16),
+    ("adafactor", {}, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("trained", ["weight", "bias"])
+@pytest.mark.parametrize(("name", "options", "dtype"), VARIANTS)
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_each_optimizer_trains_a_model_whose_other_group_is_empty(
+    name: str, options: dict[str, str], dtype: torch.dtype, trained: str
+) -> None:
+    torch.manual_seed(0)
+    model = Weights(trained, dtype)
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        optimizer = build_optimizer(
+            model, OptimizerPlan(name=name, learning_rate=0.5, weight_decay=0.01, options=options)
+        )
+        with torch.compiler.set_stance("force_eager"):
+            for _ in range(8):
+                model(torch.randn(4, 32, dtype=dtype)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
+    for parameter, start in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, start) == (not parameter.requires_grad)
+
+
 def test_every_name_of_transformers_is_built_or_refused() -> None:
     arguments = pytest.importorskip("transformers.training_args")
     assert {member.value for member in arguments.OptimizerNames} <= SECTIONS["optim"].keys()

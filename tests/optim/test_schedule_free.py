@@ -8,15 +8,15 @@ import pytest
 import torch
 from tests.optim.helpers import assert_same, five_steps
 
-from windlass.config.plan import OptimizerPlan
+from windlass.config.plan import SchedulePlan
 from windlass.core.errors import ModelError
 from windlass.optim.optimizers.schedule_free import (
     ScheduleFree,
     ScheduleFreeAdamW,
     ScheduleFreeRAdam,
     ScheduleFreeSGD,
-    schedule_free_adamw,
 )
+from windlass.optim.schedule import warmup_of_schedule
 
 PEERS = [
     (ScheduleFreeAdamW, "AdamWScheduleFree", {"warmup_steps": 3, "r": 0.5}),
@@ -87,5 +87,13 @@ def test_an_update_in_evaluation_mode_is_refused() -> None:
 
 @pytest.mark.parametrize(("schedule", "own"), [("constant", 7), ("linear", 0)])
 def test_the_optimizer_warms_up_only_if_the_schedule_does_not(schedule: str, own: int) -> None:
-    plan = OptimizerPlan(name="schedule_free_adamw", schedule=schedule, warmup_steps=7)
-    assert schedule_free_adamw(plan)[1]["warmup_steps"] == own
+    optimizer = ScheduleFreeAdamW([torch.nn.Parameter(torch.ones(2))])
+    left = warmup_of_schedule(SchedulePlan(schedule, warmup_steps=7), optimizer)
+    assert (optimizer.param_groups[0]["warmup_steps"], left) == (own, 7 - own)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_a_warmup_that_a_script_gave_the_optimizer_stays(schedule: str) -> None:
+    optimizer = ScheduleFreeAdamW([torch.nn.Parameter(torch.ones(2))], warmup_steps=3)
+    assert warmup_of_schedule(SchedulePlan(schedule, warmup_steps=7), optimizer) == 0
+    assert optimizer.param_groups[0]["warmup_steps"] == 3

@@ -47,6 +47,16 @@ def test_workers_return_the_rows_of_one_process() -> None:
     assert len(seen) == 5
 
 
+@pytest.mark.usefixtures("children")
+def test_workers_import_nothing_from_the_current_folder_on_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("contextlib", "queue", "signal", "traceback"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert len(prepare_text(ROWS, byte_tokenizer(CHATML), TWO).dataset) == 1100
+
+
 def wait_for_the_worker(earlier: set[Any]) -> None:
     """Wait until the one new child of this process has ended; its exit code is left to who started it."""
     (process,) = set(pytest.importorskip("psutil").Process().children()) - earlier

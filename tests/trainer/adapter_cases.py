@@ -33,6 +33,20 @@ def adapted(seed: int = 0) -> Any:
     return get_peft_model(model, config).double()
 
 
+def prompted(kind: str) -> Any:
+    """Learnt prompts: "prompt" and "prefix" are rows of an embedding; those of "encoder" come from layers."""
+    from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+
+    made: dict[str, Any] = {
+        "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "encoder": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=8),
+    }
+    model = base()
+    torch.manual_seed(7)
+    return get_peft_model(model, made[kind]).double()
+
+
 def rows() -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(3)
     return [

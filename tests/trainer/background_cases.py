@@ -54,6 +54,7 @@ class SlowDisk(TrainerCallback):
 
     def __init__(self, until: int, only_rank: int | None = None) -> None:
         self._until, self._open = until, threading.Event()
+        self.writers: list[str] = []  # the thread of each write that was let through, in their order
         if only_rank not in (None, int(os.environ.get("RANK", "0"))):
             self._open.set()
 
@@ -63,6 +64,7 @@ class SlowDisk(TrainerCallback):
         def write(files: Files, descriptor: int, piece: memoryview) -> int:
             if threading.current_thread().name.startswith("windlass-save"):
                 assert self._open.wait(60)
+                self.writers.append(threading.current_thread().name)
             return self._write(files, descriptor, piece)
 
         Files.write_some = write  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from tests.trainer.test_losses import samples, trainer_for
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from windlass import Trainer
 
@@ -74,6 +74,31 @@ def trained(
     }
 
 
+def prepared(folder: Path, config: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """What a loader is that the Trainer's accelerator prepares, and a second model that it accumulates."""
+    trainer = trainer_for(
+        folder,
+        accelerator_config=config,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        **options,
+    )
+    accelerator, stream = trainer.accelerator, Counted(16)
+    size = trainer._train_batch_size
+    loader = accelerator.prepare(DataLoader(list(range(16)), batch_size=size, shuffle=True))  # type: ignore[arg-type]
+    batches = [batch.tolist() for batch in loader]
+    list(accelerator.prepare(DataLoader(stream, batch_size=2)))
+    second = accelerator.prepare(torch.nn.Linear(2, 1))
+    reduces = []
+    for _ in range(2):
+        with accelerator.accumulate(second):
+            reduces.append(bool(getattr(second, "require_backward_grad_sync", True)))
+    return {
+        "batches": batches, "read": stream.read, "reduces": reduces, "even": accelerator.even_batches,
+        "non_blocking": accelerator.non_blocking,
+    }  # fmt: skip
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_default_dtype(torch.float64)
@@ -90,6 +115,14 @@ def main() -> None:
         "each": trained(folder / "each", samples(COUNT), each),
         "each sharded": trained(folder / "sharded", samples(COUNT), each, fsdp=WORLD > 1),
     }  # fmt: skip
+    found |= {
+        "prepared": prepared(folder, {}),
+        "prepared split": prepared(folder, split),
+        "prepared dispatched": prepared(folder, dispatch),
+        "prepared each": prepared(folder, each),
+        "prepared others": prepared(folder, {"even_batches": False, "non_blocking": True}, data_seed=7),
+        "prepared unseeded": prepared(folder, {"use_seedable_sampler": False}),
+    }
     torch.set_default_dtype(torch.float32)
     (folder / f"rank{RANK}.json").write_text(json.dumps(found))
 

@@ -83,7 +83,36 @@ class Normed(Net):
         return super().forward(x - self.mean, labels)
 
 
+class Growing(Net):
+    """A buffer that grows in each update, which a method gives the size of the saved one before it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        if self.training and torch.is_grad_enabled():
+            self.seen = torch.cat([self.seen, x.detach().abs().amax(1)])
+        return super().forward(x * (1 + self.seen.sum()), labels)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+        self.seen = torch.zeros_like(state[f"{prefix}seen"])
+        super()._load_from_state_dict(state, prefix, *others)
+
+
+class GrowingInPlace(Growing):
+    """The same, resized in `load_state_dict`, in memory that it keeps."""
+
+    def load_state_dict(self, state: Any, *arguments: Any, **options: Any) -> Any:
+        self.seen.resize_(state["seen"].shape)
+        return super().load_state_dict(state, *arguments, **options)
+
+    _load_from_state_dict = Net._load_from_state_dict
+
+
 CASES: dict[str, Any] = {
+    "growing": Growing,
+    "growing in place": GrowingInPlace,
     "copies": Copied,
     "renamed": Renamed,
     "extra nested": lambda: Scaled("nested"),

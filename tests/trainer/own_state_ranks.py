@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from tests.trainer.odd_tensors import Odd
-from tests.trainer.own_state_cases import Copied, Normed, Partial, Renamed, Scaled, fit, own_tensors
+from tests.trainer.own_state_cases import Copied, Growing, Normed, Partial, Renamed, Scaled, fit, own_tensors
 from torch import nn
 
 from windlass.core.errors import ModelError, WindlassError
@@ -29,6 +29,7 @@ CASES: dict[str, Any] = {
     "renamed": Renamed,
     "extra": Scaled,
     "normed": Normed,
+    "growing": Growing,
     "odd": Odd,
     "odd unsaved": lambda: Odd(persistent=False, sparse=True),
 }

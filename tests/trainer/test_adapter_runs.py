@@ -105,3 +105,21 @@ def test_two_ranks_replicated_and_sharded(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "sharded" / "clean" / "checkpoint-6", alone / "checkpoint-6")
     trainer = stretch(alone, 8, True, max_steps=8, gradient_accumulation_steps=2)
     assert trainer.state.global_step == 8
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["sharded", "replicated"])
+def test_learnt_prompts_train_and_continue_on_two_ranks(kind: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    launch(2, Path(__file__).with_name("prompt_ranks.py"), tmp_path, kind)
+    for form in ("prompt", "prefix", "encoder"):
+        saved = [tmp_path / form / run / "checkpoint-3" for run in ("whole", "resumed")]
+        names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in saved]
+        assert names[0] == names[1]
+        assert ("adapter_model.safetensors" in names[0]) == (form != "encoder")
+        for name in names[0]:
+            assert (saved[0] / name).read_bytes() == (saved[1] / name).read_bytes(), (form, name)
+        if form != "encoder":
+            read = PeftModel.from_pretrained(base(), str(tmp_path / form / "final"))
+            assert torch.isfinite(read(input_ids=torch.arange(6)[None]).logits).all()

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.checkpoint.test_malicious import reseal
 from tests.trainer.small import Net, arguments, rows
 
-from windlass import Trainer
+from windlass import Adafactor, Trainer
 from windlass.checkpoint.files import FileEntry, Files, Fingerprint
+from windlass.compat.adafactor_schedule import AdafactorSchedule
 from windlass.core.errors import CheckpointError
 
 BEST = {
@@ -204,3 +206,59 @@ def test_a_state_of_other_types_is_refused(name: str, value: Any, saved: Path, t
     reseal(path.parent)
     with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
         trainer_in(folder, max_steps=3).train(resume_from_checkpoint=True)
+
+
+class Unwritable(torch.optim.lr_scheduler.LambdaLR):
+    def __init__(self, optimizer: Any) -> None:
+        self.helper = object()
+        super().__init__(optimizer, lambda step: 1.0)
+
+
+class Unreadable:
+    def state_dict(self) -> dict[str, Any]:
+        return {"helper": object()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("which", ["lr_scheduler", "register_for_checkpointing"])
+def test_a_state_that_cannot_be_written_is_refused_before_the_first_update(
+    which: str, tmp_path: Path
+) -> None:
+    for strategy in ("steps", "no"):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = Unwritable(optimizer) if which == "lr_scheduler" else None
+        args = arguments(tmp_path / strategy, save_strategy=strategy, save_steps=2)
+        trainer = Trainer(model, args, train_dataset=rows(16), optimizers=(optimizer, scheduler))
+        if scheduler is None:
+            trainer.accelerator.register_for_checkpointing(Unreadable())
+        if strategy == "no":
+            trainer.train()
+            continue
+        with pytest.raises(
+            CheckpointError, match=rf"{which}=.*'helper' is a builtins.object.*save_strategy='no'"
+        ):
+            trainer.train()
+        assert trainer.state.global_step == 0
+
+
+def test_a_run_with_the_schedule_that_shows_adafactors_rates_is_resumed_to_the_bit(tmp_path: Path) -> None:
+    found = []
+    for name, resume in (("whole", False), ("resumed", True)):
+        if resume:
+            ignored = shutil.ignore_patterns("checkpoint-4")
+            shutil.copytree(tmp_path / "whole", tmp_path / name, ignore=ignored)
+        model = Net()
+        optimizer = Adafactor(model.parameters(), lr=None, relative_step=True, warmup_init=True)
+        args = arguments(tmp_path / name, save_strategy="steps", save_steps=2, logging_steps=1)
+        trainer = Trainer(
+            model, args, train_dataset=rows(16), optimizers=(optimizer, AdafactorSchedule(optimizer))
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        rates = [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row]
+        found.append((rates, model.state_dict()))
+    assert len(found[0][0]) == 4
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())

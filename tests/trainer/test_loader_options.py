@@ -13,6 +13,7 @@ from tests.trainer.loader_options_ranks import COUNT, UPDATE
 from windlass import TrainingArguments
 from windlass.core.errors import ConfigError
 from windlass.data.bookmark import WITNESSES
+from windlass.data.samplers import SeedableRandomSampler
 
 SCRIPT = Path(__file__).with_name("loader_options_ranks.py")
 Ranks = list[dict[str, Any]]
@@ -68,7 +69,9 @@ def test_a_resumed_run_has_the_same_bits(two: Ranks) -> None:
 def test_a_split_batch_is_that_of_all_processes(one: dict[str, Any], two: Ranks) -> None:
     assert one["split"]["size"] == UPDATE
     for rank in two:
-        assert rank["split"]["size"] == UPDATE // 2
+        assert rank["split"]["size"] == UPDATE, (
+            "what a loader gets, which `prepare` divides among the processes"
+        )
         assert max(size for size, _ in rank["split"]["seen"]) == UPDATE // 2
         assert rank["split"]["weights"] == rank["plain"]["weights"]
 
@@ -85,3 +88,29 @@ def test_a_batch_that_the_processes_do_not_divide_is_refused() -> None:
     assert args.train_batch_size_of(3) == 2
     with pytest.raises(ConfigError, match=r"per_device_train_batch_size=6: .*4 do not divide it"):
         args.train_batch_size_of(4)
+
+
+def _order(seed: int) -> list[int]:
+    """The first pass over 16 samples as accelerate shuffles them."""
+    return list(SeedableRandomSampler(range(16), data_seed=seed))
+
+
+@pytest.mark.dist
+def test_what_a_trainers_accelerator_prepares_has_the_same_options(two: Ranks) -> None:
+    for number, rank in enumerate(two):
+        found = {kind.removeprefix("prepared "): rank[kind] for kind in rank if kind.startswith("prepared")}
+        plain, split, others = found["prepared"], found["split"], found["others"]
+        assert [len(batch) for batch in plain["batches"]] == [4, 4]
+        assert [len(batch) for batch in split["batches"]] == [2, 2, 2, 2]
+        order = _order(42)
+        assert plain["batches"] == [order[4 * (2 * i + number) :][:4] for i in range(2)]
+        assert split["batches"] == [order[4 * i + 2 * number :][:2] for i in range(4)]
+        order = _order(7)
+        assert others["batches"] == [order[4 * (2 * i + number) :][:4] for i in range(2)]
+        assert found["unseeded"]["batches"] != plain["batches"]
+        assert (plain["even"], others["even"]) == (True, False)
+        assert (plain["non_blocking"], others["non_blocking"]) == (False, True)
+        assert (plain["reduces"], found["each"]["reduces"]) == ([False, True], [True, True])
+    main, other = (rank["prepared dispatched"]["read"] for rank in two)
+    assert main >= 16
+    assert other <= WITNESSES

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.optim.helpers import heard
 from tests.trainer.optimizer_cases import FAMILIES, IN_8_BITS, Layers, resumes_to_the_bit, run
 from tests.trainer.small import arguments, rows
 
@@ -125,3 +126,32 @@ def test_bad_input_is_refused_before_the_first_update(
     with pytest.raises(ConfigError) as caught:
         run(tmp_path, changes.pop("optim", "adamw_torch"), 1, watched=False, **changes)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("optim", ["schedule_free_adamw", "schedule_free_sgd"])
+def test_a_warmup_is_the_same_however_its_length_is_given(optim: str, tmp_path: Path) -> None:
+    """A fraction of epochs is known only with the data: 48 rows, 8 in an update, 2 epochs, so 0.25 is 3 updates."""
+    data, found = rows(48, classes=4), {}
+    for form, length in {
+        "fraction of epochs": {"warmup_steps": 0.25, "num_train_epochs": 2},
+        "fraction of updates": {"warmup_steps": 0.25, "max_steps": 12},
+        "number": {"warmup_steps": 3, "num_train_epochs": 2},
+        "none": {"num_train_epochs": 2},
+    }.items():
+        args = arguments(
+            tmp_path / form, optim=optim, learning_rate=0.01, lr_scheduler_type="constant",
+            per_device_train_batch_size=8, **{"max_steps": -1, **length},
+        )  # fmt: skip
+        trainer = Trainer(Layers(), args, train_dataset=data)
+        if form == "fraction of epochs":
+            trainer.create_optimizer()  # a script may make it before the number of updates is known
+        with heard() as records:
+            trainer.train()
+        assert not [record for record in records if "warm" in record.getMessage()]
+        assert {group["warmup_steps"] for group in trainer.optimizer.param_groups} == {
+            3 if form != "none" else 0
+        }
+        found[form] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    for form in ("fraction of updates", "number"):
+        assert all(torch.equal(found["fraction of epochs"][name], found[form][name]) for name in found[form])
+    assert not torch.equal(found["number"]["head.weight"], found["none"]["head.weight"])

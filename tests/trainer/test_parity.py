@@ -94,6 +94,12 @@ def test_what_a_run_reports_has_the_same_names_and_numbers(tmp_path: Path) -> No
     assert mine._fields == other._fields
     # Their printer takes `total_flos` out of the metrics that the caller gets.
     assert (mine.global_step, set(mine.metrics) - {"total_flos"}) == (other.global_step, set(other.metrics))
+    assert (
+        type(mine.metrics["total_flos"])
+        is type(ours.state.total_flos)
+        is type(theirs.state.total_flos)
+        is float
+    )
     assert mine.training_loss == pytest.approx(other.training_loss, rel=1e-5)
     assert [set(entry) for entry in ours.state.log_history] == [set(e) for e in theirs.state.log_history]
     for entry, expected in zip(ours.state.log_history, theirs.state.log_history, strict=True):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Future
 from pathlib import Path
 
+import pytest
 from tests.hub.server import Hub
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
+from windlass.core.errors import CheckpointError
 
 
 def test_the_final_model_with_its_card(hub: Hub, token: str, tmp_path: Path) -> None:
@@ -22,6 +25,38 @@ def test_the_final_model_with_its_card(hub: Hub, token: str, tmp_path: Path) -> 
     later = trainer.push_to_hub(blocking=False)
     assert isinstance(later, Future)
     assert later.result(60).startswith(hub.url)
+
+
+def test_only_plain_files_of_the_model_are_published(hub: Hub, token: str, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    trainer = Trainer(Net(), arguments(folder, hub_token=token), train_dataset=rows(8))
+    trainer.save_model()
+    modules = {
+        "modeling_net.py": "from .parts import Part\nfrom os import path",
+        "parts.py": "from .deep.er import x",
+        "tokenization_net.py": "",
+        "settings.py": "KEY = 'secret'",
+        "train.py": "import settings",
+    }
+    for name, text in modules.items():
+        (folder / name).write_text(text)
+    maps = {
+        "config.json": {"AutoModel": "modeling_net.Net", "AutoConfig": "other/repository--settings.Config"},
+        "tokenizer_config.json": {"AutoTokenizer": ["tokenization_net.Slow", None]},
+    }
+    for name, found in maps.items():
+        (folder / name).write_text(json.dumps({"auto_map": found}))
+    trainer.push_to_hub()
+    code = {"modeling_net.py", "parts.py", "tokenization_net.py"}
+    assert set(hub.files("someone/mine")) == {"model.safetensors", "README.md", *maps, *code}
+    secret = tmp_path / "secret.txt"
+    secret.write_text("precious")
+    (folder / "my.model").symlink_to(secret)
+    with pytest.raises(
+        CheckpointError, match=r"my\.model is a symbolic link; only plain files are published"
+    ):
+        trainer.push_to_hub()
+    assert set(hub.files("someone/mine")) == {"model.safetensors", "README.md", *maps, *code}
 
 
 def test_another_branch(hub: Hub, token: str, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
+from windlass.callbacks.rows import repeatable
 
 _SCRIPT = """
 import sys
@@ -47,3 +50,23 @@ def test_compilations_are_in_the_summary(tmp_path: Path) -> None:
     torch._dynamo.reset()
     assert (metrics["train_compiled_graphs"], metrics["train_recompilations"]) == (2, 1)
     assert trainer.state.log_history[-1]["train_recompilations"] == 1
+
+
+def test_a_resumed_run_that_compiles_writes_the_same_metrics(tmp_path: Path) -> None:
+    """Compilations are those of one process: a resumed one makes other graphs for the batches that are left."""
+    written = []
+    for name in ("whole", "resumed"):
+        folder = tmp_path / name
+        args = arguments(
+            folder, num_train_epochs=1, max_steps=-1, torch_compile_backend="eager", per_device_train_batch_size=4,
+            save_strategy="steps", save_steps=2, logging_steps=1,
+        )  # fmt: skip
+        if name == "resumed":
+            shutil.copytree(tmp_path / "whole", folder, ignore=shutil.ignore_patterns("checkpoint-3"))
+        torch._dynamo.reset()
+        metrics = Trainer(Net(), args, train_dataset=rows(10)).train(name == "resumed").metrics
+        torch._dynamo.reset()
+        assert metrics["train_compiled_graphs"] == {"whole": 2, "resumed": 1}[name]
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        written.append([repeatable(json.loads(line)) for line in lines])
+    assert written[0] == written[1]

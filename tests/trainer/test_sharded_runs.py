@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.dist.launch import launch
 from tests.trainer.elastic_ranks import SAMPLES, stretch
+from tests.trainer.full_eval_ranks import WAYS, evaluated
 from tests.trainer.sharded_ranks import Shifting, untargeted
 from tests.trainer.small import Net, arguments, rows
 
@@ -111,3 +112,18 @@ def test_an_optimizer_that_was_there_before_follows(said: dict[str, Any], tmp_pa
     Trainer(model, args, train_dataset=data(), optimizers=(optimizer, scheduler)).train()
     for ours, theirs in zip(said["own"], model.parameters(), strict=True):
         assert ours == pytest.approx(theirs.flatten().tolist(), abs=TOLERANCE)
+
+
+def test_an_evaluation_in_few_bits_after_a_sharded_run(tmp_path: Path) -> None:
+    launch(2, SCRIPT.with_name("full_eval_ranks.py"), tmp_path)
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    for cast, dtype in (("bf16", "torch.bfloat16"), ("fp16", "torch.float16")):
+        alone = evaluated(tmp_path / f"alone {cast}", cast)
+        for way in WAYS:
+            found = first[f"{way} {cast}"]
+            assert found["sharded"] == (way != "replicated")
+            assert found["dtypes"] == alone["dtypes"] == [dtype]
+            assert found["losses"][0] == found["losses"][1]
+            for name in ("losses", "predicted"):
+                assert found[name] == pytest.approx(alone[name], rel=5e-3), (way, name)

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from tests.dist.launch import launch, run_script
-from tests.zero import loop_ranks
+from tests.zero import loop_ranks, offload_ranks
 from tests.zero.needed import needs_deepspeed
+from tests.zero.test_swap_files import NO_COMPILER, compiles
 
 from windlass import Accelerator
 from windlass.core.errors import ConfigError
 from windlass.utils import DeepSpeedPlugin
 
-SCRIPT = Path(loop_ranks.__file__)
+SCRIPT, OFFLOAD = Path(loop_ranks.__file__), Path(offload_ranks.__file__)
 TOLERANCE = 5e-6  # of fp32
 
 pytestmark = [
@@ -53,3 +54,37 @@ def test_a_schedule_beside_that_of_the_configuration_is_refused() -> None:
         accelerator.prepare(schedule)
     with pytest.raises(ConfigError, match=r"optimizer.type='AdamW': contradicts SGD of the script"):
         accelerator.prepare(optimizer)
+
+
+# --- where the optimizer's state lies, and what clears gradients ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Loops and a Trainer in one process without DeepSpeed."""
+    folder = tmp_path_factory.mktemp("memory")
+    run_script(OFFLOAD, folder, -1, "none")
+    return json.loads((folder / "found.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_loops_equal_those_without_deepspeed_wherever_the_state_lies(
+    stage: int, device: str, in_memory: dict[str, Any], tmp_path: Path
+) -> None:
+    """Gradients are cleared after the step or before the backward, by the optimizer that `prepare` returned, by the
+    script's own or by the model; before a step, they are given up; and a step without gradients changes nothing.
+    A step with a closure is refused: its backwards would be the engine's, and the step would find no gradients.
+    """
+    if device == "nvme" and stage < 3:
+        with pytest.raises(ConfigError, match=r"offload_optimizer\.device='nvme'"):
+            offload_ranks.looped(tmp_path, stage, device, "B")
+        return
+    if device == "nvme" and not compiles():
+        pytest.skip(NO_COMPILER)
+    launch(2, OFFLOAD, tmp_path, stage, device)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert "steps without a closure: call accelerator.backward(loss)" in found.pop("closure")
+    assert found.keys() == in_memory.keys()
+    for name, losses in found.items():
+        assert losses == pytest.approx(in_memory[name], abs=TOLERANCE), name

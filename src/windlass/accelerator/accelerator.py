@@ -6,6 +6,7 @@ import datetime
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from windlass.accelerator.model_files import ModelFiles
 from windlass.accelerator.own_loop import OwnLoop
 from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.preparing import Preparer
-from windlass.accelerator.process_state import LoopState, publish
+from windlass.accelerator.process_state import PROCESS, LoopState, publish
 from windlass.accelerator.ranks import Ranks, select_device
 from windlass.accelerator.setup import Setup
 from windlass.accelerator.shared_rng import share_rng_states
@@ -135,15 +136,20 @@ class Accelerator(Ranks):
         gang: Gang,
         device: torch.device,
         precision: PrecisionPlan,
-        accumulation: int,
+        accumulation: GradientAccumulationPlugin,
+        loader: DataLoaderConfiguration,
         engine: LoopEngine,
     ) -> Accelerator:
-        """The accelerator of a Trainer, which has already joined the process group and resolved its settings."""
+        """The accelerator of a Trainer, which has already joined the process group and resolved its settings.
+
+        Args:
+            accumulation, loader: of what scripts prepare, or accumulate, beside the Trainer's own model and data.
+        """
         settings = LoopSettings(
             dist=DistPlan(),
             precision=precision,
-            accumulation=GradientAccumulationPlugin(num_steps=accumulation),
-            loader=DataLoaderConfiguration(use_stateful_dataloader=True),
+            accumulation=accumulation,
+            loader=loader,
             project=ProjectConfiguration(),
             handlers=Handlers(),
         )
@@ -151,7 +157,29 @@ class Accelerator(Ranks):
         # Losses of other models than the trained one are not scaled by the run.
         accelerator._assemble(gang, device, settings, UnitScaler(device), lambda *_: engine)
         accelerator._trackers = Trackers([], None)
+        publish(accelerator.state, accelerator.gradient_state)
         return accelerator
+
+    @classmethod
+    def _in_worker(cls, gang: Gang, device: torch.device, settings: LoopSettings) -> Accelerator:
+        """An accelerator with these settings and nothing prepared, for a process that does not train."""
+        accelerator = cls.__new__(cls)
+        accelerator._assemble(
+            gang,
+            device,
+            settings,
+            UnitScaler(torch.device("cpu")),
+            functools.partial(OwnLoop, settings.dist, gang),
+        )
+        accelerator._trackers = Trackers([], None)
+        if not PROCESS:
+            publish(accelerator.state, accelerator.gradient_state)
+        return accelerator
+
+    def __reduce__(self) -> Any:
+        # A dataset may hold its accelerator: a data worker asks it for ranks, the device and settings.
+        settings = replace(self._setup.settings, dist=self._setup.dist)
+        return type(self)._in_worker, (self._gang, self.device, settings)
 
     def _assemble(
         self,

@@ -23,6 +23,10 @@ class EngineChoice:
         self._divide: Callable[[ZeroPlan | None], Any] = lambda plan: None
         self._dividing: Any = None
 
+    def __reduce__(self) -> Any:
+        # In a data worker: what was chosen, without the models that are built here.
+        return _chosen, (dict(self._plans()), self._compute, self._selected)
+
     def divide_new_models(self, divide: Callable[[ZeroPlan | None], Any]) -> None:
         """Let `divide` say how models are built from now on, for the selected configuration; keep what it returns."""
         self._divide, self._dividing = divide, divide(self.plan)
@@ -63,3 +67,9 @@ class EngineChoice:
 
 
 NO_ENGINES = EngineChoice(dict, "fp32")
+
+
+def _chosen(plans: Mapping[str, ZeroPlan], compute: str, selected: str) -> EngineChoice:
+    choice = EngineChoice(lambda: plans, compute)
+    choice._selected = selected
+    return choice

@@ -275,6 +275,10 @@ class Prepared:
         """
         if closure is None:
             return self._step(optimizer), None
+        if id(optimizer) in self._engines:
+            raise ModelError(
+                "DeepSpeed's engine steps without a closure: call accelerator.backward(loss) and then step()"
+            )
         if self.scaler.active:
             raise ModelError("an optimizer that takes a closure cannot run in fp16; use bf16 or fp32")
         return True, optimizer.optimizer.step(closure)
@@ -303,6 +307,8 @@ class Prepared:
             remove()
         for optimizer in self.optimizers:
             optimizer.release()
+        for executor, _ in self._engines.values():
+            executor.release()
         for strategy in self.strategies:
             strategy.release()
         self.strategies, self.optimizers, self.schedules, self.loaders = [], [], [], []

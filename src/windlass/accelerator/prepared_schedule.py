@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.optimizer import PreparedOptimizer
+from windlass.optim.schedule_state import load_data, state_as_data
 
 Unit = Literal["loader_batch", "optimizer_step", "call"]
 
@@ -81,8 +82,9 @@ class PreparedSchedule:
         return self.scheduler.get_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.scheduler.state_dict())
+        """The state of the user's schedule as data (`optim/schedule_state.py`)."""
+        return state_as_data(self.scheduler)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.scheduler.load_state_dict(state_dict)
+        load_data(self.scheduler, state_dict)
         self._followed = self._updates()

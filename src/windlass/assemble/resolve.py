@@ -33,6 +33,7 @@ from windlass.config.plan import (
     ReportPlan,
     RunPlan,
     SavePlan,
+    SchedulePlan,
     StabilityPlan,
     TransformPlan,
     ZeroPlan,
@@ -100,7 +101,8 @@ def resolve(args: Any, facts: Facts) -> RunPlan:
         seed=args.seed,
         batch=facts.size or update_size(args, facts.world.size)[0],
         duration=duration,
-        optimizer=replace(resolve_optimizer(args, duration.steps), in_backward=fused),
+        optimizer=replace(resolve_optimizer(args), in_backward=fused),
+        schedule=resolve_schedule(args, duration.steps),
         precision=_precision(args, parallel),
         transforms=_transforms(args, parallel),
         stability=StabilityPlan(
@@ -270,8 +272,8 @@ def resolve_duration(args: Any, facts: Facts) -> DurationPlan:
     return DurationPlan(steps, math.ceil(args.num_train_epochs), per_epoch)
 
 
-def resolve_optimizer(args: Any, total_steps: int) -> OptimizerPlan:
-    """The optimizer and the schedule of a run of `total_steps` updates."""
+def resolve_optimizer(args: Any) -> OptimizerPlan:
+    """The optimizer, which a script may make before the number of updates is known."""
     given = args.optim_args
     return OptimizerPlan(
         name=_text(args.optim),
@@ -283,9 +285,13 @@ def resolve_optimizer(args: Any, total_steps: int) -> OptimizerPlan:
         options=dict(given) if isinstance(given, dict) else options_from(given or ""),
         groups=dict(args.optim_groups or {}),
         layer_decay=args.layerwise_lr_decay,
-        schedule=_text(args.lr_scheduler_type),
-        schedule_options=_schedule_options(args),
-        warmup_steps=args.get_warmup_steps(total_steps),
+    )
+
+
+def resolve_schedule(args: Any, total_steps: int) -> SchedulePlan:
+    """The schedule of a run of `total_steps` updates."""
+    return SchedulePlan(
+        _text(args.lr_scheduler_type), _schedule_options(args), args.get_warmup_steps(total_steps)
     )
 
 
@@ -340,7 +346,7 @@ def resolve_data(args: Any) -> DataPlan:
     """How training data is read."""
     return DataPlan(
         workers=args.dataloader_num_workers,
-        pin_memory=args.dataloader_pin_memory and not args.use_cpu,
+        pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
         multiprocessing_context=args.dataloader_multiprocessing_context,

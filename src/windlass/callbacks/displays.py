@@ -1,21 +1,24 @@
-"""Displays of progress: a rich bar, a plain bar, or lines of text, all with the same methods."""
+"""Displays of progress: a rich bar, a plain bar, lines of text, or nothing, all with the same methods."""
 
 from __future__ import annotations
 
 import shutil
+import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from windlass.core.optional import is_available, require
 from windlass.core.output import STDOUT, TolerantStream, shown
+from windlass.core.terminal import can_redraw, foot_of
 
-_CLEAR_LINE = "\r\x1b[2K"
 Clock = Callable[[], float]
 
 
-def open_display(total: int, label: str, *, start: int = 0, file: TextIO | None = None) -> Display:
+def open_display(
+    total: int, label: str, *, start: int = 0, file: TextIO | None = None, drawn: bool = True
+) -> Display:
     """Return the best display for `file` (default: standard output).
 
     A terminal gets a bar, rich's if rich is installed; anything else gets whole lines without carriage returns.
@@ -23,12 +26,15 @@ def open_display(total: int, label: str, *, start: int = 0, file: TextIO | None 
     Args:
         total: steps of the run.
         start: steps already done, when resumed.
+        drawn: False in a process that leaves the display to another one.
     """
-    stream = TolerantStream(file) if file else STDOUT
-    kind: type[Display] = LineDisplay
-    if stream.isatty():
+    stream = file or sys.stdout
+    if not drawn:
+        return QuietDisplay(stream)
+    if can_redraw(stream):
         kind = RichDisplay if is_available("rich") else BarDisplay
-    return kind(total, label, start=start, file=stream)
+        return kind(total, label, start=start, file=stream)
+    return LineDisplay(total, label, start=start, file=TolerantStream(file) if file else STDOUT)
 
 
 def clock_text(seconds: float) -> str:
@@ -71,10 +77,8 @@ class Display:
         label: str,
         *,
         start: int = 0,
-        file: TolerantStream | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._file = file or STDOUT
         self._clock = clock
         self._pace = _Pace(total, label, start, clock)
         self._inner: _Pace | None = None
@@ -95,8 +99,8 @@ class Display:
     def end_inner(self) -> None:
         self._inner = None
 
-    def write(self, text: str) -> None:
-        """Print a line."""
+    def write(self, *words: str) -> None:
+        """Print a line of words, which may hold spaces."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -116,8 +120,12 @@ class LineDisplay(Display):
 
     seconds = 60.0
 
-    def write(self, text: str) -> None:
-        self._show(self._pace, f" {shown(text)}")
+    def __init__(self, *args: Any, file: TolerantStream, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._file = file
+
+    def write(self, *words: str) -> None:
+        self._show(self._pace, f" {shown('  '.join(words))}")
 
     def _show(self, pace: _Pace, message: str = "") -> None:
         self._last = self._clock()
@@ -125,83 +133,90 @@ class LineDisplay(Display):
         self._file.flush()
 
 
-class BarDisplay(Display):
-    """A one-line bar for terminals, drawn with carriage returns."""
+class QuietDisplay(Display):
+    """Shows nothing. On a terminal, what this process writes from now on stays apart from the bar that another process
+    may draw there: until its end, because the other one may draw for longer.
+    """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._last = float("-inf")
-        self._show(self._pace)
+    def __init__(self, file: Any) -> None:
+        super().__init__(0, "")
+        if can_redraw(file):
+            foot_of(file).draw(QuietDisplay, ())
 
-    def end_inner(self) -> None:
-        super().end_inner()
-        self._show(self._pace)
-
-    def write(self, text: str) -> None:
-        self._file.write(f"{_CLEAR_LINE}{shown(text)}\n")
-        self._show(self._pace)
-
-    def close(self) -> None:
-        self._show(self._pace)
-        self._file.write("\n")
-        self._file.flush()
+    def write(self, *words: str) -> None:
+        pass
 
     def _show(self, pace: _Pace) -> None:
         self._last = self._clock()
-        pace = self._inner or pace
-        text = pace.text()
-        room = shutil.get_terminal_size().columns - len(text) - 4
-        filled = int(room * pace.step / pace.total) if pace.total > 0 and room > 0 else 0
-        bar = f" |{'#' * filled}{'.' * (room - filled)}|" if room > 0 else ""
-        self._file.write(f"{_CLEAR_LINE}{text}{bar}")
-        self._file.flush()
 
 
-class RichDisplay(Display):
-    """rich's bar, redrawn from the training thread: a thread of its own would not survive a fork."""
+class BarDisplay(Display):
+    """A row for the run, and one for the evaluation within it, at the foot of a terminal."""
 
-    def __init__(self, total: int, label: str, *, start: int = 0, file: TolerantStream | None = None) -> None:
-        super().__init__(total, label, start=start, file=file)
-        progress, console = require("rich.progress", "draw a bar"), require("rich.console", "draw a bar")
-        self._console: Any = console.Console(file=self._file)
-        self._bar: Any = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=None),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
-            console=self._console,
-            auto_refresh=False,
-            expand=True,
-        )
-        self._task = self._bar.add_task(label, total=total or None, completed=start)
-        self._inner_task: Any = None
-        # A run that ends in an exception does not call `close`, and the terminal must get its cursor back.
-        self._rescue = weakref.finalize(self, self._bar.stop)
-        self._bar.start()
-        self._bar.refresh()
+    def __init__(self, *args: Any, file: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._foot, self._owner = foot_of(file), object()
+        # A run that ends in an exception may not call `close`, and what is printed next must not meet the bar.
+        self._rescue = weakref.finalize(self, self._foot.close, self._owner)
+        self._show(self._pace)
 
     def begin_inner(self, label: str, total: int) -> None:
-        self._show(self._pace)
         super().begin_inner(label, total)
-        self._inner_task = self._bar.add_task(label, total=total)
+        self._show(self._pace)
 
     def end_inner(self) -> None:
         if self._inner is not None:
             super().end_inner()
-            self._bar.remove_task(self._inner_task)
             self._show(self._pace)
 
-    def write(self, text: str) -> None:
-        self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
+    def write(self, *words: str) -> None:
+        self._foot.say(_folded([f"step {self._pace.step}", *map(shown, words)], _columns()))
 
     def close(self) -> None:
+        super().close()
         self._show(self._pace)
         self._rescue()
 
     def _show(self, pace: _Pace) -> None:
         self._last = self._clock()
-        self._bar.update(self._task, completed=self._pace.step)
-        if self._inner is not None:
-            self._bar.update(self._inner_task, completed=self._inner.step)
-        self._bar.refresh()
+        shown_now = [self._pace, self._inner] if self._inner else [self._pace]
+        self._foot.draw(self._owner, [self._row(pace) for pace in shown_now])
+
+    def _row(self, pace: _Pace) -> str:
+        text = shown(pace.text())
+        room = _columns() - len(text) - 1
+        return f"{text} {self._bar(pace, room)}" if pace.total > 0 and room > 0 else text[: _columns()]
+
+    def _bar(self, pace: _Pace, room: int) -> str:
+        """The share of `pace` that is done, `room` columns wide."""
+        filled = room * min(pace.step, pace.total) // pace.total
+        return "#" * filled + "." * (room - filled)
+
+
+class RichDisplay(BarDisplay):
+    """The same with rich's bar, in colours where the terminal has them."""
+
+    def _bar(self, pace: _Pace, room: int) -> str:
+        console = require("rich.console", "draw a bar").Console(file=self._foot.stream, width=room)
+        bar = require("rich.progress_bar", "draw a bar").ProgressBar(
+            total=pace.total, completed=pace.step, width=room
+        )
+        with console.capture() as drawn:  # rich's own live display would replace `sys.stdout`
+            console.print(bar, end="")
+        return str(drawn.get())
+
+
+def _columns() -> int:
+    """How long a row may be: a full one would begin another in some terminals."""
+    return max(shutil.get_terminal_size().columns - 1, 1)
+
+
+def _folded(words: Sequence[str], columns: int) -> str:
+    """Lines of whole words, two spaces between them and at the beginning of every further line."""
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + 2 + len(word) > columns:
+            lines.append(f"  {word}")
+        else:
+            lines[-1] += f"  {word}"
+    return "\n".join(lines)

@@ -1,8 +1,9 @@
 """`metrics.jsonl`: all metrics of a run, one JSON object per line, always written.
 
 A row has `event` ("log", "evaluate", "predict", "summary"), `step`, `epoch`, the metrics, and last `timing`: the values
-that depend on the clock or the machine, so that everything else is bitwise reproducible. Floats are read back with the
-same bits; those that JSON cannot represent are the strings "NaN", "Infinity" and "-Infinity".
+that depend on the clock, the machine or the process (compilations), so that everything else is bitwise reproducible.
+Floats are read back with the same bits; those that JSON cannot represent are the strings "NaN", "Infinity" and
+"-Infinity".
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.output_folder import OutputFolder
 from windlass.core.plain_text import parse_json
+from windlass.core.whole_file import BINARY, NO_FOLLOW
 
 logger = get_logger(__name__)
 
@@ -100,6 +102,8 @@ class MetricsLogCallback(RowCallback):
             del self._waiting[0]
 
     def _start_outside_training(self) -> None:
+        if self.path.is_symlink():  # rows are never written to where a link leads
+            _set_aside(self.path)
         self._rows_before_training = not self.path.exists()
         _drop_torn_line(self.path)
         self._tail_checked = True
@@ -134,7 +138,8 @@ def _append(path: Path, row: Row) -> None:
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is not a plain file")  # opening a pipe would wait for a reader
     line = json.dumps(row, allow_nan=False) + "\n"
-    with open(path, "ab", buffering=0) as file:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_FOLLOW | BINARY
+    with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
             written = file.write(line.encode())
@@ -170,10 +175,10 @@ def _end_of_lines(path: Path) -> int:
 
 
 def _set_aside(path: Path) -> None:
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     number = 1
-    while (older := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+    while os.path.lexists(older := path.with_name(f"{path.stem}-{number}{path.suffix}")):
         number += 1
     os.rename(path, older)
     logger.warning("%s has the metrics of an earlier run; renamed to %s", path, older.name)
@@ -184,6 +189,7 @@ def _cut_back(path: Path, step: int) -> list[Row]:
     itself, without timing: a resumed run may log them again.
     """
     if not path.exists():
+        _set_aside(path)  # a link that leads nowhere
         return []
     last: list[Row] = []
     partial = path.with_name(path.name + ".tmp")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.charts import Point
 from windlass.callbacks.report_page import History, curve, evaluation_losses
 from windlass.core.optional import require
+from windlass.core.whole_file import write_whole
 
 _BLUE, _INK, _LINE = "#2a78d6", "#52514e", "#e1e0d9"
 _COLOURS = ("#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#4a3aa7")
@@ -36,9 +37,9 @@ def draw_training(history: History, path: Path, title: str) -> None:
         _line(axes, name, curve(history, name), _BLUE)
         _finish(axes, label, legend=False)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-    partial = path.with_name(path.name + ".tmp")
-    figure.savefig(partial, format="png")
-    os.replace(partial, path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write_whole(path, picture.getvalue())
 
 
 def _line(axes: Any, name: str, points: list[Point], colour: str) -> None:

@@ -27,9 +27,14 @@ class ProgressCallback(TrainerCallback):
         self._batches = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self.close()
-            self._training = open_display(state.max_steps, "train", start=state.global_step, file=self._file)
+        self.close()
+        self._training = open_display(
+            state.max_steps,
+            "train",
+            start=state.global_step,
+            file=self._file,
+            drawn=state.is_world_process_zero,
+        )
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._training is not None:
@@ -41,12 +46,12 @@ class ProgressCallback(TrainerCallback):
         if self._training is not None and logs:
             self._training.advance(state.global_step)
             shown = readable(logs, self.max_str_len)
-            self._training.write("  ".join(f"{name} {value}" for name, value in shown.items()))
+            self._training.write(*(f"{name} {value}" for name, value in shown.items()))
 
     def on_prediction_step(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        total = _length(kwargs.get("eval_dataloader")) if state.is_world_process_zero else None
+        total = _length(kwargs.get("eval_dataloader"))
         if total is None:
             return
         self._batches += 1
@@ -56,23 +61,24 @@ class ProgressCallback(TrainerCallback):
             self._training.advance_inner(self._batches)
             return
         if self._alone is None:
-            self._alone = open_display(total, "evaluate", file=self._file)
+            self._alone = open_display(total, "evaluate", file=self._file, drawn=state.is_world_process_zero)
         self._alone.advance(self._batches)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._end_inner()
+        self.end_evaluation()
 
     def on_predict(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
     ) -> None:
-        self._end_inner()
+        self.end_evaluation()
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._training is not None:
             self._training.advance(state.global_step)
         self.close()
 
-    def _end_inner(self) -> None:
+    def end_evaluation(self) -> None:
+        """Remove the bar of an evaluation or prediction; also called after an exception in it."""
         self._batches = 0
         if self._training is not None:
             self._training.end_inner()
@@ -82,7 +88,7 @@ class ProgressCallback(TrainerCallback):
 
     def close(self) -> None:
         """Remove the bars; also called after an exception, when there is no `on_train_end`."""
-        self._end_inner()
+        self.end_evaluation()
         if self._training is not None:
             self._training.close()
             self._training = None

@@ -18,6 +18,7 @@ from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.optional import is_available, is_imported
 from windlass.core.redact import is_secret_name, redact_command, redact_value
+from windlass.core.whole_file import write_whole
 
 logger = get_logger(__name__)
 
@@ -56,7 +57,7 @@ class ReportCallback(TrainerCallback):
         try:
             facts = self._collect(args, status)
             self.folder.mkdir(parents=True, exist_ok=True)
-            _replace(self.folder / "report.html", render_report(state.log_history, facts))
+            write_whole(self.folder / "report.html", render_report(state.log_history, facts))
             if picture:
                 self._draw(state, str(facts["title"]))
         except Exception as error:  # a full disk or a broken matplotlib must not end training
@@ -125,10 +126,3 @@ def _accelerator() -> dict[str, str]:
         return {"accelerator": "none (CPU)"}
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"accelerator": ", ".join(names), "cuda": str(torch.version.cuda)}
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write atomically."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

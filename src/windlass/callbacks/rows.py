@@ -17,6 +17,7 @@ Logs = Metrics | None
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _TIMING_ENDINGS = (
     "runtime", "_per_second", "_per_sec", "_time", "_seconds", "_wait", "mfu", "memory", "_memory_gb", "_gib",
+    "_compiled_graphs", "_recompilations",  # a resumed run compiles again, for fewer shapes
 )  # fmt: skip
 _RESERVED = ("event", "step", "epoch", "timing")
 
@@ -64,12 +65,12 @@ class RowCallback(TrainerCallback):
 
 
 def is_timing(name: str) -> bool:
-    """Return True if a metric of this name depends on the clock or the machine, not on the computation."""
+    """Return True if a metric of this name depends on the clock, the machine or the process alone."""
     return name.endswith(_TIMING_ENDINGS)
 
 
 def row_of(event: str, state: TrainerState, metrics: Metrics) -> Row:
-    """Return the row of one event; what depends on the clock or the machine is under `timing`."""
+    """Return the row of one event; what depends on the clock, the machine or the process is under `timing`."""
     row: Row = {"event": event, "step": state.global_step, "epoch": state.epoch}
     timing: Row = {}
     for name, value in plain_metrics(metrics).items():

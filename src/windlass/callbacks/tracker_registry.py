@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +19,7 @@ from windlass.callbacks.trackers.trackio import TrackioTracker
 from windlass.callbacks.trackers.wandb import WandBTracker
 from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.logs import get_logger
 from windlass.core.optional import is_available, require
-
-logger = get_logger(__name__)
 
 # A built-in tracker has the name of its package.
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
@@ -60,7 +58,8 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         raise ConfigError(Problem(f"{tracker_class.__name__}.name", tracker_class.name, "give it a name"))
     if tracker_class.name in LOGGER_TYPE_TO_CLASS:
         replaced = LOGGER_TYPE_TO_CLASS[tracker_class.name].__name__
-        logger.warning("%s replaces %s", tracker_class.__name__, replaced)
+        text = f"{tracker_class.__name__} replaces {replaced}, which has the same name {tracker_class.name!r}"
+        warnings.warn(text, stacklevel=2)
     LOGGER_TYPE_TO_CLASS[tracker_class.name] = tracker_class
 
 

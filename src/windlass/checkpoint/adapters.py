@@ -32,6 +32,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 BASE_STATE = "adapter_base"  # the shared part with the fingerprint and the buffers
 _PROMPTS = "prompt_embeddings"  # peft's name for learnt prompts in the file
+_ROWS = frozenset({"PROMPT_TUNING", "PREFIX_TUNING"})  # kinds of prompts that may be rows of an embedding
 _CHUNK = 1 << 22  # elements that are summed at once: 32 MiB as 64-bit integers
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -168,24 +169,27 @@ class KnownAdapter:
 
 
 def _names_in_file(model: nn.Module, adapter: str, state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name in the model -> peft's name for it; empty if peft saves other tensors than the model's own.
-
-    Of learnt prompts peft saves what their encoder returns: the rows of its embedding, if that is all that is trained.
-    """
+    """Name in the model -> peft's name for it; empty if peft saves other tensors than the model's own."""
     peft = peft_library("save a model's adapters")
+    peft_model: Any = model
+    if peft_model.peft_config[adapter].is_prompt_learning:
+        return _names_of_prompts(peft_model, adapter, state)
     picked = peft.get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=adapter)
     inside = {id(tensor): name for name, tensor in state.items()}
-    if picked.keys() == {_PROMPTS}:
-        trained = [name for name, tensor in state.items() if tensor.requires_grad]
-        if trained != [f"prompt_encoder.{adapter}.embedding.weight"]:
-            return {}
-        shape = tuple(
-            values_of(model)[trained[0]].shape
-        )  # the state dict of a divided model has empty tensors
-        return {trained[0]: _PROMPTS} if shape == tuple(picked[_PROMPTS].shape) else {}
     if not all(id(tensor) in inside for tensor in picked.values()):
         return {}
     return {inside[id(tensor)]: stored for stored, tensor in picked.items()}
+
+
+def _names_of_prompts(model: Any, adapter: str, state: Mapping[str, Tensor]) -> dict[str, str]:
+    """See `_names_in_file`. Of learnt prompts peft saves what their encoder returns, which it computes with whole
+    weights. Those are the rows of an embedding if the encoder has no other weights.
+    """
+    name = f"prompt_encoder.{adapter}.embedding.weight"
+    kind = str(getattr(model.peft_config[adapter].peft_type, "value", None))
+    trained = [inside for inside, tensor in state.items() if tensor.requires_grad]
+    own = [inside for inside, _ in model.prompt_encoder[adapter].named_parameters()]
+    return {name: _PROMPTS} if kind in _ROWS and (trained, own) == ([name], ["embedding.weight"]) else {}
 
 
 def checksum(tensor: Tensor) -> int:

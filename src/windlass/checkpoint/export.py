@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,12 +37,15 @@ from windlass.core.errors import CheckpointError
 
 MAX_SHARD_SIZE = 5 * 10**9  # bytes of tensors
 _CONFIG = "config.json"
-# Further files for `from_pretrained`: configurations, tokenizer or processor, and their code.
+# Further files for `from_pretrained`: configurations, tokenizer or processor. Their code is in `_code_of`.
 _COMPANIONS = (
     _CONFIG, "generation_config.json", ADAPTER_CONFIG, "*tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*", "*processor*.json",
-    "README.md", "LICENSE*", "*.py",
+    "README.md", "LICENSE*",
 )  # fmt: skip
+_MAX_CODE_BYTES = 1 << 24
+# As transformers finds what a module needs from beside it.
+_BESIDE = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
 _Converted = tuple[StoredTensors, dict[str, Shaped], Callable[[str], Tensor]]
 
 
@@ -73,7 +77,7 @@ def model_files(source: Folder) -> list[str] | None:
         found = [weights]
     else:
         return None
-    return sorted({*found, *filter(_is_companion, source.names)})
+    return sorted({*found, *_companions(source)})
 
 
 def export_file(
@@ -112,9 +116,8 @@ def export_folder(source: Folder, target: Path, options: ExportOptions, files: F
                 stream_split(new, shaped, read, tensors.aliases, options.max_shard_size, files)
         else:
             export_file(source, new / ADAPTER_WEIGHTS, options, files)
-        for name in sorted(source.names):
-            if _is_companion(name):
-                _copy(source, name, new / name, options, files)
+        for name in _companions(source):
+            _copy(source, name, new / name, options, files)
         files.sync_folder(new)
         _put(new, target, files)
     except BaseException:
@@ -142,9 +145,48 @@ def _is_result(target: Path) -> bool:
     entries = list(target.iterdir())
     return any(entry.name in weights for entry in entries) and all(
         entry.is_file()
-        and (entry.name in weights or SPLIT_FILE.fullmatch(entry.name) or _is_companion(entry.name))
+        and (
+            entry.name in weights
+            or SPLIT_FILE.fullmatch(entry.name)
+            or _is_companion(entry.name)
+            or entry.suffix == ".py"
+        )
         for entry in entries
     )
+
+
+def _companions(source: Folder) -> list[str]:
+    """Names of the files in a folder that belong to the model besides its weights."""
+    found = list(filter(_is_companion, source.names))
+    return sorted({*found, *_code_of(source, found)})
+
+
+def _code_of(source: Folder, companions: Iterable[str]) -> set[str]:
+    """Names of the modules in a folder that a configuration names in its `auto_map`, and of those that they import from
+    beside them. Other Python files, such as a script's, are not the model's.
+    """
+    waiting: list[str] = []
+    for name in companions:
+        if name.endswith(("config.json", "processor.json")):
+            waiting += _named_modules(strict_json.read(source.path / name, source.files, allow_nan=True))
+    found: set[str] = set()
+    while waiting:
+        name = f"{waiting.pop()}.py"
+        if name in source and name not in found:
+            found.add(name)
+            text = source.files.read(source.path / name, _MAX_CODE_BYTES).decode("utf-8", "replace")
+            waiting += _BESIDE.findall(text)
+    return found
+
+
+def _named_modules(configuration: Any) -> Iterator[str]:
+    """Modules in `auto_map` (`{"AutoModel": "module.Class"}`; of tokenizers a list, of which one may be None)."""
+    entries = configuration.get("auto_map") if isinstance(configuration, dict) else None
+    for entry in entries.values() if isinstance(entries, dict) else ():
+        for reference in entry if isinstance(entry, list) else [entry]:
+            # "OWNER/NAME--module.Class" is another repository's.
+            if isinstance(reference, str) and "--" not in reference:
+                yield reference.partition(".")[0]
 
 
 def _is_companion(name: str) -> bool:

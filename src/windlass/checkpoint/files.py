@@ -22,6 +22,7 @@ from io import FileIO
 from pathlib import Path
 
 from windlass.core.errors import CheckpointError
+from windlass.core.whole_file import BINARY, NO_FOLLOW, open_new
 
 if sys.platform == "linux":
     import fcntl
@@ -30,8 +31,6 @@ CHUNK = 1 << 24  # bytes that are read at a time
 PIECE = 1 << 22  # bytes hashed and written at a time: large enough for the disk, small enough for the memory
 _LARGEST_SMALL = 1 << 30  # bytes: no configuration or vocabulary is larger
 _CHECKS = 10  # times that a file is hashed while its inode changes
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_BINARY = getattr(os, "O_BINARY", 0)  # Windows alone has it, and would translate line ends without
 _FULL_ERRNOS = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT") if hasattr(errno, name))
 _SETTLED_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 
@@ -104,8 +103,7 @@ class Files:
         read again, and copying it there takes more of the processor than hashing it, and the place of data that is.
         """
         self.before("create", path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_FOLLOW | _BINARY
-        descriptor = os.open(path, flags, 0o666)
+        descriptor = open_new(path)
         digest, size = hashlib.sha256(), 0
         try:
             for piece in _pieces(chunks):
@@ -144,7 +142,7 @@ class Files:
         self.before("fsync", path)
         # Windows refuses to flush a descriptor opened for reading only.
         mode = os.O_RDWR if os.name == "nt" else os.O_RDONLY
-        descriptor = os.open(path, mode | _NO_FOLLOW)
+        descriptor = os.open(path, mode | NO_FOLLOW)
         try:
             os.fsync(descriptor)
         finally:
@@ -176,7 +174,7 @@ class Files:
         until the new one is complete. A leftover of an interrupted process is removed before.
         """
         new = path.with_name("tmp-" + path.name)
-        if new.exists():
+        if os.path.lexists(new):
             self.remove_file(new)
         try:
             yield new
@@ -222,7 +220,7 @@ class Files:
             CheckpointError: it is missing or not a plain file.
         """
         try:
-            descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW | _BINARY | getattr(os, "O_NONBLOCK", 0))
+            descriptor = os.open(path, os.O_RDONLY | NO_FOLLOW | BINARY | getattr(os, "O_NONBLOCK", 0))
         except OSError as error:
             if path.is_symlink():
                 raise CheckpointError(

@@ -21,6 +21,7 @@ MANIFEST_NAME = "manifest.json"
 FORMAT, VERSION = "windlass-checkpoint", 1
 MAX_MANIFEST_BYTES = 1 << 24
 _MAX_RANKS = 1 << 20  # who reads a manifest may count them one by one
+_MAX_STEP = (1 << 63) - 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NODE_MANIFEST = re.compile(r"node-\d{5,}\.manifest\.json")
 
@@ -163,10 +164,15 @@ def parse_manifest(folder: Path, data: bytes, name: str = MANIFEST_NAME) -> Chec
 
 def _info(folder: Path, path: Path, body: dict[str, Any]) -> CheckpointInfo:
     step, world, listed, meta = (body.get(key) for key in ("step", "world_size", "files", "meta"))
-    if type(step) is not int or step < 0 or type(world) is not int or not 1 <= world <= _MAX_RANKS:
+    if (
+        type(step) is not int
+        or not 0 <= step <= _MAX_STEP
+        or type(world) is not int
+        or not 1 <= world <= _MAX_RANKS
+    ):
         raise CheckpointError(f"{path} is malformed: step and world_size must be whole numbers of a run")
     serial = body.get("serial", 0)
-    if type(serial) is not int or serial < 0:
+    if type(serial) is not int or not 0 <= serial <= _MAX_STEP:
         raise CheckpointError(f"{path} is malformed: serial must be a whole number")
     node, nodes = body.get("node", 0), body.get("nodes", 1)
     if type(node) is not int or type(nodes) is not int or not 0 <= node < nodes <= world:

@@ -104,10 +104,14 @@ class RemoteFolder:
             raise CheckpointError(f"{self.shown}/{name} has more than {limit:,} bytes")
         return data
 
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """The content of a file, in pieces."""
+    def chunks(self, name: str, limit: int | None = None) -> Iterator[bytes]:
+        """The content of a file, in pieces. Raises CheckpointError after `limit` bytes if it has more."""
+        got = 0
         with self._doing("download", name), self._system.open(self._at(name), "rb") as file:
             while piece := file.read(CHUNK):
+                got += len(piece)
+                if limit is not None and got > limit:
+                    raise CheckpointError(f"{self.shown}/{name} is damaged: it has more than {limit:,} bytes")
                 yield piece
 
     def remove(self, name: str) -> None:
@@ -335,7 +339,7 @@ class Mirror:
         files.make_folder(staged)
         for name, entry in one.info.files.items():
             files.ensure_folder((staged / name).parent)
-            arrived = files.write(staged / name, self.remote.chunks(f"{one.name}/{name}"))
+            arrived = files.write(staged / name, self.remote.chunks(f"{one.name}/{name}", entry.size))
             if arrived != entry:
                 raise CheckpointError(
                     f"{self.remote.shown}/{one.name}/{name} is damaged: it does not match the manifest"

@@ -146,18 +146,21 @@ def fill(path: Path, file: TensorSource, aliases: Mapping[str, str], model: nn.M
     derived = {short for short in ignored_names(module) if short not in tensors}
     targets = {short: tensor for short, tensor in targets.items() if short not in derived}
     sources = _match(tensors, aliases, targets)
+    resized = _resized(module, names, tensors, targets, sources)
+    kept = {short: tensor for short, tensor in targets.items() if short not in resized}
     _check_values(path, values.names, raw.keys())
-    _check(path, tensors, targets, sources)
+    _check(path, tensors, targets, sources, resized)
     _check_ties(path, tensors, targets, sources)
-    _check_overlaps(path, tensors, targets, sources)
+    _check_overlaps(path, tensors, kept, sources)
     stored, _ = split_aliases(targets)
     changed = [name for name in stored if tensors.dtype(sources[name]) != stored[name].dtype]
     if changed:
         _logger.warning("%d weights change dtype as they are loaded: %s", len(changed), shorten(changed))
     read = {name: on_device_of(state[name], values.read(short)) for short, name in raw.items()}
     if customizes_state(module):
-        own = {name: read_like(tensors.read(sources[short], part(state[name])), state[name])
-               for name, short in names.items() if short in targets}  # fmt: skip
+        own = {name: read_like(
+                   tensors.read(sources[short], part(state[name]) if short in kept else None), state[name]
+               ) for name, short in names.items() if short in targets}  # fmt: skip
         hand_over(path, module, own | read)
         return
     with torch.no_grad():
@@ -195,8 +198,31 @@ def read_aliases(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
     return aliases
 
 
-def _check(path: Path, file: TensorSource, targets: Mapping[str, Tensor], sources: Mapping[str, str]) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in targets.items()}
+def _resized(
+    module: nn.Module, names: Mapping[str, str], file: TensorSource, targets: Mapping[str, Tensor],
+    sources: Mapping[str, str],
+) -> frozenset[str]:  # fmt: skip
+    """Names of the tensors, parameters excluded, whose shape differs in the file and is left to the module's own way to
+    load its state, which is compared with the file afterwards.
+    """
+    if not customizes_state(module):
+        return frozenset()
+    parameters = {names.get(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    return frozenset(
+        name for name, tensor in targets.items()
+        if name not in parameters and not is_in_parts(tensor)
+        and sources[name] in file and file.shape(sources[name]) != tuple(tensor.shape)
+    )  # fmt: skip
+
+
+def _check(
+    path: Path, file: TensorSource, targets: Mapping[str, Tensor], sources: Mapping[str, str],
+    resized: AbstractSet[str],
+) -> None:  # fmt: skip
+    shapes = {
+        name: file.shape(sources[name]) if name in resized else tuple(tensor.shape)
+        for name, tensor in targets.items()
+    }
     problems = misfits(file, shapes, sources, "model")
     if problems:
         raise CheckpointError(f"{path} does not fit this {len(targets)}-tensor model: {problems}")

@@ -11,6 +11,7 @@ from typing import Any
 from windlass.cli.data_source import open_source
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.output import STDOUT, say, shown
+from windlass.core.terminal import can_redraw
 from windlass.text.encoder import IGNORED
 from windlass.text.forms import recognise_form, standardised
 from windlass.text.located_rows import LocatedRows
@@ -56,7 +57,7 @@ def _described(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _print_tokens(rows: LocatedRows, tokenizer: Any, options: TextOptions, first: int) -> None:
-    coloured = STDOUT.isatty() and not os.environ.get("NO_COLOR")
+    coloured = can_redraw(STDOUT) and not os.environ.get("NO_COLOR")
     marks = (_COLOUR, _PLAIN) if coloured else _BRACKETS
     for number, (row, place) in enumerate(zip(rows, rows.places, strict=True), first):
         found = prepare_text(LocatedRows([row], [place]), tokenizer, options.of_tokens())

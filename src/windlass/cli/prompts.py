@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from windlass.core.terminal import can_redraw
+
 _UP, _DOWN, _ENTER = ("\x1b[A", "\x1bOA", "k"), ("\x1b[B", "\x1bOB", "j"), ("\r", "\n")
 _STOP = ("", "\x03", "\x04")  # the terminal is gone, Ctrl-C, Ctrl-D
 
@@ -111,7 +113,7 @@ def _key_by_key(descriptor: int) -> Iterator[None]:
 
 
 def prompter(source: TextIO | None = None, sink: TextIO | None = None) -> LinePrompter:
-    """Return the prompter for two streams: arrow keys require terminals."""
+    """Return the prompter for two streams: arrow keys require terminals, and one that can redraw."""
     source, sink = source or sys.stdin, sink or sys.stdout
-    arrows = source.isatty() and sink.isatty() and os.name == "posix"
+    arrows = source.isatty() and can_redraw(sink) and os.name == "posix"
     return ArrowPrompter(source, sink) if arrows else LinePrompter(source, sink)

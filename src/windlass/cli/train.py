@@ -22,6 +22,7 @@ from windlass.core.errors import EXIT_PREEMPTED, Preempted
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.optional import require
 from windlass.core.output import say
+from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def _write_predictions(trainer: Any, parts: RecipeParts, args: TrainingArguments
     output = trainer.predict(chosen, metric_key_prefix="eval" if parts.test is None else "test")
     if trainer.is_world_process_zero():
         lines = "".join(f"{text}\n" for text in decoded(parts.tokenizer, output.predictions))
-        (run_folder(args) / PREDICTIONS).write_text(lines, encoding="utf-8")
+        write_whole(run_folder(args) / PREDICTIONS, lines)
     return dict(output.metrics)
 
 

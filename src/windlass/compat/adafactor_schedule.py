@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,6 @@ class AdafactorSchedule(LambdaLR):
     def __init__(self, optimizer: Any, initial_lr: float = 0.0) -> None:
         for group in optimizer.param_groups:
             group["initial_lr"] = initial_lr
-        self._rate_of = optimizer.rate_of
         super().__init__(optimizer, lambda _: initial_lr)
         for group in optimizer.param_groups:
             del group["initial_lr"]
@@ -27,7 +27,8 @@ class AdafactorSchedule(LambdaLR):
     def get_lr(self) -> list[float | Tensor]:
         """The rate of each group's first parameter in the last update; the initial one before it."""
         groups = [group for group in self.optimizer.param_groups if group["params"][0].grad is not None]
-        return [self._rate_of(group) for group in groups] or list(self.base_lrs)
+        rate_of: Callable[[Any], Tensor] = self.optimizer.rate_of  # type: ignore[attr-defined]
+        return [rate_of(group) for group in groups] or list(self.base_lrs)
 
 
 def get_adafactor_schedule(optimizer: Any, initial_lr: float = 0.0) -> AdafactorSchedule:

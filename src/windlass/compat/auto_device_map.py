@@ -6,6 +6,7 @@ room for the largest layer that is not placed yet, because an offloaded layer is
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -142,12 +143,13 @@ class _Filling:
                     break
 
     def check_room_for_buffers(self, offloaded: int) -> None:
-        """Log a warning if no accelerator has room for `offloaded` bytes of buffers, which stay on one."""
+        """Warn if no accelerator has room for `offloaded` bytes of buffers, which stay on one."""
         fits = any(self._room[device] >= offloaded + self._used[device] for device in self._accelerators)
         if offloaded and self._accelerators and not fits:
-            _logger.warning(
-                "the buffers of offloaded layers take %d bytes and fit on no accelerator; set offload_buffers=True",
-                offloaded,
+            warnings.warn(
+                f"the buffers of offloaded layers take {offloaded} bytes and fit on no accelerator; "
+                "set offload_buffers=True",
+                stacklevel=3,
             )
 
     def _reserved(self) -> int:

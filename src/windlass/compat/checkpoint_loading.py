@@ -1,13 +1,14 @@
 """Load the weights of a checkpoint into a model, each tensor directly to its place: a device, the host or the disk.
 
-At most one tensor is in host memory beside those that stay there. Weights whose place is the disk are not copied: the
-index of offloaded weights refers to the files of the checkpoint, which must not be moved.
+At most one tensor is in host memory beside those that stay there. Weights whose place is the disk are not copied from
+safetensors files: the index of offloaded weights refers to these, which must not be moved.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint import strict_json
+from windlass.checkpoint.deferred import TensorSource
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import shorten
 from windlass.checkpoint.tensor_file import TensorFile, open_tensors
@@ -32,16 +34,13 @@ from windlass.compat.module_tensors import (
     set_module_tensor_to_device,
     torch_dtype,
 )
-from windlass.compat.offloaded import Index, index_entry, save_offload_index
+from windlass.compat.offloaded import Index, index_entry, offload_weight, save_offload_index
 from windlass.compat.torch_file import open_weights
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.logs import get_logger
 
-PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-CONVERT = (
-    "is a pickle, which can run any code and is not read. Convert it once, on a machine where you trust it: "
-    "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
-)
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")  # files of torch.save, of which nothing is executed
+PICKLED_NAME = "pytorch_model.bin"
 _logger = get_logger(__name__)
 
 
@@ -62,10 +61,12 @@ def load_checkpoint_in_model(
     """Load the weights of a checkpoint into a model, which may be on the meta device.
 
     Args:
-        checkpoint: a safetensors file, the JSON index of several, or a folder with `model.safetensors` or one index.
+        checkpoint: a safetensors file, one of `torch.save` with a state dict, the JSON index of several, or a folder
+            with `model.safetensors`, `pytorch_model.bin` or one index.
         device_map: the place of each module's weights (see `infer_auto_device_map`). By default each tensor keeps its
             device; those on the meta device go to the host.
-        offload_folder: the folder for the index of weights on disk; required if the map names the disk.
+        offload_folder: the folder for the index of weights on disk, and for copies of those that are in files of
+            `torch.save`; required if the map names the disk.
         dtype: the dtype to cast floating-point weights to; by default that of each tensor in the model.
         offload_state_dict: no effect, because weights are never collected in host memory.
         offload_buffers: buffers of modules on disk stay there too, instead of going to the host.
@@ -75,15 +76,15 @@ def load_checkpoint_in_model(
 
     Raises:
         ConfigError: arguments that are not supported, all of them at once.
-        CheckpointError: no such checkpoint, a pickle, a damaged file, another shape; if strict, other names.
+        CheckpointError: no such checkpoint, a damaged file, another shape; if strict, other names.
     """
     _check_arguments(device_map, offload_folder, offload_8bit_bnb, full_state_dict, broadcast_from_rank0)
-    loading = _Loading(model, device_map, torch_dtype(dtype), keep_in_fp32_modules or (), offload_buffers)
+    keep_in_fp32, folder = keep_in_fp32_modules or (), Path(offload_folder or "")
+    loading = _Loading(model, device_map, torch_dtype(dtype), keep_in_fp32, offload_buffers, folder)
     found = find_checkpoint(checkpoint)
     for path in found.files:
-        with open_tensors(path, Files()) as file:
-            _check_format(path, file)
-            loading.take(path, file)
+        with _opened(path) as (file, aliases):
+            loading.take(path, file, aliases)
     loading.take_aliases(found.aliases)
     loading.finish(Path(checkpoint), strict)
     if offload_folder is not None:
@@ -104,15 +105,24 @@ def load_state_dict(
         CheckpointError: the file is missing, damaged, or was written for another library.
     """
     path, places = Path(checkpoint_file), set((device_map or {}).values())
-    source = open_weights if path.suffix in PICKLED else open_tensors
-    with source(path, Files()) as file:
-        if isinstance(file, TensorFile):
-            _check_format(path, file)
+    with _opened(path) as (file, _):
         found = {name: file.read(name) for name in file.names}
     for name, tensor in found.items():
         place = next(iter(places)) if len(places) == 1 else lookup(device_map or {}, name)
         found[name] = tensor if place in (None, "disk") else tensor.to(place)
     return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[TensorSource, Mapping[str, str]]]:
+    """The tensors of one file of weights, and for each tied name the one that it is stored under."""
+    if path.suffix in PICKLED:
+        with open_weights(path, Files()) as pickled:
+            yield pickled, pickled.aliases
+        return
+    with open_tensors(path, Files()) as file:
+        _check_format(path, file)
+        yield file, read_aliases(path, file.metadata)
 
 
 def _check_arguments(
@@ -130,7 +140,7 @@ def _check_arguments(
         fix = "8-bit weights are not supported; leave it False"
         problems.append(Problem("offload_8bit_bnb", True, fix))
     if not full_state_dict:
-        fix = "safetensors checkpoints hold whole tensors; leave it True"
+        fix = "checkpoints hold whole tensors; leave it True"
         problems.append(Problem("full_state_dict", False, fix))
     if broadcast_from_rank0:
         fix = "every process reads the files; for a single reader, prepare the model with FSDP and "
@@ -142,34 +152,34 @@ def _check_arguments(
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The safetensors files of a checkpoint, and for each tied name the (file, name) under which it is stored."""
+    """The files of a checkpoint, and for each name that its index ties the (file, name) under which it is stored."""
 
     files: list[Path]
     aliases: dict[str, tuple[Path, str]]
 
 
 def find_checkpoint(checkpoint: str | os.PathLike[str]) -> WeightFiles:
-    """The files of a checkpoint; `CheckpointError` if there are none, only pickles, or not exactly one valid index."""
+    """The files of a checkpoint; `CheckpointError` if there are none, or not exactly one valid index."""
     path = Path(checkpoint)
-    if path.suffix in PICKLED:
-        raise CheckpointError(f"{path} {CONVERT}")
     if path.is_file():
         return _indexed(path) if path.suffix == ".json" else WeightFiles([path], {})
     if not path.is_dir():
         raise CheckpointError(f"{path} is neither a file nor a folder")
     if (path / WEIGHTS_NAME).is_file():
         return WeightFiles([path / WEIGHTS_NAME], {})
-    indices = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.index.json"))
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if not indices and (path / PICKLED_NAME).is_file():
+        return WeightFiles([path / PICKLED_NAME], {})
+    indices = indices or sorted(path.glob("*.index.json"))
     if len(indices) > 1:
         raise CheckpointError(
             f"{path} has several indices ({shorten(i.name for i in indices)}); pass the one to load"
         )
     if indices:
         return _indexed(indices[0])
-    pickles = sorted(file for file in path.iterdir() if file.suffix in PICKLED)
-    if pickles:
-        raise CheckpointError(f"{pickles[0]} {CONVERT}")
-    raise CheckpointError(f"{path} has neither {WEIGHTS_NAME} nor an index of several files (*.index.json)")
+    raise CheckpointError(
+        f"{path} has neither {WEIGHTS_NAME} nor {PICKLED_NAME} nor an index of several files (*.index.json)"
+    )
 
 
 def _indexed(path: Path) -> WeightFiles:
@@ -180,8 +190,6 @@ def _indexed(path: Path) -> WeightFiles:
     files = sorted(set(names.values()))
     if odd := [file for file in files if Path(file).name != file or file in (".", "..")]:
         raise CheckpointError(f"{path} names files outside its folder: {shorten(odd)}")
-    if pickles := [file for file in files if Path(file).suffix in PICKLED]:
-        raise CheckpointError(f"{path.parent / pickles[0]} {CONVERT}")
     _check_complete(path, names)
     metadata = index.get("metadata") or {}
     aliases = read_aliases(path, metadata if isinstance(metadata, dict) else {})
@@ -194,8 +202,9 @@ def _indexed(path: Path) -> WeightFiles:
 def _check_complete(path: Path, names: Mapping[str, str]) -> None:
     """Check that each file has the weights that the index assigns to it, and is not of another checkpoint."""
     for name in sorted(set(names.values())):
-        with open_tensors(path.parent / name, Files()) as file:
-            if missing := [weight for weight, where in names.items() if where == name and weight not in file]:
+        with _opened(path.parent / name) as (file, aliases):
+            listed = [weight for weight, where in names.items() if where == name]
+            if missing := [weight for weight in listed if weight not in file and weight not in aliases]:
                 raise CheckpointError(
                     f"{path.parent / name} lacks what {path.name} lists in it: {shorten(missing)}"
                 )
@@ -219,7 +228,9 @@ class _Loading:
         dtype: torch.dtype | None,
         keep_in_fp32: Sequence[str],
         offload_buffers: bool,
+        offload_folder: Path,
     ) -> None:
+        self._offload_folder = offload_folder
         self._model, self._map, self._dtype = model, device_map, dtype
         self._keep_in_fp32, self._offload_buffers = keep_in_fp32, offload_buffers
         self._tied = find_tied_parameters(model)
@@ -256,9 +267,8 @@ class _Loading:
         kept = any(key == name or f"{key}." in name for key in self._keep_in_fp32)
         return torch.float32 if kept else self._dtype
 
-    def take(self, path: Path, file: TensorFile) -> None:
+    def take(self, path: Path, file: TensorSource, aliases: Mapping[str, str]) -> None:
         """Load each tensor of one file."""
-        aliases = read_aliases(path, file.metadata)
         for name, stored in [*((name, name) for name in file.names), *aliases.items()]:
             if name not in self._targets:
                 self._unexpected.append(name)
@@ -272,10 +282,10 @@ class _Loading:
         """Load names that the checkpoint stores under others, and that the model does not tie to them."""
         for name, (path, stored) in aliases.items():
             if name in self._targets and name not in self._loaded:
-                with open_tensors(path, Files()) as file:
+                with _opened(path) as (file, _):
                     self._put(path, file, name, stored)
 
-    def _put(self, path: Path, file: TensorFile, name: str, stored: str) -> None:
+    def _put(self, path: Path, file: TensorSource, name: str, stored: str) -> None:
         old, place, dtype = self._targets[name], self._place(name), self._dtype_of(name)
         if stored not in file:
             raise CheckpointError(f"{path} stores {name} as {stored!r}, which it does not have")
@@ -286,7 +296,10 @@ class _Loading:
         if place == "disk":
             empty = old.detach().to(device=META, dtype=dtype)
             put_tensor(self._model, name, renewed(old, empty) if isinstance(old, nn.Parameter) else empty)
-            self.index[name] = index_entry(str(path.resolve()), stored, dtype)
+            if path.suffix in PICKLED:
+                offload_weight(file.read(stored).to(dtype), name, self._offload_folder, self.index)
+            else:
+                self.index[name] = index_entry(str(path.resolve()), stored, dtype)
         elif not old.is_meta and old.device == place and old.dtype == dtype:
             with torch.no_grad():
                 old.copy_(file.read(stored))  # in place: optimizers and ties refer to this tensor
@@ -305,13 +318,13 @@ class _Loading:
                 if name in self.index:
                     self.index[twin] = self.index[name]
 
-    def _check_twin(self, path: Path, file: TensorFile, name: str, stored: str) -> None:
+    def _check_twin(self, path: Path, file: TensorSource, name: str, stored: str) -> None:
         """Check that a weight which was loaded from its twin's data is stored with the same values."""
         twin = next(other for other in self._twins[name] if other in self._sources)
         twin_path, twin_stored = self._sources[twin]
         if (twin_path, twin_stored) == (path, stored):
             return
-        with open_tensors(twin_path, Files()) as other:
+        with _opened(twin_path) as (other, _):
             if not torch.equal(other.read(twin_stored), file.read(stored)):
                 raise CheckpointError(f"{path}: {name} and {twin} differ, and the model ties them")
 
@@ -343,8 +356,10 @@ class _Loading:
     def _copy(self, source: str, name: str) -> None:
         if source in self.index:
             entry = self.index[source]
-            path = Path(entry["safetensors_file"])
-            with open_tensors(path, Files()) as file:
+            path = (
+                self._offload_folder / entry["safetensors_file"]
+            )  # absolute unless the file was written there
+            with _opened(path) as (file, _):
                 self._put(path, file, name, entry["weight_name"])
             return
         place, value = self._place(name), get_tensor(self._model, source)

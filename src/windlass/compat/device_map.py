@@ -7,6 +7,7 @@ applies to the whole module of that name; `""` is the whole model.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -75,7 +76,8 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     names = list(model.state_dict())
     known = {"", *names, *(name for name, _ in model.named_modules())}
     if unknown := [key for key in device_map if key not in known]:
-        _logger.warning("device_map names modules that the model does not have: %s", ", ".join(unknown))
+        text = f"device_map names modules that the model does not have: {', '.join(unknown)}"
+        warnings.warn(text, stacklevel=2)
     _refuse_uncovered(device_map, names)
 
 

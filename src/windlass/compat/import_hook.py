@@ -39,10 +39,9 @@ MODULES = {
         f"transformers.{name}": f"windlass.{name}"
         for name in (
             "trainer_utils", "trainer_callback", "trainer_pt_utils", "training_args", "optimization",
-            "trainer_seq2seq", "training_args_seq2seq", "debug_utils",
+            "trainer_seq2seq", "training_args_seq2seq", "debug_utils", "hf_argparser",
         )
     },
-    "transformers.hf_argparser": "windlass",
     "transformers.integrations.deepspeed": "windlass.zero.building",
     "accelerate": "windlass",
     "accelerate.accelerator": "windlass",

@@ -67,15 +67,20 @@ def named_module_tensors(
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
         return
-    left_out = get_non_persistent_buffers(module, recurse) if remove_non_persistent else set()
+    left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
     yield from (item for item in module.named_buffers(recurse=recurse) if item[0] not in left_out)
 
 
-def get_non_persistent_buffers(module: nn.Module, recurse: bool = False) -> set[str]:
-    """Names of the buffers that are not in the state dict."""
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Names of the buffers that are not in the state dict.
+
+    Args:
+        recurse: those of submodules too.
+        fqns: names from `module` on ("block.mask"); otherwise the names within the modules that hold them ("mask").
+    """
     modules = module.named_modules() if recurse else [("", module)]
     return {
-        f"{prefix}.{name}" if prefix else name
+        f"{prefix}.{name}" if prefix and fqns else name
         for prefix, owner in modules
         for name in owner._non_persistent_buffers_set
     }

@@ -83,7 +83,7 @@ class AlignDevicesHook(ModelHook):
         yield from module.named_buffers(recurse=self.place_submodules, remove_duplicate=False)
 
     def _to_offload(self, module: nn.Module, tensors: dict[str, Tensor]) -> set[str]:
-        staying = get_non_persistent_buffers(module, self.place_submodules)
+        staying = get_non_persistent_buffers(module, self.place_submodules, fqns=True)
         if not self.offload_buffers:
             staying |= {name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
         names = set(tensors) - staying

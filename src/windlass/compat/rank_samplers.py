@@ -87,6 +87,9 @@ class SeededStreamShard(shards.IterableDatasetShard):
 
     Args:
         seed: with the epoch, what the dataset's generator is seeded with, so that all processes draw the same.
+
+    Attributes:
+        num_examples: samples of all processes that the latest iteration has read.
     """
 
     def __init__(
@@ -99,13 +102,16 @@ class SeededStreamShard(shards.IterableDatasetShard):
         seed: int = 0,
     ) -> None:
         super().__init__(dataset, batch_size, drop_last, num_processes, process_index)
-        self.seed, self.epoch = seed, 0
+        self.seed, self.epoch, self.num_examples = seed, 0, 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def samples(self) -> Iterator[Any]:
+        self.num_examples = 0
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.seed + self.epoch)
-        return super().__iter__()
+        for sample in self.dataset:
+            self.num_examples += 1
+            yield sample
 
 
 # The name that scripts import; `windlass.data_loader` has the base class.

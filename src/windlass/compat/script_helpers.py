@@ -103,7 +103,7 @@ class RemoveColumnsCollator(ColumnCollator):
     Args:
         data_collator: list of samples -> batch.
         signature_columns: the columns to keep.
-        logger: kept for scripts that pass it: the columns that are left out are logged once, by Windlass.
+        logger: the logger that names the columns that are left out, once; by default that of Windlass.
         model_name: kept for scripts that pass it.
         description: which set it is, for the message ("training").
     """
@@ -116,7 +116,8 @@ class RemoveColumnsCollator(ColumnCollator):
         model_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__(data_collator, list(signature_columns), description or "training")
+        options = {} if logger is None else {"log": logger}
+        super().__init__(data_collator, list(signature_columns), description or "training", **options)
         self.data_collator, self.signature_columns = self.collate, self.columns
         self.model_name, self.description = model_name, description
 

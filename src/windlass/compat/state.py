@@ -46,6 +46,11 @@ class PartialState(ProcessState):
         if not self.initialized:
             super().__init__(*_join(cpu, options))
 
+    def __setstate__(self, facts: dict[str, Any]) -> None:
+        # In a data worker, which has joined no group, these are the facts of the process that started it.
+        _share(facts, PROCESS, self._shared_state)
+        self.__dict__ = self._shared_state
+
     @property
     def initialized(self) -> bool:
         """Return True if there is a state."""
@@ -107,6 +112,10 @@ class GradientState:
     def __init__(self) -> None:
         self.__dict__ = self._shared_state
 
+    def __setstate__(self, facts: dict[str, Any]) -> None:
+        _share(facts, GRADIENTS)
+        self.__dict__ = self._shared_state
+
     @property
     def initialized(self) -> bool:
         """Return True if an `Accelerator` was created."""
@@ -131,6 +140,13 @@ class GradientState:
     def _reset_state(cls) -> None:
         """Clear the state."""
         cls._shared_state.clear()
+
+
+def _share(facts: dict[str, Any], *shared: dict[str, Any]) -> None:
+    """Make the attributes of a copy those of all instances, where there are none yet."""
+    for state in shared:
+        if not state:
+            state.update(facts)
 
 
 def _join(cpu: bool, options: dict[str, Any]) -> tuple[Gang, torch.device, bool]:

@@ -13,7 +13,7 @@ from typing import Any
 from windlass.config.nearest import did_you_mean
 from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
-from windlass.config.plugins import GradientAccumulationPlugin
+from windlass.config.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
 from windlass.config.refusal import refuse
 from windlass.config.sections.setting import setting
 from windlass.core.errors import ConfigError, Problem
@@ -63,6 +63,26 @@ class AcceleratorConfig:
     def sync_each_batch(self) -> bool:
         """Gradients are reduced after each micro-batch, and not once per update."""
         return bool((self.gradient_accumulation_kwargs or {}).get("sync_each_batch"))
+
+    def accumulation(self, steps: int) -> GradientAccumulationPlugin:
+        """The accumulation of a Trainer's accelerator, with `steps` micro-batches in an update."""
+        return GradientAccumulationPlugin(**{**(self.gradient_accumulation_kwargs or {}), "num_steps": steps})
+
+    def loader(self, seed: int, data_seed: int | None) -> DataLoaderConfiguration:
+        """The options of loaders that a Trainer's accelerator prepares; a run saves their positions.
+
+        Args:
+            seed, data_seed: the arguments of the Trainer.
+        """
+        return DataLoaderConfiguration(
+            split_batches=self.split_batches,
+            dispatch_batches=self.dispatch_batches,
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=seed if data_seed is None and self.use_seedable_sampler else data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=True,
+        )
 
     def batch_size(self, field: str, size: int, world: int) -> int:
         """Samples of one process's batch.

@@ -155,6 +155,8 @@ def _derive(args: Any) -> None:
         follow("greater_is_better", not values["metric_for_best_model"].endswith("loss"))
     if values["disable_tqdm"] is None:
         follow("disable_tqdm", get_verbosity() > logging.WARNING)
+    if values["use_cpu"] is True:
+        follow("dataloader_pin_memory", False)
     _derive_compile(values, follow)
     config = values["accelerator_config"]
     if (

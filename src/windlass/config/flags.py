@@ -21,6 +21,12 @@ def string_to_bool(text: str | bool) -> bool:
         raise argparse.ArgumentTypeError(f"{text!r} is not a truth value; use true or false") from None
 
 
+def make_choice_type_function(choices: Sequence[Any]) -> Callable[[str], Any]:
+    """Return a function from the text of a choice to the choice; it returns any other text unchanged."""
+    by_text = {str(choice): choice for choice in choices}
+    return lambda text: by_text.get(text, text)
+
+
 def _bool_or_text(text: str) -> bool | str:
     """Read a field of bool or text: only `true` and `false` are bools, so that a path named `1` stays a path."""
     return text.lower() == "true" if text.lower() in ("true", "false") else text
@@ -77,9 +83,9 @@ def _conversion(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         and (choices := _choices(words[0])) is not None
         and get_origin(words[0]) is not Literal
     ):
-        return {"choices": choices, "type": _choice_reader(choices)}
+        return {"choices": choices, "type": make_choice_type_function(choices)}
     if len(kinds) == 1 and (choices := _choices(kinds[0])) is not None:
-        return {"choices": choices, "type": _choice_reader(choices)}
+        return {"choices": choices, "type": make_choice_type_function(choices)}
     lists = [kind for kind in kinds if get_origin(kind) is list or kind is list]
     if lists:
         if str in kinds:
@@ -108,8 +114,3 @@ def _choices(kind: Any) -> Sequence[Any] | None:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [member.value for member in kind]
     return None
-
-
-def _choice_reader(choices: Sequence[Any]) -> Callable[[str], Any]:
-    by_text = {str(choice): choice for choice in choices}
-    return lambda text: by_text.get(text, text)

@@ -86,21 +86,21 @@ class Helpers:
 
     @property
     def train_batch_size(self) -> int:
-        """Samples per process in one forward and backward."""
-        return self.train_batch_size_of(self._world.size)
+        """Samples of a training loader's batch: of each process; with `split_batches`, of all together."""
+        return self.per_device_train_batch_size
 
     def train_batch_size_of(self, world: int) -> int:
-        """The same in a job of `world` processes, among which `split_batches` divides a batch."""
+        """Samples per process in one forward and backward, in a job of `world` processes."""
         size, field = self.per_device_train_batch_size, "per_device_train_batch_size"
         return int(self.accelerator_config.batch_size(field, size, world))
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples per process in one evaluation batch."""
-        return self.eval_batch_size_of(self._world.size)
+        """Samples of an evaluation loader's batch: of each process; with `split_batches`, of all together."""
+        return self.per_device_eval_batch_size
 
     def eval_batch_size_of(self, world: int) -> int:
-        """The same in a job of `world` processes."""
+        """Samples per process in one evaluation batch, in a job of `world` processes."""
         size, field = self.per_device_eval_batch_size, "per_device_eval_batch_size"
         return int(self.accelerator_config.batch_size(field, size, world))
 

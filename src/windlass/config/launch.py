@@ -9,7 +9,7 @@ from dataclasses import replace
 from windlass.config.launch_checks import Machine, launch_problems, requeue_problems
 from windlass.config.launch_file import find_file
 from windlass.config.launch_plan import LaunchPlan
-from windlass.config.launch_token import token_problems
+from windlass.config.launch_token import token_notes, token_problems
 from windlass.config.parallel import rows_launch as rows
 from windlass.config.parallel import rows_training
 from windlass.config.parallel.from_files import from_file
@@ -60,7 +60,7 @@ def resolve_launch(
             *parallel_problems(settings, _world(plan)),
         ]
     )
-    for note in settings.notes:
+    for note in [*settings.notes, *token_notes(plan, environ)]:
         warn_once(logger, note)
     return replace(plan, environment=_environment(plan, here))
 

@@ -11,6 +11,7 @@ from windlass.config.parallel.from_files import parse_file, without_unknown
 from windlass.config.parallel.settings import Setting, Settings, merge
 from windlass.config.parallel.table import KEYS
 from windlass.core.errors import ConfigError
+from windlass.core.whole_file import write_whole
 
 FILE_NAME = "default_config.yaml"
 
@@ -83,7 +84,7 @@ def _dump(document: Mapping[str, Any], path: Path) -> None:
     import yaml
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(dict(document), sort_keys=True), encoding="utf-8")
+    write_whole(path, yaml.safe_dump(dict(document), sort_keys=True))
 
 
 def _kind(settings: Settings) -> str:

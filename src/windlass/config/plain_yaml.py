@@ -24,8 +24,11 @@ def load_yaml(
         return loader.construct_document(node), node
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
-    except ValueError as error:  # an invalid date, or a number with too many digits
-        raise yaml.YAMLError(str(error)) from None
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        # An invalid date, a number with too many digits, or a text that is not of the type that its tag names.
+        raise yaml.YAMLError(
+            f"it has a value that is not of its type ({type(error).__name__}: {error})"
+        ) from None
     finally:
         loader.dispose()
 

@@ -70,7 +70,7 @@ class DurationPlan:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPlan:
-    """`name` and `schedule` are keys of the registries of optimizers and schedules.
+    """`name` is a key of the registry of optimizers. Nothing in it depends on the number of updates.
 
     Attributes:
         groups: pattern that is searched for in names of parameters -> the options of their group.
@@ -86,10 +86,22 @@ class OptimizerPlan:
     options: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     layer_decay: float = 1.0
-    schedule: str = "linear"
-    schedule_options: dict[str, Any] = field(default_factory=dict)
-    warmup_steps: int = 0
     in_backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePlan:
+    """The schedule of a run whose number of updates is known.
+
+    Attributes:
+        name: a key of the registry of schedules.
+        options: of that schedule.
+        warmup_steps: updates of linear warm-up.
+    """
+
+    name: str = "linear"
+    options: dict[str, Any] = field(default_factory=dict)
+    warmup_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,6 +420,7 @@ class RunPlan:
     batch: UpdateSize
     duration: DurationPlan
     optimizer: OptimizerPlan
+    schedule: SchedulePlan
     precision: PrecisionPlan
     transforms: TransformPlan
     stability: StabilityPlan

@@ -137,11 +137,11 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     _LOADERS: ("DataLoaderAdapter",),
     INSIDE: (
-        "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
+        "DataClass", "DataClassType", "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
         "OptimizerContext", "OptimizerHandler", "SharedDict", "TORCH_DISTRIBUTED_OPERATION_TYPES",
         "ThreadLocalSharedDict", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "check_tied_parameters_in_config",
-        "compile_regions", "do_nothing", "get_grad_scaler", "get_mixed_precision_context_manager", "get_model_tp_size",
-        "has_compiled_regions", "id_tensor_storage", "integration_utils", "is_fsdp_enabled",
+        "do_nothing", "get_grad_scaler", "get_mixed_precision_context_manager", "get_model_tp_size",
+        "id_tensor_storage", "integration_utils", "is_fsdp_enabled",
         "patch_optimizer_step", "test_launch",
     ),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 
 from windlass.core.metric_values import plain_metrics
 from windlass.core.plain_text import parse_json
+from windlass.core.whole_file import write_whole
 
 EVENTS = (
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",
@@ -114,8 +115,7 @@ class TrainerState:
 
     def save_to_json(self, json_path: str) -> None:
         """Write as JSON with sorted keys."""
-        with open(json_path, "w", encoding="utf-8") as file:
-            file.write(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
+        write_whole(Path(json_path), json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainerState:

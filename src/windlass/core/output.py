@@ -56,6 +56,14 @@ def say(*words: object, error: bool = False, end: str = "\n") -> None:
     stream.flush()
 
 
+def is_terminal(stream: Any) -> bool:
+    """Whether `stream` is a terminal; a closed stream and None are not."""
+    try:
+        return bool(stream.isatty())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 class TolerantStream:
     """A text stream whose write errors are reported once and never raised.
 
@@ -97,10 +105,7 @@ class TolerantStream:
             self._drop(stream, problem)
 
     def isatty(self) -> bool:
-        try:
-            return bool(self._stream.isatty())
-        except (OSError, ValueError, AttributeError):
-            return False
+        return is_terminal(self._stream)
 
     def fileno(self) -> int:
         return int(self._stream.fileno())
@@ -113,10 +118,11 @@ class TolerantStream:
         _flush_at_exit()
         if getattr(problem, "errno", None) in _GONE:
             _redirect_to_null(stream)
-        name = "standard error" if stream is sys.stderr else "standard output"
+        is_error = stream in (sys.stderr, sys.__stderr__)
+        name = "standard error" if is_error else "standard output"
         if name not in _reported:
             _reported.add(name)
-            if stream is not sys.stderr:
+            if not is_error:
                 STDERR.write(f"windlass: {name} cannot be written ({problem}); going on without it\n")
                 STDERR.flush()
 

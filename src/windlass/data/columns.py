@@ -53,20 +53,28 @@ class ColumnCollator:
 
     Samples that are not mappings are unchanged.
 
+    Args:
+        what: which set it is, for messages.
+        log: the logger that names the removed columns, once.
+
+    Attributes:
+        message_logged: whether it has.
+
     Raises:
-        DataError: no column of the first batch is left.
+        DataError: no column of a batch is left.
     """
 
-    def __init__(self, collate: Collator, columns: list[str], what: str = "training") -> None:
-        self.collate, self.columns, self.what = collate, columns, what
+    def __init__(
+        self, collate: Collator, columns: list[str], what: str = "training", log: Any = logger
+    ) -> None:
+        self.collate, self.columns, self.what, self.logger = collate, columns, what, log
+        self.message_logged = False
         self._keep = frozenset(columns)
-        self._logged = False
 
     def __call__(self, samples: list[Any]) -> Any:
         if self._keep and isinstance(samples[0], Mapping):
-            if not self._logged:
-                _unused(samples[0], self.columns, self.what)
-                self._logged = True
+            if not self.message_logged:
+                self.message_logged = bool(_unused(samples[0], self.columns, self.what, self.logger))
             samples = [self._kept(sample) for sample in samples]
         return self.collate(samples)
 
@@ -77,7 +85,7 @@ class ColumnCollator:
         return {name: value for name, value in sample.items() if name in keep}
 
 
-def _unused(present: Iterable[str], columns: list[str], what: str) -> list[str]:
+def _unused(present: Iterable[str], columns: list[str], what: str, log: Any = logger) -> list[str]:
     present = list(present)
     unused = [name for name in present if name not in columns]
     if len(unused) == len(present):
@@ -89,7 +97,7 @@ def _unused(present: Iterable[str], columns: list[str], what: str) -> list[str]:
         )
     worker = get_worker_info()
     if unused and (worker is None or worker.id == 0):
-        logger.info(
+        log.info(
             f"columns of the {what} set that the model's forward does not take, left out: "
             f"{', '.join(map(str, unused))} (keep them with remove_unused_columns=False)"
         )

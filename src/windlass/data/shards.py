@@ -126,10 +126,14 @@ class IterableDatasetShard(IterableDataset[Any]):
         rows, left = divmod(len(self.dataset), self.batch_size * self.num_processes)
         return (rows + bool(left and not self.drop_last)) * self.batch_size
 
+    def samples(self) -> Iterator[Any]:
+        """The samples of all processes, from the first one on."""
+        return iter(self.dataset)
+
     def __iter__(self) -> Iterator[Any]:
         row = self.batch_size if self.split_batches else self.batch_size * self.num_processes
         part = row // self.num_processes
-        samples, first = iter(self.dataset), list[Any]()
+        samples, first = self.samples(), list[Any]()
         while taken := list(islice(samples, row)):
             first = first or taken
             if len(taken) < row:

@@ -29,6 +29,7 @@ from windlass.core.errors import ConfigError, Problem, WorkerError
 from windlass.core.job_signals import WorkerStart
 from windlass.core.logs import get_logger
 from windlass.data.worker_fork import WorkerProcess, how_it_ended, sign_on
+from windlass.data.worker_queue import WorkerQueue, advice
 from windlass.dist.beacon import beacon
 
 logger = get_logger(__name__)
@@ -186,7 +187,14 @@ class _Crew:
         self.broken = False
 
 
+def _advice_on(error: Exception) -> str:
+    """What to do about an error that a worker sent; one of shared memory is torch's, of its own collation."""
+    return advice(str(error)) if "unable to allocate shared memory" in str(error) else ""
+
+
 def _advice(code: int) -> str:
+    if code == -getattr(signal, "SIGBUS", 0):  # memory that the system promised and does not have
+        return advice("shared memory")
     if code != -signal.SIGKILL:
         return ""
     return (
@@ -240,9 +248,15 @@ class _Reading:
             raise self._failed(error) from None
         except (_DiedError, RuntimeError, *_CUT_OFF) as error:
             death = self._crew.death(self._reader, error)
-            if death is None:
-                raise
-            raise self._failed(death) from None  # torch's message does not name the cause
+            if death is not None:
+                raise self._failed(death) from None  # torch's message does not name the cause
+            if hint := _advice_on(error):
+                raise self._failed(WorkerError(f"{error}{hint}")) from None
+            raise
+        except BaseException as stop:
+            if not isinstance(stop, Exception):  # a signal ended the wait: a worker may never answer
+                self._discard()
+            raise
 
     def _waited_for(self, work: Callable[[], Any]) -> Any:
         """Call `work`; `_DiedError` may be raised anywhere in it, and never after it."""
@@ -257,11 +271,14 @@ class _Reading:
     def _failed(self, error: WorkerError) -> WorkerError:
         """What to raise. The next pass over the loader starts new workers."""
         logger.error(str(error))  # at once: this rank may have to answer the others until they are done
+        self._discard()
+        return error
+
+    def _discard(self) -> None:
         self._crew.end()
         _lasting.pop(self._loader, None)
         # Torch keeps persistent workers here, dead or alive.
         self._loader._iterator = None
-        return error
 
 
 def _crew_of(loader: DataLoader[Any]) -> _Crew:
@@ -290,6 +307,7 @@ def _started_by_us(loader: DataLoader[Any], crew: _Crew, reader: Reader) -> Iter
         context = multiprocessing.get_context(context)
     ours = copy.copy(context)
     ours.Process = crew.process_class(context, reader.start_timeout)
+    ours.Queue = functools.partial(WorkerQueue, ctx=context)
     loader.multiprocessing_context = ours
     loader.worker_init_fn = WorkerStart.now(functools.partial(_arrive, own_init))
     try:

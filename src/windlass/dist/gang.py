@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from windlass.core.device import backend_for
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.foreign_threads import wait_for_foreign_threads
 from windlass.core.world import World, world_from_environment
 from windlass.dist.beacon import MEETING, waiting
@@ -137,8 +137,8 @@ class ProcessGang(Gang):
         self._host = host_group
 
     def __reduce__(self) -> Any:
-        # A copy is still of this process: an object that holds a gang can be copied and pickled within the job.
-        return current, ()
+        # An object that holds a gang can be copied in this process, and sent to a data worker of it.
+        return _seen_from_here, (self.world,)
 
     @property
     def host_group(self) -> Any:
@@ -180,6 +180,24 @@ class ProcessGang(Gang):
         with waiting("vote"):
             dist.all_reduce(no_votes, group=self._host)
         return int(no_votes) == 0
+
+
+class Outside(Gang):
+    """The processes of a job, seen by a data worker of one of them: rank and size, and nothing to exchange."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise DataError(
+            f"a data worker of rank {self.rank} cannot exchange values with the {self.size} processes of the job; "
+            "do it in the training process, and pass the dataset what it returns"
+        )
+
+    sum = start_sum = sum_on_device = gather_objects = broadcast_object = stream = barrier = vote = _refuse
+    host_group = property(_refuse)
+
+
+def _seen_from_here(world: World) -> Gang:
+    found = current()
+    return found if found.world == world else Outside(world)
 
 
 _joined: ProcessGang | None = None

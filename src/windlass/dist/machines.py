@@ -20,8 +20,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from windlass.core.output import say
+from windlass.dist.arrivals import MeetingError
 from windlass.dist.listening import LOOPBACK, address_towards, open_store
-from windlass.dist.rendezvous import Machines, Meeting, MeetingError, OneMachine
+from windlass.dist.rendezvous import Machines, Meeting, OneMachine
 from windlass.dist.signed_store import SignedStore
 
 _TRY_SECONDS = 2.0
@@ -54,7 +55,7 @@ def meet(meeting: Meeting) -> RendezvousHandler:
 
 def _host(meeting: Meeting) -> RendezvousHandler:
     store, where = open_store(meeting.address, meeting.port)
-    how = "with a token" if meeting.token else "reachable from this machine only, without a token"
+    how = "with a token" if meeting.token else "without a token"
     _tell(f"the rendezvous listens on {where or 'all addresses'}:{store.port}, {how}")
     # The first connection is the store itself, and keeps it open.
     clients = iter(partial(_client, where or LOOPBACK, store.port), None)

@@ -141,12 +141,18 @@ def pad_across_processes(
     """The same nest with axis `dim` of each tensor lengthened to that of the longest on any process.
 
     Args:
-        dim: the axis; tensors that lack it stay as they are.
+        dim: the axis; tensors that lack it stay as they are, and nested ones with a CannotPadNestedTensorWarning.
         pad_index: what fills the new places.
         pad_first: put them before the old ones.
     """
     gang = gang or current()
     own = tensors_of(tensor, "pad_across_processes")
+    if any(part.is_nested for part in own):
+        warnings.warn(
+            "pad_across_processes leaves a nested tensor as it is: its rows have lengths of their own",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
     if gang.size == 1:
         return tensor
     kinds = _kinds_everywhere(own, gang, "pad_across_processes", free_axis=None)
@@ -264,14 +270,7 @@ def _has_axis(shape: Sequence[int], dim: int) -> bool:
 
 
 def _pad_one(tensor: Tensor, dim: int, sizes: list[int], filler: int | float, first: bool) -> Tensor:
-    if tensor.is_nested:
-        warnings.warn(
-            "pad_across_processes leaves a nested tensor as it is: its rows have lengths of their own",
-            CannotPadNestedTensorWarning,
-            stacklevel=3,
-        )
-        return tensor
-    if not _has_axis(tensor.shape, dim) or max(sizes) == tensor.shape[dim]:
+    if tensor.is_nested or not _has_axis(tensor.shape, dim) or max(sizes) == tensor.shape[dim]:
         return tensor
     shape = list(tensor.shape)
     shape[dim] = max(sizes) - tensor.shape[dim]

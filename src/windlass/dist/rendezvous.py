@@ -5,6 +5,7 @@ compares the clocks of the machines. Here the machines exchange JSON, each value
 
 The machine that holds the store writes the list of members of a round; the others only ask to be in it:
 
+- A machine that comes learns the session at the door (`Door`); all that follows is signed for that session.
 - A machine that wants to join appends an arrival: its id, its name, its rank and the round it wants.
 - The holder of the store reads the arrivals. When there are as many machines alive as the job needs it writes the
   members of the round, which is the moment all of them return from `next_rendezvous`.
@@ -34,25 +35,17 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from windlass.core.errors import WindlassError
-from windlass.core.plain_text import parse_json
+from windlass.dist.arrivals import LOOK_SECONDS, MOST_NAME, Arrival, Door, MeetingError, Roster
 from windlass.dist.listening import LOOPBACK, ONE_ATTEMPT, open_store
 from windlass.dist.signed_store import ForgedValueError, SignedStore
 
 DEFAULT_WAIT_SECONDS = 600
-_LOOK_SECONDS = 0.1
 _BEAT_SECONDS = 1.0
 # A machine without a heartbeat for so long counts as gone.
 _GONE_SECONDS = 15.0
 # A member asks for the next round because its processes failed. Those of the others fail soon, too, for want of their
 # peers, and say why; only where they do not within this time are they stopped by their own launcher.
 _OWN_FAILURE_SECONDS = 10.0
-_MOST_ARRIVALS = 100_000
-_MOST_NAME = 200
-
-
-class MeetingError(WindlassError):
-    """The machines reached each other and cannot work together: a wrong token, or ranks that do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +59,7 @@ class Meeting:
         hosts: whether this machine holds the store.
         run_id: what the machines of one job have in common.
         wait_seconds: how long the others may take to come.
-        token: the secret of the job; None where only this machine can reach the address.
+        token: the secret of the job; None lets every machine that reaches the address join.
     """
 
     address: str
@@ -77,44 +70,6 @@ class Meeting:
     run_id: str
     wait_seconds: int
     token: str | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A machine that wants to be in a round.
-
-    Attributes:
-        slot: position among all arrivals.
-        machine: id of its launcher, new with each start.
-        host, address: what it is called and where it is reached, for messages and for the processes' own store.
-        rank: as the user gave it; None if the order of arrival decides.
-        machines: how many machines it was told there are.
-        round: which round it wants.
-    """
-
-    slot: int
-    machine: str
-    host: str
-    address: str
-    rank: int | None
-    machines: int
-    round: int
-
-    @staticmethod
-    def read(slot: int, content: Any) -> Arrival:
-        """Raises ValueError if `content` is not an arrival."""
-        if not isinstance(content, dict):
-            raise ValueError("not a table")
-        machine, host, address = (content.get(name) for name in ("machine", "host", "address"))
-        rank, machines, number = (content.get(name) for name in ("rank", "machines", "round"))
-        if not all(isinstance(text, str) and len(text) <= _MOST_NAME for text in (machine, host, address)):
-            raise ValueError("no name")
-        if not all(type(value) is int and value >= 0 for value in (machines, number, rank or 0)):
-            raise ValueError("no number")
-        return Arrival(slot, machine, host, address, rank, machines, number)  # type: ignore[arg-type]
-
-    def named(self) -> str:
-        return f"machine {self.host!a} ({self.address!a})"
 
 
 def open_workers_store(address: str, port: int = 0) -> tuple[Any, RendezvousStoreInfo]:
@@ -176,60 +131,12 @@ class OneMachine(_Handler):
         return True
 
 
-@dataclass(slots=True)
-class Roster:
-    """The arrivals found so far. A slot whose number was drawn and whose value is not there yet is looked at again."""
-
-    store: SignedStore
-    refuse: Callable[[str], None]
-    arrivals: dict[str, list[Arrival]] = field(default_factory=dict)
-    _next: int = 1
-    _open: set[int] = field(default_factory=set)
-
-    def look(self) -> None:
-        count = self.store.add("arrivals", 0)
-        if count > _MOST_ARRIVALS:
-            raise MeetingError(
-                f"the rendezvous store counts {count} arrivals: somebody disturbs the rendezvous"
-            )
-        self._open.update(range(self._next, count + 1))
-        self._next = max(self._next, count + 1)
-        for slot in sorted(self._open):
-            if self.store.check([f"arrival/{slot}"]):
-                self._open.discard(slot)
-                self._read(slot)
-
-    def _read(self, slot: int) -> None:
-        key = f"arrival/{slot}"
-        try:
-            arrival = Arrival.read(slot, self.store.get_json(key))
-        except ForgedValueError as forged:
-            self.refuse(f"refused {_claimed(forged.content)}: it does not have the token of this job ({key})")
-        except ValueError as error:
-            self.refuse(f"ignored the rendezvous value {key}: it is not an arrival ({error})")
-        else:
-            self.arrivals.setdefault(arrival.machine, []).append(arrival)
-
-    def wanting(self, number: int) -> list[Arrival]:
-        """The last arrival of every machine that wants round `number`, oldest first."""
-        last = [arrivals[-1] for arrivals in self.arrivals.values()]
-        return sorted((a for a in last if a.round == number), key=lambda arrival: arrival.slot)
-
-
-def _claimed(content: bytes) -> str:
-    """Who a value without a valid signature claims to be from; only ever shown."""
-    try:
-        return Arrival.read(0, parse_json(content)).named()
-    except ValueError:
-        return "a value from a stranger"
-
-
 class Machines(_Handler):
     """A job on several machines.
 
     Args:
-        connect: opens a connection to the shared store: one for this thread, and one for each that has to go on when
-            another waits for an answer.
+        connect: opens a connection to the shared store, signed with the token: one for this thread, and one for each
+            that has to go on when another waits for an answer.
         address: where the other machines reach this one.
         tell: shows a line to the user.
     """
@@ -238,16 +145,14 @@ class Machines(_Handler):
         self, meeting: Meeting, connect: Callable[[], SignedStore], address: str, tell: Callable[[str], None]
     ) -> None:
         super().__init__(meeting.run_id)
-        self._store, self._connect = connect(), connect
+        self._outside, self._tell = connect, tell
         self._meeting, self._address = meeting, address
         self._id = uuid.uuid4().hex
-        self._roster = Roster(self._store, tell)
-        self._pulse = Pulse(self._store)
         self._members: list[str] = []
         self._round = 0
         self._clash_since: float | None = None
         self._asked_since: float | None = None
-        self._heart: Heart | None = None
+        self._heart: Heart | None = None  # beats from the moment this machine knows the session
         self._waiting = self.ask_waiting
 
     def attempt_store(self) -> SignedStore:
@@ -261,19 +166,39 @@ class Machines(_Handler):
     def next_rendezvous(self) -> RendezvousInfo:
         self._workers = None
         with _connection():
+            deadline = time.monotonic() + self._meeting.wait_seconds
             if self._heart is None:
-                self._heart = Heart(self._connect(), self._id)
-            members = self._join(time.monotonic() + self._meeting.wait_seconds)
+                self._heart = self._enter(deadline)
+            members = self._join(deadline)
             rank = members.index(self._id)
             attempt = self._store.below(f"round-{self._round}")
             return RendezvousInfo(attempt, rank, len(members), self._workers_store(attempt, rank))
+
+    def _enter(self, deadline: float) -> Heart:
+        """Learn the session, and sign for it from here on."""
+        self._door = Door(self._outside().below("door"), self._tell)
+        if self._meeting.hosts:
+            self._door.open()
+        else:
+            self._door.ask(self._about(0), self._run_id, deadline)
+        self._store = self._connect()
+        self._roster, self._pulse = Roster(self._store, self._tell), Pulse(self._store)
+        return Heart(self._connect(), self._id)
+
+    def _connect(self) -> SignedStore:
+        return self._outside().of_session(self._door.session)
+
+    def _look(self) -> None:
+        if self._meeting.hosts:
+            self._door.answer()
+        self._roster.look()
 
     def _join(self, deadline: float) -> list[str]:
         number = self._arrive(self._round + 1)
         while True:
             if self.is_closed():
                 raise RendezvousClosedError(f"the job {self._run_id!r} has ended")
-            self._roster.look()
+            self._look()
             if self._meeting.hosts:
                 self._admit(number)
             if self._store.check([f"members/{number}"]):
@@ -284,33 +209,23 @@ class Machines(_Handler):
                 number = self._arrive(number + 1)  # a machine too many waits for the next round
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(self._missing(number))
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
 
     def _arrive(self, number: int) -> int:
         """Ask for round `number`, or a later one if that is complete. Return which."""
-        if self._round == 0:
-            # Before anything is read, so that the holder can name a machine that it refuses.
-            self._announce(0)
         number = max(number, self._complete() + 1)
-        self._announce(number)
+        self._roster.append(self._about(number))
         return number
 
-    def _announce(self, number: int) -> None:
-        about = {
-            "machine": self._id, "host": socket.gethostname()[:_MOST_NAME], "address": self._address[:_MOST_NAME],
+    def _about(self, number: int) -> dict[str, Any]:
+        return {
+            "machine": self._id, "host": socket.gethostname()[:MOST_NAME], "address": self._address[:MOST_NAME],
             "rank": self._meeting.rank, "machines": self._meeting.machines, "round": number,
         }  # fmt: skip
-        self._store.set_json(f"arrival/{self._store.add('arrivals', 1)}", about)
 
     def _complete(self) -> int:
         """The last round that is complete."""
-        try:
-            return int(self._store.get_json("complete")) if self._store.check(["complete"]) else 0
-        except ForgedValueError as error:
-            raise MeetingError(
-                f"this machine, {socket.gethostname()!a}, and the main machine have different tokens for the job "
-                f"{self._run_id!r}; give both the same one. {error}"
-            ) from None
+        return int(self._store.get_json("complete")) if self._store.check(["complete"]) else 0
 
     def _admit(self, number: int) -> None:
         """Write the members of the round, if the machines for it are there. Only the holder of the store does this."""
@@ -377,7 +292,7 @@ class Machines(_Handler):
     def ask_waiting(self) -> int:
         """How many machines wait to join, as the store has it; not to be asked by two threads at once."""
         with _connection():
-            self._roster.look()
+            self._look()
             wanting = [a for a in self._roster.wanting(self._round + 1) if a.machine != self._id]
             again = [a for a in wanting if a.machine in self._members]
             if again:
@@ -391,12 +306,14 @@ class Machines(_Handler):
 
     def is_closed(self) -> bool:
         with _connection():
-            if not self._store.check(["closed"]):
+            if self._heart is None or not self._store.check(["closed"]):
                 return False
             self._store.get_json("closed")  # raises if a stranger wrote it
             return True
 
     def set_closed(self) -> None:
+        if self._heart is None:
+            return  # this machine is not in the job
         with _connection():
             self._store.set_json("closed", self._id)
 

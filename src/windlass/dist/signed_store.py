@@ -32,7 +32,7 @@ class ForgedValueError(WindlassError):
     def __init__(self, key: str, content: bytes) -> None:
         super().__init__(
             f"the value of {key!r} in the rendezvous store is not signed with the token of this job: it was written "
-            "by a machine with another token, or by a stranger; it was not read"
+            "by a machine with another token, in an earlier job, or by a stranger; it was not read"
         )
         self.key = key
         self.content = content
@@ -57,6 +57,11 @@ class SignedStore(Store):
     def below(self, prefix: str) -> SignedStore:
         """The same store, with a longer prefix."""
         return SignedStore(self._inner, self._token, f"{self._prefix}/{prefix}")
+
+    def of_session(self, session: str) -> SignedStore:
+        """The same keys, with values that are signed for one session and not accepted in another."""
+        token = hmac.digest(self._token, b"session\0" + session.encode(), hashlib.sha256)
+        return SignedStore(self._inner, token, self._prefix)
 
     def set(self, key: str, value: str | bytes) -> None:
         content = value.encode() if isinstance(value, str) else bytes(value)

@@ -148,13 +148,17 @@ class HubClient:
 
     def names(self, folder: str = "", revision: str | None = None) -> list[str]:
         """Paths of the files in a folder and its folders; none if it does not exist."""
+        return list(self.sizes(folder, revision))
+
+    def sizes(self, folder: str = "", revision: str | None = None) -> dict[str, int]:
+        """The same paths, with the size of each file in bytes."""
         absent: Any = require("huggingface_hub.errors", "publish on the Hub").EntryNotFoundError
         with self._doing("list"), contextlib.suppress(absent):
             found = self._api.list_repo_tree(
                 self.repository, folder or None, recursive=True, revision=revision or self._revision
             )
-            return [entry.path for entry in found if hasattr(entry, "blob_id")]
-        return []
+            return {entry.path: int(entry.size) for entry in found if hasattr(entry, "blob_id")}
+        return {}
 
     def commit_of(self, revision: str | None = None) -> str:
         """The id of the commit that a branch or tag points to now."""

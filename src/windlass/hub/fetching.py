@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
-from windlass.checkpoint.manifest import MANIFEST_NAME, parse_manifest
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, CheckpointInfo, parse_manifest
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.plain_text import parse_json
 from windlass.hub.client import HubClient, HubError
@@ -46,14 +48,22 @@ def fetch(address: str, token: str | None, folder: Path) -> Path:
     try:
         client = HubClient(match["repository"], token)
         commit = client.commit_of(unquote(match["revision"] or "") or None)
-        if f"{place}/{MANIFEST_NAME}" not in client.names(place, commit):
+        sizes = client.sizes(place, commit)
+        listed = sizes.get(f"{place}/{MANIFEST_NAME}")
+        if listed is None:
             raise CheckpointError(
                 f"{address} has no checkpoint in {place}; a run with hub_strategy='checkpoint' uploads one"
             )
-        manifest = client.fetch(f"{place}/{MANIFEST_NAME}", commit, staged).read_bytes()
+        if listed > MAX_MANIFEST_BYTES:
+            raise CheckpointError(
+                f"{address} has a {MANIFEST_NAME} of {listed:,} bytes; at most {MAX_MANIFEST_BYTES:,} are read"
+            )
+        path = client.fetch(f"{place}/{MANIFEST_NAME}", commit, staged)
+        manifest = Files().read(path, MAX_MANIFEST_BYTES)
         info = parse_manifest(staged / place, manifest)
         target = folder / STAGING / f"checkpoint-{info.step}"
         if not ((target / MANIFEST_NAME).is_file() and (target / MANIFEST_NAME).read_bytes() == manifest):
+            _check_listed(address, info, {name: sizes.get(f"{place}/{name}") for name in info.files})
             for name in info.files:
                 client.fetch(f"{place}/{name}", commit, staged)
             shutil.rmtree(target, ignore_errors=True)
@@ -65,6 +75,17 @@ def fetch(address: str, token: str | None, folder: Path) -> Path:
         raise CheckpointError(str(error)) from None
     finally:
         files.remove()
+
+
+def _check_listed(address: str, info: CheckpointInfo, listed: Mapping[str, int | None]) -> None:
+    """Refuse a checkpoint before its files are downloaded if they cannot be those of its manifest."""
+    for name, entry in info.files.items():
+        if listed[name] is None:
+            raise CheckpointError(f"{address} is damaged: {name} is missing")
+        if listed[name] != entry.size:
+            raise CheckpointError(
+                f"{address} is damaged: {name} has {listed[name]:,} bytes and was saved with {entry.size:,}"
+            )
 
 
 def fetched_before(address: str, folder: Path) -> Path:

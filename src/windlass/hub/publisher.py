@@ -152,7 +152,11 @@ class Publisher:
         uploads = self.open()
         later = self._command(source, "--model-only")
         upload = Upload("the model", message, StagedFiles(self._folder), later=later)
-        upload.files.link(files)
+        try:
+            upload.files.link(files)
+        except BaseException:
+            upload.files.remove()
+            raise
         uploads.add(upload)
         return upload.commit
 

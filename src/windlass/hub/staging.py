@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from windlass.core.errors import CheckpointError
+
 if sys.platform != "win32":
     import fcntl
 
@@ -41,14 +43,19 @@ class StagedFiles:
     def link(self, files: Mapping[str, Path]) -> None:
         """Make links to these files (path in the folder -> file), or copies on a disk without links. Their originals
         may be removed.
+
+        Raises:
+            CheckpointError: one is a symbolic link, which may lead to a file of this user that is not the run's.
         """
         for name, path in files.items():
             target = self.path / name
             target.parent.mkdir(parents=True, exist_ok=True)
+            _refuse_link(path, path)
             try:
                 os.link(path, target)
             except OSError:
-                shutil.copyfile(path, target)
+                shutil.copyfile(path, target, follow_symlinks=False)
+            _refuse_link(target, path)  # it may have been replaced meanwhile
 
     def remove(self) -> None:
         """Remove the folder."""
@@ -66,6 +73,13 @@ def remove_stale(run: Path) -> None:
         if lock is not None:
             shutil.rmtree(left, ignore_errors=True)
             os.close(lock)
+
+
+def _refuse_link(path: Path, shown: Path) -> None:
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{shown} is a symbolic link; only plain files are published: put a copy there, or remove it"
+        )
 
 
 def _locked(folder: Path) -> int | None:

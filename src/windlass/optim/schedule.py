@@ -11,10 +11,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from windlass.config.plan import SchedulePlan
 from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import State
+from windlass.optim.schedule_state import load_data, state_as_data
 from windlass.optim.schedules.base import Factor, Span
 from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, SHAPES, WITHOUT_WARMUP
 
@@ -150,19 +152,14 @@ class UserSchedule:
         return [float(lr) for lr in self._seen]
 
     def state_dict(self) -> State:
-        """The state of the scheduler, in which maps of other types (counters) become dicts."""
-        state = self.inner.state_dict()
-        return {key: dict(value) if isinstance(value, dict) else value for key, value in state.items()}
+        """The state of the scheduler as data (`schedule_state.py`)."""
+        return state_as_data(self.inner)
 
     def load_state_dict(self, state: State) -> None:
         groups = len(self.optimizer.param_groups)
-        restored = {
-            key: _for_groups(value, groups)
-            if key in _RATES_OF_GROUPS
-            else _as_before(getattr(self.inner, key, None), value)
-            for key, value in state.items()
-        }
-        self.inner.load_state_dict(restored)
+        load_data(self.inner, {
+            key: _for_groups(value, groups) if key in _RATES_OF_GROUPS else value for key, value in state.items()
+        })  # fmt: skip
         self._seen = self._read()
 
     def _read(self) -> list[float | torch.Tensor]:
@@ -200,6 +197,19 @@ def build_schedule(
         return UserSchedule(build_metric_driven(name, optimizer, options or {}), optimizer)
     span = Span(warmup_steps, total_steps, peak_lr(optimizer))
     return FactorSchedule(optimizer, build_factor(name, span, options or {}))
+
+
+def warmup_of_schedule(plan: SchedulePlan, optimizer: Optimizer) -> int:
+    """The updates of warm-up that are left to the schedule: none if the optimizer has an option `warmup_steps` of its
+    own, as both together would warm up twice. If the schedule has no warm-up, groups whose option was left at 0 get the
+    number of the plan.
+    """
+    own = optimizer.defaults.get("warmup_steps")
+    if own == 0 and plan.name in WITHOUT_WARMUP:
+        for group in optimizer.param_groups:
+            group["warmup_steps"] = group["warmup_steps"] or plan.warmup_steps
+        return 0
+    return 0 if own else plan.warmup_steps
 
 
 def build_factor(name: str, span: Span, options: Mapping[str, Any]) -> Factor:
@@ -267,10 +277,3 @@ def _asks_for_metric(scheduler: Any) -> bool:
 def _for_groups(value: Any, groups: int) -> Any:
     """The rates of one group for several: earlier versions had one group without weight decay."""
     return value * groups if isinstance(value, list) and len(value) == 1 else value
-
-
-def _as_before(current: Any, value: Any) -> Any:
-    """`value` as the mapping type that the scheduler has (e.g. a Counter of milestones)."""
-    if isinstance(current, dict) and isinstance(value, dict) and type(current) is not dict:
-        return type(current)(value)
-    return value

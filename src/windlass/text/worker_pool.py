@@ -162,7 +162,8 @@ class _Pool:
     """Worker processes, each with a connection over its standard streams."""
 
     def __init__(self, count: int) -> None:
-        command = [sys.executable, "-m", "windlass.text.prepare_worker"]
+        # -P: nothing in the current folder comes before the standard library; `send` sends the paths of this process.
+        command = [sys.executable, "-P", "-m", "windlass.text.prepare_worker"]
         # One process a core: threads of the tokenizer would compete with the other workers.
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE

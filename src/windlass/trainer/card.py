@@ -19,6 +19,7 @@ from windlass.config.plain_yaml import load_yaml
 from windlass.core.events import TrainerState
 from windlass.core.output import shown
 from windlass.core.plain_text import parse_json, read_text
+from windlass.core.whole_file import write_whole
 from windlass.trainer import card_facts
 
 CARD = "README.md"
@@ -127,7 +128,7 @@ def write_card(path: Path, card: Card) -> None:
     text = (
         f"---\n{yaml.safe_dump(head(card, earlier), sort_keys=False, allow_unicode=True)}---\n\n{body(card)}"
     )
-    path.write_text(shown(text), encoding="utf-8")
+    write_whole(path, shown(text))
 
 
 def earlier_head(path: Path) -> dict[str, Any]:

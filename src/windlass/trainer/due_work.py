@@ -12,6 +12,7 @@ from windlass.core.logs import get_job_logger
 from windlass.core.types import State
 from windlass.dist.beacon import beacon
 from windlass.dist.gang import Gang
+from windlass.engine.evaluate import closing_if_possible
 from windlass.engine.loop import Loop
 from windlass.engine.uneven_batches import EvaluationAbandoned, interruptible_batches
 from windlass.optim.schedule import Schedule
@@ -21,7 +22,7 @@ from windlass.trainer.best_tracker import BestTracker, find_metric
 from windlass.trainer.checkpointer import Checkpointer
 from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.hooks import TrainHooks
-from windlass.trainer.interruption import Interruption
+from windlass.trainer.interruption import Interruption, WaitBrokenOff
 from windlass.trainer.run_events import Events
 from windlass.trainer.run_reports import RunReports
 from windlass.trainer.run_saver import RunSaver
@@ -32,8 +33,11 @@ logger = get_job_logger(__name__)
 class DueWork:
     """Does what control flags, the clock and signals request. All ranks make the same calls.
 
-    Its state is a part of checkpoints: if a run was preempted in an evaluation, the resumed run evaluates first.
+    Its state is a part of checkpoints: if a run was ended in an evaluation, the resumed run evaluates first.
     `in_step` returns True if a forward of one rank waits for the others.
+
+    Attributes:
+        waits_for_data: an evaluation waits for its next batch.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class DueWork:
         self._saved_step = 0
         # An evaluation that was abandoned, and a save that was due after it.
         self._evaluation_left = self._save_left = False
+        self.waits_for_data = False
 
     def begin(self, started: Moment) -> None:
         """Begin training at this moment; first do what an earlier part of the run left undone."""
@@ -94,14 +99,8 @@ class DueWork:
 
     def _evaluate(self) -> None:
         events = self._events
-        logged, states = len(events.state.log_history), events.copy_callback_states()
-        try:
-            with self._evaluator.interruptible(self._interruptible):
-                metrics = self._hooks.evaluate()
-        except EvaluationAbandoned:
-            # The resumed run starts it again, and reports everything again.
-            del events.state.log_history[logged:]
-            events.handler.load_state_dict(states)
+        metrics = self.evaluate_or_stop()
+        if metrics is None:
             self._evaluation_left, self._save_left = True, events.control.should_save
             return
         save = self._plan.save
@@ -117,17 +116,46 @@ class DueWork:
             # Saved at any step: the best weights must exist when they are loaded.
             events.control.should_save = True
 
+    def evaluate_or_stop(self) -> dict[str, float] | None:
+        """Return the metrics of an evaluation; None if it was abandoned, because the run is to end. Collective."""
+        events = self._events
+        logged, states = len(events.state.log_history), events.copy_callback_states()
+        try:
+            with self._evaluator.interruptible(self._interruptible):
+                return self._hooks.evaluate()
+        except EvaluationAbandoned:
+            pass
+        except WaitBrokenOff:
+            self._interruption.agree_preemption(0.0)  # in a world of one, which need not ask
+        # The resumed run starts it again, and reports everything again.
+        del events.state.log_history[logged:]
+        events.handler.load_state_dict(states)
+        return None
+
     def _interruptible(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
-        """The batches of an evaluation, which all ranks abandon together if one of them is preempted."""
+        """The batches of an evaluation, which all ranks abandon together if the run is to end."""
 
         def agreed(sums: Sequence[float]) -> None:
             self._agreement.apply(sums, self._events.state.global_step)
-            if self._interruption.preempted:
+            if self._interruption.preempted or self._interruption.stopped:
                 raise EvaluationAbandoned
 
         return interruptible_batches(
-            batches, self._gang, self._agreement.own, agreed, in_step=self._in_step()
+            self._waited_for(batches), self._gang, self._agreement.own, agreed, in_step=self._in_step()
         )
+
+    def _waited_for(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
+        remaining, end = iter(batches), object()
+        with closing_if_possible(remaining):
+            while True:
+                self.waits_for_data = True
+                try:
+                    batch = next(remaining, end)
+                finally:
+                    self.waits_for_data = False
+                if batch is end:
+                    return
+                yield batch
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -149,6 +177,13 @@ class DueWork:
         checkpointer.ephemeral = False  # saves that a script starts itself are not ephemeral
         interruption.saved()
         self._events.control.should_save = False
+
+    def save_stopped(self) -> None:
+        """Save after a Ctrl-C that came while the run waited for data."""
+        if self.is_saved:
+            self._interruption.saved()
+        else:
+            self._save()
 
     def save_and_leave(self) -> None:
         """Save and exit after a preemption that came while the run waited for data, or after its last update."""

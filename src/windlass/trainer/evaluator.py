@@ -105,10 +105,13 @@ class Evaluator:
         request = self._request(hooks, plan, loss_only, prefix, predicting)
         self._events.show(eval_dataloader=loader)
         logger.info("***** Running %s *****", "Prediction" if predicting else "Evaluation")
-        return self._fitted(
-            loader, hooks, plan, request, lambda: self._placed(loader, hooks, plan),
-            functools.partial(self._events.fire, "on_prediction_step"),
-        )  # fmt: skip
+        try:
+            return self._fitted(
+                loader, hooks, plan, request, lambda: self._placed(loader, hooks, plan),
+                functools.partial(self._events.fire, "on_prediction_step"),
+            )  # fmt: skip
+        finally:
+            self._events.end_evaluation_displays()
 
     def rehearse(
         self, loaders: Mapping[str, Callable[[], Any]], hooks: EvalHooks, plan: EvaluationPlan, wanted: str
@@ -185,7 +188,7 @@ class Evaluator:
             on_batch()
 
         with contextlib.ExitStack() as stack:
-            self._enter_evaluation_mode(stack, hooks.model, plan)
+            self._enter_evaluation_mode(stack, hooks, plan)
             # With or without evaluations, a run has the same bits: they draw nothing from its random generators.
             stack.enter_context(preserved_rng(self._session.device))
             if self._watch is not None:
@@ -224,7 +227,7 @@ class Evaluator:
                 yield from remaining
 
     def _enter_evaluation_mode(
-        self, stack: contextlib.ExitStack, model: nn.Module, plan: EvaluationPlan
+        self, stack: contextlib.ExitStack, hooks: EvalHooks, plan: EvaluationPlan
     ) -> None:
         """Put the model into evaluation mode, in the plan's dtype.
 
@@ -232,10 +235,10 @@ class Evaluator:
         """
         if self._executor is not None:
             stack.enter_context(self._executor.evaluating())
-        model.eval()
-        self._cast(model, plan)
+        hooks.model.eval()
+        self._cast(hooks.strategy, plan)
 
-    def _cast(self, model: nn.Module, plan: EvaluationPlan) -> None:
+    def _cast(self, strategy: Strategy, plan: EvaluationPlan) -> None:
         """`bf16_full_eval`, `fp16_full_eval`: cast the weights themselves, which training could not undo."""
         if plan.cast is None:
             return
@@ -244,7 +247,7 @@ class Evaluator:
                 "it would cast the weights that are being trained; evaluate after training, or use bf16=True"
             )
             raise ConfigError(Problem(f"{plan.cast}_full_eval", True, fix))
-        model.to(dtype=_CASTS[plan.cast], device=self._session.device)
+        strategy.cast(_CASTS[plan.cast], self._session.device)
 
 
 def has_labels(batch: Any, names: list[str]) -> bool:

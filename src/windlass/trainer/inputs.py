@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from windlass.assemble.resolve import resolve_batch, resolve_data
 from windlass.core.errors import ConfigError, DataError, Problem
@@ -30,14 +30,16 @@ def training_loader(
     args: Any, world: World, given: Any, dataset: Any, collate: Collate, make_sampler: Callable[..., Any] | None,
     batch_size: int,
 ) -> Any:  # fmt: skip
-    """The loader of a training dataset, in micro-batches of `batch_size` samples.
+    """The loader of a training dataset, in batches of `batch_size` samples.
 
     Args:
         given, dataset: the dataset of the script, and the same with only the columns that are used.
         make_sampler: as `Trainer._get_train_sampler`; None: the loader orders samples.
+        batch_size: of each process; with `split_batches`, of all together.
     """
     _check_dataset(given, "train_dataset", "get_train_dataloader")
-    plan, batch = resolve_data(args), replace(resolve_batch(args, world), micro=batch_size)
+    micro = args.accelerator_config.batch_size("batch_size", batch_size, world.size)
+    plan, batch = resolve_data(args), replace(resolve_batch(args, world), micro=micro)
     sampler = _sampler(make_sampler, dataset)
     return build_train_loader(
         dataset, plan=plan, batch=batch, collate=collate, sampler=sampler, measured=given
@@ -60,12 +62,14 @@ class EvaluationLoaders:
 
         Args:
             given: what the script gave: the dataset, the collator, the names of columns.
+            batch_size: of each process; with `split_batches`, of all together.
             used: the dataset and the collator with only the columns that are used.
             name: of the set; None if it has none, and the loader is not kept.
         """
         dataset, collate = used
         _check_dataset(dataset, "eval_dataset", "get_eval_dataloader")
-        plan, batch = resolve_data(args), replace(resolve_batch(args, world), eval=batch_size)
+        micro = args.accelerator_config.batch_size("batch_size", batch_size, world.size)
+        plan, batch = resolve_data(args), replace(resolve_batch(args, world), eval=micro)
         sampler = _sampler(make_sampler, dataset)
         settings = (plan, batch, largest)
         kept = self._kept.pop(name, None) if name is not None and sampler is None else None
@@ -81,8 +85,11 @@ class EvaluationLoaders:
 
 
 def _sampler(make: Callable[..., Any] | None, dataset: Any) -> Any:
-    """A script's sampler of `dataset`; None if there is none. Methods of older scripts take no dataset."""
-    if make is None:
+    """A script's sampler of `dataset`; None if there is none. Methods of older scripts take no dataset.
+
+    A stream has no positions to draw: for one, the script is not asked.
+    """
+    if make is None or isinstance(dataset, IterableDataset):
         return None
     return make(dataset) if inspect.signature(make).parameters else make()
 

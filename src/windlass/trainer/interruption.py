@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +17,14 @@ from windlass.config.plan import PreemptionPlan
 from windlass.core.errors import EXIT_PREEMPTED
 from windlass.core.job_signals import handling, surviving_hangup
 from windlass.core.logs import get_job_logger
+from windlass.core.terminal import write_at_once
 from windlass.trainer.session import Session
 
 logger = get_job_logger(__name__)
 
 
 class WaitBrokenOff(BaseException):
-    """A scheduler's signal arrived while the process waited for data."""
+    """A scheduler's signal or Ctrl-C arrived while the only process of a run waited for data."""
 
 
 class Interruptible(Protocol):
@@ -37,6 +37,8 @@ class Interruptible(Protocol):
     def newest_checkpoint(self) -> Path | None: ...
 
     def end_waits(self) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class Interruption:
@@ -63,8 +65,8 @@ class Interruption:
         def exit_unsaved() -> None:
             current = run()
             newest = None if current is None else current.newest_checkpoint
-            _print_at_once(
-                f"not saved within preemption_deadline={self._plan.deadline_text}: exiting; last complete "
+            write_at_once(
+                f"windlass: not saved within preemption_deadline={self._plan.deadline_text}: exiting; last complete "
                 f"checkpoint: {newest or 'none of this run'}"
             )
             os._exit(EXIT_PREEMPTED)
@@ -78,8 +80,8 @@ class Interruption:
             self.preemption_requested = True
             if self._is_main:
                 name = signal.Signals(number).name
-                _print_at_once(
-                    f"{name}: finishing this update, saving, and leaving with exit code {EXIT_PREEMPTED}"
+                write_at_once(
+                    f"windlass: {name}: finishing this update, saving, and leaving with exit code {EXIT_PREEMPTED}"
                 )
             if self._plan.deadline is not None:
                 deadline.start()
@@ -98,12 +100,11 @@ class Interruption:
             yield
 
     @contextlib.contextmanager
-    def taking_ctrl_c(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Within the body, the first Ctrl-C requests a stop, and the second raises KeyboardInterrupt.
+    def taking_ctrl_c(self, run: Interruptible) -> Iterator[None]:
+        """Within the body, the first Ctrl-C ends the run with this update, and the second raises KeyboardInterrupt.
 
-        Args:
-            stop: ends the run with this update. Called at once in a world of one; several ranks must end with the same
-                update, so they learn of the request with a coming one.
+        In a world of one it ends a wait for data too; several ranks must end with the same update, so they learn of the
+        request with a coming one.
         """
         if not _is_free(signal.SIGINT, signal.default_int_handler):
             yield
@@ -117,8 +118,10 @@ class Interruption:
             )
             if self._gang.size > 1:
                 self.stop_requested = True
-            else:
-                stop()
+                return
+            run.stop()
+            if run.waits_for_data:
+                raise WaitBrokenOff
 
         with handling(signal.SIGINT, interrupt):
             yield
@@ -145,9 +148,3 @@ def _is_free(number: int, default: Any) -> bool:
     """Return True if this thread can take a signal, and the script has no handler of its own for it."""
     on_main_thread = threading.current_thread() is threading.main_thread()
     return on_main_thread and signal.getsignal(number) is default
-
-
-def _print_at_once(text: str) -> None:
-    """Write a line to stderr past all buffers: a signal handler may have interrupted a print."""
-    with contextlib.suppress(OSError):
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"windlass: {text}\n".encode())

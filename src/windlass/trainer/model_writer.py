@@ -18,6 +18,7 @@ from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights
 from windlass.core.locations import local_folder
 from windlass.core.logs import showing_place
 from windlass.core.module_state import bare, state_of, with_copied_buffers
+from windlass.core.whole_file import write_whole
 from windlass.dist.gang import Gang
 from windlass.transforms.alone import Alone
 from windlass.transforms.strategy import Strategy
@@ -107,9 +108,10 @@ class ModelWriter:
             self._write_arguments(folder)
         else:
             self._write_weights(folder, state)
-            self.write_small(folder)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(str(folder))
+            _write(self.write_small, folder)
+        tokenizer = self.tokenizer
+        if tokenizer is not None:
+            _write(lambda place: tokenizer.save_pretrained(str(place)), folder)
 
     def _write_weights(self, folder: Path, state: Mapping[str, Any] | None) -> None:
         weights = state_of(self.model) if state is None else state
@@ -131,7 +133,7 @@ class ModelWriter:
 
     def _write_arguments(self, folder: Path) -> None:
         arguments = json.dumps(self._arguments(), indent=2, sort_keys=True, default=str)
-        (folder / "training_args.json").write_text(arguments + "\n", encoding="utf-8")
+        write_whole(folder / "training_args.json", arguments + "\n")
 
     def small_files(self, target: Path) -> dict[str, bytes]:
         """Contents of all files but the weights, by relative name.
@@ -169,6 +171,14 @@ def save_final(place: str, files: ModelWriter, save: Callable[..., None], gang: 
             upload_files(place)
     finally:
         gang.barrier()
+
+
+def _write(save: Callable[[Path], None], folder: Path) -> None:
+    """Replace the files in `folder` that `save` writes, each as a whole."""
+    for name, content in _written(save, folder).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
 
 
 def _written(save: Callable[[Path], None], target: Path) -> dict[str, bytes]:

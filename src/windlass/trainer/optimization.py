@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from windlass.assemble.engine_values import engine_schedule
-from windlass.assemble.resolve import resolve_engine, resolve_optimizer
+from windlass.assemble.resolve import resolve_engine, resolve_optimizer, resolve_schedule
 from windlass.core.errors import ConfigError, Problem
 from windlass.optim.groups import (
     arranged,
@@ -17,7 +17,7 @@ from windlass.optim.groups import (
     parameter_groups,
 )
 from windlass.optim.registry import make_optimizer, optimizer_factory
-from windlass.optim.schedule import build_schedule
+from windlass.optim.schedule import build_schedule, warmup_of_schedule
 from windlass.optim.targets import projected_groups
 from windlass.zero.library import make_schedule
 
@@ -26,7 +26,7 @@ __all__ = ["class_and_keywords", "decay_parameter_names", "existing", "new_optim
 
 def class_and_keywords(args: Any) -> tuple[type[torch.optim.Optimizer], Any]:
     """The class and keywords of the optimizer that the arguments name."""
-    return optimizer_factory(resolve_optimizer(args, max(args.max_steps, 0)))
+    return optimizer_factory(resolve_optimizer(args))
 
 
 def new_optimizer(
@@ -42,7 +42,7 @@ def new_optimizer(
         ConfigError: `optim_groups`, `layerwise_lr_decay` or `optim_target_modules` do not fit the model or the
             optimizer.
     """
-    plan, kwargs = resolve_optimizer(args, max(args.max_steps, 0)), dict(kwargs)
+    plan, kwargs = resolve_optimizer(args), dict(kwargs)
     given = [kwargs.pop(key) for key in ("params", "model", "optimizer_dict") if key in kwargs]
     if given:
         if plan.groups or plan.layer_decay != 1:
@@ -58,18 +58,19 @@ def new_optimizer(
 
 
 def new_scheduler(args: Any, optimizer: torch.optim.Optimizer | None, total_steps: int) -> Any:
-    """The schedule that the arguments name, over `total_steps` updates, as a torch scheduler."""
+    """The schedule that the arguments name, over `total_steps` updates, as a torch scheduler. An optimizer that warms
+    up itself gets the warm-up if this schedule has none.
+    """
     if optimizer is None:
         raise ConfigError(Problem("optimizer", None, "call create_optimizer() before create_scheduler()"))
     section = engine_schedule(args, resolve_engine(args), total_steps)
     if section is not None:
         return make_schedule(optimizer, section)
-    plan = resolve_optimizer(args, total_steps)
-    schedule = build_schedule(
-        plan.schedule, optimizer, total_steps=total_steps, options=plan.schedule_options,
-        warmup_steps=0 if optimizer.defaults.get("warmup_steps") else plan.warmup_steps,
-    )  # fmt: skip
-    return schedule.exposed
+    plan = resolve_schedule(args, total_steps)
+    return build_schedule(
+        plan.name, optimizer, total_steps=total_steps, options=plan.options,
+        warmup_steps=warmup_of_schedule(plan, optimizer),
+    ).exposed  # fmt: skip
 
 
 def existing(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:

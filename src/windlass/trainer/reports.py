@@ -16,6 +16,7 @@ from windlass.core.logs import get_logger
 from windlass.core.metric_values import plain_metrics
 from windlass.core.output import say
 from windlass.core.types import EvalLoopOutput
+from windlass.core.whole_file import write_whole
 from windlass.metrics.speed import speed_metrics
 from windlass.trainer.session import Session
 
@@ -85,7 +86,7 @@ def readable(name: str, value: Any) -> Any:
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=4, sort_keys=True) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(values, indent=4, sort_keys=True) + "\n")
 
 
 def _earlier(path: Path) -> dict[str, Any]:

@@ -48,8 +48,17 @@ from windlass.trainer.resuming import CheckpointSource, merged_ledger
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.run_reports import RunReports, count_inputs
 from windlass.trainer.run_saver import RunSaver
-from windlass.trainer.saved_parts import Buffers, Generators, Position, RankPart, SavedPart, SavedParts
+from windlass.trainer.saved_parts import (
+    Buffers,
+    Generators,
+    Position,
+    RankPart,
+    SavedPart,
+    SavedParts,
+    check_savable,
+)
 from windlass.trainer.services import Services
+from windlass.trainer.session import together
 from windlass.transforms.neftune import noisy_embeddings
 from windlass.transforms.overflow_watch import watching
 
@@ -142,7 +151,8 @@ class Run:
         )
 
     def _use_size(self, size: UpdateSize) -> None:
-        self._events.state.train_batch_size = size.micro
+        processes = size.world if self._accelerator.split_batches else 1
+        self._events.state.train_batch_size = size.micro * processes
         self._accelerator.gradient_accumulation_steps = size.accumulation
 
     def _counts(self, pad_token: int | None) -> Counts:
@@ -207,8 +217,9 @@ class Run:
             self._agreement.saved(state.global_step)
             self._reports.announce(self._source_samples, weights_of(self._files.model))
             self._check_metric()
+            self._check_savable()
             with (
-                self._interruption.taking_ctrl_c(self._stop),
+                self._interruption.taking_ctrl_c(self),
                 telling_where(self._session.world, lambda: state.global_step),
                 self._reports.counting_compilations(),
                 noisy_embeddings(self._files.model, self._plan.transforms.neftune_alpha),
@@ -241,6 +252,19 @@ class Run:
         self._seed_step.start(checkpoint.step)
         self._events.restore_callbacks(restore_args)
 
+    def _check_savable(self) -> None:
+        """Check before the first update that the state of the script's own objects can be saved. Collective."""
+        save = self._plan.save
+        if save.model_only or (save.cadence.strategy == "no" and save.every is None):
+            return
+
+        def check() -> None:
+            check_savable("lr_scheduler", self.schedule.exposed, self.schedule)
+            for owner in self._registered:
+                check_savable("accelerator.register_for_checkpointing", owner, owner)
+
+        together(self._gang, check)
+
     def _check_metric(self) -> None:
         """Check before the first update that evaluation returns the metric that the run needs."""
         metric = self._plan.save.metric or ("loss" if self.schedule.follows_metric else None)
@@ -254,7 +278,7 @@ class Run:
         self.executor.average_by(events.averages())
         if self._plan.reports.evaluate_first and events.state.global_step == 0:
             # A schedule that follows the metric ignores it: no update was made yet.
-            self._hooks.evaluate()
+            self._due.evaluate_or_stop()
         if interruption.stopped:
             events.control.should_training_stop = True  # which the first event of a run clears
         self._reports.load_watch.look(training=False)
@@ -267,7 +291,10 @@ class Run:
         try:
             self.loop.run()
         except WaitBrokenOff:
-            self._due.save_and_leave()
+            if interruption.stopped:
+                self._due.save_stopped()
+            else:
+                self._due.save_and_leave()
         if interruption.stopped:
             save()  # stopped before the first update: the loop did not save
         if interruption.is_preempted():
@@ -304,7 +331,7 @@ class Run:
 
     @property
     def waits_for_data(self) -> bool:
-        return self.loop.waits_for_data
+        return self.loop.waits_for_data or self._due.waits_for_data
 
     @property
     def newest_checkpoint(self) -> Path | None:
@@ -340,7 +367,7 @@ class Run:
 
     # --- leaving early ----------------------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """End the run with this update, and save."""
         self._events.control.should_training_stop = True
         self._interruption.stop()
@@ -413,7 +440,7 @@ class Run:
     def signals_agreed(self, signals: Sequence[float]) -> None:
         told = self._agreement.apply(signals, self._events.state.global_step)
         if told.stop:
-            self._stop()
+            self.stop()
 
 
 # Words of the backends of process groups for a lost connection.

@@ -124,6 +124,12 @@ class Events:
             if isinstance(callback, MetricsLogCallback):
                 callback.roll_back(self.state)
 
+    def end_evaluation_displays(self) -> None:
+        """Remove the bars of an evaluation: one that fails, or that a script runs by itself, fires no `on_evaluate`."""
+        for callback in self.handler.callbacks:
+            if isinstance(callback, ProgressCallback):
+                callback.end_evaluation()
+
     def close_displays(self) -> None:
         """Release the terminal: a run that ends with an exception does not fire `on_train_end`."""
         for callback in self.handler.callbacks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
 from windlass.core.output_folder import OutputFolder
+from windlass.core.whole_file import write_whole
 from windlass.dist.gang import Gang
 from windlass.trainer.run_saver import RunSaver
 
@@ -131,10 +131,7 @@ def check_writable(folder: str, shown: str) -> None:
     try:
         probe.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with probe.open("wb") as file:
-                file.write(bytes(4096))  # an empty file fits on a full disk too
-                file.flush()
-                os.fsync(file.fileno())
+            write_whole(probe, bytes(4096))  # an empty file fits on a full disk too
         finally:
             with contextlib.suppress(OSError):
                 probe.unlink()

@@ -66,7 +66,7 @@ class RunReports:
         self._samples += batch.total_samples
         self._updates += 1
         self._state.num_input_tokens_seen += int(batch.tokens)
-        self._state.total_flos += self._flops_per_position * batch.positions
+        self._state.total_flos += float(self._flops_per_position * batch.positions)
 
     def progress(self) -> dict[str, Any]:
         """The losses since the last report; empty if there were no updates."""

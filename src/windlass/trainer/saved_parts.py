@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from windlass.checkpoint.codec import encode
 from windlass.checkpoint.manager import Checkpoint
-from windlass.core.errors import CheckpointError, WindlassError
+from windlass.core.errors import CheckpointError, Problem, WindlassError
 from windlass.core.rng import load_rng_state, rng_state
 from windlass.core.types import State, Stateful
 from windlass.engine.loop import Loop
@@ -82,6 +83,25 @@ class SavedParts:
             part.owner.load_state_dict(checkpoint.per_rank(part.name, self._rank))
         elif part.adopt is not None:
             part.adopt([checkpoint.per_rank(part.name, rank) for rank in range(checkpoint.world_size)])
+
+
+def check_savable(name: str, shown: object, owner: Stateful) -> None:
+    """Check that the state of a script's object can be written.
+
+    Args:
+        name, shown: of the object in errors; `owner` may be a wrapper of it.
+
+    Raises:
+        CheckpointError: it has no state, or one that is not data.
+    """
+    try:
+        encode(owner.state_dict())
+    except (AttributeError, CheckpointError) as error:
+        fix = (
+            f"its state cannot be saved with the run: {error}. Let its `state_dict` return data, and its "
+            "`load_state_dict` restore it; or set save_strategy='no'"
+        )
+        raise CheckpointError(str(Problem(name, type(shown).__name__, fix))) from None
 
 
 @contextlib.contextmanager

@@ -56,12 +56,14 @@ def open_accelerator(
     """Return the engine to which runs attach, and the accelerator of a Trainer on it. `owned` returns the Trainer's own
     model, wrapper, optimizer and schedule.
     """
-    precision = resolve_precision(args())
+    given = args()
+    precision, config = resolve_precision(given), given.accelerator_config
     check_precision(precision, session.device)
     autocast = autocast_context(precision, session.device)
     engine = TrainerEngine(owned, lambda: resolve_parallel(args(), session.world).dist, autocast)
-    accumulation = args().gradient_accumulation_steps
-    return engine, Accelerator.of_run(session.gang, session.device, precision, accumulation, engine)
+    accumulation = config.accumulation(given.gradient_accumulation_steps)
+    loader = config.loader(given.seed, given.data_seed)
+    return engine, Accelerator.of_run(session.gang, session.device, precision, accumulation, loader, engine)
 
 
 def spread_untrained(

@@ -131,7 +131,7 @@ class TrainerNames:
 
     @property
     def _train_batch_size(self) -> int:
-        """Samples of a micro-batch on this process, as far as memory holds them."""
+        """Samples of a training loader's batch, as far as memory holds them."""
         return self.state.train_batch_size or self.args.train_batch_size
 
     def _get_output_dir(self, trial: Any = None) -> str:
@@ -248,7 +248,8 @@ class TrainerNames:
         try:
             return len(dataloader.dataset)
         except (AttributeError, TypeError, NotImplementedError):
-            return len(dataloader) * self.args.train_batch_size * self._session.world.size
+            world = self._session.world.size
+            return len(dataloader) * self.args.train_batch_size_of(world) * world
 
     def get_total_train_batch_size(self, args: Any = None) -> int:
         """Samples of one update: micro-batch, times accumulation, times ranks."""

@@ -255,6 +255,17 @@ class FullyShardedModel(Strategy):
                 unit.reshard()
             self._free_after_forward(True)
 
+    def cast(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Offloaded parameters stay on the host."""
+        self._module.to(dtype=dtype)
+        for unit in self._units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    # Made in the dtype of the first gathering, and kept for the later ones.
+                    parameter.all_gather_outputs = []
+                    vars(parameter).pop("_unsharded_param", None)
+                group.lazy_init()
+
     def _free_after_forward(self, yes: bool) -> None:
         if self._plan.reshard is True:
             for unit in self._units[1:]:

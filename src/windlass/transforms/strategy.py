@@ -133,6 +133,10 @@ class Strategy:
         """Context in which parts of the module may be called by themselves, as `generate` does. Collective."""
         return _NOTHING
 
+    def cast(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Cast the module to `dtype` in place, on `device`; later forwards compute in it. Training cannot undo it."""
+        self._module.to(dtype=dtype, device=device)
+
     def release(self) -> None:
         """Release wrappers and their process groups after training; `model` is `module` from then on."""
 

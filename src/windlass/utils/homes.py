@@ -70,8 +70,10 @@ HOMES: dict[str, tuple[str, ...]] = {
     ),
     "windlass.config.quantities": ("convert_file_size_to_int",),
     "windlass.compat.module_tensors": (
-        "find_tied_parameters", "named_module_tensors", "retie_parameters", "set_module_tensor_to_device",
+        "find_tied_parameters", "get_non_persistent_buffers", "named_module_tensors", "retie_parameters",
+        "set_module_tensor_to_device",
     ),
+    "windlass.compat.compiled_regions": ("compile_regions", "has_compiled_regions"),
     "windlass.compat.model_queries": ("is_peft_model",),
     "windlass.compat.moving": ("align_module_device",),
     "windlass.accelerator.offloaded_weights": ("has_offloaded_params",),

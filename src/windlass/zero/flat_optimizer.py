@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from windlass.zero.library import Place
 class ZeroOptimizer(torch.optim.Optimizer):
     """The user's optimizer, over the flat tensors of the engine. Implements `KeepsOwnState`.
 
-    Groups, state and defaults are those of `optimizer`, so schedules on either set the same learning rates. After
-    `release` it has the parameters again, with this rank's parts of their state, which another engine takes over.
+    Groups, state and defaults are those of `optimizer`, so schedules on either set the same learning rates. `zero_grad`
+    of either discards the gradients that the engine keeps: scripts have `optimizer`, and its own would remove the flat
+    tensors into which the engine copies gradients. After `release` it has the parameters again, with this rank's parts
+    of their state, which another engine takes over.
 
     Attributes:
         skips: the next step changes nothing.
@@ -37,6 +39,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._earlier: dict[Any, dict[str, Any]] = dict(optimizer.state)
         optimizer.state.clear()
         self._places: Mapping[nn.Parameter, Place] = {}
+        self._discard: Callable[[], None] = _nothing
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -59,11 +63,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
+        """Discard the gradients that the engine keeps."""
+        self._discard()
 
-    def use_places(self, places: Mapping[nn.Parameter, Place]) -> None:
-        """Called once the engine has divided the parameters."""
-        self._places = places
+    def use_engine(self, places: Mapping[nn.Parameter, Place], discard: Callable[[], None]) -> None:
+        """Called once the engine has divided the parameters, with what discards its gradients."""
+        self._places, self._discard = places, discard
         self._members = [kept for _, group in self._groups if (kept := [p for p in group if p in places])]
         if self._earlier:
             self._fill({parameter: ("a parameter", entry) for parameter, entry in self._earlier.items()})
@@ -79,7 +84,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             current = next(settings) if any(p in self._places for p in members) else group
             group.update({**current, "params": members})
         self.param_groups[:] = [group for group, _ in self._groups]
-        self._released = True
+        del self.optimizer.zero_grad  # its class's again
+        self._discard, self._released = _nothing, True
 
     def _entry(self, place: Place) -> dict[str, Any]:
         """The state of one parameter."""
@@ -181,6 +187,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "a checkpoint cannot hold them; make them part of the model"
             )
         return names
+
+
+def _nothing() -> None:
+    """What discards gradients while there is no engine."""
 
 
 def _run(value: Tensor | Deferred, place: Place) -> Tensor:

@@ -22,6 +22,8 @@ from windlass.zero.swap_files import ParamFiles, SwapFiles, check_buffers, lock_
 
 # The attributes of DeepSpeed's scaler that change in fp16.
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+# Its number of the micro-batch before the first one of an update.
+_NO_BACKWARD = -1
 
 
 def load_library() -> ModuleType:
@@ -95,7 +97,7 @@ class ZeroEngine:
         _check_files(library, config)
         self._lock = lock_files(config, gang.rank)
         self.stage: int = config["zero_optimization"]["stage"]
-        self._trains = optimizer is not None
+        self._trains, self._has_gradients = optimizer is not None, False
         self._module, self._gang, self._zero = module, gang, library.zero
         if has_param_files(config):
             check_buffers(module, config, gang.size)
@@ -110,6 +112,8 @@ class ZeroEngine:
         if self._trains and config.get("activation_checkpointing"):
             # For models that call `deepspeed.checkpointing.checkpoint`; the engine reads this section for nothing.
             library.checkpointing.configure(None, deepspeed_config=_recomputing(config, device))
+        if self._trains:
+            self._engine.zero_grad = self.zero_grad  # its own leaves what it has reduced
         swapper = getattr(self._optimizer, "optimizer_swapper", None)
         self._files = None if swapper is None else SwapFiles(swapper)
         self._param_files = ParamFiles(module)
@@ -139,15 +143,20 @@ class ZeroEngine:
 
     def backward(self, loss: Tensor, retain_graph: bool) -> None:
         """Add the gradients of `loss`, averaged over ranks."""
+        self._has_gradients = True
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def step(self, max_norm: float | None, factor: float) -> tuple[Tensor, bool]:
-        """Multiply the gradients by `factor`, clip them, and update.
+        """Multiply the gradients by `factor`, clip them, and update. Without gradients nothing changes, as with any
+        optimizer.
 
         Returns:
             The norm after `factor` and before clipping, and False if the engine skipped the update, because the norm
             was not finite. In fp16 it has lowered the loss scale then.
         """
+        if not self._has_gradients:
+            return torch.zeros(()), True
+        self._has_gradients = False
         self._optimizer.clip_grad = max_norm or 0.0
         # By this it divides gradients and norm, also if it changes the scale of fp16 in this step.
         self._optimizer.override_loss_scale(self.loss_scale / factor)
@@ -157,6 +166,19 @@ class ZeroEngine:
             self._optimizer.custom_loss_scaler = False
         norm = torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32)
         return norm, bool(self._engine.was_step_applied())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients of every backward since the last step, which frees its own."""
+        zero, self._has_gradients = self._optimizer, False
+        zero.zero_grad()  # at stage 3 the next backward overwrites then
+        if self.stage < 3:
+            # As its step does if it skips an update, and before one.
+            zero.averaged_gradients.clear()
+            zero.all_grad_tensors.clear()
+            zero.micro_step_id = _NO_BACKWARD
+        if self.stage < 3 and zero.cpu_offload:
+            zero.reset_cpu_buffers()
+            zero._offload_accumulated_param_ids.clear()
 
     # --- the loss scale of fp16 ---------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from windlass.config.deepspeed import file_folders, value_at
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.whole_file import NO_FOLLOW
 
 # Bytes of a rank's part of a parameter from which DeepSpeed keeps it in a file.
 _LEAST = 1 << 20
@@ -175,7 +177,8 @@ def lock_files(config: Mapping[str, Any], rank: int) -> contextlib.ExitStack:
 def _lock(folder: Path, path: str, rank: int) -> IO[str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / f"windlass-rank{rank}.lock").open("w")
+        name = folder / f"windlass-rank{rank}.lock"
+        lock: IO[str] = os.fdopen(os.open(name, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o666), "w")
     except OSError as error:
         fix = f"cannot be written ({error.strerror}); name a folder on a local disk"
         raise ConfigError(Problem(f"deepspeed.{path}", str(folder), fix)) from None

@@ -59,7 +59,7 @@ class ZeroExecutor:
         let_go(module)
         own = ZeroOptimizer(optimizer)
         self._engine = ZeroEngine(module, own, plan.config, device, gang)
-        own.use_places(self._engine.places())
+        own.use_engine(self._engine.places(), self._engine.zero_grad)
         self.optimizer: torch.optim.Optimizer = own
         self._own, self._device = own, device
         self.strategy: Strategy = ZeroModel(module, self._engine, gang)
@@ -117,7 +117,8 @@ class ZeroExecutor:
         return applied
 
     def zero_grad(self) -> None:
-        """The engine frees gradients in its step."""
+        """Discard what backwards added since the last step, which frees its own."""
+        self._engine.zero_grad()
 
     def dispatch(self) -> None:
         """Nothing to do: each operation was started when it was called."""

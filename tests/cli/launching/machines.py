@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -81,20 +81,23 @@ def launch_on_both(*words: object) -> tuple[list[int], list[str]]:
 def launch_one(
     machine: MachineHere, rank: int, main: str, port: int, *words: object
 ) -> subprocess.Popen[str]:
-    """Start `windlass launch` on one machine."""
-    command = [
-        *machine.prefix, sys.executable, "-m", "windlass", "launch", "--cpu", "--num_machines", "2",
-        "--num_processes", "2", "--machine_rank", rank, "--main_process_ip", main, "--main_process_port", port,
+    """Start `windlass launch` on one machine, with a token."""
+    flags = [
+        "--cpu", "--num_machines", "2", "--num_processes", "2", "--machine_rank", rank,
+        "--main_process_ip", main, "--main_process_port", port,
     ]  # fmt: skip
+    return start_there(machine, *flags, *words, environ={"WINDLASS_RDZV_TOKEN": "of-two-test-machines"})
+
+
+def start_there(
+    machine: MachineHere, *words: object, environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start `windlass launch` with these words alone."""
+    command = [*machine.prefix, sys.executable, "-m", "windlass", "launch", *words]
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WINDLASS_HOME": "/nowhere"}
     return subprocess.Popen(
-        [str(word) for word in (*command, *words)],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "WINDLASS_HOME": "/nowhere",
-            "WINDLASS_RDZV_TOKEN": "of-two-test-machines",
-        },
+        [str(word) for word in command],
+        env={**os.environ, **settings, **(environ or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

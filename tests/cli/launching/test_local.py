@@ -101,6 +101,17 @@ def test_a_job_can_be_shown_without_starting_it() -> None:
 
 
 @pytest.mark.dist
+def test_processes_do_not_get_the_secret_of_the_launchers(tmp_path: Path) -> None:
+    script = tmp_path / "shows.py"
+    script.write_text("import os\nprint('secret:', 'WINDLASS_RDZV_TOKEN' in os.environ)")
+    environ = {"WINDLASS_HOME": "/nowhere", "WINDLASS_RDZV_TOKEN": "only-launchers-need-this"}
+    for how in ([], ["--no_python", sys.executable]):
+        words = ("launch", "--cpu", "--num_processes", 1, *how, script)
+        code, said = end_of("windlass", *words, timeout=120, environ=environ)
+        assert (code, said.count("secret: False")) == (0, 1), said
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("how", ["exits", pytest.param("vanishes", marks=pytest.mark.slow)])
 def test_a_rank_that_ends_before_it_joins_is_named_and_the_others_are_ended(how: str) -> None:
     script = SCRIPT.with_name("early_ranks.py")

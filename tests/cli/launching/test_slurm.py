@@ -57,6 +57,7 @@ def test_a_job_has_no_time_limit_but_the_one_that_was_given(
     assert run(plan) == 0
     for text in (show(plan), (tmp_path / "batch").read_text()):
         assert re.findall(r"--time=(\S+)", text) == ([] if limit is None else [limit])
+        assert " -P -u -m submitit.core._submit " in text, "modules of the current folder are not imported"
 
 
 def test_slurm_tells_before_it_takes_the_machines_of_a_job_that_starts_again() -> None:

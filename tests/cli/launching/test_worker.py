@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from tests.dist.launch import run_script
 
+from windlass.cli.launching.local import command
 from windlass.cli.launching.worker import cores_of
+from windlass.config.launch import LaunchPlan
 from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
 
 WORKER = "windlass.cli.launching.worker"
@@ -39,11 +41,16 @@ def variables(folder: Path) -> dict[str, str]:
     }
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    module, (script, *arguments) = words[0] == "-m", [word for word in words if word != "-m"]
     return subprocess.run(
-        [sys.executable, "-m", WORKER, *words],
-        env={**os.environ, **variables(folder)}, capture_output=True, text=True, cwd=folder, check=False,
-    )  # fmt: skip
+        command(LaunchPlan(script, tuple(arguments), module=module)),
+        env={**os.environ, **variables(folder), **environ},
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        check=False,
+    )
 
 
 SAYS_WHO_IT_IS = """
@@ -71,6 +78,36 @@ def test_a_module_does_too(tmp_path: Path) -> None:
     name, arguments, *_ = json.loads(done.stdout)
     assert name == "__main__"
     assert arguments[1:] == ["a"]
+
+
+@pytest.mark.parametrize("name", ["contextlib", "json", "queue", "runpy", "traceback"])
+def test_nothing_of_the_current_folder_is_imported_before_the_script(tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('the planted file ran')")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "script.py").write_text(f"import {name}\nprint('the script ran')")
+    done = run(tmp_path, "sub/script.py")
+    assert (done.returncode, done.stdout) == (0, "the script ran\n"), done.stderr
+
+
+@pytest.mark.parametrize("words", [("sub/script.py",), ("link.py",), ("-m", "sub.script")])
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_the_path_of_modules_is_the_one_that_python_gives_a_script(
+    tmp_path: Path, words: tuple[str, ...], safe: str
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "script.py").write_text("import sys\nprint(sys.path)")
+    (tmp_path / "link.py").symlink_to("sub/script.py")
+    # Without the current folder on the path a module is found by a path of its own.
+    variables = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": safe}
+    plain = subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+    )
+    assert run(tmp_path, *words, **variables).stdout == plain.stdout
 
 
 FAILS = """

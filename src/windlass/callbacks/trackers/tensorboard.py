@@ -12,6 +12,7 @@ import yaml
 
 from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, split_numbers
 from windlass.core.optional import require
+from windlass.core.whole_file import write_whole
 
 
 class TensorBoardTracker(PackageTracker):
@@ -71,7 +72,7 @@ class TensorBoardTracker(PackageTracker):
         }
         self.writer.add_hparams(plain, metric_dict={}, run_name=".")
         self.writer.flush()
-        Path(self.logging_dir, "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
+        write_whole(Path(self.logging_dir, "hparams.yml"), yaml.safe_dump(plain))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

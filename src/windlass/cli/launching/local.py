@@ -23,14 +23,15 @@ from windlass.cli.launching.failure_report import EXIT_UNREACHABLE, exit_code, s
 from windlass.cli.launching.requeue import Requeue
 from windlass.cli.launching.worker import LAUNCHER_VARIABLE
 from windlass.cli.launching.worker_environment import worker_environment
-from windlass.config.launch_token import read_token
+from windlass.config.launch_token import TOKEN_VARIABLE, read_token
 from windlass.config.refusal import refuse
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem
 from windlass.core.redact import redact_command, redact_value
+from windlass.dist.arrivals import MeetingError
 from windlass.dist.elastic import quiet_elastic
 from windlass.dist.listening import can_listen
 from windlass.dist.machines import meet
-from windlass.dist.rendezvous import DEFAULT_WAIT_SECONDS, Meeting, MeetingError
+from windlass.dist.rendezvous import DEFAULT_WAIT_SECONDS, Meeting
 
 if TYPE_CHECKING:
     from windlass.config.launch import LaunchPlan
@@ -49,9 +50,11 @@ def run(plan: LaunchPlan) -> int:
     """
     quiet_elastic()
     requeue = Requeue(plan.max_requeues) if plan.requeue else None
+    token = read_token(plan.token_file, os.environ) if plan.machines > 1 else None
+    os.environ.pop(TOKEN_VARIABLE, None)  # a secret that only launchers need
     try:
         while True:
-            code, signalled = _run_once(plan)
+            code, signalled = _run_once(plan, token)
             if code != EXIT_PREEMPTED or requeue is None:
                 return code
             if not requeue.restarts_here(signalled, plan.machine_rank):
@@ -60,23 +63,23 @@ def run(plan: LaunchPlan) -> int:
         return _stopped(stop)
 
 
-def _run_once(plan: LaunchPlan) -> tuple[int, bool]:
+def _run_once(plan: LaunchPlan, token: str | None) -> tuple[int, bool]:
     """Return the exit code, and True if the launcher itself was signalled."""
     folder = _folder(plan)
     try:
-        return _run_in(folder, plan)
+        return _run_in(folder, plan, token)
     finally:
         if plan.log_dir is None and not any(folder.glob("attempt-*/report.txt")):
             shutil.rmtree(folder, ignore_errors=True)  # no report names it
 
 
-def _run_in(folder: Path, plan: LaunchPlan) -> tuple[int, bool]:
+def _run_in(folder: Path, plan: LaunchPlan, token: str | None) -> tuple[int, bool]:
     os.environ.update(worker_environment(plan))
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     # Torch's launcher forwards these; some schedulers send SIGUSR1 instead of SIGTERM.
     if hasattr(signal, "SIGUSR1"):
         os.environ.setdefault(_SIGNALS_VARIABLE, "SIGTERM,SIGINT,SIGQUIT,SIGUSR1")
-    meeting = _meeting(plan)
+    meeting = _meeting(plan, token)
     try:
         agent = _agent(plan, meet(meeting), folder)
     except (MeetingError, RendezvousError) as error:
@@ -126,10 +129,12 @@ def _agent(plan: LaunchPlan, handler: RendezvousHandler, folder: Path) -> Watchi
 def command(plan: LaunchPlan) -> list[str]:
     """Return the command line of each process."""
     how = ["--exec"] if plan.no_python else ["-m"] if plan.module else []
-    return [sys.executable, "-u", "-m", "windlass.cli.launching.worker", *how, plan.script, *plan.arguments]
+    # -P: nothing in the current folder comes before the standard library.
+    worker = [sys.executable, "-u", "-P", "-m", "windlass.cli.launching.worker"]
+    return [*worker, *how, plan.script, *plan.arguments]
 
 
-def _meeting(plan: LaunchPlan) -> Meeting:
+def _meeting(plan: LaunchPlan, token: str | None = None) -> Meeting:
     options = dict(plan.rendezvous_options)
     run_id, wait = str(options.pop("id", "windlass")), _wait(options)
     if options:
@@ -142,7 +147,6 @@ def _meeting(plan: LaunchPlan) -> Meeting:
         rank, hosts = plan.machine_rank, plan.machine_rank == 0
     else:
         rank, hosts = None, can_listen(address, port)
-    token = read_token(plan.token_file, os.environ)
     return Meeting(address, port, plan.machines, rank, hosts, run_id, wait, token)
 
 

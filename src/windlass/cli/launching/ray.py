@@ -16,6 +16,7 @@ from windlass.cli.launching.failure_report import Incident, describe, exit_code,
 from windlass.cli.launching.local import command
 from windlass.cli.launching.watch import Watch, Watched
 from windlass.cli.launching.worker_environment import worker_environment
+from windlass.config.launch_token import TOKEN_VARIABLE
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
 from windlass.core.redact import redact_command
@@ -96,6 +97,7 @@ def run_rank(config: dict[str, Any]) -> None:
     context = require("ray.train", "run under Ray").get_context()
     folder = Path(tempfile.mkdtemp(prefix="windlass-ray-"))
     environ = {**os.environ, **worker_environment(plan), **_place(context, folder)}
+    environ.pop(TOKEN_VARIABLE, None)  # a secret that only launchers need
     # Ray starts its workers in a folder of its own.
     where = config["folder"] if os.path.isdir(config["folder"]) else None
     process = subprocess.Popen(command(plan), env=environ, cwd=where)

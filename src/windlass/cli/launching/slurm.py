@@ -63,7 +63,8 @@ def run(plan: LaunchPlan) -> int:
     """Submit the job; return 0 at once, or with `wait` its exit code when it has ended."""
     options, parameters = _options(plan)
     folder, shared = options["folder"], _shared_parameters()
-    executor = _submitit().AutoExecutor(folder=folder, cluster=options["cluster"])
+    python = {f"{options['cluster']}_python": _python()}
+    executor = _submitit().AutoExecutor(folder=folder, cluster=options["cluster"], **python)
     # Parameters of Slurm alone have its name as a prefix: submitit's other executors ignore those.
     names = {key: key if key in shared else f"slurm_{key}" for key in parameters}
     executor.update_parameters(**{names[key]: value for key, value in parameters.items()})
@@ -89,8 +90,13 @@ def show(plan: LaunchPlan) -> str:
     parameters = {same.get(key, key): value for key, value in parameters.items()}
     if "mem" in parameters:
         parameters["mem"] = slurm._convert_mem(float(parameters["mem"]))
-    command = shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", options["folder"]])
+    command = f"{_python()} -u -m submitit.core._submit {shlex.quote(options['folder'])}"
     return str(slurm._make_sbatch_string(command=command, folder=options["folder"], **parameters))
+
+
+def _python() -> str:
+    """Return the interpreter of a job, which imports nothing from the folder in which the job was submitted."""
+    return shlex.join([sys.executable, "-P"])
 
 
 def plan_of_node(plan: LaunchPlan, node: int, hosts: list[str], job: int) -> LaunchPlan:

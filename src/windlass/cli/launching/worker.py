@@ -1,11 +1,12 @@
 """The process that the launcher starts instead of `python script.py`: it runs the script, and records why it failed.
 
-    python -m windlass.cli.launching.worker [-m | --exec] SCRIPT [ARGUMENT ...]
+    python -P -m windlass.cli.launching.worker [-m | --exec] SCRIPT [ARGUMENT ...]
 
-The script runs as if Python had started it: as `__main__`, with its own folder first on the path. Before that the
-process binds itself to its cores; after an exception it writes the traceback, with the step and the call, into the file
-that torch's launcher reads. With `--exec` SCRIPT is any program, which replaces this process. Nothing heavy
-is imported.
+The script runs as if Python had started it: as `__main__`, with its own folder first on the path. That folder is added
+here: without `-P` the current one would be first, and its `queue.py` imported instead of the standard library's. Before
+that the process binds itself to its cores; after an exception it writes the traceback, with the step and the call, into
+the file that torch's launcher reads. With `--exec` SCRIPT is any program, which replaces this process. Nothing heavy is
+imported.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ def main(words: Sequence[str]) -> None:
     watch(os.environ)
     as_module, script = (True, words[1]) if words[0] == "-m" else (False, words[0])
     sys.argv[:] = words[1:] if as_module else words[:]
+    if not os.environ.get("PYTHONSAFEPATH"):  # the flag is set in any case
+        sys.path.insert(0, os.getcwd() if as_module else str(Path(script).resolve().parent))
     try:
         if as_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            if not sys.flags.safe_path:
-                sys.path[0] = str(Path(script).resolve().parent)
             runpy.run_path(script, run_name="__main__")
     except Preempted as leaving:
         beacon().step(leaving.step)

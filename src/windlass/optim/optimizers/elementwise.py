@@ -81,8 +81,13 @@ class ElementwiseOptimizer(Optimizer):
                             f"{type(self).__name__} cannot use sparse gradients; build the embedding with sparse=False"
                         )
                     self.state[parameter].update(self.start_state(parameter, group))
-            self.update(Batch(group, self.state), group)
+            self.update_group(Batch(group, self.state), group)
         return loss
+
+    def update_group(self, batch: Batch, group: dict[str, Any]) -> None:
+        """Apply one update to a group with gradients: torch's functions of lists refuse empty ones."""
+        if batch.parameters:
+            self.update(batch, group)
 
 
 def zeros(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:

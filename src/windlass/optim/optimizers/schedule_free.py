@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ModelError
 from windlass.dist.sharded import locals_of
 from windlass.optim.optimizers.elementwise import (
@@ -26,8 +25,7 @@ from windlass.optim.optimizers.elementwise import (
     average_squares_,
     zeros,
 )
-from windlass.optim.optimizers.options import Recipe, recipe_of
-from windlass.optim.schedules.registry import WITHOUT_WARMUP
+from windlass.optim.optimizers.options import recipe_of
 
 _OPTIONS: dict[str, type] = {"r": float, "weight_lr_power": float}
 
@@ -82,7 +80,8 @@ class ScheduleFree(ElementwiseOptimizer):
         """What `z` moves against in update `step` (from 1), as new tensors, and the learning rate."""
         raise NotImplementedError
 
-    def update(self, batch: Batch, group: dict[str, Any]) -> None:
+    def update_group(self, batch: Batch, group: dict[str, Any]) -> None:
+        """Apply one update to a group. One without gradients is counted too: weights of the average depend on it."""
         step = group["k"] = group["k"] + 1
         directions, lr = self.directions(batch, group, step)
         group["scheduled_lr"], group["lr_max"] = lr, max(lr, group["lr_max"])
@@ -217,16 +216,6 @@ def _beta1(group: Mapping[str, Any]) -> float:
     return float(group["momentum"] if "momentum" in group else group["betas"][0])
 
 
-def _with_warmup(recipe: Callable[[OptimizerPlan], Recipe]) -> Callable[[OptimizerPlan], Recipe]:
-    """`recipe`, with the warm-up that the optimizer does itself: one that the schedule has would be applied twice."""
-
-    def made(plan: OptimizerPlan) -> Recipe:
-        cls, options = recipe(plan)
-        return cls, {"warmup_steps": plan.warmup_steps if plan.schedule in WITHOUT_WARMUP else 0, **options}
-
-    return made
-
-
-schedule_free_adamw = _with_warmup(recipe_of(ScheduleFreeAdamW, "betas", "eps", **_OPTIONS))
+schedule_free_adamw = recipe_of(ScheduleFreeAdamW, "betas", "eps", **_OPTIONS)
 schedule_free_radam = recipe_of(ScheduleFreeRAdam, "betas", "eps", silent_sgd_phase=bool, **_OPTIONS)
-schedule_free_sgd = _with_warmup(recipe_of(ScheduleFreeSGD, momentum=float, **_OPTIONS))
+schedule_free_sgd = recipe_of(ScheduleFreeSGD, momentum=float, **_OPTIONS)

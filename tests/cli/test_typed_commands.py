@@ -1,0 +1,183 @@
+"""Commands and scripts at a terminal of 80 columns, as a person types them: all end, and what they leave on the screen
+is whole lines, with each bar once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli.test_train import LM
+from tests.terminal import CTRL_C, Terminal
+
+ROOT = Path(__file__).parents[2]
+RUNS = Path(__file__).with_name("terminal_runs.py")
+WINDLASS = Path(sys.executable).with_name("windlass")
+BAR = re.compile(r"^(train|evaluate) \d+/\d+ \d+% [\d:]+<[\d:-]+ ")
+RICH = ["rich", "without-rich"]
+
+
+def bars(lines: list[str]) -> list[str]:
+    """The rows of bars as `train 12/12`; fails if one of them is anything but a row of its own."""
+    for line in lines:
+        assert len(line) < 80 or not line.startswith(("step ", "train ", "evaluate ")), line
+        drawn = re.findall(r"[━╸╺]{2,}|#{3,}|\.{4,}", line)
+        assert not drawn or BAR.match(line), f"{line!r} in\n" + "\n".join(lines)
+        assert not re.search(r".(train|evaluate) \d+/\d+", line), line
+    return [" ".join(line.split()[:2]) for line in lines if BAR.match(line)]
+
+
+def typed(*words: str, cwd: Path, code: int = 0, **environ: str) -> list[str]:
+    with Terminal() as terminal:
+        terminal.run(RUNS, *words, cwd=cwd, environ=environ)
+        assert terminal.end() == code, "\n".join(terminal.lines)
+        return terminal.lines
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Path:
+    text = (ROOT / "README.md").read_text("utf-8")
+    (block,) = itertools.islice(re.findall(r"```python\n(.*?)```", text, re.DOTALL), 1)
+    (tmp_path / "first.py").write_text(block)
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog did not\n" * 60)
+    (tmp_path / "lm.yaml").write_text(LM)
+    return tmp_path
+
+
+@pytest.mark.parametrize("rich", RICH)
+def test_a_run_with_evaluations_warnings_and_prints(rich: str, tmp_path: Path) -> None:
+    if rich == "rich":
+        pytest.importorskip("rich")
+    lines = typed("usual", rich, cwd=tmp_path)
+    assert bars(lines) == ["train 12/12", "evaluate 6/6"]
+    assert ("━" in "".join(lines)) == (rich == "rich")
+    for whole in ("printed in words", "a library's record", "evaluated epoch", "ended at step 12"):
+        assert lines.count(whole) == 1, whole
+    assert "".join(lines).count("FutureWarning: something is deprecated") == 1
+    assert [line.split()[1] for line in lines if re.match("step .* loss", line)] == ["3", "6", "9", "12"]
+    assert lines.index("ended at step 12") == len(lines) - 1
+
+
+@pytest.mark.parametrize("rich", RICH)
+@pytest.mark.parametrize(
+    ("what", "code", "last"),
+    [("error", 1, "RuntimeError: the sixth update"), ("exit", 7, None), ("terminated", 75, None)],
+)
+def test_a_run_that_ends_early(what: str, code: int, last: str | None, rich: str, tmp_path: Path) -> None:
+    if rich == "rich":
+        pytest.importorskip("rich")
+    lines = typed(what, rich, cwd=tmp_path, code=code)
+    assert [bar.split("/")[1] for bar in bars(lines)] == ["12"]
+    assert last is None or last in lines
+    assert any("SIGTERM: finishing" in line for line in lines) == (what == "terminated")
+
+
+def test_an_early_stop_and_evaluations_without_a_training(tmp_path: Path) -> None:
+    lines = typed("early", cwd=tmp_path)
+    assert bars(lines) == ["train 8/12", "evaluate 6/6"]
+    assert bars(typed("evaluate", cwd=tmp_path)) == ["evaluate 6/6", "evaluate 6/6"]
+
+
+@pytest.mark.parametrize("rich", RICH)
+def test_ctrl_c_ends_a_run_with_a_checkpoint(rich: str, tmp_path: Path) -> None:
+    if rich == "rich":
+        pytest.importorskip("rich")
+    with Terminal() as terminal:
+        terminal.run(RUNS, "endless", rich, cwd=tmp_path)
+        terminal.until("step 50 ")
+        terminal.resize(60, 20)
+        terminal.until("step 150 ")
+        terminal.resize(100, 30)
+        terminal.until("step 200 ")
+        terminal.type(CTRL_C)
+        terminal.until("interrupted: finishing this update")
+        assert terminal.end() == 0
+        (ended,) = [line for line in terminal.lines if line.startswith("ended at step")]
+    assert (tmp_path / "run" / f"checkpoint-{ended.split()[-1]}").is_dir()
+
+
+@pytest.mark.parametrize("environ", [{"TERM": "dumb"}, {"NO_COLOR": "1"}, {"COLUMNS": "40"}, {"LANG": "C"}])
+def test_other_terminals(environ: dict[str, str], tmp_path: Path) -> None:
+    with Terminal() as terminal:
+        terminal.run(RUNS, "usual", cwd=tmp_path, environ=environ)
+        assert terminal.end() == 0
+        lines, raw = terminal.lines, terminal.raw
+    assert lines[-1] == "ended at step 12"
+    if environ == {"TERM": "dumb"}:
+        assert b"\x1b" not in raw
+    else:
+        assert bars(lines) == ["train 12/12", "evaluate 6/6"]
+        assert (b"\x1b[38" in raw or b"\x1b[3" in raw) == ("NO_COLOR" not in environ)
+    if "COLUMNS" in environ:
+        assert max(len(line) for line in lines if line.startswith(("step", "train", "evaluate"))) < 40
+
+
+def test_without_a_bar(tmp_path: Path) -> None:
+    lines = typed("plain", cwd=tmp_path)
+    assert not bars(lines)
+    assert lines.count("printed in words") == 1
+
+
+@pytest.mark.dist
+def test_two_ranks_share_a_terminal(tmp_path: Path) -> None:
+    with Terminal() as terminal:
+        terminal.run_ranks(2, RUNS, "usual", cwd=tmp_path)
+        assert terminal.end() == 0, terminal.lines
+        lines = terminal.lines
+    assert bars(lines) == ["train 12/12", "evaluate 3/3"]
+    for whole in ("printed in words", "ended at step 12"):
+        assert lines.count(whole) == 2, lines
+    assert "".join(lines).count("FutureWarning: something is deprecated") == 2
+
+
+@pytest.mark.dist
+def test_the_readme_s_script_as_typed_there(room: Path) -> None:
+    """Interpreters of their own, under the launcher; then alone."""
+    with Terminal() as terminal:
+        terminal.start(WINDLASS, "launch", "--num_processes", "2", "first.py", cwd=room)
+        assert terminal.end() == 0, terminal.lines
+        assert bars(terminal.lines) == ["train 60/60", "evaluate 5/5"]
+    with Terminal() as terminal:
+        terminal.run(room / "first.py", cwd=room)
+        assert terminal.end() == 0, terminal.lines
+        assert bars(terminal.lines) == ["train 120/120", "evaluate 10/10"]
+        assert "".join(terminal.lines).count("{'eval_loss'") == 1
+
+
+def test_a_recipe_is_dry_run_trained_interrupted_and_resumed(room: Path) -> None:
+    with Terminal() as terminal:
+        terminal.run("windlass", "train", "lm.yaml", "--dry-run", cwd=room)
+        assert terminal.end() == 0, terminal.lines
+        assert not bars(terminal.lines)
+    with Terminal() as terminal:
+        endless = ("training.max_steps=100000", "training.eval_strategy=no")
+        terminal.run("windlass", "train", "lm.yaml", *endless, cwd=room)
+        terminal.until("step 20 ")
+        terminal.type(CTRL_C)
+        assert terminal.end() == 130, terminal.lines
+        assert len(bars(terminal.lines)) == 1
+        said = "\n".join(terminal.lines)
+    assert "is complete. Resume with:" in said
+    (step,) = re.findall(r"checkpoint-(\d+) is complete", said.replace("\n", ""))
+    with Terminal() as terminal:
+        steps = f"training.max_steps={int(step) + 2}"
+        terminal.run("windlass", "train", "lm.yaml", "--resume", steps, cwd=room)
+        assert terminal.end() == 0, terminal.lines
+        assert bars(terminal.lines) == [f"train {int(step) + 2}/{int(step) + 2}"]
+        assert re.search("^resume +windlass train", "\n".join(terminal.lines), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_windlass_run(room: Path) -> None:
+    pytest.importorskip("transformers")
+    script = (
+        (room / "first.py").read_text("utf-8").replace("from windlass import", "from transformers import")
+    )
+    (room / "first.py").write_text(script)
+    with Terminal() as terminal:
+        terminal.run("windlass", "run", "first.py", cwd=room)
+        assert terminal.end() == 0, terminal.lines
+        assert bars(terminal.lines) == ["train 120/120", "evaluate 10/10"]

@@ -1,0 +1,49 @@
+"""Models that are compiled block by block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate.utils as reference
+import pytest
+import torch
+from tests.compat.big_models import IDS, Model, seeded
+from torch import nn
+
+from windlass import Accelerator, utils
+
+
+def _spread(module: nn.Module) -> list[tuple[str, str]]:
+    return [(name, type(part).__name__) for name, part in module.named_modules()]
+
+
+@pytest.mark.parametrize("build", [seeded, lambda: seeded().blocks, lambda: nn.Linear(2, 2)])
+def test_the_same_modules_are_compiled_as_by_the_peer(build: Any) -> None:
+    model = build()
+    found, theirs = (
+        utils.compile_regions(model, backend="eager"),
+        reference.compile_regions(model, backend="eager"),
+    )
+    assert _spread(found) == _spread(theirs)
+    for question in ("has_compiled_regions", "is_compiled_module"):
+        for module in (found, model):
+            assert getattr(utils, question)(module) == getattr(reference, question)(module)
+
+
+def test_the_copy_computes_the_same_and_shares_the_weights() -> None:
+    model = seeded()
+    before = _spread(model)
+    compiled = utils.compile_regions(model, backend="eager")
+    assert type(compiled) is Model
+    assert _spread(model) == before
+    assert torch.equal(compiled(IDS), model(IDS))
+    compiled(IDS).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_prepared_copy_is_saved_under_the_names_of_the_model(tmp_path: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = seeded()
+    prepared = accelerator.prepare(utils.compile_regions(model, backend="eager"))
+    assert accelerator.get_state_dict(prepared).keys() == model.state_dict().keys()
+    assert accelerator.unwrap_model(prepared) is not None

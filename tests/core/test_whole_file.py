@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from windlass.core.whole_file import open_new, write_whole
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for content in ("first, and longer", "zweite Fassung: ü", b"\x00\xff"):
+        write_whole(path, content)
+        assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
+        assert os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "tmp-a.json"])
+@pytest.mark.parametrize("leads", ["to a file", "nowhere"])
+def test_what_a_link_leads_to_stays_as_it_is(tmp_path: Path, name: str, leads: str) -> None:
+    victim = tmp_path / "victim"
+    if leads == "to a file":
+        victim.write_text("precious")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / name).symlink_to(victim)
+    write_whole(folder / "a.json", "new")
+    assert (victim.read_text() if victim.exists() else "") == ("precious" if leads == "to a file" else "")
+    assert (folder / "a.json").read_text() == "new"
+    assert not (folder / "a.json").is_symlink()
+    assert os.listdir(folder) == ["a.json"]
+    with pytest.raises(FileExistsError):
+        open_new(folder / "a.json")
+
+
+FILLS = """
+import resource, signal, sys
+from pathlib import Path
+from windlass.core.whole_file import write_whole
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+write_whole(Path(sys.argv[1]), "x" * 10_000)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits of a POSIX system")
+def test_a_write_that_fails_leaves_the_earlier_file(tmp_path: Path) -> None:
+    from tests.dist.launch import end_of
+
+    script = tmp_path / "fills.py"
+    script.write_text(FILLS)
+    (tmp_path / "out").mkdir()
+    path = tmp_path / "out" / "a.json"
+    path.write_text("earlier")
+    code, said = end_of(script, path)
+    assert code == 1
+    assert "File too large" in said
+    assert path.read_text() == "earlier"
+    assert os.listdir(tmp_path / "out") == ["a.json"]

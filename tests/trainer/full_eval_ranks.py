@@ -1,0 +1,52 @@
+"""Run by `torch.distributed.run`: runs that are evaluated in few bits once they have ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.trainer.adapter_cases import base, rows, stretch
+
+from windlass.dist.sharded import is_sharded
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+WAYS: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "sharded": {"fsdp": "full_shard"},
+    "kept": {"fsdp": "shard_grad_op", "bf16": True},
+    "offloaded": {"fsdp": "full_shard offload"},
+}
+
+
+def evaluated(folder: Path, cast: str, **strategy: Any) -> dict[str, Any]:
+    """Losses and dtypes after training, and after what follows an evaluation."""
+    trainer = stretch(
+        folder, 2, False, model=base(), max_steps=2, per_device_train_batch_size=4 // WORLD, **strategy,
+        **{f"{cast}_full_eval": True},
+    )  # fmt: skip
+    losses = [trainer.evaluate(rows()[:7])["eval_loss"] for _ in range(2)]
+    predicted = trainer.predict(rows()[:3]).metrics["test_loss"]
+    trainer.save_model()
+    return {
+        "losses": losses,
+        "predicted": predicted,
+        "dtypes": sorted({str(p.dtype) for p in trainer.model.parameters()}),
+        "sharded": any(is_sharded(p) for p in trainer.model.parameters()),
+    }
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    found = {
+        f"{way} {cast}": evaluated(folder / f"{way} {cast}", cast, **strategy)
+        for way, strategy in WAYS.items()
+        for cast in ("bf16", "fp16")
+    }
+    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
