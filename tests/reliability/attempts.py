@@ -115,16 +115,15 @@ class Ended:
         return not any(self.codes) and not self.hung
 
 
-def preload(trials: Sequence[Trial], folder: Path) -> None:
-    """Import here what runs of these trials import on their way, so that ranks need not: a child lists it.
+def preload(train: Callable[[Path], Any], folder: Path) -> None:
+    """Import here what `train`, called with a folder, imports on its way, so that ranks need not: a child lists it.
 
     The run itself would leave threads behind, with which no process should be forked.
     """
     before = set(sys.modules)
 
     def tell() -> None:
-        for number, trial in enumerate(trials):
-            run(folder / f"preloaded-{number}", trial.case)
+        train(folder / "preloaded")
         (folder / "modules.txt").write_text("\n".join(sorted(set(sys.modules) - before)))
 
     assert in_a_child(tell) == 0
@@ -150,7 +149,7 @@ def attempt(
     number = len(list(folder.glob("meeting-*")))
     (folder / f"meeting-{number}").touch()
     pids = [
-        _fork(
+        fork_rank(
             lambda rank=rank: _rank(trial, folder, number, rank, world, resume, strike),  # type: ignore[misc]
             rank,
             world,
@@ -159,11 +158,9 @@ def attempt(
         for rank in range(world)
     ]
     try:
-        return _wait(pids, strike, lambda: len(list(folder.glob(f"met-{number}-*"))) == world)
+        return wait_for(pids, strike, lambda: len(list(folder.glob(f"met-{number}-*"))) == world)
     finally:
-        for pid in pids:  # each leads a group: its workers end with it
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+        end_all(pids)
 
 
 class Met(TrainerCallback):
@@ -179,7 +176,8 @@ class Met(TrainerCallback):
         self.mark()
 
 
-def _fork(work: Callable[[], None], rank: int, world: int, said: Path) -> int:
+def fork_rank(work: Callable[[], None], rank: int, world: int, said: Path) -> int:
+    """Do `work` in a process with the variables of a launcher, which writes to `said`; gives its pid."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -271,7 +269,7 @@ def _note_commits(path: Path, kind: type[Store]) -> None:
     kind.commit = commit  # type: ignore[method-assign]
 
 
-def _wait(pids: Sequence[int], strike: Strike | None, met: Callable[[], bool]) -> Ended:
+def wait_for(pids: Sequence[int], strike: Strike | None, met: Callable[[], bool]) -> Ended:
     """Wait for all ranks. Where one dies before they have met, the others are ended, as a launcher does."""
     started, codes = time.monotonic(), dict[int, int]()
     alive, hung = list(pids), False
@@ -315,6 +313,13 @@ def _reaped(pids: Sequence[int]) -> dict[int, int]:
     """Exit codes of those that have ended."""
     ended = (os.waitpid(pid, os.WNOHANG) for pid in pids)
     return {pid: os.waitstatus_to_exitcode(status) for pid, status in ended if pid}
+
+
+def end_all(pids: Sequence[int]) -> None:
+    """Kill what is left of ranks. Each leads a group: its workers end with it."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def _kill(pids: Sequence[int]) -> None:

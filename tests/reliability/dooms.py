@@ -191,31 +191,31 @@ def arm(doom: Doom, place: int) -> None:
     if doom.kind == UPLOADING:
         _at_remote_operation(Countdown(place, die))
     elif KILLS.get(doom.kind):
-        _at_operation(OPERATIONS[KILLS[doom.kind]], Countdown(place, die))
+        at_operation(OPERATIONS[KILLS[doom.kind]], Countdown(place, die))
         if doom.kind == "while a file is written":
             _torn_writes()
     elif doom.kind == "failing disk":
-        _at_operation(OPERATIONS["any"], Countdown(place, lambda: _refuse(errno.EIO)))
+        at_operation(OPERATIONS["any"], Countdown(place, lambda: _refuse(errno.EIO)))
     elif doom.kind == "full disk":
-        _at_operation(WRITES, Countdown(place, lambda: _refuse(errno.ENOSPC), times=_FULL_FOR))
+        at_operation(WRITES, Countdown(place, lambda: _refuse(errno.ENOSPC), times=_FULL_FOR))
     elif doom.kind == "short writes":
         _short_writes()
     elif doom.kind == "slow disk":
-        _at_operation(OPERATIONS["any"], lambda: time.sleep(0.003))
+        at_operation(OPERATIONS["any"], lambda: time.sleep(0.003))
 
 
 def count_operations(counts: Counts) -> None:
     """Count the operations of this process's disk, by what they are for, and those of its remote folder."""
     _at_remote_operation(lambda: counts.count("upload"))
     for name, operations in OPERATIONS.items():
-        _at_operation(operations, lambda name=name: counts.count(name))  # type: ignore[misc]
+        at_operation(operations, lambda name=name: counts.count(name))  # type: ignore[misc]
 
 
 def _refuse(number: int) -> None:
     raise OSError(number, os.strerror(number))
 
 
-def _at_operation(operations: frozenset[str], call: Callable[[], None]) -> None:
+def at_operation(operations: frozenset[str], call: Callable[[], None]) -> None:
     original = Files.before
 
     def before(self: Files, operation: str, path: Path) -> None:

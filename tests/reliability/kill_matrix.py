@@ -37,6 +37,7 @@ from tests.reliability.histories import (
     prefix_of,
 )
 from tests.reliability.table import write
+from tests.trainer.resume_cases import run
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of each set, cases that import between them nearly all that the others do.
@@ -55,7 +56,7 @@ class Matrix:
         self.place, self.seed, self._own, self._prefix = place, seed, own, prefix_of(own)
         self._results = place / "results.jsonl"
         place.mkdir(parents=True, exist_ok=True)
-        preload([trial(name) for name in PRELOADED[own]], place)
+        preload(lambda folder: [run(folder / name, trial(name).case) for name in PRELOADED[own]], place)
         # Its processes are forked here, while this one has a single thread.
         self._pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"))
         self.results: list[dict[str, Any]] = []

@@ -1,0 +1,146 @@
+"""The models and the data of combinations: two small language models of tokens, and rows of different lengths."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+VOCABULARY, PADDING, NO_TARGET = 32, 0, -100
+TRAIN_ROWS, EVAL_ROWS = 40, 10  # in updates of 12: four an epoch, the last one of 4
+LENGTH = 6
+
+
+class Block(nn.Module):
+    """One of the layers that repeat."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.drop(self.down(torch.tanh(self.up(self.norm(hidden)))))
+
+
+class Plain(nn.Module):
+    """A module of a script's own. A token's label is at its own place: nothing is shifted."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList([Block(16, dropout) for _ in range(2)])
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden)
+        found = {"logits": logits}
+        if labels is not None:
+            found = {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), **found}
+        return found
+
+
+def llama(dropout: float = 0.0) -> nn.Module:
+    """A model of transformers whose keys and values are smaller than its queries."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            attention_dropout=dropout,
+            pad_token_id=PADDING,
+            bos_token_id=None,
+            eos_token_id=1,
+        )
+    )
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """Of the words `2`, `3`, ..., one for each token of the vocabulary."""
+    import tokenizers as tk
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": PADDING, "<eos>": 1, **{str(i): i for i in range(2, VOCABULARY)}}
+    inner = tk.Tokenizer(tk.models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = tk.pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+
+
+def row(index: int, ragged: bool) -> dict[str, list[int]]:
+    """A sample: its tokens count up from a random start, and some of the first have no label."""
+    draws = torch.Generator().manual_seed(index)
+    length = LENGTH - 2 + index % 5 if ragged else LENGTH
+    start = int(torch.randint(VOCABULARY, (), generator=draws))
+    tokens = [2 + (start + 3 * i) % (VOCABULARY - 2) for i in range(length)]
+    unlabelled = index % 3 if ragged else 0
+    labels = [NO_TARGET] * unlabelled + [2 + (token + 1) % (VOCABULARY - 2) for token in tokens[unlabelled:]]
+    return {"input_ids": tokens, "labels": labels}
+
+
+def training_rows(ragged: bool) -> list[dict[str, list[int]]]:
+    return [row(index, ragged) for index in range(TRAIN_ROWS)]
+
+
+def evaluation_rows(ragged: bool) -> list[dict[str, list[int]]]:
+    return [row(1000 + index, ragged) for index in range(EVAL_ROWS)]
+
+
+def pad(rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Return tensors (rows, longest row) of int64."""
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def filled(name: str, value: int) -> Tensor:
+        return torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in rows])
+
+    return {"input_ids": filled("input_ids", PADDING), "labels": filled("labels", NO_TARGET)}
+
+
+def of_datasets(ragged: bool, stream: bool) -> Any:
+    """The rows as the package `datasets` has them; as a stream, three times over."""
+    from datasets import Dataset
+
+    rows = training_rows(ragged)
+    return Dataset.from_list(3 * rows).to_iterable_dataset() if stream else Dataset.from_list(rows)
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """Rows without a length, three times over."""
+
+    def __init__(self, ragged: bool) -> None:
+        self._ragged = ragged
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (row(index, self._ragged) for index in range(3 * TRAIN_ROWS))
+
+
+class StatefulStream(IterableDataset[dict[str, Any]]):
+    """The same, entered where it was left."""
+
+    def __init__(self, ragged: bool) -> None:
+        self._ragged, self._next = ragged, 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self._next < 3 * TRAIN_ROWS:
+            self._next += 1
+            yield row(self._next - 1, self._ragged)
+        self._next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next = state["next"]

@@ -1,0 +1,136 @@
+"""What is observed of a run on its way, and the instants at which it can be killed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from tests.reliability.dooms import OPERATIONS, Countdown, at_operation, die
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from windlass import TrainerCallback
+from windlass.dist.sharded import local
+
+
+class Instants:
+    """Counts forwards of modules, parts of updates and file operations: at each of them a process may die.
+
+    Args:
+        place: the one at which this process kills itself, from 1; None to live.
+    """
+
+    def __init__(self, place: int | None) -> None:
+        self.count, self._counts = 0, True
+        self._strike = None if place is None else Countdown(place, die)
+        at_operation(OPERATIONS["any"], self.passes)
+        register_module_forward_pre_hook(lambda module, inputs: self.passes())
+
+    def passes(self) -> None:
+        if self._counts:
+            self.count += 1
+            if self._strike is not None:
+                self._strike()
+
+    def stop(self) -> None:
+        """The run is over: what follows belongs to the test."""
+        self._counts = False
+
+
+class Watch(TrainerCallback):
+    """Observes updates. A loop of its own calls `begin` and `update` itself.
+
+    Attributes:
+        seen: see `Outcome.seen`.
+    """
+
+    def __init__(self, instants: Instants, decay: float | None = None) -> None:
+        self._instants, self._decay = instants, decay
+        self._started: dict[str, Tensor] = {}
+        self._average: dict[str, Tensor] = {}
+        self.seen: dict[str, Any] = {
+            "rates": [],
+            "norms": [],
+            "forwards": 0,
+            "layers": 0,
+            "dtypes": [],
+            "widths": [],
+            "readers": [],
+        }
+        register_module_forward_pre_hook(self._before_forward)
+        register_module_forward_hook(self._after_forward)
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        # Before it: a forward that is made again for the backward may end early, with what the backward lacks.
+        if isinstance(module, nn.Linear) and module.training and torch.is_grad_enabled():
+            self.seen["layers"] += 1
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if isinstance(module, nn.Embedding):
+            self.seen["forwards"] += 1
+            self.seen["widths"].append(list(inputs[0].shape))
+        elif isinstance(module, nn.Linear) and isinstance(output, Tensor):
+            name = str(output.dtype).removeprefix("torch.")
+            if name not in self.seen["dtypes"]:
+                self.seen["dtypes"].append(name)
+
+    # --- what a Trainer calls
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.begin(model)
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        self.update(model, optimizer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.updated()
+
+    # --- what it does
+
+    def begin(self, model: nn.Module) -> None:
+        self._started = {name: local(p).detach().clone() for name, p in model.named_parameters()}
+        self._trained = dict(model.named_parameters())
+        held = sum(tensor.numel() for tensor in self._started.values())
+        self.seen["share"] = held / sum(p.numel() for p in model.parameters())
+
+    def update(self, model: nn.Module, optimizer: Any) -> None:
+        """Gradients are whole and clipped, and the optimizer is about to use them."""
+        self._instants.passes()
+        self.seen["optimizer"] = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        groups = [group for group in optimizer.param_groups if group["params"]]
+        self.seen["rates"].append([float(group["lr"]) for group in groups])
+        self.seen["peaks"] = [[float(group.get("initial_lr", group["lr"]))] for group in groups]
+        self.seen["warm-up"] = groups[0].get("warmup_steps")
+        squares = [
+            float(local(p.grad).double().square().sum()) for p in model.parameters() if p.grad is not None
+        ]
+        self.seen["norms"].append(sum(squares) ** 0.5)
+
+    def updated(self) -> None:
+        self._instants.passes()
+        if self._decay is not None:
+            self._add_to_average(self._decay)
+
+    def _add_to_average(self, decay: float) -> None:
+        for name, parameter in self._trained.items():
+            mine = local(parameter).detach()
+            before = self._average.get(name)
+            self._average[name] = mine.clone() if before is None else before.lerp(mine, 1 - decay)
+
+    def end(self, model: nn.Module) -> None:
+        """Note which parameters have moved, and how far they are from their average by hand."""
+        now = {name: local(p).detach() for name, p in model.named_parameters()}
+        same = now.keys() == self._started.keys()
+        self.seen["moved"] = [
+            name for name in now if same and not torch.equal(now[name], self._started[name])
+        ]
+        if self._average:
+            self.seen["from average"] = max(
+                float((now[name] - mean).abs().max()) for name, mean in self._average.items() if mean.numel()
+            )
+        self.seen["process"] = os.getpid()
