@@ -1,6 +1,4 @@
-"""Files of `torch.save` are read as Python reads them; everything else in one is refused in bounded memory and time, and
-nothing of it runs.
-"""
+"""Plain data in files of `torch.save` is read; everything else is refused in bounded memory and time, and never run."""
 
 from __future__ import annotations
 
@@ -140,7 +138,7 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "a missing memo": (b"\x80\x02h\x07.", "damaged"),
     "a key that is a tuple": (pickle.dumps({(1, 2): 3}, protocol=2), "key of a map in it is a tuple"),
     "a set": (pickle.dumps({1}, protocol=2), "a set, which is not plain data"),
-    "a number of numpy in another order": (pickle.dumps(np.float64(1), protocol=2).replace(b"<", b">"), "little-endian"),
+    "numpy's other order": (pickle.dumps(np.float64(1), protocol=2).replace(b"<", b">"), "little-endian"),
     "an array of numpy": (pickle.dumps(np.ones(3), protocol=2), "_reconstruct"),
     "a text that claims gigabytes": (b"\x80\x02X" + struct.pack("<I", 0xFFFFFFF0) + b"x.", "damaged"),
     "text that is none": (b"\x80\x02X\x01\x00\x00\x00\xff.", "damaged"),

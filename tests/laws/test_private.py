@@ -74,7 +74,6 @@ THIRD_PARTY = {
         _SCRIPTS,
     ),
     "_checkpoint_offset": "torch.load notes there where the bytes of a tensor are, as its documentation says",
-    "_subclasses": "torch has FakeTensorMode under no other name",
     "_make_wrapper_subclass": "PyTorch makes tensors without memory under no other name",
     **dict.fromkeys(("_is_gathered", "_sharded_by", "_recompute"), _MARK),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Requests to the process that reads files of `torch.save` (see `torch_reader`).
 
-The process is started by the first request, and ends if none comes for some seconds. It is a new interpreter: nothing is
+The first request starts the process, which ends if none follows for some seconds. It is a new interpreter: nothing is
 forked from this process, which may have threads and devices.
 """
 
@@ -23,7 +23,7 @@ from windlass.compat import torch_reader
 from windlass.core.errors import CheckpointError
 
 
-class _Reader:
+class _ReadingProcess:
     """A process that reads files."""
 
     def __init__(self) -> None:
@@ -32,7 +32,9 @@ class _Reader:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self._channel, other = socket.socketpair()
         with other:
-            self._process = subprocess.Popen(command, stdin=other, stdout=subprocess.DEVNULL, env=environment)
+            self._process = subprocess.Popen(
+                command, stdin=other.fileno(), stdout=subprocess.DEVNULL, env=environment
+            )
 
     def ask(self, file: FileIO, kind: bytes) -> bytes:
         """Return the answer about an open file; nothing if the process has ended."""
@@ -54,7 +56,7 @@ class _Reader:
 
 
 _lock = threading.Lock()
-_running: list[_Reader] = []
+_running: list[_ReadingProcess] = []
 
 
 def describe(file: FileIO, path: Path, *, objects: bool) -> Any:
@@ -90,7 +92,7 @@ def _answer(file: FileIO, kind: bytes) -> bytes:
         found = _running[0].ask(file, kind) if _running else b""
         if not found:
             _close()
-            _running.append(_Reader())
+            _running.append(_ReadingProcess())
             found = _running[0].ask(file, kind)
         return found
 

@@ -1,7 +1,7 @@
 """Reader of files of `torch.save` (`.pt`, `.pth`, `.bin`): zip containers of a pickle and the bytes of tensors.
 
-Another process, with limits of memory and time, opens the pickle and describes the content (see `torch_reader`). This one
-reads the bytes of a tensor from the file on request.
+Another process, with limits of memory and time, opens the pickle and describes the content (see `torch_reader`). This
+one reads the bytes of a tensor from the file on request.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TorchFile:
         self._last: tuple[Storage, bytearray] | None = None
         self._checked: set[Storage] = set()  # storages whose checksums were compared
         description = describe(file, path, objects=objects)
-        self.tree = _Decoder(self._error, os.fstat(file.fileno()).st_size).content(description)
+        self.tree = _CheckedContent(self._error, os.fstat(file.fileno()).st_size).content(description)
 
     def _error(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self._path} cannot be read: {why}")
@@ -125,8 +125,8 @@ class TorchFile:
         return map_leaves(read, tree, lambda item: isinstance(item, StoredTensor))
 
 
-class _Decoder:
-    """The content of a file from its description. What the other process found is checked as the file itself would be."""
+class _CheckedContent:
+    """The content of a file from its description, which is checked: another process made it from an unknown file."""
 
     def __init__(self, error: Callable[[str], CheckpointError], size: int) -> None:
         self._error, self._size = error, size
@@ -186,7 +186,7 @@ class _Decoder:
         return DTYPES[name]
 
     def _storage(self, storage: Storage) -> Storage:
-        """Check that a storage lies inside the file, and that all of them together do not claim more bytes than it has."""
+        """Check that a storage lies inside the file, and that all of them together claim no more bytes than it has."""
         known = self._storages.setdefault(storage, storage)
         if known is storage:
             self._stored += storage.nbytes
@@ -251,8 +251,8 @@ def open_torch_file(path: Path, files: Files, *, objects: bool = False) -> Itera
         objects: its content may have objects beside plain values; they are not read (see `TorchFile`).
 
     Raises:
-        CheckpointError: it is missing, damaged, of the legacy format, has more than tensors and plain values, or takes too
-            much memory or time to describe.
+        CheckpointError: it is missing, damaged, of the legacy format, has more than tensors and plain values, or takes
+            too much memory or time to describe.
     """
     with files.reading(path) as file:
         yield TorchFile(path, file, objects)

@@ -1,12 +1,11 @@
-"""The process that reads files of `torch.save`. `reader_process` starts this file as a script and sends it open files.
+"""The process that reads files of `torch.save`. `reader_process` runs this file as a script and sends it open files.
 
-Each file is read by `torch.load(weights_only=True)` in a fork, which has little memory and time, writes no file and starts no
-process. It is the only place where a pickle is opened. The answer is one line of JSON: plain values, and for each tensor its
-description, because no tensor is read here.
+Each file is read by `torch.load(weights_only=True)` in a fork with little memory and time, which writes no file and
+starts no process. Nothing else opens a pickle. The answer is a line of JSON: plain values, and descriptions of tensors.
 
     null, true, 1, 1.5, "text", [...]            themselves
     {"tuple": [...]}, {"map": [key, value, ...]}, {"bytes": "hexadecimal"}, {"dtype": "float32"}
-    {"tensor": [begin, nbytes, crc, dtype, offset, shape, stride]}    its storage in the file (bytes), its place there (elements)
+    {"tensor": [begin, nbytes, crc, dtype, offset, shape, stride]}    its storage (bytes), its place there (elements)
     {"object": "name"}                           an object of another program, which was not created
     {"error": "reason"}                          instead of the whole answer
 
@@ -52,11 +51,11 @@ _NUMPY_TYPES = {
 }  # fmt: skip
 
 
-class _Refused(Exception):
+class RefusedFileError(Exception):
     """Why a file is not read."""
 
 
-# --- what stands in for names that `torch.load` does not know
+# --- in place of what `torch.load` does not know
 
 
 class _Unread:
@@ -86,7 +85,7 @@ class _NumpyType:
 
 def _numpy_number(kind: Any, data: Any) -> Any:
     if not isinstance(kind, _NumpyType) or not kind.layout or not kind.order:
-        raise _Refused("a value of numpy in it is not a plain number in little-endian order")
+        raise RefusedFileError("a value of numpy in it is not a plain number in little-endian order")
     return struct.unpack(kind.order + kind.layout, data)[0]
 
 
@@ -100,7 +99,7 @@ _PLAIN_NAMES: list[tuple[Any, str]] = [
     (_NumpyType, "numpy.dtype"), (_numpy_number, "numpy.core.multiarray.scalar"),
     (_numpy_number, "numpy._core.multiarray.scalar"), (bytes, "builtins.bytes"),
 ]  # fmt: skip
-_MAPS = [(_empty_map, "collections.defaultdict")]  # other objects with items can't be passed over
+_MAPS: list[tuple[Any, str]] = [(_empty_map, "collections.defaultdict")]  # other objects can't have items
 
 
 # --- reading
@@ -112,22 +111,26 @@ def _members(file: BinaryIO) -> dict[int, tuple[int, int]]:
         infos = archive.infolist()
         pickles = [info for info in infos if info.filename.split("/")[1:] == ["data.pkl"]]
         if len(pickles) != 1 or any(info.filename.endswith("/constants.pkl") for info in infos):
-            raise _Refused("it is not a file of torch.save: there must be one data.pkl, and no program")
+            raise RefusedFileError(
+                "it is not a file of torch.save: there must be one data.pkl, and no program"
+            )
         prefix = pickles[0].filename.removesuffix("data.pkl")
         for info in infos:
             stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
             if not stored or info.flag_bits & 1:
                 name = info.filename[:100]
-                raise _Refused(f"{name!r} in it is compressed or encrypted, which torch.save does not do")
+                raise RefusedFileError(
+                    f"{name!r} in it is compressed or encrypted, which torch.save does not do"
+                )
         if len(archive.NameToInfo) != len(infos):
-            raise _Refused("two of its members have the same name")
+            raise RefusedFileError("two of its members have the same name")
         if pickles[0].file_size > MAX_PICKLE:
-            raise _Refused(
+            raise RefusedFileError(
                 f"data.pkl in it has {pickles[0].file_size:,} bytes; at most {MAX_PICKLE:,} are read"
             )
         order = archive.NameToInfo.get(prefix + "byteorder")
         if order is not None and (order.file_size > 16 or archive.read(order) != b"little"):
-            raise _Refused("its numbers are not in little-endian order")
+            raise RefusedFileError("its numbers are not in little-endian order")
         archive.read(pickles[0])  # compares its checksum
     storages = [info for info in infos if info.filename.startswith(prefix + "data/")]
     return {_begin(file, info): (info.file_size, info.CRC) for info in storages}
@@ -135,7 +138,7 @@ def _members(file: BinaryIO) -> dict[int, tuple[int, int]]:
 
 def _begin(file: BinaryIO, info: zipfile.ZipInfo) -> int:
     file.seek(info.header_offset)
-    lengths = sum(_LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size)))
+    lengths: int = sum(_LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size)))
     return info.header_offset + _LOCAL_HEADER.size + lengths
 
 
@@ -148,23 +151,21 @@ def _load(file: BinaryIO, objects: bool) -> Any:
         file.seek(0)
         names = sorted(get_unsafe_globals_in_checkpoint(file))
         if names and not objects:
-            raise _Refused(
-                f"it names {names[0][:200]!r}, which torch.load could be made to import and run. Only tensors, numbers, "
-                "text, lists and maps are read from such files"
+            raise RefusedFileError(
+                f"it names {names[0][:200]!r}, which torch.load could be made to import and run. Only tensors, "
+                "numbers, text, lists and maps are read from such files"
             )
-        inert = [(type("_Unread", (_Unread,), {"name": name[:200]}), name) for name in names]
+        inert: list[Any] = [(type("_Unread", (_Unread,), {"name": name[:200]}), name) for name in names]
         file.seek(0)
         with safe_globals(inert), _noting_offsets():
             return torch.load(file, map_location="meta", weights_only=True)
 
 
 def _noting_offsets() -> contextlib.AbstractContextManager[Any]:
-    """Have `torch.load` note where the bytes of storages are: by itself it does so for the meta device from torch 2.11 on,
-    and before for fake tensors.
-    """
+    """Have `torch.load` note where the bytes of storages are: before torch 2.11 it does so for fake tensors alone."""
     import torch
 
-    if torch.__version__ >= (2, 11):
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 11):
         return contextlib.nullcontext()
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -181,7 +182,7 @@ class _Description:
     def _add(self, text: str) -> None:
         self._left -= len(text)
         if self._left < 0:
-            raise _Refused(
+            raise RefusedFileError(
                 f"the description of its content exceeds {self._limit:,} bytes: its containers or texts refer to each "
                 "other too often"
             )
@@ -191,12 +192,12 @@ class _Description:
         """Add a value.
 
         Raises:
-            _Refused: it is not plain, its tensors are not in the file, or it exceeds a bound.
+            RefusedFileError: it is not plain, its tensors are not in the file, or it exceeds a bound.
         """
         import torch
 
         if depth > MAX_DEPTH:
-            raise _Refused(f"its containers are nested more than {MAX_DEPTH} deep")
+            raise RefusedFileError(f"its containers are nested more than {MAX_DEPTH} deep")
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             self._add(json.dumps(value))
@@ -219,7 +220,7 @@ class _Description:
         elif self._objects:
             self._object(value if isinstance(value, type) else kind)
         else:
-            raise _Refused(f"it holds a {kind.__name__}, which is not plain data")
+            raise RefusedFileError(f"it holds a {kind.__name__}, which is not plain data")
 
     def _items(self, items: Any, depth: int) -> None:
         self._add("[")
@@ -232,7 +233,7 @@ class _Description:
     def _map(self, items: dict[Any, Any], depth: int) -> None:
         for key in items:
             if not isinstance(key, (str, int, float, bytes, type(None))):
-                raise _Refused(f"a key of a map in it is a {type(key).__name__}")
+                raise RefusedFileError(f"a key of a map in it is a {type(key).__name__}")
         self._add('{"map":')
         self._items((part for pair in items.items() for part in pair), depth)
         self._add("}")
@@ -245,15 +246,16 @@ class _Description:
             if self._objects and not special:
                 self._object(type(tensor))
                 return
-            raise _Refused("a tensor in it is sparse, quantized, conjugated or of a class of its own")
+            raise RefusedFileError("a tensor in it is sparse, quantized, conjugated or of a class of its own")
         storage = tensor.untyped_storage()
         begin = getattr(storage, "_checkpoint_offset", None)
         if begin not in self._members:
-            raise _Refused("the bytes of a tensor are not in it")
+            raise RefusedFileError("the bytes of a tensor are not in it")
         nbytes, crc = self._members[begin]
         if storage.nbytes() != nbytes:
-            raise _Refused(
-                f"a storage should have {storage.nbytes():,} bytes and has {nbytes:,}, or a tensor does not lie inside it"
+            raise RefusedFileError(
+                f"a storage should have {storage.nbytes():,} bytes and has {nbytes:,}, or a tensor "
+                "does not lie inside it"
             )
         name = str(tensor.dtype).removeprefix("torch.")
         place = (tensor.storage_offset(), list(tensor.shape), list(tensor.stride()))
@@ -278,14 +280,14 @@ def _described(file: BinaryIO, objects: bool, limit: int) -> str:
 
 def _reason(error: Exception) -> str:
     """The one line of an error of `torch.load` that has the reason; the rest advises to trust the file."""
-    if isinstance(error, _Refused):
+    if isinstance(error, RefusedFileError):
         return str(error)
     text = (str(error).strip() or type(error).__name__).rpartition("WeightsUnpickler error: ")[2].strip()
     opcode = re.match(r"Unsupported operand (\d+)", text)
     if opcode is not None:
         return (
-            f"its pickle has opcode 0x{int(opcode[1]):02x}, which torch.load(weights_only=True) refuses. torch.save writes "
-            "such files with another pickle_protocol than 2, which is its default"
+            f"its pickle has opcode 0x{int(opcode[1]):02x}, which torch.load(weights_only=True) refuses. torch.save "
+            "writes such files with another pickle_protocol than 2, which is its default"
         )
     return f"it is damaged, or not a file of torch.save ({text.splitlines()[0][:300]})"
 
