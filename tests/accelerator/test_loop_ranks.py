@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
-from tests.accelerator import loop_cases
+from tests.accelerator import dropping_ranks, loop_cases
 from tests.dist.launch import launch
+
+from windlass import Accelerator
 
 HERE = Path(__file__).parent
 
@@ -18,3 +21,18 @@ def test_two_ranks_end_as_one_process_does(tmp_path: Path) -> None:
         save_file(case(False), tmp_path / f"{name}.safetensors")
     said = launch(2, HERE / "loop_ranks.py", tmp_path, timeout=500)
     assert said.count("LOOPS AGREE") == 2
+
+
+@pytest.mark.dist
+def test_what_fewer_processes_drop_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    launch(2, HERE / "dropping_ranks.py", tmp_path / "saved")
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(dropping_ranks.model())
+    logger = logging.getLogger("windlass")
+    logger.addHandler(caplog.handler)
+    try:
+        accelerator.load_state(tmp_path / "saved")
+    finally:
+        logger.removeHandler(caplog.handler)
+    dropped = "1.running_mean, 1.running_var, 1.num_batches_tracked"
+    assert f"those of rank 0 are used, those of 1 further rank(s) are dropped: {dropped}" in caplog.text

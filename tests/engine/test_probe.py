@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,7 +51,7 @@ def probe_of(model: Model, world: int = 1) -> Probe:
 def test_shifting_is_seen(shift: bool, empty: str) -> None:
     model = Model()
 
-    def loss(batch: Any, denominator: float | None) -> Tensor:
+    def loss(batch: Any) -> Tensor:
         values = model.losses(batch, shift)
         return values.mean() if empty == "nan" else values.sum() / max(len(values), 1)
 
@@ -90,7 +92,7 @@ def test_a_batch_without_labels_shows_nothing() -> None:
     ],
 )
 def test_where_nothing_can_be_asked_nothing_shifts(batch: Any) -> None:
-    def loss(batch: Any, denominator: float | None) -> Tensor:
+    def loss(batch: Any) -> Tensor:
         raise AssertionError("asked")
 
     assert probe_of(Model()).shifts_labels(batch, TargetCounter(), loss) is False
@@ -102,23 +104,24 @@ def test_a_rank_without_targets_does_not_decide() -> None:
 
     def other_ranks(value: Tensor) -> Tensor:
         seen.append(value)
-        return value + torch.tensor([2.0, 2.0], dtype=torch.float64)
+        return value + torch.tensor([2.0], dtype=torch.float64)
 
     probe = Probe(Model(), CPU, other_ranks)
-    assert probe.divides(BATCH, lambda batch, denominator: torch.tensor(float("nan")), 4.0) is False
-    assert seen[0].tolist() == [0.0, 0.0]
+    without = {**BATCH, "labels": torch.full((2, 4), -100)}
+    assert probe.shifts_labels(without, TargetCounter(), lambda batch: torch.tensor(float("nan"))) is True
+    assert [value.item() for value in seen] == [0.0, 0.0]
 
 
 def test_an_experiment_that_is_broken_off_leaves_no_trace() -> None:
     model = nn.BatchNorm1d(2)
 
-    def broken_off(batch: Any, denominator: float | None) -> Tensor:
-        model(batch)
+    def broken_off(batch: Any) -> Tensor:
+        model(torch.ones(3, 2))
         raise KeyboardInterrupt
 
     probe = Probe(model, torch.device("cpu"), alone)
     with pytest.raises(KeyboardInterrupt):
-        probe.divides(torch.ones(3, 2), broken_off, 3.0)
+        probe.shifts_labels(BATCH, TargetCounter(), broken_off)
     assert int(model.num_batches_tracked) == 0  # type: ignore[arg-type]
 
 
@@ -129,14 +132,57 @@ def test_an_experiment_leaves_no_trace() -> None:
     batch = {name: value.clone() for name, value in BATCH.items()}
     state = torch.get_rng_state()
 
-    def loss(inputs: Any, denominator: float | None) -> Tensor:
+    def loss(inputs: Any) -> Tensor:
         value = model.losses(inputs, True).mean()
         inputs.pop("labels")  # hooks may
         return value
 
-    probe.divides(batch, loss, 4.0)
+    probe.splits(batch, loss, TargetCounter(), 1e-9)
     probe.shifts_labels(batch, TargetCounter(), loss)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(batch[name], value) for name, value in BATCH.items())
+
+
+class PreparesItself(nn.Module):
+    """Prepares itself at its first forward, as many models of transformers do; works only if it does so once.
+
+    Args:
+        notes: where it notes that it has done so; None: in itself.
+    """
+
+    def __init__(self, notes: Any = None) -> None:
+        super().__init__()
+        self.notes = notes
+        self.inner = nn.Linear(2, 2, bias=False)
+        self.inner.tables = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes = self if self.notes is None else self.notes
+        if not getattr(notes, "is_ready", False):
+            notes.is_ready = True
+            self.inner.register_forward_pre_hook(lambda module, inputs: inputs[0] + 1)
+            self.inner.register_forward_hook(lambda module, inputs, output: output * 2, always_call=True)
+            self.inner.register_buffer("scale", torch.ones(1), persistent=False)
+            self.inner.register_module("further", nn.Linear(2, 1))
+            self.register_state_dict_pre_hook(lambda *_: None)
+        self.inner.tables["calls"] += 1
+        return self.inner(x) * self.inner.scale
+
+
+@pytest.mark.parametrize("notes", [None, SimpleNamespace(sizes=[1])])  # the second as a configuration
+def test_a_model_that_prepares_itself_at_its_first_forward_does_so_once(notes: Any) -> None:
+    torch.manual_seed(0)
+    model, x = PreparesItself(notes), torch.ones(3, 2)
+    fresh = copy.deepcopy(model)
+    for _ in range(2):
+        Probe(model, CPU, alone).divides(x, lambda batch, _: model(batch).sum(), 3.0)
+    tables = [
+        {name: {**value} for name, value in vars(part).items() if isinstance(value, dict)}
+        for part in (model, model.inner)
+    ]
+    assert all(not hooks for part in tables for name, hooks in part.items() if "hooks" in name)
+    assert list(model.inner._non_persistent_buffers_set) == []
+    assert torch.equal(model(x), fresh(x))
+    assert model.inner.tables == fresh.inner.tables == {"calls": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from tests.finetuning import small
 from tests.finetuning.test_sft_trainer import trainer_of
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from windlass.core.errors import ConfigError
 from windlass.finetuning.peft_adapters import (
+    add_adapter,
     describe_trained,
     is_peft_model,
     let_gradients_in,
@@ -30,6 +33,50 @@ def lora(**changes: Any) -> Any:
 
 def ids() -> torch.Tensor:
     return torch.arange(6, 18)[None]
+
+
+def mixture(kind: str, **changes: Any) -> Any:
+    sizes = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    config = AutoConfig.for_model(kind, **sizes, **changes)
+    return AutoModelForCausalLM.from_config(config)
+
+
+# Kind -> arguments of its configuration, and the parameters that "all-linear" does not reach.
+_EVERY, _SECOND = "model.layers.*.", {"attn_layer_offset": 1, "attn_layer_period": 2}
+MIXTURES: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt_oss": ({"num_local_experts": 4, "head_dim": 8}, "mlp"),
+    "granitemoe": ({"num_local_experts": 4}, "block_sparse_moe"),
+    "jamba": ({"num_experts": 4, "mamba_d_state": 4, **_SECOND}, "feed_forward"),
+    "qwen2_moe": (
+        {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}, "mlp"
+    ),
+    "mixtral": ({"num_local_experts": 4}, ""),
+    "llama": ({}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_that_stay_frozen_are_named_with_the_way_to_train_them(
+    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("windlass"), "propagate", True)
+    changes, room = MIXTURES[kind]
+    add_adapter(mixture(kind, **changes), lora(target_modules="all-linear"), [])
+    if not room:
+        assert "frozen" not in caplog.text, "peft adapts them"
+        return
+    targets = [f"{room}.experts.down_proj", f"{room}.experts.gate_up_proj"]
+    assert f"{_EVERY}{targets[0]}, {_EVERY}{targets[1]} are no linear layers and stay frozen" in caplog.text
+    assert f"target_parameters={targets!r}" in caplog.text
+    assert "conv" not in caplog.text
+    caplog.clear()
+    advised = lora(target_modules="all-linear", target_parameters=targets)
+    model = add_adapter(mixture(kind, **changes), advised, [])
+    assert "frozen" not in caplog.text
+    assert sum("experts" in name for name, weight in model.named_parameters() if weight.requires_grad) >= 4
 
 
 KINDS = {

@@ -62,8 +62,8 @@ class Arguments(windlass.TrainingArguments):
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder, in which the guides' names are folders."""
-    wide = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
-    small.saved(tmp_path / "google" / "gemma-2b", **wide)
+    # Smaller than the rank of the snippets, and with grouped keys and values, which have a smaller side still.
+    small.saved(tmp_path / "google" / "gemma-2b", num_hidden_layers=1, num_key_value_heads=1)
     (tmp_path / "imdb").mkdir()
     rows = "".join(json.dumps(row) + "\n" for row in small.texts(16))
     (tmp_path / "imdb" / "train.jsonl").write_text(rows, "utf-8")

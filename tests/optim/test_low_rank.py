@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ConfigError
+from windlass.optim.optimizers.apollo_adamw import ApolloAdamW
+from windlass.optim.optimizers.galore_adafactor import GaLoreAdafactor
 from windlass.optim.optimizers.galore_adamw import GaLoreAdamW
+from windlass.optim.optimizers.galore_adamw_8bit import GaLoreAdamW8bit
 from windlass.optim.optimizers.low_rank import LowRankOptimizer, bases
 
 SHAPES = [(6, 4), (4, 6), (5, 5)]
@@ -149,7 +152,6 @@ def test_groups_with_a_rank_of_their_own_are_projected() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 5}, "optim_args.rank=5: must be at most 4: one of the projected weights is 6 x 4"),
         ({"rank": 0}, "optim_args.rank=0: must be at least 1"),
         ({"rank": 2, "update_proj_gap": 0}, "update_proj_gap=0: must be at least 1"),
         ({"rank": 2, "scale": 0.0}, "scale=0.0: must be above 0"),
@@ -160,6 +162,60 @@ def test_a_projection_that_cannot_be_made_is_refused(options: dict[str, Any], me
     with pytest.raises(ConfigError) as caught:
         GaLoreAdamW(projected(nn.Parameter(torch.ones(6, 4))), **options)
     assert message in str(caught.value)
+
+
+PROJECTING: list[tuple[type[LowRankOptimizer], dict[str, Any]]] = [
+    (GaLoreAdamW, {}),
+    (GaLoreAdamW, {"proj_type": "full"}),
+    (GaLoreAdamW8bit, {}),
+    (GaLoreAdafactor, {}),
+    (ApolloAdamW, {}),
+    (ApolloAdamW, {"proj": "svd"}),
+    (ApolloAdamW, {"scale_type": "tensor"}),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("cls", "options"), PROJECTING)
+def test_above_its_full_rank_a_matrix_has_that(
+    cls: Any, options: dict[str, Any], shape: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which small projections have (grouped keys and values), and models smaller than the default rank."""
+    weights = [nn.Parameter(torch.ones(shape)) for _ in range(2)]
+    with caplog.at_level("INFO", logger="windlass"):
+        optimizers = [
+            cls(projected(weight), rank=rank, update_proj_gap=2, **options)
+            for weight, rank in zip(weights, (128, min(shape)), strict=True)
+        ]
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said == (
+        f"rank=128 is above the smaller side of 1 of the 1 projected weights (the smallest is {shape[0]} x "
+        f"{shape[1]}): their full rank is used"
+    )
+    for grad in gradients(shape, 5):
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = grad.float()
+            optimizer.step()
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], torch.ones(shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_above_its_full_rank_it_is_the_reference(shape: tuple[int, int]) -> None:
+    reference = pytest.importorskip("galore_torch.adamw", reason="needs the authors' package: galore-torch")
+    # In fp32, in which it finds its basis: the signs of singular vectors in fp64 may be others.
+    ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
+    options = {"rank": 128, "update_proj_gap": 2, "scale": 0.25}
+    group = {"params": [theirs], **options, "proj_type": "std"}
+    pairs = [
+        (ours, GaLoreAdamW(projected(ours), lr=0.1, eps=0.0, **options)),
+        (theirs, reference.AdamW([group], lr=0.1, eps=0.0, no_deprecation_warning=True)),
+    ]
+    for grad in gradients(shape, 5):
+        for weight, optimizer in pairs:
+            weight.grad = grad.float()
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
 def test_a_vector_cannot_be_projected() -> None:

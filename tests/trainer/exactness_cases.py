@@ -60,6 +60,29 @@ def cross_entropy(logits: Tensor, labels: Tensor, shift: bool, count: Any = None
     return F.cross_entropy(*flat, reduction="sum", **options) / count
 
 
+class WithPenalty(LanguageModel):
+    """Divides by the count, and adds a term that does not: as the balance of experts is added."""
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, **loss_options: Any
+    ) -> dict[str, Tensor]:
+        outputs = super().forward(input_ids, labels, **loss_options)
+        return outputs if labels is None else {**outputs, "loss": outputs["loss"] + penalty(self, None)}
+
+
+def penalty(model: Any, inputs: Any) -> Tensor:
+    return 1e-3 * model.head.weight.square().sum()
+
+
+class OwnStep(Trainer):
+    """The training step of scripts before there was a count, which therefore no model gets."""
+
+    def training_step(self, model: Any, inputs: Any) -> Tensor:  # type: ignore[override]
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
 class ThreeArguments(Trainer):
     """The `compute_loss` of the guides before there was a count."""
 
@@ -152,6 +175,8 @@ class Kind:
 KINDS = {
     "a plain mean": Kind(),
     "a model that divides": Kind(model=lambda: LanguageModel(divide=True)),
+    "a model that divides a part of its loss": Kind(model=lambda: WithPenalty(divide=True), part=penalty),
+    "a step that leaves the count out": Kind(OwnStep, model=lambda: LanguageModel(divide=True)),
     "a model that takes the count and ignores it": Kind(model=LanguageModel),
     "labels that are not shifted": Kind(model=lambda: LanguageModel(shift=False, divide=True), shift=False),
     "three arguments": Kind(ThreeArguments),

@@ -15,6 +15,9 @@ from windlass import Trainer
 HERE = Path(__file__).parent
 # How exactly a model of transformers computes its loss: CTC and language models do so in fp32, whatever they are in.
 EXACT = {"wav2vec2-sum": 1e-6, "wav2vec2-mean": 1e-6, "llama": 1e-6, "bert": 1e-12}
+# A mean that is computed in fp32 is divided by its count there, so gradients are rounded as the loss is.
+SCALED_IN_FP32 = {"llama": {"rtol": 1e-6, "atol": 1e-9}}
+WEIGHTS = {"rtol": 1e-12, "atol": 1e-12}
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -33,7 +36,7 @@ def test_two_ranks_train_the_same(strategy: str, tmp_path: Path) -> None:
     for name in EXACT:
         weights, losses, evaluated = train(name, tmp_path / name / "one", 8, 1)
         found = torch.load(tmp_path / f"{name}.pt", weights_only=True)
-        torch.testing.assert_close(found["weights"], weights, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found["weights"], weights, **SCALED_IN_FP32.get(name, WEIGHTS))
         assert found["losses"] == pytest.approx(losses, rel=EXACT[name])
         assert found["evaluated"] == pytest.approx(evaluated, rel=EXACT[name])
 

@@ -259,21 +259,6 @@ def test_a_loop_of_ones_own_is_refused(folder: Path) -> None:
     refused(trainer_for(folder, OwnLoop), ConfigError, r"_inner_training_loop='overridden'")
 
 
-def test_a_loss_that_mixes_normalisations_must_be_declared(folder: Path) -> None:
-    class Mixed(Trainer):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            outputs = model(**inputs)
-            count = 2 if num_items_in_batch is None else num_items_in_batch
-            loss = outputs["loss"] / count + outputs["logits"].square().mean()
-            return (loss, outputs) if return_outputs else loss
-
-    refused(trainer_for(folder, Mixed), ModelError, "mixes terms")
-    Mixed.loss_is_scaled_for_ga = False
-    trainer_for(folder, Mixed).train()
-
-
 # --- plain functions ------------------------------------------------------------------------------------------------
 
 

@@ -282,3 +282,19 @@ def test_several_refusals_come_together(tmp_path: Path) -> None:
     kind = type("Mine", (Trainer,), {name: lambda self: None for name in ("_run_epoch", "get_batch_samples")})
     with pytest.raises(ConfigError, match="2 problems"):
         kind(Net(), arguments(tmp_path), train_dataset=rows(8)).train()
+
+
+def test_an_optimizer_with_tensors_of_no_model_is_refused_before_a_run_that_saves(tmp_path: Path) -> None:
+    for strategy in ("steps", "no"):
+        model, latents = Net(), torch.zeros(2, requires_grad=True)
+        optimizer = torch.optim.SGD([*model.parameters(), latents], lr=0.1)
+        args = arguments(tmp_path / strategy, save_strategy=strategy, save_steps=2)
+        trainer = Trainer(model, args, train_dataset=rows(16), optimizers=(optimizer, None))
+        if strategy == "no":
+            trainer.train()
+            continue
+        with pytest.raises(
+            ModelError, match=r"parameter 2 of group 0 \(shape \[2\]\) is not one of the model's"
+        ):
+            trainer.train()
+        assert trainer.state.global_step == 0

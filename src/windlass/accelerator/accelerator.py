@@ -191,7 +191,7 @@ class Accelerator(Ranks):
     ) -> None:
         stride = 1 if settings.loader.split_batches else gang.size
         accumulation = AccumulationState(settings.accumulation, stride)
-        prepared = Prepared(scaler, device, lambda: self._engine.strategies)
+        prepared = Prepared(scaler, device, gang.size, lambda: self._engine.strategies)
         self._gang, self.gradient_state, self._prepared = gang, accumulation, prepared
         self._engine = engine(accumulation, prepared)
         self._setup = Setup(settings, gang, device, lambda: self._engine.dist, scaler)

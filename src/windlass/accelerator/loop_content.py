@@ -24,7 +24,7 @@ from windlass.core.module_state import state_of, with_copied_buffers
 from windlass.core.rng import STREAM_STEP, derive_seed, load_rng_state, rng_state, seed_generators
 from windlass.core.types import State
 from windlass.dist.gang import Gang
-from windlass.transforms.strategy import Strategy, load_own_state, own_state
+from windlass.transforms.strategy import Strategy, adopt_own_state, load_own_state, own_state
 
 _log = get_logger(__name__)
 
@@ -130,6 +130,7 @@ def census(prepared: Prepared) -> dict[str, int]:
         "optimizers": len(prepared.optimizers),
         "schedules": len(prepared.schedules),
         "custom": len(prepared.custom),
+        "tensors": len(prepared.loose),
     }
 
 
@@ -143,11 +144,11 @@ def check_fits(checkpoint: Checkpoint, prepared: Prepared) -> None:
     if not checkpoint.has("loop"):
         raise CheckpointError(f"{checkpoint.folder} was not written by Accelerator.save_state")
     saved, now = checkpoint.shared("loop"), census(prepared)
-    names = {"custom": "registered objects"}
+    names = {"custom": "registered objects", "tensors": "tensors of no prepared model"}
     wrong = [
-        f"{saved[kind]} {names.get(kind, kind)} and {count} here"
+        f"{found} {names.get(kind, kind)} and {count} here"
         for kind, count in now.items()
-        if saved[kind] != count
+        if (found := saved.get(kind, 0)) != count  # loops of earlier versions had no such tensors
     ]
     if wrong:
         raise CheckpointError(
@@ -190,6 +191,11 @@ def load_rank(checkpoint: Checkpoint, prepared: Prepared, gang: Gang, device: to
             "random numbers of forwards differ", checkpoint.folder, checkpoint.world_size, gang.size
         )  # fmt: skip
         seed_generators(derive_seed(STREAM_STEP, torch.initial_seed(), gang.rank))
-    saved: Mapping[str, Mapping[str, Any]] = checkpoint.per_rank("buffers", source)
+    ranks = [gang.rank] if same_world else range(checkpoint.world_size)
+    saved: list[Mapping[str, Mapping[str, Any]]] = [checkpoint.per_rank("buffers", rank) for rank in ranks]
     for index, strategy in enumerate(prepared.strategies):
-        load_own_state(strategy, saved.get(str(index), {}), same_world)
+        own = [states.get(str(index), {}) for states in saved]
+        if same_world:
+            load_own_state(strategy, own[0])
+        else:
+            adopt_own_state(strategy, own)

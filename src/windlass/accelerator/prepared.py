@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.accelerator.loose_tensors import LooseTensors
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.checkpoint.restorable import check_restorable
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.logs import get_logger, warn_once
 from windlass.core.module_state import customizes_state
 from windlass.core.types import Stateful
 from windlass.data.prepared_loader import PreparedLoader
@@ -29,6 +31,7 @@ from windlass.transforms.rebind import names_of, rebind
 from windlass.transforms.strategy import Strategy
 from windlass.zero.zero_executor import ZeroExecutor
 
+_log = get_logger(__name__)
 LoopExecutor = NativeExecutor | ZeroExecutor
 
 
@@ -40,6 +43,7 @@ class Prepared:
 
     Args:
         scaler: the loss scaler of all optimizers.
+        world: the number of processes.
         elsewhere: strategies of models that are updated elsewhere (by a Trainer's run).
 
     Attributes:
@@ -52,6 +56,7 @@ class Prepared:
         self,
         scaler: Scaler,
         device: torch.device,
+        world: int,
         elsewhere: Callable[[], Sequence[Strategy]] = tuple,
     ) -> None:
         self.strategies: list[Strategy] = []
@@ -61,7 +66,8 @@ class Prepared:
         self.custom: list[Stateful] = []
         self.guards: list[Callable[[], None]] = []
         self.scaler = scaler
-        self._device, self._elsewhere, self._discards = device, elsewhere, False
+        self._device, self._world = device, world
+        self._elsewhere, self._discards = elsewhere, False
         self._restorable: list[Strategy] = []  # their models load what they save
         # The number of its parameters, and the executor over them; until the script drops the optimizer.
         self._executors: weakref.WeakKeyDictionary[PreparedOptimizer, tuple[int, NativeExecutor]]
@@ -127,7 +133,7 @@ class Prepared:
         """Replace the parameters of `optimizer` that were sharded by the resulting ones."""
         before = {id(p): self._before[id(p)][0] for p in parameters_of(optimizer) if self._was_replaced(p)}
         if before:
-            rebind(optimizer, before, self.everything)
+            rebind(optimizer, before, self.everything, keeps_others=self._world == 1)
 
     def updates(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module] = ()) -> bool:
         """Return True if `optimizer` updates a parameter of a prepared model, or of one of `modules`."""
@@ -149,7 +155,23 @@ class Prepared:
         """The parts of a checkpoint besides models, optimizers and positions in the data, by name."""
         schedules = {f"scheduler_{index}": schedule for index, schedule in enumerate(self.schedules)}
         custom = {f"custom_checkpoint_{index}": item for index, item in enumerate(self.custom)}
-        return {**schedules, **custom, "scaler": self.scaler}
+        loose = {"loose_tensors": self.loose} if len(self.loose) else {}
+        return {**schedules, **custom, **loose, "scaler": self.scaler}
+
+    @property
+    def loose(self) -> LooseTensors:
+        """The tensors that prepared optimizers update and that belong to no prepared model."""
+        own = {id(p) for strategy in self.strategies for p in strategy.module.parameters()}
+        found: dict[str, Tensor] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            if id(optimizer) in self._engines:
+                continue
+            for index, group in enumerate(optimizer.param_groups):
+                for position, tensor in enumerate(group["params"]):
+                    if id(tensor) not in own:
+                        own.add(id(tensor))
+                        found[f"{number}_{index}_{position}"] = tensor
+        return LooseTensors(found)
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
@@ -178,7 +200,7 @@ class Prepared:
         known, executor = self._executors.get(optimizer, (0, None))
         if executor is None or known != count:
             parameters: Any = parameters_of(optimizer)
-            strategy = self._strategy_over(parameters, type(optimizer.optimizer).__name__)
+            strategy = self._strategy_over(optimizer, parameters)
             if isinstance(executor, FusedExecutor):
                 executor.remove_hooks()
             executor = self._new_executor(strategy, optimizer.optimizer, parameters)
@@ -218,25 +240,42 @@ class Prepared:
                 executor.remove_hooks()
         self._executors.clear()
 
-    def _strategy_over(self, parameters: list[Tensor], name: str) -> Strategy:
+    def _strategy_over(self, optimizer: PreparedOptimizer, parameters: list[Tensor]) -> Strategy:
+        loose = self.loose.module
+        count = len({id(p) for p in parameters} & {id(p) for p in loose.parameters()})
+        if count:
+            self._allow_loose(type(optimizer.optimizer).__name__, count)
         wanted = {id(p) for p in parameters}
         for strategy in self.strategies:
             if any(id(p) in wanted for p in strategy.module.parameters()):
                 return strategy
-        if self.strategies:
+        return Alone(loose)
+
+    def _allow_loose(self, name: str, count: int) -> None:
+        """Raise ModelError on several processes: nothing would average the gradients of tensors of no model."""
+        if self._world > 1:
             raise ModelError(
-                f"the {name} that was prepared updates no parameter of a prepared model: give its model to `prepare` "
-                "too, and build the optimizer from that model's parameters"
+                f"the {name} that was prepared updates {count} tensor(s) that are no parameter of a prepared model, so "
+                f"their gradients would differ between the {self._world} processes: make them parameters of a module, "
+                "give it to `prepare` too, and build the optimizer from its parameters"
             )
-        return Alone(nn.ParameterList(parameters))
+        warn_once(
+            _log,
+            f"The {name} updates {count} tensor(s) that are no parameter of a prepared model. save_state saves them "
+            "and their optimizer's state, by the place in the optimizer; of a module that was not prepared it saves "
+            "nothing else, such as buffers.",
+        )
 
     def owner_of(self, optimizer: PreparedOptimizer) -> nn.Module:
-        """The module whose parameter names a checkpoint uses for the optimizer: its model, or `everything`."""
+        """The module whose parameter names a checkpoint uses for the optimizer: its model, or all models and
+        the tensors of no model.
+        """
         wanted = set(map(id, self.parameters_of(optimizer)))
         for strategy in self.strategies:
             if wanted <= {id(p) for p in strategy.module.parameters()}:
                 return strategy.module
-        return self.everything
+        loose = self.loose
+        return nn.ModuleList([self.everything, loose.module]) if len(loose) else self.everything
 
     def executors_over(self, parameters: Iterable[Tensor]) -> list[LoopExecutor]:
         """The executors that update any of `parameters`."""

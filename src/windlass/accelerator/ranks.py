@@ -14,6 +14,7 @@ from windlass.core.delegate import value_of
 from windlass.core.device import choose_device, make_current
 from windlass.core.errors import DataError
 from windlass.core.output import STDOUT
+from windlass.core.process_count import process_count
 from windlass.core.world import World
 from windlass.dist.gang import Gang
 
@@ -32,7 +33,6 @@ class Ranks:
 
     _gang: Gang
 
-    num_processes: int = value_of("_gang.size", "The number of processes.")
     process_index: int = value_of("_gang.rank", "The rank of this process.")
     local_process_index: int = value_of("_gang.world.local_rank", "The rank of this process on its machine.")
     is_main_process: bool = value_of("_gang.world.is_main", "True on the first process of the job.")
@@ -42,6 +42,11 @@ class Ranks:
     should_save_model: bool = value_of(
         "is_main_process", "True on the process that writes the files of `save_model`, which is collective."
     )
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes."""
+        return process_count(self._gang.size)
 
     @property
     def is_last_process(self) -> bool:

@@ -182,6 +182,12 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
+def check_nameable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise CheckpointError if the optimizer updates a tensor that is not a parameter of the model."""
+    if not isinstance(optimizer, KeepsOwnState):
+        _names_of(optimizer, model)
+
+
 def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
     """id of each of the optimizer's parameters -> its canonical name (the first one, where it is tied)."""
     named = dict(model.named_parameters())

@@ -23,6 +23,7 @@ from windlass.config.plugin_engines import DeepSpeedPlugin, plugin_of
 from windlass.config.turns import main_process_first
 from windlass.core.locations import anchored, is_url, lies_in, working_folder
 from windlass.core.logs import log_levels
+from windlass.core.process_count import process_count
 from windlass.core.redact import is_secret_name, redact_text
 from windlass.core.world import World, world_from_environment
 
@@ -129,7 +130,7 @@ class Helpers:
 
     @property
     def world_size(self) -> int:
-        return self._world.size
+        return process_count(self._world.size)
 
     @property
     def process_index(self) -> int:

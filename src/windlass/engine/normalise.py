@@ -27,7 +27,7 @@ class Meaning(Enum):
     """The meaning of the value that `compute_loss` returned."""
 
     MICRO_MEAN = "the mean over this micro-batch's targets"
-    SHARE = "the sum over this micro-batch's targets, divided by the update's denominator"
+    SHARE = "this micro-batch's share of the update's loss"
     SCALED = "a share, already multiplied by the number of ranks: no further factor"
 
 
@@ -80,9 +80,9 @@ class Normaliser:
     loss: Tensor | None = None
     parts: dict[str, Tensor] = field(default_factory=dict)
     filler: bool = False
+    empty: bool = False
     sum_on_device: Callable[[Tensor], Tensor] = lambda value: value
     last: bool = True
-    judge: Callable[[Tensor | LossTerms], None] | None = None
     aux_loss: Tensor | None = None
     _waiting: Tensor | None = None
     _total: Tensor | None = None
@@ -111,19 +111,19 @@ class Normaliser:
         """
         self.targets, self.share_of_samples, self.last = targets, share_of_samples, last
         self.filler = self.filler if filler is None else filler
-        self.calls, self.loss = 0, None
+        self.calls, self.loss, self.empty = 0, None, not targets
 
     def apply(self, loss: Tensor | LossTerms) -> Tensor:
         """The scalar to run backward on: this rank's share times the number of ranks."""
         self.calls += 1
-        if self.judge is not None:  # the first loss of a script's own function shows its meaning
-            self.judge(loss)
         if isinstance(loss, LossTerms):
             scaled = self._scaled_terms(loss)
         elif self.filler:
             scaled = _weigh(loss, 0.0)
         elif self.meaning is Meaning.MICRO_MEAN:
-            scaled = _weigh(loss, self.targets / self.denominator * self.world)
+            # A micro-batch without targets may still have a sum over other positions; a mean over targets is NaN.
+            own = _finite(loss) if self.empty else loss
+            scaled = _weigh(own, self.targets / self.denominator * self.world)
         elif self.meaning is Meaning.SHARE:
             scaled = loss * self.world if self.world > 1 else loss
         else:
@@ -323,6 +323,8 @@ def _weigh(loss: Tensor, factor: float) -> Tensor:
     """`loss * factor`, where a factor of zero gives zero even for a mean over no targets, which is NaN."""
     if factor == 1.0:
         return loss
-    if factor == 0.0:
-        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
-    return loss * factor
+    return _finite(loss) * 0.0 if factor == 0.0 else loss * factor
+
+
+def _finite(loss: Tensor) -> Tensor:
+    return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)

@@ -3,12 +3,10 @@
 Each question is answered by forwards of the bare model without gradients; everything is restored afterwards:
 
 - *Is the first label of a row a target?* Keep only that one: a model that shifts its labels then has no target.
-- *Does the model divide by the denominator?* Double it: the loss halves, or is unchanged.
 - *Is the loss a sum, a mean over targets, a mean over rows, or none of them?* Compare the loss of a batch with those of
   its halves.
 
-A loss function of the user's is not called for this, because it may log, count and draw random numbers;
-`engine.count_watch` measures its first real call.
+A loss function of the user's is not called for this, because it may log, count and draw random numbers.
 
 Answers are summed over ranks before they are judged: one rank's first batch may hold no target.
 """
@@ -32,10 +30,8 @@ from windlass.metrics.tokens import IGNORE_INDEX, TargetCounter
 
 logger = get_logger(__name__)
 
-Loss = Callable[[Any, float | None], Tensor | LossTerms]
+Loss = Callable[[Any], Tensor | LossTerms]
 SumOverRanks = Callable[[Tensor], Tensor]
-_TOLERANCE = 1e-2
-
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
 _LOW_PRECISION_ROUNDING = 2e-2
 
@@ -66,10 +62,10 @@ class Probe:
             return False
         vote = 0.0
         if only_first is not None:
-            answer = self._value(loss, only_first, None)
+            answer = self._value(loss, only_first)
             vote = float(not math.isfinite(answer) or answer == 0.0)
         elif batch is not None:
-            self._value(loss, batch, None)  # if the model is sharded, the voters' forwards need this rank
+            self._value(loss, batch)  # if the model is sharded, the voters' forwards need this rank
         (votes,) = self._summed(vote)
         return votes * 2 > voters
 
@@ -81,15 +77,6 @@ class Probe:
         vote = only_first is not None and count(only_first) == 0.0 < count(batch)
         votes, voters = self._summed(float(vote), float(only_first is not None))
         return 0 < votes == voters
-
-    def divides(self, batch: Any, loss: Loss, denominator: float) -> bool | None:
-        """True: the loss halves when the denominator doubles. False: it is unchanged. None: neither."""
-        once, twice = self._summed(
-            self._value(loss, batch, denominator), self._value(loss, batch, 2 * denominator)
-        )
-        if _close(twice, once):
-            return False
-        return True if _close(2 * twice, once) else None
 
     def splits(self, batch: Any, loss: Loss, counter: TargetCounter, rounding: float) -> Split:
         """How the batch's loss follows from those of its halves; `Split()` if that cannot be measured.
@@ -119,12 +106,12 @@ class Probe:
         return closest({kind: total / size for kind, total in zip(Kind, sums, strict=True)}, rounding)
 
     def _part(self, loss: Loss, part: Any, train: bool) -> float:
-        def in_mode(inputs: Any, denominator: float | None) -> Any:
+        def in_mode(inputs: Any) -> Any:
             self._module.train(train)  # `_value` restores the modes
-            return loss(inputs, denominator)
+            return loss(inputs)
 
         try:
-            return self._value(in_mode, part, None)
+            return self._value(in_mode, part)
         except Exception as error:
             # The model returns no loss in evaluation mode, or does not accept a part of a batch. Ordinary: the model of
             # a pairwise or contrastive trainer accepts no batch. Who needs the answer reports that it is missing.
@@ -140,9 +127,9 @@ class Probe:
         result: list[float] = self._sum_over_ranks(torch.tensor(finite, dtype=torch.float64)).tolist()
         return result
 
-    def _value(self, loss: Loss, batch: Any, denominator: float | None) -> float:
+    def _value(self, loss: Loss, batch: Any) -> float:
         with undisturbed(self._module, self._device):
-            value = loss(dict(batch) if isinstance(batch, Mapping) else batch, denominator)
+            value = loss(dict(batch) if isinstance(batch, Mapping) else batch)
             loss_tensor = value.sum if isinstance(value, LossTerms) else value
             self._loss_type = loss_tensor.dtype
             return float(loss_tensor)
@@ -159,7 +146,3 @@ def _only_first_label(batch: Any, counter: TargetCounter) -> Any | None:
     masked[:, 0] = valid[0]
     name = next(name for name in counter.label_names if batch.get(name) is not None)
     return {**batch, name: masked}
-
-
-def _close(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=1e-12)

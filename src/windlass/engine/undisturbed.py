@@ -4,40 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from windlass.core.rng import preserved_rng
 from windlass.transforms.buffers import ForwardState
 
-_INTERNAL = frozenset(vars(nn.Module()))
-_COPIED = (list, dict, set)
+# Engines that shard parameters exchange them within a forward, and keep what they did outside the module.
+_LEFT = frozenset({"_parameters"})
+_COPIED = (list, dict, set, OrderedDict)
 
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Compute no gradients and compile nothing within the body, and restore the module afterwards.
 
-    Restores submodules, their modes, buffers (also those that a forward replaced), extra states and attributes (also
-    the contents of lists, dicts and sets in them, such as caches), and the random generators.
+    Restores submodules, their modes, hooks, buffers (also those that a forward replaced), extra states and attributes,
+    what is in those that are lists, dicts, sets (such as caches) or objects (such as configurations), and the random
+    generators. So the next forward is again the first one of a model that prepares itself in it: if a note of that
+    were removed and its hooks kept, it would install them twice.
     """
     with preserved_rng(device):
-        parts = [
-            (part, _attributes(part), dict(part._buffers), dict(part._modules)) for part in module.modules()
-        ]
+        parts = [(part, _saved(vars(part), _inside)) for part in module.modules()]
         forward = ForwardState(module)
         try:
             with torch.no_grad(), _uncompiled():
                 yield
         finally:
-            for part, attributes, buffers, children in parts:
-                part._buffers.clear()
-                part._buffers.update(buffers)
-                part._modules.clear()
-                part._modules.update(children)
+            for part, attributes in parts:
                 _restore(vars(part), attributes)
             forward.restore()
 
@@ -48,22 +47,38 @@ def _uncompiled() -> contextlib.AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
 
 
-def _attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Name -> the value, and a copy of its contents if it is a container."""
-    return {
-        name: (value, value.copy() if type(value) in _COPIED else None)
-        for name, value in vars(part).items()
-        if name not in _INTERNAL or name == "training"
-    }
+def _contents(value: Any) -> Any:
+    """A copy of a container; None of anything else."""
+    return value.copy() if type(value) in _COPIED else None
 
 
-def _restore(found: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
-    for name in found.keys() - saved.keys() - _INTERNAL:
+def _inside(value: Any) -> Any:
+    """As `_contents`; of an object its attributes, each with a copy if it is a container."""
+    shared = callable(value) or isinstance(value, Tensor | ModuleType)
+    # Without attributes of its own is also a proxy of an object that may be gone.
+    if type(value) in _COPIED or shared or not type(value).__dictoffset__:
+        return _contents(value)
+    return _saved(vars(value), _contents)
+
+
+class _Attributes(dict[str, tuple[Any, Any]]):
+    """Name -> the value, and a copy of what is in it."""
+
+
+def _saved(attributes: dict[str, Any], inside: Callable[[Any], Any]) -> _Attributes:
+    kept = {name: value for name, value in attributes.items() if name not in _LEFT}
+    return _Attributes({name: (value, inside(value)) for name, value in kept.items()})
+
+
+def _restore(found: dict[str, Any], saved: _Attributes) -> None:
+    for name in found.keys() - saved.keys() - _LEFT:
         del found[name]
-    for name, (value, contents) in saved.items():
+    for name, (value, inside) in saved.items():
         found[name] = value
-        if type(value) is list:
-            value[:] = contents
-        elif contents is not None:
+        if isinstance(inside, _Attributes):
+            _restore(vars(value), inside)
+        elif type(value) is list:
+            value[:] = inside
+        elif inside is not None:
             value.clear()
-            value.update(contents)
+            value.update(inside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ logger = get_job_logger(__name__)
 
 _PURPOSE = "train adapters"
 _SHOWN = 8
+_FUSED = 3  # dimensions of the weights of several experts: experts, outputs, inputs
 # Models that have the hooks: the method of transformers adds them again at each call.
 _LET_IN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -60,6 +62,7 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
     _check_targets(model, peft_config)
     if is_quantized(model):
         prepare_quantized(model)
+    every_layer = getattr(peft_config, "target_modules", None) == "all-linear"  # peft replaces it by names
     try:
         adapted: nn.Module = peft.get_peft_model(model, peft_config)
     except ValueError as error:
@@ -70,6 +73,8 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
                 _target_problem(model, peft_config, "is needed: peft has no default")
             ) from error
         raise
+    if every_layer:
+        _warn_of_frozen_experts(adapted)
     return adapted
 
 
@@ -141,6 +146,27 @@ def _check_targets(model: nn.Module, peft_config: Any) -> None:
         logger.warning(
             "peft_config.target_modules: no module of %s is named %s; the others get adapters",
             type(model).__name__, ", ".join(map(repr, sorted(missing))),
+        )  # fmt: skip
+
+
+def _warn_of_frozen_experts(adapted: Any) -> None:
+    """Warn of weights of several layers in one parameter, which "all-linear" does not reach: experts of a mixture."""
+    layers = [layer for layer in adapted.modules() if hasattr(layer, "parameter_name")]
+    wrapped = {(layer.get_base_layer(), layer.parameter_name) for layer in layers}
+    frozen = [
+        f"{owner}.{name}"
+        for owner, module in adapted.get_base_model().named_modules()
+        if not type(module).__module__.startswith("torch.nn")  # a convolution has three dimensions too
+        for name, weight in module.named_parameters(recurse=False)
+        if weight.dim() == _FUSED and not weight.requires_grad and (module, name) not in wrapped
+    ]
+    if frozen:
+        names = sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in frozen})
+        targets = sorted({re.split(r"\.\*\.", name)[-1] for name in names})
+        logger.warning(
+            'peft_config.target_modules="all-linear": %s are no linear layers and stay frozen. '
+            "To train them, name them: LoraConfig(target_parameters=%r)",
+            ", ".join(names), targets,
         )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from windlass.finetuning.sft_parts import Given, build_sft_parts
 from windlass.finetuning.token_figures import TokenFigures, UpdateBorders
 from windlass.metrics.tokens import TargetCounter
 from windlass.text.summary import TextSummary
+from windlass.trainer.losses import without_gradient
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.activation_offload import ActivationOffload
 from windlass.transforms.document_attention import documents_apart, refuse_leaks
@@ -104,8 +105,6 @@ class SFTTrainer(Trainer):
             parts.processing_class, None, compute_loss_func, compute_metrics, callbacks, optimizers,
             optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
         )  # fmt: skip
-        if type(self).compute_loss is SFTTrainer.compute_loss and compute_loss_func is None:
-            self.loss_is_scaled_for_ga = True  # by the update's targets and the ranks, as `compute_loss` does
         self._offload = ActivationOffload()
         self._figures = TokenFigures(
             self.accelerator.device,
@@ -176,23 +175,19 @@ class SFTTrainer(Trainer):
     ) -> Any:
         """The loss of one batch, and its figures for the log.
 
-        It is the sum over targets divided by `num_items_in_batch` and multiplied by the number of ranks; the mean over
-        the batch's targets if `num_items_in_batch` is None. The load-balancing loss of experts is added, as a mean over
-        the micro-batches of the update.
+        It is the sum over targets divided by `num_items_in_batch`, which is the count of the batch; the mean over its
+        targets if `num_items_in_batch` is None. The load-balancing loss of experts is added.
         """
         own_function = self.compute_loss_func is not None
         count = None if own_function else num_items_in_batch
-        # The load-balancing loss is a mean over each micro-batch.
-        steps = 1 if count is None else self.args.gradient_accumulation_steps * self.accelerator.num_processes
         smoothing = 0.0 if own_function else self.args.label_smoothing_factor
         options = LossOptions(label_smoothing=smoothing, dynamic=self.args.loss_type == "dft")
         with torch.no_grad() if own_function else contextlib.nullcontext():
-            loss, figures = sft_loss(model, inputs, count, options, self._router_weight / steps)
+            loss, figures = sft_loss(model, inputs, count, options, self._router_weight)
         self._figures.add(figures, training=self.model.training)
         if own_function:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if count is not None:
-            loss = loss * self.accelerator.num_processes
+        loss = self._services.loss.multiplied(loss, count)
         if not return_outputs:
             return loss
         with torch.no_grad():  # the loss was made without logits
@@ -215,9 +210,9 @@ class SFTTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             if prediction_loss_only:
-                return self.compute_loss(model, inputs).detach(), None, None
+                return without_gradient(self.compute_loss(model, inputs)), None, None
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        return loss.detach(), outputs.logits.detach(), inputs["labels"]
+        return without_gradient(loss), outputs.logits.detach(), inputs["labels"]
 
     # --- reports ----------------------------------------------------------------------------------------------------
 

@@ -76,5 +76,5 @@ def _typed(live: Any, value: Any) -> Any:
 
 def _of_type(live: Any, items: Any) -> Any:
     """A map or a sequence of the type of `live`: a Counter, a named tuple."""
-    make = getattr(type(live), "_make", type(live))
-    return make(items)
+    is_named = isinstance(live, tuple) and type(live) is not tuple
+    return type(live)(*items) if is_named else type(live)(items)

@@ -1,33 +1,32 @@
-"""The divisor of a loss: measured on the first batch, and in the first real call of a script's own function."""
+"""What a loss is a mean over, and its weight in an update: measured on the first batch for the model's own loss."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.accelerator import Accelerator
-from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger, get_logger, warn_once
-from windlass.core.types import LossTerms
-from windlass.engine.count_watch import CountWatch, Use
+from windlass.core.types import LossTerms, State
 from windlass.engine.normalise import Meaning, Normaliser
 from windlass.engine.probe import Probe, rounding_of
 from windlass.engine.splitting import Kind, Split
 from windlass.metrics.tokens import TargetCounter
-from windlass.trainer.losses import as_count, call_model, check_loss, loss_of, takes
+from windlass.trainer.losses import as_count, batch_loss, call_model, check_loss, loss_of, takes
+from windlass.trainer.script_loss import ScriptLoss
 from windlass.trainer.session import Session
 from windlass.trainer.wrappers import accepts_count
 
 logger = get_logger(__name__)
 
 _TF32_ROUNDING = 2e-3  # accelerators may compute float32 in TF32
-_RANKS = frozenset({"num_processes", "world_size", "get_world_size", "n_gpu", "WORLD_SIZE"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,11 @@ class LossHooks:
         return self.default_loss and self.function is None and not self.smoothing
 
     @property
+    def of_script(self) -> bool:
+        """True if a script computes the loss."""
+        return not self.default_loss or self.function is not None
+
+    @property
     def counts_alone(self) -> bool:
         """True if nothing reads which labels are targets: the loss and the count are both overridden. A smoothed loss,
         which an override may call, reads it.
@@ -73,33 +77,32 @@ class LossHooks:
 
 
 class LossPolicy:
-    """The targets that the loss of a Trainer's model is a mean over, and its divisor.
+    """The targets that the loss of a Trainer's model is a mean over, and its weight in an update.
 
     Attributes:
         counter: counts the targets of a batch, once it is known which labels are targets.
         normaliser: turns losses into shares of an update.
-        divides: the model's own loss divides by `num_items_in_batch`: by signature until it is measured.
+        script: what a loss of the script's is normalised by.
+        gets_count: the model's forward is given `num_items_in_batch`.
         kind: how the model's own loss adds up, once it is measured.
-        scales: the default loss is multiplied by the number of ranks, as the script declared.
         takes_count, step_takes_count: `compute_loss` and `training_step` accept `num_items_in_batch`.
         measured: the first batch of this run was measured.
     """
 
     def __init__(self, session: Session, accelerator: Accelerator) -> None:
         self._device, self._gang, self._accelerator = session.device, session.gang, accelerator
+        self.script = ScriptLoss(self._gang, self._shares)
 
     def take_model(self, model: nn.Module, label_names: list[str]) -> None:
         """Start with this model."""
         self._label_names = tuple(label_names)
-        self._declared_divides: bool | None = None
-        self.divides, self.measured, self.scales = accepts_count(model), False, False
+        self._declared_count: bool | None = None
+        self.gets_count, self.measured = accepts_count(model), False
         self.kind: Kind | None = None
         self.counter = TargetCounter(self._label_names)
         self.normaliser = Normaliser(self._gang.size, sum_on_device=self._gang.sum_on_device)
-        self._resumed_kind: Kind | None = None
-        self._is_plain_mean = False
-        self._count_watch: CountWatch | None = None
-        self._own_sum = (0.0, 0.0)
+        self._saved: State = {}
+        self._is_unsaid = False
 
     def adopt(self, hooks: LossHooks) -> None:
         """Read the hooks' signatures, once for all steps. `compute_loss` may have only three arguments."""
@@ -107,17 +110,24 @@ class LossPolicy:
         self.takes_count = takes(hooks.compute_loss, "num_items_in_batch")
         self.step_takes_count = takes(hooks.training_step, "num_items_in_batch")
 
-    def declare_model(self, divides: bool) -> None:
-        """Set what `accepts_count` finds by signature: whether the model's own loss may be given the count."""
-        self.divides = self._declared_divides = divides
+    def declare_model(self, gets_count: bool) -> None:
+        """Set what `accepts_count` finds by signature: whether the model is given the count."""
+        self.gets_count = self._declared_count = gets_count
 
-    def _may_divide(self) -> bool:
-        declared = self._declared_divides
-        return accepts_count(self.hooks.model) if declared is None else declared
+    def begin_run(self, saved: State | None = None) -> None:
+        """Measure the first batch again, except what an earlier part of the run has `saved` as its `facts`."""
+        self.measured, self._saved = False, saved or {}
 
-    def begin_run(self, resumed_kind: Kind | None = None) -> None:
-        """Measure the first batch again; if it cannot decide, keep the kind of an earlier part of the run."""
-        self.measured, self._resumed_kind = False, resumed_kind
+    def facts(self) -> State:
+        """What was found out about the loss, for a checkpoint: a run that is resumed must not decide otherwise."""
+        if not self.measured:
+            return self._saved
+        return {
+            "over": None if self.kind is None else self.kind.name,
+            "shifted": self.counter.shifted,
+            "gets_count": self.gets_count,
+            "complete": self.script.complete,
+        }
 
     @property
     def is_sum(self) -> bool:
@@ -126,17 +136,53 @@ class LossPolicy:
 
     @property
     def needs_count(self) -> bool:
-        """True if a training step uses the update's target count."""
+        """True if a training step uses the target count."""
         if not self.takes_count or not self.step_takes_count:
             return False
-        hooks = self.hooks
-        own = hooks.default_loss and hooks.default_step
-        return not own or bool(hooks.smoothing) or hooks.function is not None or self.divides
+        return not self.hooks.of_model or not self.hooks.default_step or self.gets_count
 
-    def count(self, value: float, device: torch.device) -> Tensor:
-        """The count that hooks get; a watched one until it is known what they do with it."""
-        plain = as_count(value, device)
-        return plain if self._count_watch is None else self._count_watch.count(value, plain)
+    # --- a micro-batch ----------------------------------------------------------------------------------------------
+
+    def count(self, of_update: float) -> Tensor:
+        """The count that the hooks get for the micro-batch that the normaliser's scope is."""
+        return self.script.count(of_update, self.normaliser.targets, self._device)
+
+    def look(self, loss: Tensor | LossTerms) -> None:
+        """Look at the loss that is passed to backward, before it is normalised; see `ScriptLoss.look`."""
+        self.script.look(loss)
+        if self.script.complete:
+            self.normaliser.meaning = Meaning.SCALED
+        elif self.hooks.of_script and not self.normaliser.targets and self.script.read_count:
+            # Divided by a count of 1, it may still be a sum over positions that are not targets. A mean over the
+            # targets is NaN, and adds nothing.
+            self.normaliser.targets = 1.0
+
+    def default_loss(
+        self, model: nn.Module, inputs: Any, count: Tensor | int | None, function: Callable[..., Any] | None
+    ) -> tuple[Any, Any]:
+        """The loss of the default `compute_loss`, and the outputs of the model; `function` is `compute_loss_func`."""
+        hooks = self.hooks
+        loss, outputs = batch_loss(
+            model, inputs, count, function=function, smoothing=hooks.smoothing, shifted=self.counter.shifted,
+            gets_count=self.gets_count,
+        )  # fmt: skip
+        # A function multiplies by itself, and a model that gets no count returns a mean.
+        divides = self.gets_count or bool(hooks.smoothing) or function is not None
+        if hooks.declared or (divides and not hooks.default_loss):
+            loss = self.multiplied(loss, count)
+        return loss, outputs
+
+    def multiplied(self, loss: Any, count: Tensor | int | None) -> Any:
+        """A loss of Windlass's own that is divided by `count`, multiplied by the number of processes if it must be
+        complete. It is the watched number: a script's loss that is computed from this one shows that it is complete.
+        """
+        if self.script.complete is False or count is None or isinstance(loss, LossTerms):
+            return loss
+        return loss * self._accelerator.num_processes
+
+    def _shares(self) -> int:
+        micro_batches: int = self._accelerator.gradient_accumulation_steps
+        return micro_batches * self._gang.size
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
@@ -147,7 +193,7 @@ class LossPolicy:
         was_training = self.hooks.model.training
         self.hooks.model.train(training)
         try:
-            self._measure(self.hooks.prepare_inputs(batch), self.hooks.count_targets(batch))
+            self._measure(self.hooks.prepare_inputs(batch))
         finally:
             self.hooks.model.train(was_training)
         self.measured = True
@@ -160,42 +206,67 @@ class LossPolicy:
         prepared = None if batch is None else self.hooks.prepare_inputs(batch)
         self._measure_shift(probe, prepared)
         if self.hooks.of_model:
-            self._adopt_split(probe.splits(prepared, self._model_loss, self.counter, self._rounding))
+            self._adopt_kind(probe.splits(prepared, self._model_loss, self.counter, self._rounding).kind)
 
     def _probe(self) -> Probe:
         return Probe(self.hooks.model, self._device, self._gang.sum)
 
-    def _model_loss(self, inputs: Any, denominator: float | None) -> Any:
-        """The bare model's own loss: the only one that is computed more often than training requires."""
-        if denominator is not None:
-            inputs = {**inputs, "num_items_in_batch": denominator}
-        with self.hooks.autocast():
-            return check_loss(loss_of(call_model(self.hooks.model, inputs), inputs))
+    def _model_loss(self, inputs: Any) -> Any:
+        """The bare model's own loss: the only one that is computed more often than training requires. It gets the count
+        as in training; a model in a wrapper that does not accept it raises TypeError, and gets none from then on.
+        """
+        given = inputs
+        if self.gets_count and isinstance(inputs, Mapping):
+            given = {**inputs, "num_items_in_batch": as_count(self.counter(inputs) or 1.0, self._device)}
+        try:
+            with self.hooks.autocast():
+                return check_loss(loss_of(call_model(self.hooks.model, given), given))
+        except TypeError as error:
+            if given is inputs or "num_items_in_batch" not in str(error):
+                raise
+        self.gets_count = False
+        return self._model_loss(inputs)
 
-    def _measure(self, prepared: Any, targets: float) -> None:
-        probe, declared = self._probe(), self.hooks.declared
+    def _measure(self, prepared: Any) -> None:
+        declared, hooks, probe = self.hooks.declared, self.hooks, self._probe()
+        self.kind, self.gets_count = None, self._may_get_count() and self._saved.get("gets_count", True)
         self._measure_shift(probe, prepared)
-        self._count_watch, self.kind = None, None
-        self.divides = self._may_divide()
-        find = self._meaning_of_model if self.hooks.of_model else self._meaning_of_hook
-        if declared is None or self.hooks.default_loss:
-            self.normaliser.meaning = find(probe, prepared, targets)
-        if declared is not None:
-            self.scales = declared
-            self.normaliser.meaning = Meaning.SCALED if declared else Meaning.MICRO_MEAN
-            self._count_watch = None
-        self.normaliser.judge = None if self._count_watch is None else self._judge
-        self._note_plain_mean()
+        self.normaliser.meaning = Meaning.MICRO_MEAN
+        if hooks.of_model and declared is None:
+            self._measure_kind(probe, prepared)
+        self.script.begin(
+            declared,
+            self._counting_functions(),
+            watched=hooks.of_script or not hooks.default_step,
+            compiled=hooks.compiled or hasattr(hooks.model, "_orig_mod"),
+            earlier=self._saved.get("complete"),
+        )
+        if self.script.complete:
+            self.normaliser.meaning = Meaning.SCALED
+        self._saved, self._is_unsaid = {}, hooks.of_script and declared is None
+
+    def _counting_functions(self) -> list[Callable[..., Any]]:
+        """What computes a loss of the script's, if it is given the count."""
+        hooks = self.hooks
+        if not (hooks.of_script and self.takes_count and self.step_takes_count):
+            return []
+        return [hooks.compute_loss] if hooks.function is None else [hooks.compute_loss, hooks.function]
+
+    def _may_get_count(self) -> bool:
+        declared = self._declared_count
+        return accepts_count(self.hooks.model) if declared is None else declared
 
     def _measure_shift(self, probe: Probe, prepared: Any) -> None:
         """Measure which labels are targets, from a count of the script's, or with the model's own loss, if it has one,
         also for a script's loss.
         """
-        if (
-            self.hooks.counts_alone
-        ):  # a forward with labels may need far more memory than the loss of the hook
+        if self.hooks.counts_alone:
+            return  # a forward with labels may need far more memory than the loss of the hook
+        self.counter = unshifted = TargetCounter(self._label_names)
+        saved = self._saved.get("shifted")
+        if saved is not None:
+            self.counter = TargetCounter(self._label_names, shifted=saved)
             return
-        unshifted = TargetCounter(self._label_names)
         if not self.hooks.default_count and probe.counts_shifted(
             prepared, unshifted, self.hooks.count_targets
         ):
@@ -209,36 +280,19 @@ class LossPolicy:
 
     # --- the model's own loss ---------------------------------------------------------------------------------------
 
-    def _meaning_of_model(self, probe: Probe, prepared: Any, targets: float) -> Meaning:
-        self.divides = (
-            self.divides and isinstance(prepared, Mapping) and self._divides(probe, prepared, targets)
-        )
-        if self.divides and self.takes_count:
-            return Meaning.SHARE
-        split = probe.splits(prepared, self._model_loss, self.counter, self._rounding)
-        if (
-            self._resumed_kind in split.fitting
-        ):  # the kind of the resumed run, which this batch may not be able to decide
-            split = replace(split, kind=self._resumed_kind)
-        self._resumed_kind = None
-        self._adopt_split(split)
-        self._say_split(split)
-        return Meaning.SHARE if split.kind is Kind.SUM else Meaning.MICRO_MEAN
+    def _measure_kind(self, probe: Probe, prepared: Any) -> None:
+        kind = Kind.__members__.get(str(self._saved.get("over")))
+        if kind is None:
+            split = probe.splits(prepared, self._model_loss, self.counter, self._rounding)
+            self._say_split(split)
+            kind = split.kind
+        self._adopt_kind(kind)
+        if kind is Kind.SUM:
+            self.normaliser.meaning = Meaning.SHARE
 
-    def _divides(self, probe: Probe, prepared: Any, targets: float) -> bool:
-        """Return True if the model divides by the count. A model in a wrapper that does not accept it raises TypeError,
-        and does not get it.
-        """
-        try:
-            return probe.divides(prepared, self._model_loss, 2.0 * max(targets, 1.0)) is True
-        except TypeError as error:
-            if "num_items_in_batch" not in str(error):
-                raise
-            return False
-
-    def _adopt_split(self, split: Split) -> None:
-        self.kind = split.kind
-        if split.kind is Kind.ROWS:
+    def _adopt_kind(self, kind: Kind) -> None:
+        self.kind = kind
+        if kind is Kind.ROWS:
             self.counter = TargetCounter(())
 
     def _say_split(self, split: Split) -> None:
@@ -273,100 +327,22 @@ class LossPolicy:
         computes_tf32 = weights is torch.float32 and kind != "cpu"
         return _TF32_ROUNDING if computes_tf32 else rounding_of(weights)
 
-    # --- a loss of the script's -------------------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------------------------
 
-    def _meaning_of_hook(self, probe: Probe, prepared: Any, targets: float) -> Meaning:
-        smooths = self.hooks.default_loss and self.hooks.function is None
-        if smooths:  # computed here, and divided by the count if there is one
-            return Meaning.SHARE if self.takes_count else Meaning.MICRO_MEAN
-        if not self.takes_count:
-            return Meaning.MICRO_MEAN
-        own = probe.value(prepared, self._model_loss)
-        able = self._gang.vote(math.isfinite(own))
-        self._own_sum = (own * targets, 1.0) if able else (0.0, 0.0)
-        if able and self.divides:
-            self.divides = self._divides(probe, prepared, targets)
-        if self.hooks.compiled or hasattr(self.hooks.model, "_orig_mod"):
-            return self._assumed("the model is compiled, and a watched count cannot be compiled")
-        self._count_watch = CountWatch(self._gang.sum)
-        return Meaning.MICRO_MEAN  # until the first loss is judged
-
-    def _judge(self, loss: Tensor | LossTerms) -> None:
-        """Judge by the first loss of a hook what the hook does with the count. Collective."""
-        assert self._count_watch is not None
-        found = self._count_watch.judge(loss)
-        if found is None:
-            return
-        use, scaled = found
-        self._count_watch = self.normaliser.judge = None
-        if isinstance(loss, LossTerms) or use is Use.IGNORES:
-            meaning = Meaning.MICRO_MEAN
-        elif use is Use.DIVIDES:
-            meaning = self._share_or_scaled(scaled)
-        elif use is Use.UNKNOWN:
-            meaning = self._assumed("the loss reads `num_items_in_batch` as a number")
-        else:
-            raise ModelError(
-                "`compute_loss` mixes terms that are divided by `num_items_in_batch` with terms that are not, so no "
-                "factor makes it exact under accumulation. Return `LossTerms(sum, weight, aux={...})`, or declare it "
-                "with `loss_is_scaled_for_ga = True` (already normalised over the update and the ranks) or `False` (a "
-                "plain mean)"
-            )
-        self.normaliser.meaning = meaning
-        self._note_plain_mean()
-
-    def _share_or_scaled(self, scaled: float) -> Meaning:
-        """Decide if a loss that is divided by the count is also multiplied by the number of ranks.
-
-        It is compared with the model's own loss. If the two are unrelated, a function that does not mention the number
-        of ranks is assumed not to multiply by it.
-        """
-        world = self._gang.size
-        own, able = self._gang.sum(torch.tensor(self._own_sum, dtype=torch.float64)).tolist()
-        if world == 1:
-            return Meaning.SHARE
-        ratio = scaled / own if able == world and own else 0.0
-        for factor, meaning in ((1, Meaning.SHARE), (world, Meaning.SCALED)):
-            if 0.75 * factor < ratio < 1.33 * factor:
-                return meaning
-        if not any(map(_mentions_ranks, (self.hooks.compute_loss, self.hooks.function))):
-            return Meaning.SHARE
-        raise ModelError(
-            "`compute_loss` divides by `num_items_in_batch` and mentions the number of ranks, but its value does not "
-            f"show if it is multiplied by {world}. Declare `loss_is_scaled_for_ga = True` if it is already "
-            "normalised over the update and the ranks, or return `LossTerms(sum, weight)`"
-        )
-
-    def _assumed(self, why: str) -> Meaning:
-        """What transformers assumes of a loss by signatures, with one warning."""
-        normalised = self.hooks.function is not None or self._may_divide()
-        share = Meaning.SHARE if self.hooks.default_loss else Meaning.SCALED
-        meaning = share if normalised else Meaning.MICRO_MEAN
-        if self._gang.rank == 0:
-            warn_once(
-                logger,
-                f"{why}, so the divisor of the loss cannot be measured. As in transformers, the loss is assumed to be "
-                f"{meaning.value}. Declare it with `loss_is_scaled_for_ga`, or return LossTerms(sum, weight)",
-            )
-        return meaning
-
-    def _note_plain_mean(self) -> None:
-        self._is_plain_mean = (
-            not self.hooks.of_model
-            and self.hooks.declared is None
-            and self.normaliser.meaning is Meaning.MICRO_MEAN
-            and self._count_watch is None
-            and self._accelerator.gradient_accumulation_steps * self._gang.size > 1
-        )
-
-    def report_plain_mean(self) -> None:
-        """Log once, after the first update, that a hook's loss is assumed to be a plain mean. Only then is it known
+    def report_script_loss(self) -> None:
+        """Log once, after the first update, that a script's loss is a mean over its micro-batch. Only then is it known
         that it does not return `LossTerms`.
         """
-        if not self._is_plain_mean:
+        if not self._is_unsaid:
             return
-        self._is_plain_mean = False
-        if self._gang.rank != 0:
+        self._is_unsaid = False
+        if self.script.complete is not False or self._shares() == 1 or self._gang.rank != 0:
+            return
+        if any("num_items_in_batch" in signature(f).parameters for f in self._counting_functions()):
+            logger.info(
+                "the loss of each micro-batch is weighted by its share of the update's targets, and "
+                "`num_items_in_batch` is the count of the micro-batch"
+            )
             return
         warn_once(
             logger,
@@ -374,16 +350,3 @@ class LossPolicy:
             "exact for an unweighted mean over labels that are not -100. For anything else return "
             "LossTerms(sum, weight), or accept `num_items_in_batch` and divide by it",
         )
-
-
-def _mentions_ranks(function: Callable[..., Any] | None) -> bool:
-    """Return True if the code of a function, or of a function in it, names the number of ranks."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    pending = [] if code is None else [code]
-    while pending:
-        code = pending.pop()
-        names = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
-        if names & _RANKS:
-            return True
-        pending += [c for c in code.co_consts if hasattr(c, "co_names")]
-    return False

@@ -24,16 +24,16 @@ def batch_loss(
     function: Callable[..., Any] | None,
     smoothing: float,
     shifted: bool,
-    divides: bool,
+    gets_count: bool,
 ) -> tuple[Any, Any]:
     """Run a batch through the model and compute its loss: the default of `Trainer.compute_loss`.
 
     Args:
-        count: the update's target count over all micro-batches and ranks; None outside training.
+        count: `num_items_in_batch`; None outside training.
         function: `compute_loss_func`.
         smoothing: `label_smoothing_factor`.
         shifted: label t is predicted from position t-1.
-        divides: the model's own loss divides by `num_items_in_batch`, so the model gets the count.
+        gets_count: the model's forward takes `num_items_in_batch`.
 
     Returns:
         (loss, outputs of the model)
@@ -45,7 +45,7 @@ def batch_loss(
     if (smoothing or function is not None) and "labels" in inputs:
         inputs = dict(inputs)
         labels = inputs.pop("labels")
-    if divides and count is not None and labels is None:
+    if gets_count and count is not None and labels is None:
         inputs = {**inputs, "num_items_in_batch": count}
     outputs = call_model(model, inputs)
     if function is not None:
@@ -68,6 +68,11 @@ def check_differentiable(loss: Any) -> Tensor:
             "parameter that trains"
         )
     return total
+
+
+def without_gradient(loss: Any) -> Any:
+    """The loss of an evaluation, which has no gradient: a tensor or `LossTerms`."""
+    return loss if isinstance(loss, LossTerms) else loss.detach()
 
 
 def on_device(data: Any, device: torch.device, move: Callable[[Any], Any]) -> Any:

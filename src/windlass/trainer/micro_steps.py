@@ -30,7 +30,7 @@ class MicroSteps:
     Args:
         event: fires an event of callbacks.
         advance_schedule: the step of a schedule that keeps its own count.
-        step: `training_step` on one micro-batch, with the update's target count or None.
+        step: `training_step` on one micro-batch, with the target count that it gets or None.
         noting_loss: context in which `compute_loss` reports what it returns; see `DoubleNormalizationCheck`.
     """
 
@@ -75,14 +75,15 @@ class MicroSteps:
         share = request.samples[index] / max(request.total_samples, 1.0)
         normaliser.scope(request.targets[index], share, last, filler)
         self._accumulation.sync_gradients = last
-        count = self._loss.count(request.denominator, self._device) if self._needs_count else None
-        if self._check is None:
-            self._step(batch, count)
-        else:
-            with self._noting_loss(self._check.returned):
+        count = self._loss.count(request.denominator) if self._needs_count else None
+        with self._loss.script.watching():
+            if self._check is None:
                 self._step(batch, count)
-            if self._check.is_decided():
-                self._check = None
+            else:
+                with self._noting_loss(self._check.returned):
+                    self._step(batch, count)
+                if self._check.is_decided():
+                    self._check = None
         return normaliser.take()
 
     def backward(self, loss: Any, **options: Any) -> None:
@@ -90,6 +91,7 @@ class MicroSteps:
         normaliser = self._normaliser
         if self._check is not None:
             self._check.given(loss)
+        self._loss.look(loss)
         scaled = normaliser.apply(loss)
         if normaliser.parts:
             # Auxiliary terms of all micro-batches but the last have a backward of their own; see `Normaliser`.
@@ -105,7 +107,7 @@ class MicroSteps:
         total = self._normaliser.total
         if total is not None:
             return self._normaliser.denominator / total
-        self._loss.report_plain_mean()
+        self._loss.report_script_loss()
         return None
 
     def parts(self) -> dict[str, Tensor]:

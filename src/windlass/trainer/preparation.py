@@ -16,6 +16,7 @@ from windlass.assemble.resolve import resolve
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
 from windlass.checkpoint.nodes import Disks
+from windlass.checkpoint.optimizer_state import check_nameable
 from windlass.checkpoint.restorable import check_restorable
 from windlass.checkpoint.retention import Retention
 from windlass.config.plan import RunPlan, SavePlan
@@ -207,6 +208,7 @@ def _check_built(
 ) -> None:
     """Refuse, before the first update, what could not be saved or differs between ranks. Collective."""
     check_alike({"optimizer": optimizer_facts(built.executor.optimizer)}, gang)
+    _check_optimizer(built.executor.optimizer, files.model, plan.save, gang)
     _check_disks(disks, built.executor.strategy, plan.save.on_each_node)
     # A script's own way to save, and adapters, whose weights peft names, are not checked.
     if not hooks.saves_own_way and files.adapter is None:
@@ -226,6 +228,19 @@ def _check_disks(disks: Disks, strategy: Strategy, on_each_node: bool) -> None:
             "use SHARDED_STATE_DICT, or an output_dir that all machines share"
         )
         raise ConfigError(Problem("fsdp_config.state_dict_type", "FULL_STATE_DICT", fix))
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: SavePlan, gang: Gang) -> None:
+    """Raise ModelError if the optimizer updates tensors that are not the model's, and that a run would have to save, or
+    whose gradients would differ between processes.
+    """
+    saves = not plan.model_only and (plan.cadence.strategy != "no" or plan.every is not None)
+    if not saves and gang.size == 1:
+        return
+    try:
+        check_nameable(optimizer, model)
+    except CheckpointError as error:
+        raise ModelError(f"this optimizer cannot train in this run: {error}") from None
 
 
 def _check_saved_model(model: nn.Module, plan: SavePlan, gang: Gang) -> None:

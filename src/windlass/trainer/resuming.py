@@ -20,6 +20,7 @@ from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
 from windlass.core.types import State
 from windlass.data.group import GroupSource
+from windlass.engine.splitting import Kind
 from windlass.trainer.continuing import find_foreign_on_all
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.saved_parts import reading
@@ -151,6 +152,14 @@ def saved_update_size(checkpoint: Checkpoint) -> UpdateSize | None:
         if any(type(n) is not int or n < 1 for n in (size.micro, size.accumulation, size.world, size.asked)):
             raise ValueError(f"an update is made of {saved}")
     return size
+
+
+def saved_loss(checkpoint: Checkpoint) -> State:
+    """What a checkpoint's run found out about its loss: `LossPolicy.facts`. Earlier versions saved a part of it."""
+    with reading(checkpoint, "manifest"):
+        saved = checkpoint.meta.get("loss", {"over": checkpoint.meta.get("loss_over")})
+        flags = {n: saved[n] for n in ("shifted", "gets_count", "complete") if isinstance(saved.get(n), bool)}
+        return {"over": Kind[saved["over"]].name if saved.get("over") else None, **flags}
 
 
 def saved_position(checkpoint: Checkpoint | None) -> State | None:

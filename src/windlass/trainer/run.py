@@ -27,7 +27,6 @@ from windlass.dist.beacon import beacon
 from windlass.engine.executor import StepResult
 from windlass.engine.feed import Counts, Feed, UpdateBatch
 from windlass.engine.loop import Loop, LoopOptions, Suspect
-from windlass.engine.splitting import Kind
 from windlass.metrics.ledger import FiniteWatch, Ledger
 from windlass.precision.dtypes import weights_of
 from windlass.trainer import save_retry
@@ -44,7 +43,7 @@ from windlass.trainer.interruption import Interruption, WaitBrokenOff
 from windlass.trainer.micro_steps import MicroSteps
 from windlass.trainer.model_writer import ModelWriter
 from windlass.trainer.publishing import end_waits
-from windlass.trainer.resuming import CheckpointSource, merged_ledger
+from windlass.trainer.resuming import CheckpointSource, merged_ledger, saved_loss
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.run_reports import RunReports, count_inputs
 from windlass.trainer.run_saver import RunSaver
@@ -197,8 +196,7 @@ class Run:
         self._seed_step.start(self._events.state.global_step)
 
     def _described(self) -> dict[str, Any]:
-        kind = self._loss.kind
-        return {"update_size": self._fitter.size.to_dict(), "loss_over": None if kind is None else kind.name}
+        return {"update_size": self._fitter.size.to_dict(), "loss": self._loss.facts()}
 
     # --- from beginning to end --------------------------------------------------------------------------------------
 
@@ -234,7 +232,7 @@ class Run:
     def _restore(self, checkpoint: Checkpoint, place: ForeignPlace | None) -> None:
         restore_args = self._plan.reports.restore_callback_args
         if not isinstance(checkpoint, ForeignCheckpoint):
-            self._loss.begin_run(Kind.__members__.get(str(checkpoint.meta.get("loss_over"))))
+            self._loss.begin_run(saved_loss(checkpoint))
             self.checkpointer.restore(checkpoint, restore_args)
             return
         assert place is not None, "the place was found before the plan was made"

@@ -14,7 +14,7 @@ from windlass.core.errors import CheckpointError, Problem, WindlassError
 from windlass.core.rng import load_rng_state, rng_state
 from windlass.core.types import State, Stateful
 from windlass.engine.loop import Loop
-from windlass.transforms.strategy import Strategy, load_own_state, own_state
+from windlass.transforms.strategy import Strategy, adopt_own_state, load_own_state, own_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +144,11 @@ class Buffers:
         return own_state(self._strategy)
 
     def load_state_dict(self, state: State) -> None:
-        load_own_state(self._strategy, state, same_world=True)
+        load_own_state(self._strategy, state)
 
     def adopt(self, states: list[State]) -> None:
         """Take rank 0's."""
-        load_own_state(self._strategy, states[0], same_world=False)
+        adopt_own_state(self._strategy, states)
 
 
 class Position:

@@ -15,7 +15,7 @@ from windlass.core.clock import Moment
 from windlass.core.errors import DataError
 from windlass.core.logs import set_verbosity
 from windlass.core.trees import detach
-from windlass.core.types import EvalLoopOutput, LossTerms, PredictionOutput, TrainOutput
+from windlass.core.types import EvalLoopOutput, PredictionOutput, TrainOutput
 from windlass.trainer.lazy_modules import (
     binding,
     columns,
@@ -32,7 +32,7 @@ from windlass.trainer.lazy_modules import (
     run_folder,
     services,
 )  # fmt: skip
-from windlass.trainer.losses import batch_loss, call_model, check_differentiable, checked_batch
+from windlass.trainer.losses import call_model, check_differentiable, checked_batch, without_gradient
 from windlass.trainer.reports import complete_logs, evaluation_speed
 from windlass.trainer.session import Session
 from windlass.trainer.trainer_names import TrainerNames
@@ -69,8 +69,8 @@ class Trainer(TrainerNames):
         ConfigError, ModelError: whatever can be known to be wrong before training.
     """
 
-    # None: measured on the first batch. True: `compute_loss` is already normalised over the update and the ranks.
-    # False: it is a plain mean over its micro-batch.
+    # True: `compute_loss` is divided by the count of the whole update and multiplied by the number of ranks. False: it
+    # is a mean over its micro-batch, or divided by its count. None: that too, unless its code takes care of the ranks.
     loss_is_scaled_for_ga: bool | None = None
 
     def __init__(
@@ -242,7 +242,7 @@ class Trainer(TrainerNames):
         Args:
             model: what to run the forward through; under data parallelism the wrapper.
             inputs: the collated batch, in host memory.
-            num_items_in_batch: the update's target count over all micro-batches and ranks.
+            num_items_in_batch: the target count of this micro-batch, or of the whole update (see docs/losses.md).
 
         Returns:
             Scalar tensor without gradient: the loss that `compute_loss` returned.
@@ -268,19 +268,15 @@ class Trainer(TrainerNames):
     ) -> Any:
         """The loss of one batch: a scalar tensor, or `LossTerms`. Override it for a loss of your own.
 
-        An override may omit `num_items_in_batch` and return the batch's mean; Windlass then weights it by the batch's
-        target count. With `return_outputs=True` it returns `(loss, outputs)`.
+        An override returns a mean over this batch, or a sum divided by `num_items_in_batch`, which is this batch's
+        target count; Windlass weights it by this batch's share of the update. With `return_outputs=True` it returns
+        `(loss, outputs)`.
 
         Raises:
             ModelError: the model returned no loss.
         """
-        policy, count = self._services.loss, num_items_in_batch
-        loss, outputs = batch_loss(
-            model, inputs, count, function=self.compute_loss_func, smoothing=self._services.loss.hooks.smoothing,
-            shifted=policy.counter.shifted, divides=policy.divides,
-        )  # fmt: skip
-        if policy.scales and count is not None:
-            loss = loss * self._session.gang.size
+        policy = self._services.loss
+        loss, outputs = policy.default_loss(model, inputs, num_items_in_batch, self.compute_loss_func)
         return (loss, outputs) if return_outputs else loss
 
     def count_targets(self, batch: Any) -> float:
@@ -452,7 +448,7 @@ class Trainer(TrainerNames):
         with torch.no_grad(), self.compute_loss_context_manager():
             if labelled or evaluator.asks_for_loss(inputs, self.can_return_loss):
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-                loss = loss if isinstance(loss, LossTerms) else loss.detach()
+                loss = without_gradient(loss)
                 by_model = not (self._services.loss.hooks.smoothing or self.compute_loss_func is not None)
                 has_loss = evaluator.output_has_loss(outputs, by_model)
             else:

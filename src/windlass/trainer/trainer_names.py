@@ -89,8 +89,8 @@ class TrainerNames:
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
-        """True if the model's own loss divides by `num_items_in_batch`: by signature until it is measured."""
-        return self._services.loss.divides
+        """True if the model's forward is given `num_items_in_batch`: by its signature, unless it refuses it."""
+        return self._services.loss.gets_count
 
     @model_accepts_loss_kwargs.setter
     def model_accepts_loss_kwargs(self, value: bool) -> None:

@@ -44,7 +44,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 def accepts_count(module: nn.Module) -> bool:
     """Return True if the innermost forward accepts `num_items_in_batch`, by its declaration or its signature.
 
-    `**kwargs` count too; if they reach a function that divides is measured later.
+    `**kwargs` count too.
     """
     declared = getattr(module, "accepts_loss_kwargs", None)
     inner = innermost(module)

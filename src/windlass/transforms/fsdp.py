@@ -264,7 +264,6 @@ class FullyShardedModel(Strategy):
                     # Made in the dtype of the first gathering, and kept for the later ones.
                     parameter.all_gather_outputs = []
                     vars(parameter).pop("_unsharded_param", None)
-                group.lazy_init()
 
     def _free_after_forward(self, yes: bool) -> None:
         if self._plan.reshard is True:

@@ -18,7 +18,9 @@ def names_of(module: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
-def rebind(optimizer: torch.optim.Optimizer, before: Mapping[int, str], module: nn.Module) -> None:
+def rebind(
+    optimizer: torch.optim.Optimizer, before: Mapping[int, str], module: nn.Module, keeps_others: bool = False
+) -> None:
     """Replace the parameters of `optimizer` by those that `module` has now.
 
     The optimizer and its groups stay the same objects, so schedules and scripts that refer to them stay valid. Existing
@@ -26,16 +28,17 @@ def rebind(optimizer: torch.optim.Optimizer, before: Mapping[int, str], module: 
 
     Args:
         before: the result of `names_of` before sharding.
+        keeps_others: the optimizer may update tensors that the module did not have; they stay.
 
     Raises:
-        ModelError: the optimizer updates a parameter that the module did not have.
+        ModelError: the optimizer updates another parameter that the module did not have.
     """
     now = dict(module.named_parameters())
     known = {id(parameter) for parameter in now.values()}
     replaced: dict[Tensor, Tensor] = {}
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
+            if id(parameter) not in known and not (keeps_others and id(parameter) not in before):
                 replaced[parameter] = _successor(parameter, before, now, f"{position} of group {index}")
     for group in optimizer.param_groups:
         # In place: other references to the list see the new parameters.

@@ -33,13 +33,12 @@ def spread(
         from windlass.transforms.spmd import SplitOverDevices
 
         return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)
+    if any(map(is_sharded, module.parameters())):
+        _check_divided(module, plan)
     if plan.strategy == "fsdp":
         from windlass.transforms.fsdp import shard
 
         return shard(module, device, plan, gang)
-    if any(map(is_sharded, module.parameters())):
-        fix = "this model was sharded before and stays so; keep the setting, or build the model again"
-        raise ConfigError(Problem("fsdp", None, fix))
     if gang.size == 1:
         return Alone(module)
     check_sparse(module, gang)
@@ -50,3 +49,21 @@ def spread(
     from windlass.transforms.ddp import DataParallel
 
     return DataParallel(module, plan)
+
+
+def _check_divided(module: nn.Module, plan: DistPlan) -> None:
+    """Raise ConfigError for a model whose weights are divided already, unless FSDP2 did that and the plan uses it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    name = type(module).__name__
+    if not any(isinstance(part, FSDPModule) for part in module.modules()):
+        fix = (
+            "its weights are divided among the processes by tensor parallelism (a tp_plan of transformers, or "
+            "parallelize_module), which is not trained here; load it without tp_plan and tp_size, and set fsdp=True to "
+            "divide it"
+        )
+        raise ConfigError(Problem("model", name, fix))
+    if plan.strategy != "fsdp":
+        raise ConfigError(
+            Problem("model", name, "FSDP2 has sharded it already; set fsdp=True, or build it again")
+        )

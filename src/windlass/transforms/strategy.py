@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan
 from windlass.core.errors import Problem
+from windlass.core.logs import get_job_logger
 from windlass.core.module_state import bare, extra_states, set_state, unsaved_buffers
 from windlass.transforms.buffers import OwnBuffers
 
 _NOTHING = contextlib.nullcontext()
+_log = get_job_logger(__name__)
 
 
 class Strategy:
@@ -146,14 +148,23 @@ def own_state(strategy: Strategy) -> dict[str, Any]:
     return {**strategy.own_buffers(), **extra_states(strategy.module)}
 
 
-def load_own_state(strategy: Strategy, saved: Mapping[str, Any], same_world: bool) -> None:
-    """Restore the result of `own_state`. `same_world`: it is from this rank. Otherwise it is rank 0's, and only what
-    the state dict leaves out is used.
+def load_own_state(strategy: Strategy, saved: Mapping[str, Any]) -> None:
+    """Restore the result of `own_state` on this rank."""
+    set_state(strategy.module, saved)
+
+
+def adopt_own_state(strategy: Strategy, states: Sequence[Mapping[str, Any]]) -> None:
+    """Restore the results of `own_state` on another number of ranks: all take rank 0's, of which the state dict has
+    the rest. A warning names what further ranks had.
     """
     outside = unsaved_buffers(strategy.module)
-    set_state(
-        strategy.module, {name: value for name, value in saved.items() if same_world or name in outside}
-    )
+    set_state(strategy.module, {name: value for name, value in states[0].items() if name in outside})
+    names = dict.fromkeys(name for state in states[1:] for name in state)
+    if names:
+        _log.warning(
+            "%d process(es) saved buffers or states of their own, and their number has changed: those of rank 0 are "
+            "used, those of %d further rank(s) are dropped: %s", len(states), len(states) - 1, ", ".join(names)
+        )  # fmt: skip
 
 
 def squared_norm(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from windlass.optim.optimizers.low_rank import (
     down,
     low_rank_options,
     projected_sides,
+    rank_of,
 )
 from windlass.optim.optimizers.options import Recipe
 from windlass.optim.per_parameter import move
@@ -102,7 +103,7 @@ class ApolloAdamW(LowRankOptimizer):
                 state.update(bases(grad, group["rank"], group["proj_type"]))
             return {side: state[side] for side in ("left", "right") if side in state}
         [side] = projected_sides(grad.shape, group["proj_type"])
-        rank, generator = group["rank"], new_generator(grad.device, number)
+        rank, generator = rank_of(grad.shape, group["rank"]), new_generator(grad.device, number)
         shape = (grad.shape[0], rank) if side == "left" else (rank, grad.shape[1])
         drawn = torch.randn(shape, generator=generator, dtype=grad.dtype, device=generator.device)
         return {side: drawn.to(grad.device) / rank**0.5}

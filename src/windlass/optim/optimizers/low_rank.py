@@ -17,10 +17,12 @@ from torch.optim.optimizer import ParamsT
 from windlass.config.plan import OptimizerPlan
 from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
+from windlass.core.logs import get_logger
 from windlass.dist.sharded import whole
 from windlass.optim.optimizers.options import read_options
 from windlass.optim.per_parameter import PerParameterOptimizer, move
 
+_log = get_logger(__name__)
 ProjType = Literal["std", "reverse_std", "right", "left", "full"]
 KNOWN: dict[str, type] = {"rank": int, "update_proj_gap": int, "scale": float, "proj_type": str}
 
@@ -31,7 +33,7 @@ class LowRankOptimizer(PerParameterOptimizer):
     Args:
         params: parameters or groups. A group with `projected=True`, or with a `rank` of its own, is projected: its
             parameters are matrices. All others are updated by the inner optimizer as they are.
-        rank: r; at most the smaller side of each matrix.
+        rank: r; the smaller side of a matrix where that is less, which is its full rank.
         update_proj_gap: updates of a parameter between two new bases; the first update finds one.
         scale: factor of what is projected back (alpha in the paper).
         proj_type: "std" projects the smaller side of a matrix, "reverse_std" the larger one, "left" the rows, "right"
@@ -58,6 +60,7 @@ class LowRankOptimizer(PerParameterOptimizer):
         group = self.param_groups[-1]
         if group["projected"]:
             check_projection(group)
+            _tell_full_ranks(group)
 
     def has_whole_state(self, group: dict[str, Any]) -> bool:
         return bool(group["projected"])
@@ -87,8 +90,8 @@ def low_rank_options(plan: OptimizerPlan, **known: type) -> dict[str, Any]:
 
 
 def check_projection(group: dict[str, Any]) -> None:
-    """Check the options of a projected group, and that its parameters are matrices of that rank at least. Raises
-    ConfigError with every problem.
+    """Check the options of a projected group, and that its parameters are matrices. Raises ConfigError with every
+    problem.
     """
     problems = [
         Problem(f"optim_args.{name}", group[name], "must be at least 1")
@@ -105,10 +108,21 @@ def check_projection(group: dict[str, Any]) -> None:
         if len(shape) != 2:
             fix = f"only matrices can be projected, and one of the parameters has the shape {list(shape)}"
             problems.append(Problem("optim_target_modules", "a projected group", fix))
-        elif group["rank"] > min(shape):
-            fix = f"must be at most {min(shape)}: one of the projected weights is {shape[0]} x {shape[1]}"
-            problems.append(Problem("optim_args.rank", group["rank"], fix))
     refuse(problems)
+
+
+def rank_of(shape: Sequence[int], rank: int) -> int:
+    """The rank to which a matrix of this shape is projected: at most its full rank."""
+    return min(rank, *shape)
+
+
+def _tell_full_ranks(group: dict[str, Any]) -> None:
+    small = [p.shape for p in group["params"] if rank_of(p.shape, group["rank"]) < group["rank"]]
+    if small:
+        _log.info(
+            "rank=%d is above the smaller side of %d of the %d projected weights (the smallest is %d x %d): their full "
+            "rank is used", group["rank"], len(small), len(group["params"]), *min(small, key=min),
+        )  # fmt: skip
 
 
 def projected_sides(shape: Sequence[int], proj_type: str) -> tuple[str, ...]:
@@ -126,6 +140,7 @@ def bases(grad: Tensor, rank: int, proj_type: str) -> dict[str, Tensor]:
     """The leading singular vectors of `grad` on the sides that are projected, by their key in the state: "left" of
     shape (m, r) with orthonormal columns, "right" of shape (r, n) with orthonormal rows.
     """
+    rank = rank_of(grad.shape, rank)
     left, _, right = torch.linalg.svd(grad, full_matrices=False)
     vectors = {"left": left[:, :rank], "right": right[:rank]}
     return {side: vectors[side].contiguous() for side in projected_sides(grad.shape, proj_type)}

@@ -1,0 +1,233 @@
+"""What a loss of the script's is normalised by: decided by what its code says and does, never by its value.
+
+A loss that is not declared gets the target count of its own micro-batch, and is weighted by that micro-batch's share of
+the update. So a sum that is divided by the count, a mean, and any mixture of both are exact for every split of the
+update, and nothing about the loss has to be known.
+
+The one exception is a loss that takes care of the other processes itself, as scripts written for transformers do:
+divided by the count of the whole update, and multiplied by the number of processes. Code that names that number shows
+in its first call whether it is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import CodeType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from windlass.core.errors import ModelError
+from windlass.core.logs import get_job_logger
+from windlass.core.process_count import CountUse, watched_process_count
+from windlass.core.types import LossTerms
+from windlass.dist.gang import Gang
+from windlass.trainer.losses import as_count
+
+logger = get_job_logger(__name__)
+
+_PROCESSES = frozenset({"num_processes", "world_size", "get_world_size", "WORLD_SIZE"})
+_MICRO_BATCHES = frozenset({"gradient_accumulation_steps", "current_gradient_accumulation_steps"})
+_DECLARE = (
+    "Declare what it returns with the attribute `loss_is_scaled_for_ga`: True if it is divided by "
+    "`num_items_in_batch` of the whole update and multiplied by the number of processes, as in transformers; False if "
+    "it is a mean over its own micro-batch, whose count it then gets. Or return `LossTerms(sum, weight)`"
+)
+
+
+class ScriptLoss:
+    """Whether a loss is complete, and the count that it gets.
+
+    Args:
+        shares: returns the number of micro-batches of an update over all processes.
+
+    Attributes:
+        complete: the loss is divided by the count of the whole update and multiplied by the number of processes. False:
+            it is a mean over its micro-batch, or a sum divided by that micro-batch's count. None: its first call
+            decides.
+    """
+
+    def __init__(self, gang: Gang, shares: Callable[[], int]) -> None:
+        self._gang, self._shares = gang, shares
+        self.begin(None, [])
+
+    def begin(
+        self, declared: bool | None, functions: list[Callable[..., Any]], *, watched: bool = False,
+        compiled: bool = False, earlier: bool | None = None,
+    ) -> None:  # fmt: skip
+        """Start with another loss.
+
+        Args:
+            declared: `loss_is_scaled_for_ga`.
+            functions: what computes it, if it is given the count. Windlass's own are left out.
+            watched: a script's code computes the loss, or passes it to backward.
+            compiled: the count must be a plain tensor, so that reads of it are not noted.
+            earlier: `complete` of the run that is resumed.
+        """
+        of_script = [function for function in functions if any(_versions(function))]
+        names = names_in_code(of_script) & (_PROCESSES | _MICRO_BATCHES)
+        self.complete = declared
+        if declared is None:
+            self.complete = earlier if names else False
+        self._watched, self._notes = watched and declared is None, bool(of_script) and not compiled
+        self._is_given_count, self._divides_itself = bool(of_script), bool(names & _MICRO_BATCHES)
+        self._use: CountUse | None = None
+        self._noted: NotedCount | None = None
+
+    def count(self, of_update: float, own: float, device: torch.device) -> Tensor:
+        """The count that the loss of a micro-batch with `own` targets gets: at least 1, because it is a divisor."""
+        counts_own = self.complete is False
+        count = as_count((own or 1.0) if counts_own else of_update, device)
+        notes = self._notes and (self.complete is None or (counts_own and not own))
+        self._noted = NotedCount.of(count) if notes else None
+        return count if self._noted is None else self._noted
+
+    @property
+    def read_count(self) -> bool:
+        """The call under way has read its count; known for calls that decide, and for micro-batches without targets."""
+        return self._is_given_count if self._noted is None else self._noted.was_read
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Context of a call, in which uses of the number of processes are noted."""
+        self._use = CountUse() if self._watched and self._shares() > 1 else None
+        return contextlib.nullcontext() if self._use is None else watched_process_count(self._use)
+
+    def look(self, loss: Tensor | LossTerms) -> None:
+        """Decide by the first call, and check in the others that the loss is what was decided. Collective if
+        `complete` is None.
+
+        Raises:
+            ModelError: the code does not show what the loss is.
+        """
+        if self._use is None or isinstance(loss, LossTerms):
+            return
+        used = self._use.used
+        if self.complete is None:
+            self._decide(used)
+        elif used and not self.complete:
+            raise ModelError(
+                f"the loss is computed with the number of processes ({self._gang.size}), and its code does not name "
+                f"it. {_DECLARE}"
+            )
+        elif self.complete and not used and self._gang.size > 1:
+            raise ModelError(
+                "the loss was multiplied by the number of processes when this run began, and is not any more. "
+                f"{_DECLARE}"
+            )
+
+    def _decide(self, used: bool) -> None:
+        seen = torch.tensor([float(used), float(self.read_count)], dtype=torch.float64)
+        was_used, was_read = (total > 0 for total in self._gang.sum(seen).tolist())
+        if was_used != was_read and (was_used or self._gang.size > 1):
+            what = "divides by" if was_read else "does not read"
+            does = "multiplies by" if was_used else "does not multiply by"
+            raise ModelError(
+                f"the code of the loss names the number of processes or of micro-batches. It {what} "
+                f"`num_items_in_batch`, and {does} the number of processes ({self._gang.size}), so it is not known "
+                f"what it is a mean over. {_DECLARE}"
+            )
+        self.complete = was_read
+        if was_read:
+            logger.info(
+                "the loss is used as it is: divided by the targets of the whole update, and multiplied by the number "
+                "of processes (see docs/losses.md)"
+            )
+        elif self._divides_itself:
+            logger.warning(
+                "the loss is weighted by its micro-batch's share of the update's targets, and its code names the "
+                "number of micro-batches: it must not divide by that number"
+            )
+
+
+class NotedCount(Tensor):
+    """A count that notes whether anything is computed with it. There is one at a time."""
+
+    was_read: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, count: Tensor) -> NotedCount:
+        cls.was_read = False
+        return count.as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":  # its device or type
+            NotedCount.was_read = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+# --- code -------------------------------------------------------------------------------------------------------------
+
+
+def names_in_code(functions: list[Callable[..., Any]]) -> frozenset[str]:
+    """The names and strings in the code of functions of a script, of the methods that they override, and of the
+    functions and methods of the same package that they name.
+    """
+    names: set[str] = set()
+    pending, seen = [part for function in functions for part in _versions(function)], set()
+    while pending:
+        function, owner = pending.pop()
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        found = set(_names_of(function.__code__))
+        names |= found
+        known = {**function.__globals__, **_enclosed(function)}
+        helpers = [known.get(name) for name in found] + [getattr(owner, name, None) for name in found]
+        pending += [
+            (helper, owner)
+            for helper in map(_unwrapped, helpers)
+            if inspect.isfunction(helper) and _package(helper) == _package(function)
+        ]
+    return frozenset(names)
+
+
+def _versions(function: Any) -> Iterator[tuple[Any, Any]]:
+    """The script's own function, or its method with those that it overrides, each with the class of its object."""
+    bound = _unwrapped(function)
+    owner = getattr(bound, "__self__", None)
+    if owner is None and not inspect.isfunction(bound):
+        owner, bound = bound, bound.forward if isinstance(bound, nn.Module) else type(bound).__call__
+    name = getattr(bound, "__name__", "")
+    versions = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
+    for version in map(_unwrapped, versions or [bound]):
+        if not inspect.isfunction(version) or _package(version) == _package(_versions):
+            return
+        yield version, type(owner)
+        if {"super", name}.isdisjoint(_names_of(version.__code__)):
+            return
+
+
+def _enclosed(function: Any) -> dict[str, Any]:
+    """The variables of enclosing functions that a function uses."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    found = {}
+    for name, cell in cells:
+        with contextlib.suppress(ValueError):  # not assigned yet
+            found[name] = cell.cell_contents
+    return found
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.unwrap(function) if inspect.isroutine(function) else function
+
+
+def _package(function: Any) -> str:
+    return str(function.__module__).split(".")[0]
+
+
+def _names_of(code: CodeType) -> Iterator[str]:
+    yield from (*code.co_names, *code.co_freevars)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _names_of(constant)

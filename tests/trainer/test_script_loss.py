@@ -1,0 +1,157 @@
+"""A loss of the script's is a mean over the whole update, whatever it is worth, and whoever divides."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.dist.launch import launch
+from tests.trainer.exactness_cases import PlainModel, collate
+from tests.trainer.script_loss_cases import FACTORS, KINDS, ROWS, WAYS, by_hand, options, run
+
+from windlass import Trainer, TrainingArguments
+from windlass.trainer.script_loss import names_in_code
+
+HERE = Path(__file__).parent
+TOLERANCE = 1e-12  # of float64 sums in another order
+# A factor at which two processes once halved what was not a plain cross-entropy.
+SHORT = [
+    *(("compute_loss", kind, 1.6, 3) for kind in KINDS),
+    *(("function", kind, 1.6, 3) for kind in ("mixture", "complete")),
+    ("sft", "distillation", 2.0, 3),
+    ("loop", "terms", 1.6, 3),
+]
+LONG = [
+    *(
+        (way, kind, factor, accumulation)
+        for way in WAYS
+        for kind in KINDS
+        for factor in FACTORS
+        for accumulation in (1, 3)
+    ),
+    *(("loop", "terms", factor, accumulation) for factor in FACTORS for accumulation in (1, 3)),
+]
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(default)
+
+
+@functools.cache
+def expected(way: str, kind: str, factor: float) -> dict[str, list[float]]:
+    if way == "loop":
+        return {"weights": by_hand("compute_loss", kind, factor, updates=1)["weights"]}
+    return by_hand(way, kind, factor)
+
+
+def compare(world: int, cases: list[Any], folder: Path) -> None:
+    launch(world, HERE / "script_loss_ranks.py", folder, json.dumps(cases), timeout=1500)
+    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+    assert all(rank == ranks[0] for rank in ranks), "ranks hold the same bits"
+    for (way, kind, factor, accumulation), found in zip(cases, ranks[0], strict=True):
+        for what, values in expected(way, kind, factor).items():
+            apart = np.abs(np.array(found[what]) - np.array(values)).max()
+            assert apart <= TOLERANCE, f"{way}, {kind}, {factor}, {accumulation}: {what} is off by {apart}"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_split_equals_the_loop_written_by_hand(world: int, folder: Path) -> None:
+    compare(world, SHORT, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_so_does_every_factor_by_every_way(world: int, folder: Path) -> None:
+    compare(world, LONG, folder)
+
+
+@pytest.mark.parametrize(
+    "kind", ["token_mean", "mixture", "class_weights", "distillation", "all_positions", "count_as_a_number"]
+)
+def test_a_micro_batch_without_targets_counts_with_what_it_sums(kind: str, folder: Path) -> None:
+    got = run("compute_loss", kind, 1.6, folder, 1, 18)
+    for what, values in by_hand("compute_loss", kind, 1.6).items():
+        assert np.abs(np.array(got[what]) - np.array(values)).max() <= TOLERANCE
+
+
+# --- one loss as long as a run lasts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_that_is_resumed_at_any_update_has_the_same_bits(world: int, folder: Path) -> None:
+    launch(world, HERE / "script_loss_ranks.py", folder, "resume")
+    for name, complete in (("Growing", False), ("Distilling", False), ("Complete", True)):
+        runs = json.loads((folder / f"{name}.json").read_text())
+        assert len(runs) > 2
+        assert all(run == runs[0] for run in runs[1:])
+        manifest = json.loads((folder / name / "checkpoint-1" / "manifest.json").read_text())
+        assert manifest["meta"]["loss"]["complete"] is complete
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_code_that_does_not_show_what_it_divides_by_is_refused_before_the_first_update(folder: Path) -> None:
+    launch(2, HERE / "script_loss_ranks.py", folder, "refused")
+    words = {
+        "DividesOnly": "divides by `num_items_in_batch`, and does not multiply by the number of processes (2)",
+        "ReadsTheEnvironment": "divides by `num_items_in_batch`, and does not multiply by the number of processes (2)",
+        "MultipliesOnly": "does not read `num_items_in_batch`, and multiplies by the number of processes (2)",
+        "Hidden": "is computed with the number of processes (2), and its code does not name it",
+    }
+    for name, expected_words in words.items():
+        said = (folder / f"{name}.txt").read_text()
+        assert expected_words in said
+        assert said.count("loss_is_scaled_for_ga") == 1
+    assert (folder / "Declared.txt").read_text() == "trained"
+    assert (folder / "Compares.txt").read_text() == "trained"
+
+
+def test_a_number_of_micro_batches_is_not_to_be_divided_by(folder: Path, capfd: Any) -> None:
+    class Divides(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            loss = model(**inputs)["loss"] / self.args.gradient_accumulation_steps
+            return (loss, {}) if return_outputs else loss
+
+    args = TrainingArguments(**{**options(folder, 2, 2), "log_level": "warning", "max_steps": 1})
+    Divides(PlainModel(), args, train_dataset=ROWS, data_collator=collate).train()
+    assert "it must not divide by that number" in capfd.readouterr().err
+
+
+def test_names_are_found_in_the_code_that_a_script_owns() -> None:
+    def helper() -> None:
+        WORLD_SIZE  # type: ignore[name-defined]  # noqa: B018, F821
+
+    class Base:
+        def loss(self) -> None:
+            self.part()
+
+        def part(self) -> None:
+            (lambda: self.num_processes)()  # type: ignore[attr-defined]
+
+    class Child(Base):
+        def loss(self) -> None:
+            super().loss()
+
+    class Other(Base):
+        def loss(self) -> None:
+            helper()
+
+    assert "num_processes" in names_in_code([Child().loss])
+    assert "num_processes" not in names_in_code([Other().loss])
+    assert "WORLD_SIZE" in names_in_code([functools.partial(Other().loss)])
+    assert names_in_code([Trainer.compute_loss, len]) == frozenset()
