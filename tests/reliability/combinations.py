@@ -91,12 +91,15 @@ def _examined(case: Case, folder: Path) -> dict[str, Any]:
     return examine(case, folder).plain()
 
 
-def show(result: dict[str, Any]) -> None:
-    """One line for each case that falls short, and for each thing in which it does."""
+def show(result: dict[str, Any], written: Path | None) -> None:
+    """One line for each case that falls short, and for each thing in which it does; every case goes to the file."""
+    if written is not None:
+        with written.open("a") as file:
+            file.write(json.dumps(result) + "\n")
     if result["verdict"] == SHORT:
         print(f"short: --only {result['spec']}")
         for problem in result["problems"]:
-            print(f"    {problem}")
+            print(f"    {problem}", flush=True)
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
@@ -129,7 +132,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", metavar="SPEC", help="one case; its folder is kept if it falls short")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--write", type=Path, help="a file that gets one line of JSON for each case")
+    parser.add_argument("--write", type=Path, help="a file to which one line of JSON is added for each case")
     given = parser.parse_args(words)
     try:
         cases = [parse(given.only)] if given.only else [draw(given.seed, n) for n in range(given.cases)]
@@ -137,9 +140,7 @@ def main(words: list[str] | None = None) -> int:
         parser.error(f"--only: {error}")
     place, started = Path(tempfile.mkdtemp(prefix="windlass-combinations-", dir=memory())), time.monotonic()
     with combinations_in(place, given.jobs) as made:
-        results = made.examine(cases, show)
-    if given.write:
-        given.write.write_text("".join(json.dumps(result) + "\n" for result in results))
+        results = made.examine(cases, lambda result: show(result, given.write))
     print(
         f"{summary(results)}\n{time.monotonic() - started:.0f} s; folders of those that fall short: {place}"
     )

@@ -147,7 +147,8 @@ def losses_are_those_of_the_function(effect: Effect) -> None:
     if effect.recipe.kind == "loop":
         return  # the log is the loop's own; its bits and its evaluation are compared
     ours, theirs = effect.whole.series("loss")[0], factor * effect.without.series("loss")[0]
-    assert close(ours, theirs, max(1e-4, effect.recipe.tolerance)), f"first loss {ours}, not {theirs}"
+    tolerance = 5e-2 if effect.recipe.draws else max(1e-4, effect.recipe.tolerance)
+    assert close(ours, theirs, tolerance), f"first loss {ours}, not {theirs}"
 
 
 def norms_are_clipped(effect: Effect) -> None:

@@ -104,6 +104,11 @@ def _precision(recipe: Recipe, value: str) -> None:
     recipe.approximate(5e-2, 2e-2)
 
 
+def _full_eval(recipe: Recipe, value: str) -> None:
+    recipe.arguments[value] = True
+    recipe.approximate(0.0, 2e-2)
+
+
 def _adapter(recipe: Recipe, value: str) -> None:
     recipe.adapter = value
     recipe.approximate(1e-6, 1e-5)
@@ -198,7 +203,7 @@ FEATURES = (
     Feature("accumulation", ("2", "3"), _accumulation, checks.micro_batches_are_counted),
     Feature("precision", ("bf16", "fp16"), _precision, checks.layers_compute_in_it),
     Feature(
-        "full_eval", ("bf16_full_eval",), _precision, checks.evaluation_is_coarser, TRAINERS, compared=True,
+        "full_eval", ("bf16_full_eval",), _full_eval, checks.evaluation_is_coarser, TRAINERS, compared=True,
         apart={"evaluation": ANY, "best": ANY, "precision": ANY},
     ),
     Feature("adapter", ("lora", "dora", "ia3", "lora_and_head"), _adapter, checks.base_is_frozen),

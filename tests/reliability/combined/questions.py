@@ -106,7 +106,7 @@ class Examination:
         name = f"{other.strategy} on {other.world}"
         if found.crashed or found.refused:
             return [f"{name}: {found.crashed or found.refused}"]
-        return _nearly(found, self.whole, self._recipe.tolerance, name)
+        return _nearly(found, self.whole, self._recipe.tolerance, self._recipe.by_hand or 0.0, name)
 
     def _may_change_evaluations(self) -> bool:
         asked = self._recipe.arguments
@@ -156,13 +156,13 @@ def _unsaved(recipe: Recipe) -> Recipe:
     return replace(recipe, arguments={**asked, "save_strategy": "no"})
 
 
-def _nearly(found: Outcome, whole: Outcome, tolerance: float, name: str) -> list[str]:
+def _nearly(found: Outcome, whole: Outcome, tolerance: float, by_hand: float, name: str) -> list[str]:
     problems = []
     for column in _COMPARED:
         ours, theirs = found.series(column), whole.series(column)
         if ours != pytest.approx(theirs, rel=tolerance, abs=tolerance / 10):
             problems.append(f"{name}: {column} {_shown(ours)}, not {_shown(theirs)}")
-    if found.evaluated != pytest.approx(whole.evaluated, rel=tolerance):
+    if found.evaluated != pytest.approx(whole.evaluated, rel=max(tolerance, by_hand)):
         problems.append(f"{name}: evaluated {found.evaluated}, not {whole.evaluated}")
     return problems
 

@@ -41,7 +41,8 @@ _STEPS = {
     "use_cpu": True,
     "ddp_timeout": 60,
 }
-_SFT = {"gradient_checkpointing": False, "bf16": False, "max_length": 24}
+# Defaults of SFTConfig that are features here.
+_SFT = {"gradient_checkpointing": None, "bf16": False, "max_length": 24}
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
