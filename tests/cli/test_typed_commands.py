@@ -187,7 +187,7 @@ def test_windlass_run(room: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     ["--help", "train --help", "launch --help", "config --help", "explain --help", "explain", "checkpoint ls .",
-     "checkpoint --help", "train lm.yaml --print-config", "launch --num_processes 2 --dry_run first.py"],
+     "checkpoint --help", "train lm.yaml --print-config", "launch --num_processes 2 --print first.py"],
 )  # fmt: skip
 def test_what_commands_print_is_the_same_as_in_a_pipe(words: str, room: Path) -> None:
     code, piped = end_of("windlass", *words.split(), cwd=room, environ={"COLUMNS": "80"})
