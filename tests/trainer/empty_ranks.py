@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from tests.trainer.small import arguments, rows
 from torch import Tensor, nn
 
-from windlass import Trainer
+from windlass import Accelerator, Trainer
+from windlass.dist.sharded import local
+from windlass.utils import FullyShardedDataParallelPlugin
 
 PROJECTED = {"optim_target_modules": "all-linear", "optim_args": "rank=2"}
 
@@ -61,6 +63,27 @@ def train(folder: Path, strategy: str, optim: str) -> None:
     assert not torch.equal(whole["head.weight"], Net().head.weight)
 
 
+def check_lists_of_tensors() -> None:
+    """Kernels over lists, the default on accelerators: a loop's own optimizers have the parts that they have singly."""
+    found = []
+    for options in ({"foreach": True}, {"foreach": False}):
+        for cls in (torch.optim.SGD, torch.optim.AdamW):
+            accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+            model: Any = Net()
+            optimizer: Any = cls(model.parameters(), lr=0.1, **options)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            for row in rows(2):
+                labels = torch.tensor([row["labels"]])
+                accelerator.backward(model(x=row["x"][None], labels=labels)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([local(p).detach() for p in model.parameters()])
+            accelerator.free_memory()
+    assert all(map(torch.equal, found[0] + found[1], found[2] + found[3]))
+
+
 if __name__ == "__main__":
+    if sys.argv[2] == "fsdp":
+        check_lists_of_tensors()
     for name in sys.argv[3:]:
         train(Path(sys.argv[1]) / name, sys.argv[2], name)
