@@ -46,8 +46,10 @@ def rebind(optimizer: torch.optim.Optimizer, before: Mapping[int, str], module: 
 
 
 def update_singly(optimizer: torch.optim.Optimizer) -> None:
-    """Have torch's optimizers update one tensor at a time in groups with both sharded parameters and whole ones: of
-    both in one list `DTensor` makes an error. Scalars are no problem; Windlass's optimizers take the parts of this rank.
+    """Have torch's optimizers update one tensor at a time in groups with both sharded parameters and whole ones.
+
+    Of both in one list `DTensor` makes an error. Scalars are no problem, and Windlass's optimizers take the parts of
+    this rank.
     """
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
