@@ -66,6 +66,7 @@ THIRD_PARTY = {
     **dict.fromkeys(("_ActionsContainer", "_SubParsersAction", "_actions"), _ARGPARSE),
     **dict.fromkeys(("_asdict", "_fields"), _NAMED_TUPLE),
     "_invalidate_trace": _ORDER,
+    "_offload_accumulated_param_ids": "DeepSpeed notes there, and nowhere else, whose gradients are on the host",
     **dict.fromkeys(
         (
             "_hf_hook", "_is_accelerate_prepared", "_old_forward", "_shared_state",

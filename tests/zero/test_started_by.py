@@ -74,11 +74,12 @@ def test_the_guides_files_as_printed(at: int, tmp_path: Path) -> None:
             if "deepspeed_config_file" in part:
                 part["deepspeed_config_file"] = str(config)
         file.write_text(yaml.safe_dump(printed))
-        launch_as("--config_file", file, SCRIPT, tmp_path, "language")
-        found = found_in(tmp_path)
-        assert found["deepspeed"]
-        assert len(found["loss"]) == 4
-        assert all(map(math.isfinite, found["loss"]))
+        for kind in ("language", "loop"):
+            launch_as("--config_file", file, SCRIPT, tmp_path, kind)
+            found = found_in(tmp_path)
+            assert found["deepspeed"]
+            assert len(found["loss"]) == 4
+            assert all(map(math.isfinite, found["loss"]))
 
 
 def test_deepspeeds_own_launcher(alone: dict[str, Any], tmp_path: Path) -> None:

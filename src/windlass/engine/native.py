@@ -19,6 +19,7 @@ from windlass.data.group import Group
 from windlass.dist.beacon import beacon
 from windlass.engine.executor import StepHooks, StepRequest, StepResult, WeightAverage
 from windlass.precision.scaler import Scaler, UnitScaler
+from windlass.transforms.rebind import update_singly
 from windlass.transforms.strategy import Strategy
 
 
@@ -48,6 +49,7 @@ class NativeExecutor:
     ) -> None:
         self.strategy, self._reduce_each = strategy, reduce_each
         self.optimizer = optimizer
+        update_singly(optimizer)
         self._scaler = scaler or UnitScaler(device)
         self._parameters = (
             _trained_parameters(strategy.module, optimizer) if parameters is None else parameters

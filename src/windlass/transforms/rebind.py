@@ -48,6 +48,19 @@ def rebind(
             optimizer.state[new] = _carried(optimizer.state.pop(old), old, new)
 
 
+def update_singly(optimizer: torch.optim.Optimizer) -> None:
+    """Have torch's optimizers update one tensor at a time in groups with both sharded parameters and whole ones.
+
+    Of both in one list `DTensor` makes an error. Scalars are no problem, and Windlass's optimizers take the parts of
+    this rank.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for group in optimizer.param_groups:
+        if len({is_sharded(parameter) for parameter in group["params"] if parameter.dim()}) > 1:
+            group.update(dict.fromkeys(group.keys() & {"foreach", "fused"}, False))
+
+
 def _successor(parameter: Tensor, before: Mapping[int, str], now: Mapping[str, Tensor], where: str) -> Tensor:
     name = before.get(id(parameter))
     if name is None or name not in now:

@@ -61,19 +61,21 @@ class AdamW(torch.optim.AdamW):
             if not params:
                 continue
             states = [self.state[p] for p in params]
-            if not all(states):  # torch makes them in the first update
-                return None
+            if not all(states):  # in the first update
+                self._init_group(group, *([] for _ in range(6)))  # type: ignore[no-untyped-call]
             tensors = [
                 params,
                 [p.grad for p in params],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
             ]
-            kinds = {(type(p), p.device, p.dtype, p.grad.layout) for p in params}
+            kinds = {(p.device, p.dtype, p.grad.layout) for p in params}
             if len(kinds) > 1 or _is_captured(params[0]):
                 return None
-            if type(params[0]) not in _DENSE:
-                if not _are_sharded_alike(tensors):
+            # Beside sharded parameters there may be whole ones, such as those without elements: of both in one list
+            # `DTensor` makes an error.
+            if any(type(p) not in _DENSE for p in params):
+                if not _are_divided_alike(tensors):
                     return None
                 tensors = [locals_of(each) for each in tensors]
             found.append((group, [*tensors, [state["step"] for state in states]]))
@@ -100,10 +102,15 @@ def _is_captured(parameter: Tensor) -> bool:
     return parameter.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _are_sharded_alike(tensors: list[list[Tensor]]) -> bool:
-    """Return True if the tensors of each parameter are divided among ranks as it is."""
+def _are_divided_alike(tensors: list[list[Tensor]]) -> bool:
+    """Return True if the tensors of each parameter are divided among ranks as it is, or whole as it is."""
     return all(
-        all(is_sharded(tensor) and tensor.placements == of_one[0].placements for tensor in of_one)
+        all(
+            (is_sharded(tensor) and tensor.placements == of_one[0].placements)
+            if is_sharded(of_one[0])
+            else type(of_one[0]) in _DENSE and not is_sharded(tensor)
+            for tensor in of_one
+        )
         for of_one in zip(*tensors, strict=True)
     )
 
