@@ -64,7 +64,7 @@ from windlass.text.token_store import TokenStore
 from windlass.trainer.card import earlier_head
 
 MEMORY, SECONDS = 1 << 30, 10  # of one input, beside what the process has
-INPUTS = 25  # of each target, in the default tests
+INPUTS = 15  # of each target, in the default tests
 Mutation = Callable[[random.Random, bytes], bytes]
 
 NUMBERS = (0, -1, 1, 255, 1 << 15, 1 << 31, -(1 << 31), (1 << 63) - 1, 1 << 64, 10**400, 0.5, 1e308, -0.0)
@@ -310,7 +310,8 @@ TARGETS = [
     Target("prepared text manifest", _store, f"{KEY[:32]}/manifest.json", sealed, _from_store, ()),
     Target("prepared text", _store, f"{KEY[:32]}/offsets.bin", of_bytes, _from_store, ()),
     Target("recipe", _content("a.yaml", RECIPE), "a.yaml", of_bytes, lambda f: documents.load(f / "a.yaml")),
-    Target("launch file", _content("a.yaml", LAUNCH), "a.yaml", of_bytes, lambda f: parse_file(f / "a.yaml"), (ValueError,)),
+    Target("launch file", _content("a.yaml", LAUNCH), "a.yaml", of_bytes, lambda f: parse_file(f / "a.yaml"),
+           (ValueError,)),
     Target("JSON document", _content("a.json", '{"a": [1, {"b": 2.5}], "c": "d"}'), "a.json", of_json,
            lambda f: read_document(str(f / "a.json")), (ValueError,)),
     Target("model card", _content("README.md", CARD), "README.md", of_bytes, lambda f: earlier_head(f / "README.md"),

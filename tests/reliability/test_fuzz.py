@@ -1,4 +1,4 @@
-"""Every reader of bytes that others may have written refuses mutated ones in bounded memory and time (`tests/fuzz.py`)."""
+"""Every reader of bytes that others may have written refuses mutated ones in bounded memory and time."""
 
 from __future__ import annotations
 
