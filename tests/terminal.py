@@ -114,7 +114,8 @@ class Terminal:
             self._code = wait()
             killer.cancel()
             self._pids = []
-            os.close(self._slave)
+            with self._said:
+                self._release()
             self._reader.join(10.0)
         return self._code
 
@@ -136,11 +137,17 @@ class Terminal:
             except OSError:  # nobody has the terminal open any more
                 piece = b""
             with self._said:
+                self._release()  # they have opened it: from now on its end is theirs
                 self.raw += piece
                 self._parser.feed(piece)
                 self._said.notify_all()
             if not piece:
                 return
+
+    def _release(self) -> None:
+        if self._slave >= 0:
+            os.close(self._slave)
+            self._slave = -1
 
     def _set_size(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self._own, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

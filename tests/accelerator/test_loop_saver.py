@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from windlass import Accelerator
+from windlass import Accelerator, LossTerms
 from windlass.checkpoint.codec import load_state
 from windlass.config.plugins import DataLoaderConfiguration, ProjectConfiguration
 from windlass.core import logs
@@ -263,3 +263,30 @@ def test_single_files_cannot_be_remote() -> None:
     ):
         with pytest.raises(ConfigError, match=r"folder='s3://bucket/.*checkpoints alone can be written"):
             save()
+
+
+def test_terms_over_several_micro_batches_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Until an update is complete its sums are divided by an estimate, of the update before it."""
+
+    def loop() -> Loop:
+        return Loop(gradient_accumulation_steps=3)
+
+    def run(loop: Loop, steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step)
+            for number in range(3):
+                x, y = regression()[8 * number : 8 * number + 8 - step % 3]
+                with loop.accelerator.accumulate(loop.model):
+                    total = F.mse_loss(loop.model(x), y, reduction="sum") * 0.1
+                    loop.accelerator.backward(LossTerms(total, 0.7 * len(x)))
+                    loop.optimizer.step()
+                    loop.optimizer.zero_grad()
+
+    whole, later = loop(), loop()
+    run(whole, range(2))
+    folder = Path(whole.accelerator.save_state(tmp_path / "state"))
+    run(whole, range(2, 5))
+    run(later, range(1))
+    later.accelerator.load_state(folder)
+    run(later, range(2, 5))
+    assert same(weights(later), weights(whole))

@@ -241,7 +241,7 @@ def test_a_run_that_links_does_not_spoil_a_check(tmp_path: Path, monkeypatch: py
     checkpoint = Run(tmp_path).save(rows(0, 45))
     from windlass.checkpoint import files
 
-    digest, changes = files._digest, iter(range(3))
+    digest, changes = files.digest_of, iter(range(3))
 
     def linked(file: Any) -> Any:
         for number in changes:
@@ -250,5 +250,5 @@ def test_a_run_that_links_does_not_spoil_a_check(tmp_path: Path, monkeypatch: py
             break
         return digest(file)
 
-    monkeypatch.setattr(files, "_digest", linked)
+    monkeypatch.setattr(files, "digest_of", linked)
     assert Store(tmp_path).verify(checkpoint.folder).seen

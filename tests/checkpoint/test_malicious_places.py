@@ -28,6 +28,7 @@ from windlass.checkpoint.weights import save_weights
 from windlass.cli.main import main
 from windlass.compat.checkpoint_loading import load_checkpoint_in_model
 from windlass.compat.offloaded import OffloadedWeightsLoader
+from windlass.compat.torch_file import open_torch_file
 from windlass.config import documents
 from windlass.config.json_document import read_document
 from windlass.config.parallel.from_files import parse_file
@@ -218,6 +219,11 @@ def attempt(read: Callable[[], object], name: str | None) -> int:
 def suffer(place: Place, attack: Callable[[Path], None], folder: Path, named: bool) -> int:
     prepare, name, read = place
     folder.mkdir()
+    if read in (read_foreign, read_all_weights) or name.endswith((".bin", ".bin.index.json")):
+        # Its forks share the process that reads such files, instead of starting one each.
+        torch.save(None, folder.parent / "any.pt")
+        with open_torch_file(folder.parent / "any.pt", Files()):
+            pass
     prepare(folder)
     attack(folder / name)
     return in_child(lambda: os._exit(attempt(lambda: read(folder), name if named else None)))

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,6 +20,7 @@ import pytest
 from windlass.checkpoint import run_lock
 from windlass.checkpoint.run_lock import LOCK_NAME, FolderInUse, RunLock
 from windlass.core.process_identity import ProcessIdentity
+from windlass.trainer.run_folder import unwritable
 
 HOLDER = Path(__file__).parent / "lock_holder.py"
 
@@ -238,3 +240,21 @@ def test_a_lock_that_is_about_to_be_given_up_is_waited_for(tmp_path: Path) -> No
     ).start()  # longer than a run that does not end is waited for
     with RunLock(tmp_path):
         assert written.is_set()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of a POSIX system")
+def test_a_lock_that_may_not_be_read_is_named_with_its_owner() -> None:
+    with tempfile.TemporaryDirectory() as name:  # one that another user can enter
+        folder = Path(name)
+        folder.chmod(0o777)
+        (folder / LOCK_NAME).touch(mode=0o000)
+        owner, user = (folder / LOCK_NAME).owner(), os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            with pytest.raises(PermissionError) as caught:
+                RunLock(folder).acquire()
+        finally:
+            os.seteuid(user)
+    expected = f"may not read the lock {LOCK_NAME} in it, which belongs to user {owner}"
+    assert expected in str(unwritable("runs/x", caught.value))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.test_train import LM
+from tests.dist.launch import end_of
 from tests.terminal import CTRL_C, Terminal
 
 ROOT = Path(__file__).parents[2]
@@ -181,3 +182,50 @@ def test_windlass_run(room: Path) -> None:
         terminal.run("windlass", "run", "first.py", cwd=room)
         assert terminal.end() == 0, terminal.lines
         assert bars(terminal.lines) == ["train 120/120", "evaluate 10/10"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--help", "train --help", "launch --help", "config --help", "explain --help", "explain", "checkpoint ls .",
+     "checkpoint --help", "train lm.yaml --print-config", "launch --num_processes 2 --dry_run first.py"],
+)  # fmt: skip
+def test_what_commands_print_is_the_same_as_in_a_pipe(words: str, room: Path) -> None:
+    code, piped = end_of("windlass", *words.split(), cwd=room, environ={"COLUMNS": "80"})
+    with Terminal() as terminal:
+        terminal.run("windlass", *words.split(), cwd=room)
+        assert terminal.end() == code, terminal.lines
+        seen = "".join(terminal.lines)
+    assert "".join(seen.split()) == "".join(piped.split())
+    assert seen
+
+
+@pytest.mark.parametrize(("term", "asked"), [("xterm", "➔"), ("dumb", "[ddp]: ")])
+def test_questions_that_are_interrupted(term: str, asked: str, room: Path) -> None:
+    with Terminal() as terminal:
+        terminal.run("windlass", "config", "--config_file", "mine.yaml", cwd=room, environ={"TERM": term})
+        terminal.until(asked.strip())
+        terminal.type(CTRL_C)
+        assert terminal.end() == 130, terminal.lines
+        assert "interrupted" in terminal.lines[-1]
+    assert not (room / "mine.yaml").exists()
+
+
+NOTEBOOK = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.cli import terminal_runs
+from windlass import notebook_launcher
+
+if __name__ == "__main__":
+    notebook_launcher(terminal_runs.main, ("usual",), num_processes={count})
+"""
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.dist])])
+def test_a_function_that_is_launched(count: int, tmp_path: Path) -> None:
+    (tmp_path / "launches.py").write_text(NOTEBOOK.format(root=str(ROOT), count=count))
+    with Terminal() as terminal:
+        terminal.run(tmp_path / "launches.py", cwd=tmp_path)
+        assert terminal.end() == 0, terminal.lines
+        assert bars(terminal.lines) == ["train 12/12", f"evaluate {6 // count}/{6 // count}"]
+        assert terminal.lines.count("ended at step 12") == count

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import random
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -69,24 +70,41 @@ def various_tensors() -> Any:
 @pytest.mark.parametrize(
     "make", [optimizer_state, various_tensors, lambda: torch.nn.BatchNorm1d(3).state_dict()]
 )
-@pytest.mark.parametrize("protocol", [2, 4])
-def test_what_was_saved_comes_back(make: Any, protocol: int, tmp_path: Path) -> None:
+def test_what_was_saved_comes_back(make: Any, tmp_path: Path) -> None:
     saved = make()
-    torch.save(saved, tmp_path / "x.pt", pickle_protocol=protocol)
+    torch.save(saved, tmp_path / "x.pt")
     assert_same(read(tmp_path / "x.pt"), saved)
 
 
-def test_a_tensor_is_read_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save({"a": torch.ones(1000), "b": torch.zeros(3)}, tmp_path / "x.pt")
-    taken: list[str] = []
-    storage = torch_file.TorchFile._storage
-    monkeypatch.setattr(
-        torch_file.TorchFile, "_storage", lambda self, key: taken.append(key) or storage(self, key)
-    )
+def test_a_tensor_of_any_device_is_read_on_the_host(tmp_path: Path) -> None:
+    content = members({"a": torch.arange(3.0)})
+    name = named(content, "data.pkl")
+    content[name] = content[name].replace(b"X\x03\0\0\0cpu", b"X\x06\0\0\0cuda:7")
+    assert torch.equal(read(packed(tmp_path / "x.pt", content))["a"], torch.arange(3.0))
+
+
+def test_a_tensor_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
+    """Opening a file reads no tensor: damage is found where it is."""
+    torch.save({"a": torch.ones(1000), "b": torch.full((3,), 2.0)}, tmp_path / "x.pt")
+    content = (tmp_path / "x.pt").read_bytes()
+    (tmp_path / "x.pt").write_bytes(content.replace(struct.pack("f", 1) * 10, struct.pack("f", 3) * 10))
     with open_torch_file(tmp_path / "x.pt", Files()) as file:
-        assert taken == []
-        assert torch.equal(file.read(file.tree["b"]), torch.zeros(3))
-    assert taken == ["1"]
+        assert torch.equal(file.read(file.tree["b"]), torch.full((3,), 2.0))
+        assert torch.equal(file.read_run(file.tree["b"], 1, 2), torch.full((2,), 2.0))
+        for body in (lambda: file.read(file.tree["a"]), lambda: file.read_run(file.tree["a"], 999, 1)):
+            with pytest.raises(CheckpointError, match=r"x\.pt cannot be read: the storage .* is damaged"):
+                body()
+
+
+def test_tensors_are_memory_of_their_own(tmp_path: Path) -> None:
+    base = torch.arange(6.0)
+    torch.save({"whole": base, "tied": base, "half": base[:3]}, tmp_path / "x.pt")
+    with open_torch_file(tmp_path / "x.pt", Files()) as file:
+        found = {name: file.read(tensor) for name, tensor in file.tree.items()}
+        for tensor in found.values():
+            tensor.add_(1)
+    assert all(torch.equal(found[name], base + 1) for name in ("whole", "tied"))
+    assert torch.equal(found["half"], base[:3] + 1)
 
 
 def test_equal_tensors_are_one(tmp_path: Path) -> None:
@@ -129,18 +147,40 @@ def test_compressed_members_are_refused(tmp_path: Path) -> None:
     refused(packed(tmp_path / "x.pt", content, zipfile.ZIP_DEFLATED), "compressed or encrypted")
 
 
-def test_the_same_bytes_are_not_taken_twice(tmp_path: Path) -> None:
-    """Members that lie over each other: a file of a megabyte that would give a gigabyte."""
-    path = packed(tmp_path / "x.pt", members({"a": torch.zeros(1 << 18)}))
-    with zipfile.ZipFile(path, "a") as archive:
-        first = archive.getinfo(named(dict.fromkeys(archive.namelist(), b""), "data/0"))
-        for number in range(100):
-            again = zipfile.ZipInfo(first.filename[:-1] + str(number + 1))
-            again.header_offset, again.file_size = first.header_offset, first.file_size
-            again.compress_size, again.CRC = first.compress_size, first.CRC
-            archive.filelist.append(again)
-        archive._didModify = True  # type: ignore[attr-defined]
-    refused(path, "claim more bytes than the file has")
+DESCRIPTIONS: list[tuple[Any, str]] = [
+    ({"tensor": [0, 40, 0, "float32", 0, [11], [1]]}, "does not lie inside its storage"),
+    ({"tensor": [0, 40, 0, "float32", -1, [10], [1]]}, "shape of a tensor is malformed"),
+    ({"tensor": [0, 40, 0, "float32", 0, [10], [-1]]}, "shape of a tensor is malformed"),
+    ({"tensor": [0, 40, 0, "float32", 0, [1 << 40], [0]]}, "does not lie inside its storage"),
+    ({"tensor": [0, 40, 0, "float32", 0, ["1"], [1]]}, "shape of a tensor is malformed"),
+    ({"tensor": [80, 40, 0, "float32", 0, [10], [1]]}, "claim more bytes"),
+    ({"tensor": [-8, 40, 0, "float32", 0, [10], [1]]}, "claim more bytes"),
+    ([{"tensor": [at, 40, 0, "float32", 0, [10], [1]]} for at in range(3)], "claim more bytes"),
+    (
+        [{"tensor": [0, 40, 0, "float32", 0, [a, 10 // a], [1, 1]]} for a in (1, 2, 5, 10)] * 2,
+        "twice the bytes",
+    ),
+    ({"tensor": [0, 40, 0, "qint8", 0, [10], [1]]}, "not supported"),
+    ({"tensor": [0]}, "malformed"),
+    ({"map": [1]}, "malformed"),
+    ({"map": [[], 1]}, "malformed"),
+    ({"map": [{"map": []}, 1]}, "malformed"),
+    ({"bytes": "g"}, "malformed"),
+    ({"error": 1, "a": 2}, "malformed"),
+]
+
+
+@pytest.mark.parametrize(("description", "message"), DESCRIPTIONS, ids=lambda value: str(value)[:40])
+def test_what_the_other_process_answers_is_checked(
+    description: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opened a pickle that somebody else wrote."""
+    monkeypatch.setattr(torch_file, "describe", lambda file, path, objects: description)
+    path = tmp_path / "x.pt"
+    path.write_bytes(
+        b"PK\x03\x04".ljust(80, b"\0") if "twice" not in message else b"PK\x03\x04".ljust(44, b"\0")
+    )
+    refused(path, message)
 
 
 def test_storages_of_another_size_are_refused(tmp_path: Path) -> None:
@@ -152,7 +192,7 @@ def test_storages_of_another_size_are_refused(tmp_path: Path) -> None:
 def test_a_missing_storage_is_refused(tmp_path: Path) -> None:
     content = members({"a": torch.zeros(10)})
     del content[named(content, "data/0")]
-    refused(packed(tmp_path / "x.pt", content), "storage '0', which the file does not hold")
+    refused(packed(tmp_path / "x.pt", content), "data/0")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +201,6 @@ def test_a_missing_storage_is_refused(tmp_path: Path) -> None:
         ((1 << 40,), (0,)),
         ((11,), (1,)),
         ((2,), (10,)),
-        ((5,), (-1,)),
         ((2,), (1, 1)),
         ((True,), (1,)),
         (([3],), (1,)),
@@ -171,7 +210,7 @@ def test_tensors_lie_inside_their_storages(shape: Any, stride: Any, tmp_path: Pa
     content = members({"a": torch.zeros(10)})
     name = named(content, "data.pkl")
     content[name] = with_shape(content[name], shape, stride)
-    refused(packed(tmp_path / "x.pt", content), "shape|lie inside")
+    refused(packed(tmp_path / "x.pt", content), "shape|lie inside|damaged")
 
 
 def with_shape(data: bytes, shape: Any, stride: Any) -> bytes:
@@ -213,19 +252,11 @@ def test_other_formats_are_refused_with_the_way_out(tmp_path: Path) -> None:
     refused(path, "not a plain file")
 
 
-def test_a_directory_that_claims_gigabytes_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = packed(tmp_path / "x.pt", members({f"t{i}": torch.zeros(1) for i in range(50)}))
-    monkeypatch.setattr(torch_file, "_MAX_READ", 1000)
-    refused(path, "bytes of directory")
-
-
 def test_any_damage_is_a_value_or_one_kind_of_error(tmp_path: Path) -> None:
     torch.save(optimizer_state(), tmp_path / "x.pt")
     whole, chance, path = (tmp_path / "x.pt").read_bytes(), random.Random(0), tmp_path / "y.pt"
     refused_count = 0
-    for number in range(600):
+    for number in range(100):
         data = bytearray(whole)
         data[chance.randrange(len(data))] = chance.randrange(256)
         path.write_bytes(data if number % 5 else data[: chance.randrange(len(data))])
@@ -233,4 +264,4 @@ def test_any_damage_is_a_value_or_one_kind_of_error(tmp_path: Path) -> None:
             read(path)
         except CheckpointError:  # any other error would end the test
             refused_count += 1
-    assert refused_count > 100
+    assert refused_count > 20

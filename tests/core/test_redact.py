@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import re
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from windlass.core.redact import has_hidden, is_secret_name, redact_command, redact_text, redact_value
 
@@ -78,6 +82,41 @@ def test_no_secret_is_left_in_a_text(text: str) -> None:
 )  # fmt: skip
 def test_ordinary_text_stays_as_it_is(text: str) -> None:
     assert redact_text(text) == text
+
+
+FRAGMENTS = (
+    "eyJ", "eyJaaaaa", "bbbbbb", "ccccc", ".", "-", "_", " ", "\n", "'", '"', "\\", "=", ":", "?", "&", "@", "/", "://",
+    "s3://", "http://a:8080/", "u:p", "token", "hub_token", "--api-key", "-----BEGIN PRIVATE KEY-----", "-----", "12/",
+    "-----END RSA PRIVATE KEY-----", "PRIVATE KEY-----", "hf_", "sk-", "A" * 16, "None", "Bearer ", ",", "(", "<", "#",
+)  # fmt: skip
+USER_INFO = re.compile(
+    r"((?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]+://)"
+    r"(?:[^/\s?#@\"'<>]{1,2000}|[^/\s:?#@\"'<>]{0,2000}:(?!\d+/)[^\s@\"'<>]{0,2000})@"
+)
+FAR_REACHING = (
+    re.compile(r"\beyJ[\w-]{5,4000}\.[\w-]{5,4000}\.[\w-]*"),
+    re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]{0,20000}?-----END [A-Z ]*PRIVATE KEY-----"),
+)
+
+
+@given(st.lists(st.sampled_from(FRAGMENTS), max_size=16).map("".join))
+def test_what_one_pattern_each_would_find_is_not_left(text: str) -> None:
+    """The patterns as they would be written if hostile text did not matter."""
+    found = redact_text(text)
+    assert all(match[0].endswith("***@") for match in USER_INFO.finditer(found))
+    assert not any(pattern.search(found) for pattern in FAR_REACHING)
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    ["-eyJ", "eyJaaaaa.", "-----BEGIN PRIVATE KEY-----", "x://", "x://:", "x://a:", "token:", "token='", "a=", "?a.",
+     "?_", "-----BEGIN ", "Bearer ", "hf_", "--key ", 'token="\\'],
+)  # fmt: skip
+def test_hostile_text_takes_one_pass(repeated: str) -> None:
+    """Read again for each repetition, half a million characters take longer than a test may."""
+    text = repeated * (500_000 // len(repeated))
+    for end in ("", " -----END PRIVATE KEY----- token=x"):
+        redact_text(text + end)
 
 
 def test_values_are_known_by_their_names_at_any_depth() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.launch import run_script
+from tests.dist.launch import launch_as, run_script
 
 from windlass.core.optional import is_available
 
@@ -69,6 +70,27 @@ def test_the_page_runs(
             # Leading newlines make a traceback point at the line of the page.
             code = compile("\n" * (block.line - 1) + block.code, str(page), "exec", dont_inherit=True)
             exec(code, namespace)
+
+
+@pytest.mark.dist
+def test_the_first_script_has_the_same_losses_in_two_processes(tmp_path: Path) -> None:
+    first = next(block for block in blocks(ROOT / "README.md") if "Trainer" in block.code)
+    losses, two = [], ["--num_processes", 2]
+    for name, words in {"one": [], "two": two, "sharded": [*two, "--use_fsdp"]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        script = folder / "first.py"
+        script.write_text(first.code, "utf-8")
+        if words:
+            launch_as(*words, script, cwd=folder)
+        else:
+            run_script(script, cwd=folder)
+        lines = (folder / "runs" / "first" / "metrics.jsonl").read_text("utf-8").splitlines()
+        reports = [json.loads(line) for line in lines]
+        losses.append([row[key] for row in reports for key in ("loss", "eval_loss") if key in row])
+    assert len(losses[0]) == 3 * 40 // 10 + 4
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("block", LEFT_OUT, ids=lambda block: block.name)

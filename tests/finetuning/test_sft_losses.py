@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tests.finetuning import small
 from tests.finetuning.trainers import trainer_of
 
-from windlass import SFTTrainer
+from windlass import LossTerms, SFTTrainer
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
@@ -96,3 +96,46 @@ def test_experts_are_balanced(tmp_path: Path) -> None:
         found[weight] = trainer.state.log_history[0]
     assert "aux_loss" not in found[0.0]
     assert found[0.5]["loss"] == pytest.approx(found[0.0]["loss"] + 0.5 * found[0.5]["aux_loss"], rel=1e-5)
+
+
+def terms_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> LossTerms:
+    targets = labels[:, 1:]
+    total = F.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
+    return LossTerms(total, (targets != -100).sum())
+
+
+class WithTerms(SFTTrainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask"))
+        loss = terms_of(outputs, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.filterwarnings("ignore:.*compute_loss_func:FutureWarning")
+@pytest.mark.parametrize("metrics", [None, lambda prediction: {"rows": len(prediction.predictions)}])
+@pytest.mark.parametrize(("cls", "function"), [(WithTerms, None), (SFTTrainer, terms_of)])
+def test_terms_are_trained_evaluated_and_predicted(
+    cls: type[SFTTrainer], function: Any, metrics: Any, tmp_path: Path
+) -> None:
+    found = []
+    for kind, loss_func in ((cls, function), (SFTTrainer, None)):
+        data = small.table(small.texts())
+        changes: dict[str, Any] = {
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "gradient_accumulation_steps": 2,
+        }
+        trainer = kind(
+            small.model(), small.arguments(tmp_path / kind.__name__, **changes), processing_class=small.tokenizer(),
+            train_dataset=data, eval_dataset=data, compute_loss_func=loss_func, compute_metrics=metrics,
+        )  # fmt: skip
+        trainer.train()
+        predicted = trainer.predict(trainer.eval_dataset)
+        history = trainer.state.log_history
+        losses = [
+            row.get("loss", row.get("eval_loss")) for row in history if row.keys() & {"loss", "eval_loss"}
+        ]
+        found.append([*losses, predicted.metrics["test_loss"]])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

@@ -73,6 +73,7 @@ THIRD_PARTY = {
         ),
         _SCRIPTS,
     ),
+    "_checkpoint_offset": "torch.load notes there where the bytes of a tensor are, as its documentation says",
     "_make_wrapper_subclass": "PyTorch makes tensors without memory under no other name",
     **dict.fromkeys(("_is_gathered", "_sharded_by", "_recompute"), _MARK),
 }  # fmt: skip

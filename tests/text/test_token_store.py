@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +56,131 @@ def test_rows_without_tokens_are_kept_too(tmp_path: Path) -> None:
     assert (len(rows), summary.dropped, summary.histogram) == (0, 3, ())
 
 
-@pytest.mark.parametrize("damage", ["short", "other key", "no JSON"])
-def test_a_damaged_folder_is_prepared_again(tmp_path: Path, damage: str) -> None:
+def packed() -> tuple[TokenRows, TextSummary]:
+    """Two packed rows, of two documents and of one."""
+    ids = np.arange(5, dtype=np.int32)
+    lengths, documents = np.array([2, 1, 2], dtype=np.int32), np.array([0, 2, 3])
+    rows = TokenRows(ids, ids.copy(), np.array([0, 3, 5]), lengths, documents)
+    return rows, TextSummary.of(rows, truncated=0, dropped=0)
+
+
+def resealed(folder: Path, change: Callable[[dict[str, Any]], object] = lambda body: None) -> None:
+    """Make the manifest fit the files, as somebody who knows the layout would."""
+    body = json.loads((folder / "manifest.json").read_text())
+    del body["sha256"]
+    for name, entry in body["files"].items():
+        found = Files().digest(folder / f"{name}.bin")
+        entry.update(size=found.size, sha256=found.sha256)
+    change(body)
+    text = json.dumps(body, sort_keys=True)
+    body["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(body))
+
+
+def flip(path: Path, at: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def numbers(name: str, kind: str, *values: int) -> Callable[[Path], None]:
+    """Other numbers in a file, with a manifest that fits."""
+
+    def change(folder: Path) -> None:
+        (folder / f"{name}.bin").write_bytes(np.array(values, dtype=kind).tobytes())
+        resealed(folder)
+
+    return change
+
+
+def link(folder: Path, name: str) -> None:
+    """The same content behind a symbolic link."""
+    (folder / name).rename(folder.parent / "elsewhere")
+    (folder / name).symlink_to(folder.parent / "elsewhere")
+
+
+def earlier_version(folder: Path) -> None:
+    body = json.loads((folder / "manifest.json").read_text())
+    sizes = {name: entry["size"] for name, entry in body["files"].items()}
+    kept = {"key": body["key"], "sizes": sizes, "summary": body["summary"]}
+    (folder / "manifest.json").write_text(json.dumps(kept))
+
+
+def pipe(folder: Path) -> None:
+    (folder / "labels.bin").unlink()
+    os.mkfifo(folder / "labels.bin")
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a flipped bit of a token": lambda folder: flip(folder / "input_ids.bin"),
+    "a flipped bit of a label": lambda folder: flip(folder / "labels.bin", -1),
+    "a flipped bit of an offset": lambda folder: flip(folder / "offsets.bin", 8),
+    "other labels": lambda folder: (folder / "labels.bin").write_bytes(b"\2\0\0\0" * 5),
+    "cut": lambda folder: (folder / "labels.bin").write_bytes(b"\0" * 4),
+    "longer": lambda folder: (folder / "labels.bin").write_bytes(b"\0" * 24),
+    "a missing file": lambda folder: (folder / "labels.bin").unlink(),
+    "a link": lambda folder: link(folder, "input_ids.bin"),
+    "a link for the manifest": lambda folder: link(folder, "manifest.json"),
+    "a pipe": pipe,
+    "another number of rows": lambda folder: flip(
+        folder / "manifest.json", (folder / "manifest.json").read_bytes().index(b'"rows": ') + 8
+    ),
+    "no JSON": lambda folder: (folder / "manifest.json").write_text("{"),
+    "a list": lambda folder: (folder / "manifest.json").write_text("[]"),
+    "deep JSON": lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
+    "an earlier version": earlier_version,
+    "another file": lambda folder: resealed(folder, lambda body: body["files"].update({"../a": {}})),
+    "no files": lambda folder: resealed(folder, lambda body: body.update(files={})),
+    "a text for the files": lambda folder: resealed(folder, lambda body: body.update(files="labels")),
+    "no summary": lambda folder: resealed(folder, lambda body: body.update(summary=None)),
+    "offsets beyond the tokens": numbers("offsets", "<i8", 0, 3, 1_000_000),
+    "negative offsets": numbers("offsets", "<i8", 0, -1_000_000, 5),
+    "offsets that begin before the tokens": numbers("offsets", "<i8", -1_000_000, 3, 5),
+    "falling offsets": numbers("offsets", "<i8", 0, 5, 3, 5),
+    "no offsets": numbers("offsets", "<i8"),
+    "offsets that end early": numbers("offsets", "<i8", 0, 3, 4),
+    "fewer labels": numbers("labels", "<i4", 1, 2, 3),
+    "documents beyond their lengths": numbers("documents", "<i8", 0, 2, 1_000_000),
+    "negative documents": numbers("documents", "<i8", 0, -1_000_000, 3),
+    "documents of other rows": numbers("documents", "<i8", 0, 3),
+    "lengths of other rows": numbers("seq_lengths", "<i4", 1, 1, 3),
+    "negative lengths": numbers("seq_lengths", "<i4", 4, -1, 2),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_folder_is_prepared_again_with_one_warning(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = TokenStore(tmp_path / "store")
+    store.get(KEY, packed)
+    DAMAGE[damage](store.path(KEY))
+    calls = []
+    rows, summary = store.get(KEY, lambda: calls.append(1) or packed())  # type: ignore[func-returns-value]
+    assert calls == [1]
+    assert same(rows, packed()[0])
+    assert summary == packed()[1]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"{store.path(KEY)} is damaged, and is prepared again: " in warning
+    assert same(store.get(KEY, never)[0], rows)
+
+
+def test_a_link_to_a_folder_is_replaced(tmp_path: Path) -> None:
+    store = TokenStore(tmp_path / "store")
+    store.get(KEY, prepared)
+    store.path(KEY).rename(tmp_path / "elsewhere")
+    store.path(KEY).symlink_to(tmp_path / "elsewhere")
+    assert same(store.get(KEY, prepared)[0], prepared()[0])
+    assert not store.path(KEY).is_symlink()
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir())
+
+
+def test_a_folder_of_another_key_is_prepared_again(tmp_path: Path) -> None:
+    """Its name has the first digits of the key only."""
     store = TokenStore(tmp_path)
     store.get(KEY, prepared)
-    manifest = store.path(KEY) / "manifest.json"
-    if damage == "short":
-        (store.path(KEY) / "labels.bin").write_bytes(b"\0" * 4)
-    elif damage == "other key":
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "key": KEY[:32] + "0" * 32}))
-    else:
-        manifest.write_text("{")
-    calls = []
-    rows, _ = store.get(KEY, lambda: calls.append(1) or prepared())  # type: ignore[func-returns-value]
-    assert calls == [1]
-    assert same(rows, prepared()[0])
-    assert same(store.get(KEY, never)[0], rows)
+    other = KEY[:32] + "0" * 32
+    assert same(store.get(other, packed)[0], packed()[0])
 
 
 def test_a_folder_that_cannot_be_written_stops_nobody(

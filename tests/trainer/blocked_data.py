@@ -53,7 +53,7 @@ def train(kind: str, missing: int | None) -> None:
         eval_steps=2,
         logging_steps=1,
         save_strategy="no",
-        shuffle_train=False,
+        train_sampling_strategy="sequential",
         use_cpu=True,
     )
     make = Stream if "stream" in kind else Rows

@@ -16,6 +16,7 @@ from tests.trainer.exactness_cases import PlainModel, collate
 from tests.trainer.script_loss_cases import FACTORS, KINDS, ROWS, WAYS, by_hand, options, run
 
 from windlass import Trainer, TrainingArguments
+from windlass.core.errors import ConfigError
 from windlass.trainer.script_loss import names_in_code
 
 HERE = Path(__file__).parent
@@ -155,3 +156,52 @@ def test_names_are_found_in_the_code_that_a_script_owns() -> None:
     assert "num_processes" not in names_in_code([Other().loss])
     assert "WORLD_SIZE" in names_in_code([functools.partial(Other().loss)])
     assert names_in_code([Trainer.compute_loss, len]) == frozenset()
+
+
+def overriding(code: str) -> type[Trainer]:
+    class Own(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+            return model(**inputs)["loss"]
+
+    class Calls(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+            return super().compute_loss(model, inputs, return_outputs, **given)
+
+    class Smooths(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
+            assert self.label_smoother is not None
+            outputs = model(input_ids=inputs["input_ids"])
+            return self.label_smoother(outputs, inputs["labels"], shift_labels=True, **given)
+
+    return {"own": Own, "calls": Calls, "smooths": Smooths, "function": Trainer}[code]
+
+
+@pytest.mark.parametrize("code", ["own", "function"])
+def test_smoothing_that_a_scripts_loss_replaces_is_refused(code: str, folder: Path) -> None:
+    function = None
+    if code == "function":
+
+        def function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+            raise AssertionError("called")
+
+    trainer = smoothed(overriding(code), folder, function)
+    replaced = "compute_loss_func" if code == "function" else "the overridden compute_loss"
+    with pytest.raises(ConfigError, match=rf"label_smoothing_factor=0\.1.*has no effect: {replaced}"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_an_override_that_smooths_or_calls_what_does_is_not(folder: Path) -> None:
+    losses = []
+    for cls in (Trainer, overriding("calls"), overriding("smooths")):
+        trainer = smoothed(cls, folder, None)
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-12)
+
+
+def smoothed(cls: type[Trainer], folder: Path, function: Any) -> Trainer:
+    torch.manual_seed(0)
+    args = TrainingArguments(**{**options(folder, 4, 2), "label_smoothing_factor": 0.1, "max_steps": 2})
+    return cls(PlainModel(), args, train_dataset=ROWS, data_collator=collate, compute_loss_func=function)

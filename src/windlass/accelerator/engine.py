@@ -14,6 +14,7 @@ from windlass.accelerator.device_cache import clear_device_cache
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ModelError
+from windlass.core.types import State
 from windlass.data.dealt_loader import DealtLoader
 from windlass.transforms.strategy import Strategy
 
@@ -54,6 +55,12 @@ class LoopEngine(Protocol):
         is no such optimizer.
         """
         ...
+
+    def state_dict(self) -> State:
+        """What the loop's next update is computed with, besides the prepared objects."""
+        ...
+
+    def load_state_dict(self, state: State) -> None: ...
 
     def free_memory(self) -> None:
         """Free cached device memory; a user's own loop releases its prepared objects too."""
@@ -114,6 +121,12 @@ class TrainerEngine:
 
     def use_learning_rate(self, rate: float) -> None:
         """Nothing to do: the schedule of the run has set it."""
+
+    def state_dict(self) -> State:
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """A run saves its state itself."""
 
     def free_memory(self) -> None:
         # Runs call this between updates, where a garbage collection would take too long.

@@ -16,10 +16,11 @@ class EngineChoice:
     Args:
         plans: returns them by name, that of a single one being "".
         compute: "fp32", "bf16" or "fp16".
+        selected: the name of one; "" is the first.
     """
 
-    def __init__(self, plans: Callable[[], Mapping[str, ZeroPlan]], compute: str) -> None:
-        self._plans, self._compute, self._selected = plans, compute, ""
+    def __init__(self, plans: Callable[[], Mapping[str, ZeroPlan]], compute: str, selected: str = "") -> None:
+        self._plans, self._compute, self._selected = plans, compute, selected
         self._divide: Callable[[ZeroPlan | None], Any] = lambda plan: None
         self._dividing: Any = None
 
@@ -70,6 +71,4 @@ NO_ENGINES = EngineChoice(dict, "fp32")
 
 
 def _chosen(plans: Mapping[str, ZeroPlan], compute: str, selected: str) -> EngineChoice:
-    choice = EngineChoice(lambda: plans, compute)
-    choice._selected = selected
-    return choice
+    return EngineChoice(lambda: plans, compute, selected)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from windlass.accelerator.accumulation import AccumulationState
+from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.prepared import Prepared
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, Adapter, KnownAdapter, base_part
 from windlass.checkpoint.content import Content
@@ -50,9 +51,11 @@ class LoopContent:
     """Gathers the content of a loop's checkpoints. All methods are collective."""
 
     def __init__(
-        self, gang: Gang, device: torch.device, accumulation: AccumulationState, prepared: Prepared
-    ) -> None:
+        self, gang: Gang, device: torch.device, accumulation: AccumulationState, prepared: Prepared,
+        engine: LoopEngine,
+    ) -> None:  # fmt: skip
         self._gang, self._device, self._accumulation, self._prepared = gang, device, accumulation, prepared
+        self._engine = engine
         self._adapters: dict[Strategy, KnownAdapter] = {}
 
     def models(self, disks: Disks, hooked: bool) -> list[ModelContent]:
@@ -85,7 +88,8 @@ class LoopContent:
     def states(self, disks: Disks) -> Content:
         """Everything but the models; states of all ranks on writer ranks only."""
         prepared, parts = self._prepared, {}
-        shared: dict[str, State] = {"loop": {"step": self._accumulation.step, **census(prepared)}}
+        loop = {"step": self._accumulation.step, **self._engine.state_dict(), **census(prepared)}
+        shared: dict[str, State] = {"loop": loop}
         for index, optimizer in enumerate(prepared.optimizers):
             name, owner = f"optimizer_{index}", prepared.owner_of(optimizer)
             executor = prepared.executor_of(optimizer)

@@ -58,7 +58,7 @@ class Saver:
         self._gang, self._device, self._project = setup.gang, setup.device, setup.settings.project
         self._accumulation, self._prepared, self._engine = accumulation, prepared, engine
         self._places = StatePlaces(self._gang, self._project)
-        self._content = LoopContent(self._gang, setup.device, accumulation, prepared)
+        self._content = LoopContent(self._gang, setup.device, accumulation, prepared, engine)
         self._memory = HostMemory(setup.device)
         self._under_way: _UnderWay | None = None
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
@@ -142,7 +142,9 @@ class Saver:
         loop_content.load_models(checkpoint, self._prepared, models)
         loop_content.load_shared(checkpoint, self._prepared)
         loop_content.load_rank(checkpoint, self._prepared, self._gang, self._device)
-        self._accumulation.step = int(checkpoint.shared("loop")["step"])
+        loop = checkpoint.shared("loop")
+        self._accumulation.step = int(loop["step"])
+        self._engine.load_state_dict(loop)
         if self._project.automatic_checkpoint_naming:
             self._project.iteration = checkpoint.step + 1
         _log.info("Loaded the state of the loop from %s", checkpoint.folder)

@@ -13,6 +13,7 @@ from windlass.accelerator.device_cache import clear_device_cache
 from windlass.accelerator.prepared import Prepared
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.types import State
 from windlass.dist.beacon import AFTER, beacon
 from windlass.dist.gang import Gang
 from windlass.engine.normalise import LoopNormaliser, MicroBatch
@@ -89,6 +90,12 @@ class OwnLoop:
             local = gradients if strategy is None else strategy.local(gradients)
             if local:
                 torch._foreach_mul_(local, factor.to(torch.promote_types(local[0].dtype, torch.float32)))
+
+    def state_dict(self) -> State:
+        return self._normaliser.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self._normaliser.load_state_dict(state)
 
     def free_memory(self) -> None:
         self._prepared.release()

@@ -255,7 +255,7 @@ class Files:
     def digest(self, path: Path) -> FileEntry:
         """Size and SHA-256 of a plain file, in constant memory."""
         with self.reading(path) as file:
-            return _digest(file)
+            return digest_of(file)
 
     def check(self, path: Path, entry: FileEntry) -> Fingerprint:
         """Compare the content of a plain file with what it must be; return its state on the disk.
@@ -267,7 +267,7 @@ class Files:
             for _ in range(_CHECKS):
                 before = fingerprint(file)
                 file.seek(0)
-                if _digest(file) != entry:
+                if digest_of(file) != entry:
                     raise CheckpointError(
                         f"{path} is damaged: its content does not match the manifest's hash"
                     )
@@ -285,7 +285,8 @@ def fingerprint(file: FileIO) -> Fingerprint:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _digest(file: FileIO) -> FileEntry:
+def digest_of(file: FileIO) -> FileEntry:
+    """Size and SHA-256 of the rest of an open file, in constant memory."""
     digest = hashlib.file_digest(file, "sha256")
     return FileEntry(file.tell(), digest.hexdigest())
 

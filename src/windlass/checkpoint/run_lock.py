@@ -288,11 +288,16 @@ class _FoundLock:
 
 
 def _read(path: Path) -> _FoundLock | None:
-    """The lock file at `path`; None if there is none."""
+    """The lock file at `path`; None if there is none. Raises PermissionError, which names its owner, if this user may
+    not read it.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
         return None
+    except PermissionError as error:
+        problem = f"this user may not read the lock {path.name} in it, which belongs to {_owner(path)}"
+        raise PermissionError(error.errno, problem, str(path)) from None
     try:
         locked, content = _is_locked(descriptor), os.read(descriptor, _MAX_BYTES)
     finally:
@@ -353,6 +358,15 @@ def _user() -> str:
         return getpass.getuser()
     except (OSError, KeyError, ImportError):  # a container may have no name for its user
         return str(getattr(os, "getuid", lambda: "unknown")())
+
+
+def _owner(path: Path) -> str:
+    try:
+        return f"user {path.owner()}"
+    except KeyError:
+        return f"user {path.lstat().st_uid}"
+    except (OSError, NotImplementedError):
+        return "another user"
 
 
 def _lock(descriptor: int) -> None:

@@ -7,7 +7,7 @@
 
 Parameters have fp32 values where the optimizer kept some, and those of the forwards otherwise. Up to stage 2 the ranks
 divide each group of the optimizer, at stage 3 each parameter; the layout is that of `deepspeed/utils/zero_to_fp32.py`
-(0.19). The files are of `torch.save`; of objects in them nothing is created (see `pickle_reader`).
+(0.19). The files are of `torch.save`; of objects in them nothing is created (see `torch_reader`).
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class DeepSpeedWeights(TensorSource):
         else:
             self._add_divided(model_files, states)
         tied = self._map(self._models[0].get("shared_params") or {}, "shared_params")
+        if not all(isinstance(kept, str) for kept in tied.values()):
+            raise self._error("shared_params is not a map of names to names")
         shared = {**self._same_memory, **tied}
         self.aliases = {name: kept for name, kept in shared.items() if name != kept and kept in self._tensors}
         for name in self.aliases:
@@ -128,10 +130,12 @@ class DeepSpeedWeights(TensorSource):
     def _of_ranks(self, pattern: re.Pattern[str], what: str) -> list[str]:
         """The files of ranks 0, 1, ...; checked to be without a gap."""
         found = {int(match[1]): name for name in self._names() if (match := pattern.fullmatch(name))}
-        missing = sorted(set(range(max(found, default=0) + 1)) - found.keys())
-        if missing:
-            raise self._error(f"the {what} states of rank {missing[0]} are missing")
-        return [found[rank] for rank in range(len(found))]
+        ranks = sorted(found)
+        # As many names as files, whatever number a name has.
+        missing = next((rank for rank in range(len(ranks)) if ranks[rank] != rank), None if ranks else 0)
+        if missing is not None:
+            raise self._error(f"the {what} states of rank {missing} are missing")
+        return [found[rank] for rank in ranks]
 
     def _optimizer_states(self) -> _States:
         """The state of each rank's optimizer under ZeRO; none at stage 0."""
@@ -142,8 +146,10 @@ class DeepSpeedWeights(TensorSource):
         states = [(file, self._map(self._content(file).get(key), key)) for file in files]
         counts = states[0][1].get("partition_count")
         ranks = counts[0] if isinstance(counts, list) and counts else counts
-        if isinstance(counts, list) and set(counts) != {ranks}:
+        if isinstance(counts, list) and any(count != ranks for count in counts):
             raise self._error("its groups were divided among different numbers of ranks (experts)")
+        if type(ranks) is not int:
+            raise self._error("the number of ranks that wrote it is missing (partition_count)")
         if ranks != len(states):
             raise self._error(f"{ranks} ranks wrote it, and there are optimizer states of {len(states)}")
         return states
@@ -163,7 +169,8 @@ class DeepSpeedWeights(TensorSource):
         groups = [self._flat(file, state, "single_partition_of_fp32_groups") for file, state in states]
         shapes = self._shapes()
         paddings = states[0][1].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
-        if len(paddings) != len(shapes) or any(len(ranks) != len(shapes) for ranks in groups):
+        listed = isinstance(paddings, list) and len(paddings) == len(shapes)
+        if not listed or any(len(ranks) != len(shapes) for ranks in groups):
             raise self._error("its ranks have different numbers of groups")
         for number, group in enumerate(shapes):
             flat = [ranks[number] for ranks in groups]
@@ -171,12 +178,13 @@ class DeepSpeedWeights(TensorSource):
 
     def _add_group(self, group: Mapping[str, tuple[int, ...]], paddings: Any, flat: Sequence[_Flat]) -> None:
         """Parameters one behind another, in the flat tensors of all ranks one behind another."""
-        if not isinstance(paddings, list) or len(paddings) != len(group):
+        fits = isinstance(paddings, list) and len(paddings) == len(group)
+        if not fits or not all(type(padding) is int and padding >= 0 for padding in paddings):
             raise self._error("its paddings do not fit its parameters")
         begin = 0
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
             self._add(name, shape, _between(flat, begin, math.prod(shape)))
-            begin += math.prod(shape) + int(padding)
+            begin += math.prod(shape) + padding
 
     def _add_divided(self, model_files: Sequence[TorchFile], states: _States) -> None:
         """Stage 3: each parameter is divided into as many runs as ranks, the last ones padded."""
@@ -184,7 +192,10 @@ class DeepSpeedWeights(TensorSource):
             found = f"model states of {len(model_files)} ranks, and optimizer states of {len(states)}"
             raise self._error(f"there are {found}")
         module = self._map(self._models[0].get("module"), "module")
-        for name in self._models[0].get("buffer_names") or []:
+        names = self._models[0].get("buffer_names") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise self._error("buffer_names is not a list of names")
+        for name in names:
             if isinstance(module.get(name), StoredTensor):
                 self._add_stored(name, module[name], model_files[0])
         frozen = self._map(self._models[0].get("frozen_param_shapes") or {}, "frozen_param_shapes")

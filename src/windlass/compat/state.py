@@ -143,7 +143,7 @@ class GradientState:
 
 
 def _share(facts: dict[str, Any], *shared: dict[str, Any]) -> None:
-    """Make the attributes of a copy those of all instances, where there are none yet."""
+    """Make the attributes of a copy those of all instances, if there are none yet."""
     for state in shared:
         if not state:
             state.update(facts)

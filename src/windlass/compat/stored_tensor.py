@@ -1,4 +1,4 @@
-"""What a pickle of tensors describes: tensors whose bytes lie beside it, dtypes, storages, and what is not read."""
+"""Tensors whose bytes are in a file of `torch.save`, and what of its content is not read."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ DTYPES = {
         torch.float8_e4m3fn, torch.float8_e5m2,
     )
 }  # fmt: skip
-STORAGES: dict[tuple[str, str], torch.dtype | None] = {
-    ("torch", f"{kind}Storage"): dtype
-    for kind, dtype in {
-        "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
-        "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
-        "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
-    }.items()
-}  # fmt: skip
-STORAGES["torch.storage", "UntypedStorage"] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bytes in a file: where they begin, their number, their CRC-32."""
+
+    begin: int
+    nbytes: int
+    crc: int
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The description of a tensor, whose bytes are in the storage `key` of the file.
+    """The description of a tensor.
 
     Attributes:
         offset, stride: in elements; the tensor lies inside its storage.
     """
 
-    key: str
+    storage: Storage
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]

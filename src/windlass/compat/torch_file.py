@@ -1,19 +1,16 @@
 """Reader of files of `torch.save` (`.pt`, `.pth`, `.bin`): zip containers of a pickle and the bytes of tensors.
 
-    NAME/data.pkl       a pickle that describes the content; see `pickle_reader`
-    NAME/data/0 ...     the storages, uncompressed
-    NAME/byteorder      "little", if it exists
-
-Opening a file reads the pickle only; the bytes of a tensor are read on request.
+Another process, with limits of memory and time, opens the pickle and describes the content (see `torch_reader`). This
+one reads the bytes of a tensor from the file on request.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
-import struct
-import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -24,19 +21,15 @@ from torch import Tensor
 
 from windlass.checkpoint.deferred import Shaped, TensorSource
 from windlass.checkpoint.files import Files
-from windlass.compat.pickle_reader import MAX_BYTES, read_pickle
-from windlass.compat.stored_tensor import StoredTensor
+from windlass.compat.reader_process import describe
+from windlass.compat.stored_tensor import DTYPES, Storage, StoredTensor, Unread
 from windlass.core.errors import CheckpointError
 from windlass.core.trees import map_leaves
 from windlass.dist.sharded import Part
 
-_MAX_READ = 1 << 24  # of the container's directory: some 200,000 storages
+_AT_ONCE = 1 << 24  # bytes
+_MAX_DIMENSIONS = 64
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number of torch before 1.6, pickled
-_LOCAL_HEADER = struct.Struct(
-    "<26xHH"
-)  # of a member: the lengths of its name and of its extra field come last
-# RuntimeError includes NotImplementedError.
-_BROKEN = (zipfile.BadZipFile, RuntimeError, EOFError, OverflowError, ValueError, struct.error)
 
 
 class TorchFile:
@@ -46,23 +39,16 @@ class TorchFile:
         tree: its content, with a `StoredTensor` for each tensor.
 
     Args:
-        objects: its content may have objects that are not read (see `read_pickle`).
+        objects: its content may have objects, in whose place there is an `Unread`.
     """
 
     def __init__(self, path: Path, file: FileIO, objects: bool = False) -> None:
-        self._path, self._file, self._objects = path, file, objects
-        size = os.fstat(file.fileno()).st_size
+        self._path, self._file = path, file
         self._check_format(file)
-        try:
-            self._archive = zipfile.ZipFile(_Bounded(file))
-        except _BROKEN as error:
-            raise self._error(f"its zip container is damaged ({error})") from None
-        self._entries = self._checked_entries(size)
-        self._last: tuple[str, bytearray] | None = None
-        self._checked: dict[
-            str, int
-        ] = {}  # storages whose checksums were compared -> where their bytes begin
-        self.tree = self._read_tree()
+        self._last: tuple[Storage, bytearray] | None = None
+        self._checked: set[Storage] = set()  # storages whose checksums were compared
+        description = describe(file, path, objects=objects)
+        self.tree = _CheckedContent(self._error, os.fstat(file.fileno()).st_size).content(description)
 
     def _error(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self._path} cannot be read: {why}")
@@ -77,60 +63,18 @@ class TorchFile:
         if not head.startswith(b"PK\x03\x04"):
             raise self._error("it is not a zip container, which torch.save writes")
 
-    def _checked_entries(self, size: int) -> dict[str, zipfile.ZipInfo]:
-        """The members by name without their common folder, checked to be uncompressed and inside the file."""
-        infos = self._archive.infolist()
-        pickles = [info.filename for info in infos if info.filename.split("/")[1:] == ["data.pkl"]]
-        if len(pickles) != 1 or any(info.filename.endswith("/constants.pkl") for info in infos):
-            raise self._error("it is not a file of torch.save: there must be one data.pkl, and no program")
-        prefix = pickles[0].removesuffix("data.pkl")
-        for info in infos:
-            stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
-            if not stored or info.flag_bits & 1:
-                raise self._error(
-                    f"{info.filename[:100]!r} in it is compressed or encrypted, which torch.save does not do"
-                )
-        if sum(info.file_size for info in infos) > size:
-            raise self._error("its members claim more bytes than the file has")
-        entries = {info.filename.removeprefix(prefix): info for info in infos}
-        if len(entries) != len(infos):
-            raise self._error("two of its members have the same name")
-        return entries
-
-    def _read_tree(self) -> Any:
-        if "byteorder" in self._entries and self._member("byteorder", 16) != b"little":
-            raise self._error("its numbers are not in little-endian order")
-        storages = {
-            name.removeprefix("data/"): info.file_size
-            for name, info in self._entries.items()
-            if name.startswith("data/")
-        }
-        pickled = self._member("data.pkl", MAX_BYTES)
-        return read_pickle(pickled, str(self._path), storages, objects=self._objects)
-
-    def _member(self, name: str, limit: int) -> bytes:
-        info = self._entries[name]
-        if info.file_size > limit:
-            raise self._error(f"{name} in it has {info.file_size:,} bytes; at most {limit:,} are read")
-        with self._opened(name) as member:
-            return bytes(member.read(info.file_size))
-
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[Any]:
-        try:
-            with self._archive.open(self._entries[name]) as member:
-                yield member
-        except CheckpointError:
-            raise
-        except _BROKEN as error:
-            raise self._error(f"{name} in it is damaged ({error})") from None
-
     def read(self, tensor: StoredTensor) -> Tensor:
         """One tensor on the host, in new memory."""
         if not all(tensor.shape):
             return torch.empty(tensor.shape, dtype=tensor.dtype)
-        storage = self._storage(tensor.key)
+        if self._last is None or self._last[0] != tensor.storage:
+            self._last = None
+            self._last = tensor.storage, self._bytes(tensor.storage)
+        storage = self._last[1]
         flat = torch.frombuffer(storage, dtype=tensor.dtype, count=len(storage) // tensor.dtype.itemsize)
+        if tensor.is_contiguous and tensor.nbytes == len(storage):
+            self._last = None
+            return flat.reshape(tensor.shape)
         view = flat.as_strided(tensor.shape, tensor.stride, tensor.offset)
         return view.clone(memory_format=torch.contiguous_format)
 
@@ -140,49 +84,134 @@ class TorchFile:
             return self.read(tensor).reshape(-1)[start : start + count]
         run = torch.empty(count, dtype=tensor.dtype)
         if count:
-            self._file.seek(self._begin_of(tensor.key) + (tensor.offset + start) * tensor.dtype.itemsize)
-            filled, into = 0, run.view(torch.uint8).numpy().data
-            while filled < len(into) and (got := self._file.readinto(into[filled:])):
-                filled += got
-            if filled != len(into):
-                raise self._error(f"data/{tensor.key} in it ends too early")
+            if tensor.storage not in self._checked:
+                self._check(tensor.storage)
+            begin = tensor.storage.begin + (tensor.offset + start) * tensor.dtype.itemsize
+            self._fill(run.view(torch.uint8).numpy().data, begin)
         return run
 
-    def _begin_of(self, key: str) -> int:
-        """Where the bytes of a storage begin in the file."""
-        if key not in self._checked:
-            name = f"data/{key}"
-            with self._opened(name) as member:
-                while member.read(_MAX_READ):  # compares the checksum at its end
-                    pass
-            self._file.seek(self._entries[name].header_offset)
-            header = self._file.read(_LOCAL_HEADER.size)
-            if len(header) != _LOCAL_HEADER.size:
-                raise self._error(f"{name} in it is damaged")
-            lengths = sum(_LOCAL_HEADER.unpack(header))
-            self._checked[key] = self._entries[name].header_offset + _LOCAL_HEADER.size + lengths
-        return self._checked[key]
+    def _check(self, storage: Storage) -> None:
+        """Compare the checksum of a storage."""
+        piece, crc = bytearray(min(_AT_ONCE, storage.nbytes)), 0
+        for begin in range(0, storage.nbytes, _AT_ONCE):
+            view = memoryview(piece)[: storage.nbytes - begin]
+            self._fill(view, storage.begin + begin)
+            crc = zlib.crc32(view, crc)
+        self._compare(storage, crc)
 
-    def _storage(self, key: str) -> bytearray:
-        """The bytes of a storage. The last one is kept, because tensors that share one are adjacent."""
-        if self._last is None or self._last[0] != key:
-            name = f"data/{key}"
-            data = bytearray(self._entries[name].file_size)
-            self._last = None
-            with self._opened(name) as member:
-                filled = 0
-                while filled < len(data) and (piece := member.read(_MAX_READ)):
-                    data[filled : filled + len(piece)] = piece
-                    filled += len(piece)
-            if filled != len(data):
-                raise self._error(f"{name} in it ends too early")
-            self._last = key, data
-        return self._last[1]
+    def _bytes(self, storage: Storage) -> bytearray:
+        """The bytes of a storage. The last ones are kept, because tensors that share a storage are adjacent."""
+        data = bytearray(storage.nbytes)
+        self._fill(memoryview(data), storage.begin)
+        self._compare(storage, zlib.crc32(data))
+        return data
+
+    def _compare(self, storage: Storage, crc: int) -> None:
+        if crc != storage.crc:
+            raise self._error(f"the storage at byte {storage.begin:,} in it is damaged: its checksum differs")
+        self._checked.add(storage)
+
+    def _fill(self, view: memoryview, begin: int) -> None:
+        self._file.seek(begin)
+        while len(view):
+            count = self._file.readinto(view)
+            if not count:
+                raise self._error("it ends too early")
+            view = view[count:]
 
     def materialised(self, tree: Any) -> Any:
         """`tree`, or a part of it, with tensors instead of their descriptions; equal ones become one tensor."""
         read = functools.cache(self.read)
         return map_leaves(read, tree, lambda item: isinstance(item, StoredTensor))
+
+
+class _CheckedContent:
+    """The content of a file from its description, which is checked: another process made it from an unknown file."""
+
+    def __init__(self, error: Callable[[str], CheckpointError], size: int) -> None:
+        self._error, self._size = error, size
+        self._storages: dict[Storage, Storage] = {}
+        self._tensors: dict[StoredTensor, StoredTensor] = {}
+        self._stored, self._claimed = 0, 0
+
+    def content(self, description: Any) -> Any:
+        """The content of a file.
+
+        Raises:
+            CheckpointError: its description is malformed, or has tensors that are not in the file.
+        """
+        try:
+            return self.value(description)
+        except CheckpointError:
+            raise
+        except (
+            TypeError,
+            ValueError,
+            RecursionError,
+        ):  # a key without a hash, a number that is not hexadecimal
+            raise self._error("its description is malformed") from None
+
+    def value(self, found: Any) -> Any:
+        """A value: plain containers (an ordered map is a dict), numbers, text, bytes, dtypes, `StoredTensor`s."""
+        if isinstance(found, list):
+            return [self.value(item) for item in found]
+        if not isinstance(found, dict):
+            return found
+        match found:
+            case {"tuple": list(items)}:
+                return tuple(self.value(item) for item in items)
+            case {"map": list(items)} if len(items) % 2 == 0:
+                return dict(zip(map(self._key, items[::2]), map(self.value, items[1::2]), strict=True))
+            case {"bytes": str(text)}:
+                return bytes.fromhex(text)
+            case {"dtype": str(name)}:
+                return self._dtype(name)
+            case {"object": str(name)}:
+                return Unread(name)
+            case {
+                "tensor": [int(begin), int(nbytes), int(crc), str(name), offset, list(shape), list(stride)]
+            }:
+                storage = self._storage(Storage(begin, nbytes, crc))
+                return self._tensor(
+                    StoredTensor(storage, self._dtype(name), offset, tuple(shape), tuple(stride))
+                )
+        raise TypeError("not a description")
+
+    def _key(self, found: Any) -> Any:
+        return self.value(found) if isinstance(found, dict) else found
+
+    def _dtype(self, name: str) -> torch.dtype:
+        if name not in DTYPES:
+            raise self._error(f"a tensor in it has dtype {name[:100]!r}, which is not supported")
+        return DTYPES[name]
+
+    def _storage(self, storage: Storage) -> Storage:
+        """Check that a storage lies inside the file, and that all of them together claim no more bytes than it has."""
+        known = self._storages.setdefault(storage, storage)
+        if known is storage:
+            self._stored += storage.nbytes
+            inside = 0 <= storage.begin <= self._size and 0 <= storage.nbytes <= self._size - storage.begin
+            if not inside or self._stored > self._size:
+                raise self._error("its members claim more bytes than the file has")
+        return known
+
+    def _tensor(self, described: StoredTensor) -> StoredTensor:
+        """Check that a tensor lies inside its storage, and the bytes that all tensors claim together."""
+        numbers = (described.offset, *described.shape, *described.stride)
+        whole = all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+        rank = len(described.shape)
+        if not whole or rank != len(described.stride) or rank > _MAX_DIMENSIONS:
+            raise self._error("the shape of a tensor is malformed")
+        held, count = described.storage.nbytes // described.dtype.itemsize, math.prod(described.shape)
+        last = sum((size - 1) * step for size, step in zip(described.shape, described.stride, strict=True))
+        if count > held or (count and described.offset + last >= held):
+            raise self._error(f"a tensor of shape {list(described.shape)} does not lie inside its storage")
+        known = self._tensors.setdefault(described, described)
+        if known is described:
+            self._claimed += described.nbytes
+        if self._claimed > 2 * self._size:
+            raise self._error("its tensors claim more than twice the bytes that are there")
+        return known
 
 
 class TorchWeights(TensorSource):
@@ -219,10 +248,11 @@ def open_torch_file(path: Path, files: Files, *, objects: bool = False) -> Itera
     """Open a file of `torch.save`. Nothing in it is ever executed.
 
     Args:
-        objects: its content may have objects beside plain values; they are not read (see `read_pickle`).
+        objects: its content may have objects beside plain values; they are not read (see `TorchFile`).
 
     Raises:
-        CheckpointError: it is missing, damaged, of the legacy format, or has more than tensors and plain values.
+        CheckpointError: it is missing, damaged, of the legacy format, has more than tensors and plain values, or takes
+            too much memory or time to describe.
     """
     with files.reading(path) as file:
         yield TorchFile(path, file, objects)
@@ -233,16 +263,3 @@ def open_weights(path: Path, files: Files) -> Iterator[TorchWeights]:
     """Open a file of `torch.save` with a state dict (see `open_torch_file`)."""
     with open_torch_file(path, files) as file:
         yield TorchWeights(path, file)
-
-
-class _Bounded:
-    """A file that returns a bounded number of bytes at once, whatever the directory of a container claims."""
-
-    def __init__(self, file: FileIO) -> None:
-        self._file = file
-        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
-
-    def read(self, count: int = -1) -> bytes:
-        if count > _MAX_READ:
-            raise zipfile.BadZipFile(f"{count:,} bytes of directory; at most {_MAX_READ:,} are read")
-        return self._file.read(_MAX_READ if count < 0 else count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 HIDDEN = "***"
@@ -38,24 +38,28 @@ _SHAPES = (
     r"\bsk-[A-Za-z0-9][\w-]{14,}",
     r"\bxox[a-z]-[A-Za-z0-9-]{8,}",
     r"\bAIza[\w-]{30,}",
-    r"\beyJ[\w-]{5,4000}\.[\w-]{5,4000}\.[\w-]*",
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]{0,20000}?-----END [A-Z ]*PRIVATE KEY-----",
 )
 # Begins where no name goes on, so that a long text without a value takes one pass.
 _NAMED = r"(?<![\w.-])(?P<name>[\w.-]+)"
 _WORDS_IN_NAMES = ("token", "key", "secret", "passw", "passphrase", "credential")
 _QUOTED_OR_PLAIN = r"(?:\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|[^\s,;&)\]}'\"]+)"
 
-_USER_INFO = re.compile(
-    r"((?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]+://)"
-    r"(?:[^/\s?#@\"'<>]{1,2000}|[^/\s:?#@\"'<>]{0,2000}:(?!\d+/)[^\s@\"'<>]{0,2000})@"
-)
+# A text that repeats the beginning of a secret must not be read again for each of them: what may reach far is searched
+# for once (`_user_info` and its siblings).
+_SCHEME = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]+://")
+_BORDER = re.compile(r"[\s@\"'<>]")
+_USER_END = re.compile(r"[/\s:?#@\"'<>]")
+_PORT = re.compile(r":\d+/")
+_BEGIN_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
+_END_KEY = re.compile(r"-----END [A-Z ]*PRIVATE KEY-----")
+_LONGEST_KEY = 20_000  # characters
+_DOTTED = re.compile(r"(?<![\w-])(?P<first>[\w-]++)\.[\w-]{5,}+\.[\w-]*+")
+_WEB_TOKEN = re.compile(r"\beyJ[\w-]{5}")  # a JWT
 _QUERY = re.compile(rf"([?&;](?:{_QUERY_NAMES})=)[^&;#\s\"'<>)\]]+", re.IGNORECASE)
 _SHAPE = re.compile("|".join(_SHAPES))
 _BEARER = re.compile(r"(\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{12,}")
-_ASSIGNED = re.compile(
-    rf"{_NAMED}(?P<middle>[\"']?\s?[=:]\s?|(?<=\w)\s(?!-))(?P<value>{_QUOTED_OR_PLAIN})", re.IGNORECASE
-)
+_ASSIGNED = re.compile(rf"{_NAMED}(?P<middle>[\"']?\s?[=:]\s?|(?<=\w)\s(?!-))")
+_VALUE = re.compile(_QUOTED_OR_PLAIN)
 _PLAIN_VALUE = re.compile(
     r"[\"']?(?:none|null|true|false|-?\d+(?:\.\d*)?(?:e-?\d+)?|\*\*\*|<[A-Za-z_|/]+>)?[\"']?:?", re.I
 )
@@ -79,33 +83,90 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """`text` without secrets; what holds none comes back as it is."""
+    """`text` without secrets; what holds none comes back as it is. The time is proportional to its length."""
     if "://" in text:
-        text = _USER_INFO.sub(rf"\1{HIDDEN}@", text)
+        text = _without(text, _user_info(text))
     if "=" in text:
         text = _QUERY.sub(rf"\1{HIDDEN}", text)
+    if "PRIVATE KEY-----" in text:
+        text = _without(text, _private_keys(text))
+    if "eyJ" in text:
+        text = _without(text, _web_tokens(text))
     text = _SHAPE.sub(HIDDEN, text)
     text = _BEARER.sub(rf"\1{HIDDEN}", text)
     lower = text.lower()
     return _redact_assigned(text) if any(word in lower for word in _WORDS_IN_NAMES) else text
 
 
+def _without(text: str, spans: Iterable[tuple[int, int]]) -> str:
+    """`text` with a placeholder for each span; spans are in order."""
+    parts, position = [], 0
+    for start, end in spans:
+        parts += [text[position:start], HIDDEN]
+        position = end
+    return "".join([*parts, text[position:]])
+
+
+def _user_info(text: str) -> Iterator[tuple[int, int]]:
+    """What is between a scheme and `@`: a user or token, or a user and a password, in which slashes may be. What looks
+    like a host with a port and a path is neither.
+    """
+    border, done = -1, 0
+    for scheme in _SCHEME.finditer(text):
+        start = scheme.end()
+        if border < start:
+            border = _start(_BORDER, text, start)
+        user = _start(_USER_END, text, start)
+        has_password = text.startswith(":", user) and not _PORT.match(text, user)
+        if text.startswith("@", border) and done <= start < border and (has_password or user == border):
+            yield start, border
+            done = border
+
+
+def _private_keys(text: str) -> Iterator[tuple[int, int]]:
+    last, done = _END_KEY.search(text), 0
+    for begin in _BEGIN_KEY.finditer(text):
+        while last is not None and last.start() < begin.end():
+            last = _END_KEY.search(text, last.start() + 1)
+        if last is None:
+            return
+        if done <= begin.start() and last.start() - begin.end() <= _LONGEST_KEY:
+            yield begin.start(), last.end()
+            done = last.end()
+
+
+def _web_tokens(text: str) -> Iterator[tuple[int, int]]:
+    position = 0
+    while dotted := _DOTTED.search(text, position):
+        position = dotted.end("first")
+        if token := _WEB_TOKEN.search(text, dotted.start(), position):
+            position = dotted.end()
+            yield token.start(), position
+
+
+def _start(pattern: re.Pattern[str], text: str, position: int) -> int:
+    """Where `pattern` is first found from `position` on; the end of the text if it is not."""
+    found = pattern.search(text, position)
+    return len(text) if found is None else found.start()
+
+
 def _redact_assigned(text: str) -> str:
     """Hide the values under secret names; the value of any other name may itself hold a secret name."""
     parts, position = [], 0
     while match := _ASSIGNED.search(text, position):
-        hides = _hides(match)
-        parts.append(text[position : match.start("value")])
-        if hides:
-            quote = match["value"][0] if match["value"][0] in "\"'" else ""
+        parts.append(text[position : match.end()])
+        position = match.end()
+        value = _VALUE.match(text, position) if _announces_secret(match) else None
+        if value is not None and not _PLAIN_VALUE.fullmatch(value[0]):
+            quote = value[0][0] if value[0][0] in "\"'" else ""
             parts.append(f"{quote}{HIDDEN}{quote}")
-        position = match.end("value") if hides else match.start("value")
+            position = value.end()
     return "".join([*parts, text[position:]])
 
 
-def _hides(match: re.Match[str]) -> bool:
-    name, middle, value = match["name"], match["middle"], match["value"]
-    if not is_secret_name(name) or _PLAIN_VALUE.fullmatch(value):
+def _announces_secret(match: re.Match[str]) -> bool:
+    name, middle = match["name"], match["middle"]
+    if not is_secret_name(name):
         return False
     sign = middle.strip(" \"'\t\n")
     if not sign:

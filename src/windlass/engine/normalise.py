@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import ModelError
-from windlass.core.types import LossTerms
+from windlass.core.types import LossTerms, State
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -235,7 +235,8 @@ class LoopNormaliser:
     def __init__(self, world: int, sum_on_device: Callable[[Tensor], Tensor]) -> None:
         self._world = world
         self._weight = TermsWeight(sum_on_device)
-        self._guess: Tensor | None = None
+        # That of the previous update. A number after it was loaded, until a loss shows the device.
+        self._guess: Tensor | float | None = None
         self._correction: Tensor | None = None
         self._plain_seen = False
 
@@ -255,6 +256,13 @@ class LoopNormaliser:
         """
         factor, self._correction = self._correction, None
         return factor
+
+    def state_dict(self) -> State:
+        """The estimated divisor of the next update: with another one its sums would have other bits."""
+        return {"terms_weight": None if self._guess is None else float(self._guess)}
+
+    def load_state_dict(self, state: State) -> None:
+        self._guess = state.get("terms_weight")  # earlier versions did not save it
 
     def _plain(self, loss: Tensor, micro: MicroBatch) -> Tensor:
         if self._weight.here is not None:
@@ -293,6 +301,9 @@ class LoopNormaliser:
         """The estimated divisor of this micro-batch's sum; the same on every rank and in the whole update."""
         if micro_batches == 1 or self._guess is None:
             self._guess = self._weight.over_ranks(micro_batches)
+        elif not isinstance(self._guess, Tensor):
+            assert self._weight.here is not None
+            self._guess = torch.full_like(self._weight.here, self._guess)
         return self._guess
 
     def _settle(self, guess: Tensor, accumulated: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,14 @@ def parquet_rows(path: Path, columns: Collection[str]) -> Iterator[dict[str, Any
     parquet = require("pyarrow.parquet", "read parquet files")
     try:
         file = parquet.ParquetFile(path)
-    except Exception as error:  # pyarrow raises several unrelated types for a damaged file
+        wanted = [name for name in file.schema_arrow.names if name in columns]
+        for batch in file.iter_batches(columns=wanted or None):
+            for row in batch.to_pylist():
+                yield {name: _without_nulls(value) for name, value in row.items()}
+    except (
+        Exception
+    ) as error:  # pyarrow raises several unrelated types for a damaged file, also while it is read
         raise DataError(f"{path}: not a readable parquet file ({error})") from None
-    wanted = [name for name in file.schema_arrow.names if name in columns]
-    batches = file.iter_batches(columns=wanted or None)
-    for row in chain.from_iterable(batch.to_pylist() for batch in batches):
-        yield {name: _without_nulls(value) for name, value in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -102,6 +102,7 @@ class DueWork:
         metrics = self.evaluate_or_stop()
         if metrics is None:
             self._evaluation_left, self._save_left = True, events.control.should_save
+            events.control.should_evaluate = False  # as after every evaluation
             return
         save = self._plan.save
         if self._schedule.follows_metric:

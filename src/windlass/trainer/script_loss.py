@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from windlass.core.errors import ModelError
+from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.process_count import CountUse, watched_process_count
 from windlass.core.types import LossTerms
@@ -33,6 +33,7 @@ logger = get_job_logger(__name__)
 
 _PROCESSES = frozenset({"num_processes", "world_size", "get_world_size", "WORLD_SIZE"})
 _MICRO_BATCHES = frozenset({"gradient_accumulation_steps", "current_gradient_accumulation_steps"})
+_SMOOTHED = frozenset({"compute_loss", "label_smoother", "label_smoothing_factor"})
 _DECLARE = (
     "Declare what it returns with the attribute `loss_is_scaled_for_ga`: True if it is divided by "
     "`num_items_in_batch` of the whole update and multiplied by the number of processes, as in transformers; False if "
@@ -160,6 +161,23 @@ class NotedCount(Tensor):
             NotedCount.was_read = True
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+
+def check_smoothing(
+    smoothing: float, compute_loss: Callable[..., Any], function: Callable[..., Any] | None
+) -> None:
+    """Raise ConfigError if a script's loss takes the place of the smoothed one. An override of `compute_loss` may call
+    that one, or smooth by itself.
+    """
+    if not smoothing:
+        return
+    replaced = "compute_loss_func"
+    if function is None:
+        replaced, names = "the overridden compute_loss", names_in_code([compute_loss])
+        if not any(_versions(compute_loss)) or names & _SMOOTHED:
+            return
+    fix = f"has no effect: {replaced} computes the loss; smooth there (self.label_smoother does it), or set it to 0"
+    raise ConfigError(Problem("label_smoothing_factor", smoothing, fix))
 
 
 # --- code -------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
-from tests.cli.launching.test_local import SCRIPT, windlass
+from tests.cli.launching.test_local import SCRIPT
+from tests.dist.launch import end_of
 
 from windlass.cli.launching.ray import show
 from windlass.config.launch import LaunchPlan
@@ -27,10 +29,11 @@ def test_unknown_options_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
-def test_a_job_runs_on_ray_and_its_failure_is_reported() -> None:
-    code, said = windlass(
-        "launch", "--cpu", "--num_processes", 2, "--engine", "ray", SCRIPT, "raises", timeout=280
-    )
+def test_a_job_runs_on_ray_and_its_failure_is_reported(tmp_path: Path) -> None:
+    environ = {"WINDLASS_HOME": "/nowhere", "TMPDIR": str(tmp_path)}
+    words = ("launch", "--cpu", "--num_processes", 2, "--engine", "ray", SCRIPT, "raises")
+    code, said = end_of("windlass", *words, timeout=280, environ=environ)
     assert code == 1, said
     report = said.split("windlass launch:")[-1]
     assert "the job failed: rank 1 raised ValueError: row 17 is damaged [step 2, in 'data']" in report
+    assert list(tmp_path.glob("windlass-*")) == []

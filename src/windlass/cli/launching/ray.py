@@ -93,23 +93,30 @@ class RankFailedError(RuntimeError):
 
 def run_rank(config: dict[str, Any]) -> None:
     """Run the script in a process of its own, with the variables that any launcher sets; called by a Ray worker."""
-    plan = from_text(config["plan"])
-    context = require("ray.train", "run under Ray").get_context()
-    folder = Path(tempfile.mkdtemp(prefix="windlass-ray-"))
-    environ = {**os.environ, **worker_environment(plan), **_place(context, folder)}
-    environ.pop(TOKEN_VARIABLE, None)  # a secret that only launchers need
-    # Ray starts its workers in a folder of its own.
-    where = config["folder"] if os.path.isdir(config["folder"]) else None
-    process = subprocess.Popen(command(plan), env=environ, cwd=where)
-    if process.wait() == 0:
+    # What the folder tells about a failure is in the incident.
+    with tempfile.TemporaryDirectory(prefix="windlass-ray-", ignore_cleanup_errors=True) as folder:
+        incident = _failure_of_rank(from_text(config["plan"]), config["folder"], Path(folder))
+    if incident is None:
         return
-    rank, machine = context.get_world_rank(), context.get_node_rank()
-    error_file = environ["TORCHELASTIC_ERROR_FILE"]
-    watched = Watched(rank, process.pid, process.poll, error_file, Lookout(folder, rank))
-    incident = Watch(machine, [watched]).incident("failed")
     if incident.ranks[0].lost_its_peers:
         time.sleep(_AFTER_THE_CAUSE)
     raise RankFailedError(_MARKER + json.dumps(incident.to_json()))
+
+
+def _failure_of_rank(plan: LaunchPlan, cwd: str, folder: Path) -> Incident | None:
+    """Run the script to its end; return its failure, None if it succeeded."""
+    context = require("ray.train", "run under Ray").get_context()
+    environ = {**os.environ, **worker_environment(plan), **_place(context, folder)}
+    environ.pop(TOKEN_VARIABLE, None)  # a secret that only launchers need
+    # Ray starts its workers in a folder of its own.
+    where = cwd if os.path.isdir(cwd) else None
+    process = subprocess.Popen(command(plan), env=environ, cwd=where)
+    if process.wait() == 0:
+        return None
+    rank, machine = context.get_world_rank(), context.get_node_rank()
+    error_file = environ["TORCHELASTIC_ERROR_FILE"]
+    watched = Watched(rank, process.pid, process.poll, error_file, Lookout(folder, rank))
+    return Watch(machine, [watched]).incident("failed")
 
 
 def _place(context: Any, folder: Path) -> dict[str, str]:
@@ -148,5 +155,5 @@ def _report(error: Exception, world: int) -> int:
     if not incident.ranks:
         say(f"Ray could not run the job: {error}")
         return 1
-    say(describe(incident, world, "on the machines of the cluster"))
+    say(describe(incident, world, "those that Ray keeps on the machines of the cluster"))
     return exit_code(incident)
