@@ -29,7 +29,7 @@ _SCRIPTS = "a name that scripts know from their old library"
 _MARK = "a mark on a module of the user's, kept apart from the attributes that its author gave it"
 
 THIRD_PARTY = {
-    **dict.fromkeys(("_buffers", "_modules", "_parameters", "_non_persistent_buffers_set", "_metadata"), _MODULE),
+    **dict.fromkeys(("_buffers", "_parameters", "_non_persistent_buffers_set", "_metadata"), _MODULE),
     **dict.fromkeys(("_call_impl", "_compiled_call_impl", "_orig_mod"), _CALL),
     **dict.fromkeys(
         ("_C", "_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "_dynamo", "_execution_engine",
