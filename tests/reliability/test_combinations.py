@@ -19,7 +19,7 @@ from tests.reliability.kill_matrix import memory
 
 from windlass import EMACallback
 
-SEED, SHORT_FORM, LONG_FORM = 5, 12, 100
+SEED, SHORT_FORM, LONG_FORM = 261, 14, 100
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def optimizer_is_another(effect: Effect) -> None:
     if effect.value not in (
         "adamw_torch_fused",
         "adamw_anyprecision",
-    ):  # with averages in fp32 they are the same
+    ):  # the same here
         assert effect.whole.series("loss") != effect.without.series("loss"), (
             f"{ours} gives what {theirs} gives"
         )

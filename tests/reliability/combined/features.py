@@ -245,7 +245,7 @@ FEATURES = (
     Feature("groups", ("head",), _groups, checks.groups_have_their_rate, TRAINERS, apart={"adapter": ANY}),
     Feature(
         "layer_decay", ("0.5",), argument("layerwise_lr_decay", 0.5),
-        checks.layers_have_their_rates, TRAINERS, apart={"groups": ANY},
+        checks.layers_have_their_rates, TRAINERS, apart={"groups": ANY, "prompts": ANY},
     ),
     Feature(
         "order", ("sequential", "group_by_length"),

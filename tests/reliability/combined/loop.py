@@ -60,6 +60,8 @@ def train_in_a_loop(
 
     def look() -> None:
         outcome.evaluated = loop.evaluate()
+        if hasattr(loop.optimizer.optimizer, "eval"):
+            loop.optimizer.eval()  # what is saved is the average
         whole = loop.accelerator.unwrap_model(loop.model)
         state = loop.accelerator.get_state_dict(loop.model)
         if not hasattr(whole, "save_pretrained"):
