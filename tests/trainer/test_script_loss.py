@@ -75,9 +75,10 @@ def test_every_split_equals_the_loop_written_by_hand(world: int, folder: Path) -
 
 @pytest.mark.slow
 @pytest.mark.dist
+@pytest.mark.parametrize("way", [*WAYS, "loop"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_so_does_every_factor_by_every_way(world: int, folder: Path) -> None:
-    compare(world, LONG, folder)
+def test_so_does_every_factor_by_every_way(world: int, way: str, folder: Path) -> None:
+    compare(world, [case for case in LONG if case[0] == way], folder)
 
 
 @pytest.mark.parametrize(
