@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,6 +65,7 @@ class DataParallel(Strategy):
     def __init__(self, module: nn.Module, plan: DistPlan) -> None:
         super().__init__(module)
         self._wrapper: Replicated | None = replicate(module, plan)
+        _settle(self._wrapper)
         self._compression = Compression(self._wrapper, plan)
         self._seen = 0
         # Under either option PyTorch finds unused parameters itself; otherwise the first update is checked.
@@ -95,20 +97,15 @@ class DataParallel(Strategy):
             watch.check()
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
-        """Run two discarded backwards, so that buckets have their final order before the first real one.
-
-        DDP rebuilds its buckets after the first backward, in the order in which gradients arrived. The last bit of sums
-        over three or more ranks depends on the buckets, so without this a resumed run would differ from an
-        uninterrupted one. Buffers, extra states, gradients and random generators are restored. If unused parameters are
-        searched for, buckets keep their first order, and nothing is run.
+        """Run two discarded backwards of a static graph, so that buckets have their final order before the first real
+        one (see `_settle`). Buffers, extra states, gradients and random generators are restored.
         """
-        if self._wrapper is None or self._wrapper.find_unused_parameters:
+        if self._wrapper is None or not self._wrapper.static_graph:
             return
         before = ForwardState(self._module)
         with preserved_rng(device_of(self._module)):
             for _ in range(2):
                 backward()
-                self.check_used()
                 self._module.zero_grad(set_to_none=True)
         self._compression.forget()
         before.restore()
@@ -131,6 +128,41 @@ class DataParallel(Strategy):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
+
+
+class _Parameters(nn.Module):
+    """In the place of a model: a forward in which every trained parameter has a part."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+
+    def forward(self) -> Tensor:
+        sums = [(torch.view_as_real(p) if p.is_complex() else p).sum().float() for p in self._trained]
+        return torch.stack(sums).sum()
+
+
+def _settle(wrapper: Replicated) -> None:
+    """Give the buckets of `wrapper` their final order now. Collective.
+
+    DDP rebuilds its buckets after the first backward, in the order in which gradients arrived. The last bit of sums
+    over three or more ranks depends on the buckets, so a resumed run would differ from an uninterrupted one, which has
+    its first backward behind it. Two backwards of the parameters alone fix the order, which is then the same in both.
+    They need no batch: a loop of the user's own has none yet. If unused parameters are searched for, buckets keep their
+    first order. A static graph records its first backward, which has to be the model's (`DataParallel.warm_up`).
+    """
+    if wrapper.find_unused_parameters or wrapper.static_graph:
+        return
+    module, parameters = wrapper.module, _Parameters(wrapper.module)
+    wrapper.module = parameters
+    try:
+        for _ in range(2):
+            wrapper.require_forward_param_sync = False  # the stand-in has no buffers to send
+            wrapper().backward()
+            module.zero_grad(set_to_none=True)
+    finally:
+        wrapper.module = module
+    wrapper.forwards = 0
 
 
 def replicate(module: nn.Module, plan: DistPlan) -> Replicated:
