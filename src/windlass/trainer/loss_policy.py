@@ -166,8 +166,8 @@ class LossPolicy:
             model, inputs, count, function=function, smoothing=hooks.smoothing, shifted=self.counter.shifted,
             gets_count=self.gets_count,
         )  # fmt: skip
-        # A function multiplies by itself, and a model that gets no count returns a mean.
-        divides = self.gets_count or bool(hooks.smoothing) or function is not None
+        # A function that is not declared multiplies by itself, and a model that gets no count returns a mean.
+        divides = (self.gets_count or bool(hooks.smoothing)) and function is None
         if hooks.declared or (divides and not hooks.default_loss):
             loss = self.multiplied(loss, count)
         return loss, outputs
