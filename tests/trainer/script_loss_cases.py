@@ -201,7 +201,25 @@ def by_sft(kind: Kind, factor: float, place: Path, micro: int, accumulation: int
     )  # fmt: skip
 
 
-WAYS = {"compute_loss": by_compute_loss, "function": by_function, "sft": by_sft}
+def by_sft_function(kind: Kind, factor: float, place: Path, micro: int, accumulation: int) -> Any:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return kind(outputs["logits"], labels, num_items_in_batch, factor, trainer)
+
+    counting = {"count_targets": scripted(SFTTrainer, kind, factor).count_targets}
+    args = SFTConfig(**options(place, micro, accumulation), max_length=None, report_to="none", bf16=False)
+    trainer = type("Counting", (SFTTrainer,), counting)(
+        small.model().double(), args, train_dataset=TRAINED_ROWS, data_collator=collate,
+        processing_class=small.tokenizer(), compute_loss_func=loss,
+    )  # fmt: skip
+    return trainer
+
+
+WAYS = {
+    "compute_loss": by_compute_loss,
+    "function": by_function,
+    "sft": by_sft,
+    "sft function": by_sft_function,
+}
 
 
 def run(way: str, kind: str, factor: float, place: Path, micro: int, accumulation: int) -> Outcome:
@@ -220,10 +238,10 @@ def run(way: str, kind: str, factor: float, place: Path, micro: int, accumulatio
 def by_hand(way: str, kind: str, factor: float, updates: int | None = None) -> Outcome:
     """The same function of whole updates, in one process."""
     torch.manual_seed(0)
-    model: Any = small.model().double() if way == "sft" else PlainModel()
+    model: Any = small.model().double() if way.startswith("sft") else PlainModel()
     alone = SimpleNamespace(model=model, accelerator=SimpleNamespace(num_processes=1))
     outcome: Outcome = {"loss": [], "norm": []}
-    rows = TRAINED_ROWS if way == "sft" else ROWS
+    rows = TRAINED_ROWS if way.startswith("sft") else ROWS
     for start in range(0, len(rows), UPDATE)[:updates]:
         batch = collate(rows[start : start + UPDATE])
         count = (batch["labels"][:, 1:] != -100).sum()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,21 @@ import pytest
 import torch
 from tests.dist.launch import launch
 from tests.trainer.exactness_cases import PlainModel, collate
-from tests.trainer.script_loss_cases import FACTORS, KINDS, ROWS, WAYS, by_hand, options, run
+from tests.trainer.script_loss_cases import (
+    FACTORS,
+    KINDS,
+    ROWS,
+    WAYS,
+    Compares,
+    Complete,
+    MultipliesOnly,
+    by_hand,
+    options,
+    run,
+    saving,
+)
 
-from windlass import Trainer, TrainingArguments
+from windlass import ModelError, Trainer, TrainingArguments
 from windlass.core.errors import ConfigError
 from windlass.trainer.script_loss import names_in_code
 
@@ -27,6 +40,7 @@ SHORT = [
     *(("compute_loss", kind, 1.6, 3) for kind in KINDS),
     *(("function", kind, 1.6, 3) for kind in ("mixture", "complete")),
     ("sft", "distillation", 2.0, 3),
+    *(("sft function", kind, 1.6, 3) for kind in ("mixture", "complete")),
     ("loop", "terms", 1.6, 3),
 ]
 LONG = [
@@ -115,7 +129,7 @@ def test_code_that_does_not_show_what_it_divides_by_is_refused_before_the_first_
         "DividesOnly": "divides by `num_items_in_batch`, and does not multiply by the number of processes (2)",
         "ReadsTheEnvironment": "divides by `num_items_in_batch`, and does not multiply by the number of processes (2)",
         "MultipliesOnly": "does not read `num_items_in_batch`, and multiplies by the number of processes (2)",
-        "Hidden": "is computed with the number of processes (2), and its code does not name it",
+        "Hidden": "is computed with the number of processes (2), which its code does not name",
     }
     for name, expected_words in words.items():
         said = (folder / f"{name}.txt").read_text()
@@ -123,6 +137,13 @@ def test_code_that_does_not_show_what_it_divides_by_is_refused_before_the_first_
         assert said.count("loss_is_scaled_for_ga") == 1
     assert (folder / "Declared.txt").read_text() == "trained"
     assert (folder / "Compares.txt").read_text() == "trained"
+
+
+@pytest.mark.parametrize("cls", [Compares, MultipliesOnly, Complete])
+def test_of_a_compiled_model_it_is_not_known_if_the_count_is_read(cls: type[Trainer], folder: Path) -> None:
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager", "save_strategy": "no"}
+    with pytest.raises(ModelError, match=r"the model is compiled.*`loss_is_scaled_for_ga`: True if"):
+        saving(cls, folder, **compiled).train()
 
 
 def test_a_number_of_micro_batches_is_not_to_be_divided_by(folder: Path, capfd: Any) -> None:
@@ -155,7 +176,17 @@ def test_names_are_found_in_the_code_that_a_script_owns() -> None:
         def loss(self) -> None:
             helper()
 
+    class Decorated(Base):
+        @functools.cache  # noqa: B019
+        def loss(self) -> None:
+            super().loss()
+
+    attached = Other()
+    attached.loss = types.MethodType(Base.loss, attached)  # type: ignore[method-assign]
+
     assert "num_processes" in names_in_code([Child().loss])
+    assert "num_processes" in names_in_code([Decorated().loss])
+    assert "num_processes" in names_in_code([attached.loss])
     assert "num_processes" not in names_in_code([Other().loss])
     assert "WORLD_SIZE" in names_in_code([functools.partial(Other().loss)])
     assert names_in_code([Trainer.compute_loss, len]) == frozenset()

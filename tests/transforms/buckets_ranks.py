@@ -14,13 +14,16 @@ UPDATES = 6
 
 
 class Crossed(nn.Module):
-    """Gradients arrive in another order than that of the parameters."""
+    """Gradients arrive in another order than that of the parameters. The buffer is one that PyTorch does not send."""
+
+    history: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.last, self.first, self.middle = nn.Linear(16, 5), nn.Linear(16, 16), nn.Linear(16, 16)
         self.register_buffer("scale", torch.ones(1))  # which every forward of the wrapper shares
+        self.register_buffer("history", torch.zeros(0))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.middle(torch.tanh(self.first(x))))) * self.scale

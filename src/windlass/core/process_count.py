@@ -22,6 +22,7 @@ class CountUse:
 
 
 _watch: CountUse | None = None
+_SCALING = frozenset({"mul", "multiply", "div", "divide", "true_divide"})
 
 
 @contextlib.contextmanager
@@ -31,6 +32,13 @@ def watched_process_count(use: CountUse) -> Iterator[None]:
     earlier, _watch = _watch, use
     try:
         yield
+    except (
+        TypeError
+    ) as error:  # of PyTorch, which takes it for the whole size in `torch.zeros(num_processes, 3)`
+        error.add_note(
+            "The number of processes is watched here: as one of several sizes give int(num_processes)."
+        )
+        raise
     finally:
         _watch = earlier
 
@@ -46,7 +54,8 @@ class _Watched:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
-        if _watch is not None and getattr(result, "requires_grad", False):
+        scales = getattr(func, "__name__", "").rstrip("_") in _SCALING  # as `mul_` does
+        if _watch is not None and scales and getattr(result, "requires_grad", False):
             _watch.used = True
         return result
 
@@ -60,6 +69,8 @@ class _WatchedFloat(_Watched, float):
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in (list, tuple):  # sizes
+        return type(value)(map(_plain, value))
     if isinstance(value, _WatchedInt):
         return int(value)
     return float(value) if isinstance(value, _WatchedFloat) else value

@@ -157,7 +157,7 @@ class TrainHooks:
         model: the bare model.
         get_train_dataloader, evaluate: the methods of these names.
         create_optimizer: number of updates -> optimizer and scheduler, by `create_optimizer_and_scheduler`.
-        training_step: `training_step` on one micro-batch, with the update's target count or None.
+        training_step: `training_step` on one micro-batch, with the target count that it gets or None.
         noting_loss: context in which `compute_loss` reports its return values.
         log: `log`, with the moment at which training began.
         judge: `_determine_best_metric`: records the metrics of an evaluation; returns True if it is the best so far.

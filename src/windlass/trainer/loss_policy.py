@@ -169,8 +169,8 @@ class LossPolicy:
             model, inputs, count, function=function, smoothing=hooks.smoothing, shifted=self.counter.shifted,
             gets_count=self.gets_count,
         )  # fmt: skip
-        # A function multiplies by itself, and a model that gets no count returns a mean.
-        divides = self.gets_count or bool(hooks.smoothing) or function is not None
+        # A function that is not declared multiplies by itself, and a model that gets no count returns a mean.
+        divides = (self.gets_count or bool(hooks.smoothing)) and function is None
         if hooks.declared or (divides and not hooks.default_loss):
             loss = self.multiplied(loss, count)
         return loss, outputs
@@ -222,13 +222,17 @@ class LossPolicy:
         if self.gets_count and isinstance(inputs, Mapping):
             given = {**inputs, "num_items_in_batch": as_count(self.counter(inputs) or 1.0, self._device)}
         try:
-            with self.hooks.autocast():
-                return check_loss(loss_of(call_model(self.hooks.model, given), given))
+            return self._uncounted_loss(given)
         except TypeError as error:
             if given is inputs or "num_items_in_batch" not in str(error):
                 raise
         self.gets_count = False
-        return self._model_loss(inputs)
+        return self._uncounted_loss(inputs)
+
+    def _uncounted_loss(self, inputs: Any) -> Any:
+        """The bare model's own loss of these inputs. Without a count, a mean over no target is NaN, whatever is added."""
+        with self.hooks.autocast():
+            return check_loss(loss_of(call_model(self.hooks.model, inputs), inputs))
 
     def _measure(self, prepared: Any) -> None:
         declared, hooks, probe = self.hooks.declared, self.hooks, self._probe()
@@ -277,8 +281,8 @@ class LossPolicy:
             return
         able = prepared is not None
         if able and not self.hooks.of_model:
-            able = math.isfinite(probe.value(prepared, self._model_loss))
-        shifted = probe.shifts_labels(prepared if able else None, unshifted, self._model_loss)
+            able = math.isfinite(probe.value(prepared, self._uncounted_loss))
+        shifted = probe.shifts_labels(prepared if able else None, unshifted, self._uncounted_loss)
         self.counter = TargetCounter(self._label_names, shifted)
 
     # --- the model's own loss ---------------------------------------------------------------------------------------

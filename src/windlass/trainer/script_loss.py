@@ -37,7 +37,8 @@ _SMOOTHED = frozenset({"compute_loss", "label_smoother", "label_smoothing_factor
 _DECLARE = (
     "Declare what it returns with the attribute `loss_is_scaled_for_ga`: True if it is divided by "
     "`num_items_in_batch` of the whole update and multiplied by the number of processes, as in transformers; False if "
-    "it is a mean over its own micro-batch, whose count it then gets. Or return `LossTerms(sum, weight)`"
+    "it is a mean over its own micro-batch, whose count it then gets. With True, do not multiply in a "
+    "`compute_loss_func`: `compute_loss` does it. Or return `LossTerms(sum, weight)`"
 )
 
 
@@ -67,7 +68,7 @@ class ScriptLoss:
             declared: `loss_is_scaled_for_ga`.
             functions: what computes it, if it is given the count. Windlass's own are left out.
             watched: a script's code computes the loss, or passes it to backward.
-            compiled: the count must be a plain tensor, so that reads of it are not noted.
+            compiled: the model is compiled, and the count must be a plain tensor, so that reads of it are not noted.
             earlier: `complete` of the run that is resumed.
         """
         of_script = [function for function in functions if any(_versions(function))]
@@ -112,16 +113,21 @@ class ScriptLoss:
             self._decide(used)
         elif used and not self.complete:
             raise ModelError(
-                f"the loss is computed with the number of processes ({self._gang.size}), and its code does not name "
-                f"it. {_DECLARE}"
+                f"the loss is computed with the number of processes ({self._gang.size}), which its code does not name, "
+                f"or its first call did not use. {_DECLARE}"
             )
         elif self.complete and not used and self._gang.size > 1:
             raise ModelError(
-                "the loss was multiplied by the number of processes when this run began, and is not any more. "
-                f"{_DECLARE}"
+                "when this run began, the loss was found to be divided by the targets of the whole update, and now it "
+                f"is not multiplied by the number of processes ({self._gang.size}). {_DECLARE}"
             )
 
     def _decide(self, used: bool) -> None:
+        if not self._notes:
+            raise ModelError(
+                "the code of the loss names the number of processes or of micro-batches, and the model is compiled, so "
+                f"it is not known if the loss reads `num_items_in_batch`. {_DECLARE}"
+            )
         seen = torch.tensor([float(used), float(self.read_count)], dtype=torch.float64)
         was_used, was_read = (total > 0 for total in self._gang.sum(seen).tolist())
         if was_used != was_read and (was_used or self._gang.size > 1):
@@ -208,13 +214,14 @@ def names_in_code(functions: list[Callable[..., Any]]) -> frozenset[str]:
 
 def _versions(function: Any) -> Iterator[tuple[Any, Any]]:
     """The script's own function, or its method with those that it overrides, each with the class of its object."""
-    bound = _unwrapped(function)
+    bound = _without_arguments(function)
     owner = getattr(bound, "__self__", None)
-    if owner is None and not inspect.isfunction(bound):
+    if owner is None and not inspect.isfunction(_unwrapped(bound)):
         owner, bound = bound, bound.forward if isinstance(bound, nn.Module) else type(bound).__call__
-    name = getattr(bound, "__name__", "")
+    name, own = getattr(bound, "__name__", ""), getattr(bound, "__func__", bound)
     versions = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
-    for version in map(_unwrapped, versions or [bound]):
+    # A function that was set on the object overrides nothing.
+    for version in map(_unwrapped, versions[versions.index(own) :] if own in versions else [own]):
         if not inspect.isfunction(version) or _package(version) == _package(_versions):
             return
         yield version, type(owner)
@@ -233,9 +240,14 @@ def _enclosed(function: Any) -> dict[str, Any]:
 
 
 def _unwrapped(function: Any) -> Any:
+    function = _without_arguments(function)
+    return inspect.unwrap(function) if inspect.isroutine(function) else function
+
+
+def _without_arguments(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.unwrap(function) if inspect.isroutine(function) else function
+    return function
 
 
 def _package(function: Any) -> str:

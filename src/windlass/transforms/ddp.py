@@ -137,7 +137,7 @@ class _Parameters(nn.Module):
         super().__init__()
         self._trained = [p for p in module.parameters() if p.requires_grad]
 
-    def forward(self) -> Tensor:
+    def forward(self, _: None) -> Tensor:
         sums = [(torch.view_as_real(p) if p.is_complex() else p).sum().float() for p in self._trained]
         return torch.stack(sums).sum()
 
@@ -158,11 +158,11 @@ def _settle(wrapper: Replicated) -> None:
     try:
         for _ in range(2):
             wrapper.require_forward_param_sync = False  # the stand-in has no buffers to send
-            wrapper().backward()
+            # PyTorch's own forward, which is not counted. On a device it needs an argument to send there.
+            DistributedDataParallel.forward(wrapper, None).backward()  # type: ignore[no-untyped-call]
             module.zero_grad(set_to_none=True)
     finally:
         wrapper.module = module
-    wrapper.forwards = 0
 
 
 def replicate(module: nn.Module, plan: DistPlan) -> Replicated:
