@@ -21,5 +21,5 @@ def test_an_arrival_is_read(rank: int | None) -> None:
     ids=str,
 )
 def test_what_is_no_arrival_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="no name|no number"):
+    with pytest.raises(ValueError, match=r"no name|no number"):
         Arrival.read(1, {**CONTENT, **change})
