@@ -156,4 +156,28 @@ def test_what_a_script_put_in_place_meanwhile_stays(monkeypatch: pytest.MonkeyPa
     foot.close("a")
     assert sys.stdout is own
     print("later", file=kept)
-    assert terminal.getvalue().endswith("row\nlater\n")
+    kept.write("without an end")
+    assert terminal.getvalue().endswith("row\nlater\nwithout an end")
+
+
+class Stopped(io.StringIO):
+    """A terminal on which Ctrl-C meets the writing of the last rows."""
+
+    def write(self, text: str) -> int:
+        if "the last" in text:
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_a_foot_that_is_stopped_while_it_closes_gives_the_streams_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = Stopped()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    foot = foot_of(sys.stdout)
+    foot.draw("a", ["row"])
+    with pytest.raises(KeyboardInterrupt):
+        foot.draw("a", ["the last"])
+    with pytest.raises(KeyboardInterrupt):
+        foot.close("a")
+    assert sys.stdout is terminal

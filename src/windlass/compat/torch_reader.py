@@ -42,6 +42,7 @@ _IDLE_SECONDS = 10.0
 _MEMORY, _MEMORY_FACTOR = 1 << 28, 32
 _SECONDS, _SECONDS_PER_MIB = 2, 4
 _ANSWER, _ANSWER_FACTOR, MAX_ANSWER = 1 << 20, 16, 1 << 27
+_VALUE = 24  # what a value counts in the answer beside its text: who reads "[]" needs 64 bytes for it, twice
 _LOCAL_HEADER = struct.Struct(
     "<26xHH"
 )  # of a member: the lengths of its name and of its extra field come last
@@ -199,7 +200,11 @@ class _Description:
         if depth > MAX_DEPTH:
             raise RefusedFileError(f"its containers are nested more than {MAX_DEPTH} deep")
         kind = type(value)
-        if value is None or kind in (bool, int, float, str):
+        if value is None or kind is bool:
+            self._add(json.dumps(value))
+            return
+        self._left -= _VALUE
+        if kind in (int, float, str):
             self._add(json.dumps(value))
         elif kind is list:
             self._items(value, depth)
@@ -278,11 +283,13 @@ def _described(file: BinaryIO, objects: bool, limit: int) -> str:
     return "".join(description.pieces)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """The one line of an error of `torch.load` that has the reason; the rest advises to trust the file."""
     if isinstance(error, RefusedFileError):
         return str(error)
-    text = (str(error).strip() or type(error).__name__).rpartition("WeightsUnpickler error: ")[2].strip()
+    if error.__suppress_context__:
+        error = error.__context__ or error  # the one without that advice
+    text = str(error).strip() or type(error).__name__
     opcode = re.match(r"Unsupported operand (\d+)", text)
     if opcode is not None:
         return (

@@ -55,6 +55,11 @@ class Foot:
         self._replaced: dict[str, _Above] = {}
         self._mid_line = False
 
+    @property
+    def in_use(self) -> bool:
+        """Whether anybody has rows here."""
+        return bool(self._rows)
+
     def draw(self, owner: object, rows: Sequence[str]) -> None:
         """Show these rows of `owner`, each shorter than the terminal is wide, in place of its rows before."""
         with self.lock:
@@ -76,11 +81,13 @@ class Foot:
             if owner not in self._rows:
                 return
             rows, self._rows[owner] = self._rows[owner], ()
-            if rows:
-                self.say("\n".join(rows))
-            del self._rows[owner]
-            if not self._rows:
-                self._close()
+            try:
+                if rows:
+                    self.say("\n".join(rows))
+            finally:  # whatever interrupts it, such as Ctrl-C
+                self._rows.pop(owner, None)
+                if not self._rows:
+                    self._close()
 
     def write(self, stream: TolerantStream, text: str) -> None:
         """Write `text` above the rows, to `stream`, which leads to this terminal."""
@@ -100,7 +107,8 @@ class Foot:
             above.forget()
 
     def _write(self, stream: TolerantStream, text: str) -> None:
-        rows = [] if self._mid_line else [row for rows in self._rows.values() for row in rows]
+        # A copy: an owner that is collected meanwhile closes its rows.
+        rows = [] if self._mid_line else [row for rows in [*self._rows.values()] for row in rows]
         drawn = "".join(f"\r\n{row}" for row in rows)
         stream.write(f"{text}{drawn}\x1b[{len(rows)}A\r" if rows else text)
         stream.flush()
@@ -115,12 +123,12 @@ class Foot:
                 setattr(sys, name, self._replaced[name])
 
     def _close(self) -> None:
-        _in_use.remove(self)
         for name, above in self._replaced.items():
             above.flush()
             if getattr(sys, name) is above:  # and not what a script put there meanwhile
                 setattr(sys, name, above.replaced)
         self._replaced, self._mid_line = {}, False
+        _in_use.remove(self)  # last: a child that is forked meanwhile needs a lock of its own
 
 
 class _Above:
@@ -137,7 +145,9 @@ class _Above:
     def write(self, text: str) -> int:
         with self.foot.lock:
             self._held += text  # `print` writes each of its words by itself
-            end = len(self._held) if self._held.endswith("\r") else self._held.rfind("\n") + 1
+            # Who keeps this stream after the rows are gone may never flush it.
+            at_once = self._held.endswith("\r") or not self.foot.in_use
+            end = len(self._held) if at_once else self._held.rfind("\n") + 1
             if end:
                 whole, self._held = self._held[:end], self._held[end:]
                 self.foot.write(self._stream, whole)

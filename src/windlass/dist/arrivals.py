@@ -54,7 +54,9 @@ class Arrival:
         rank, machines, number = (content.get(name) for name in ("rank", "machines", "round"))
         if not all(isinstance(text, str) and len(text) <= MOST_NAME for text in (machine, host, address)):
             raise ValueError("no name")
-        if not all(type(value) is int and value >= 0 for value in (machines, number, rank or 0)):
+        if not all(
+            type(value) is int and value >= 0 for value in (machines, number, 0 if rank is None else rank)
+        ):
             raise ValueError("no number")
         return Arrival(slot, machine, host, address, rank, machines, number)  # type: ignore[arg-type]
 
