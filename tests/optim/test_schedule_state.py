@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ class Odd(LRScheduler):
         self.bounds, self.counts = Bounds(0.0, 1.0), {"milestones": Counter([2])}
         self.method, self.function, self.part, self.kind = self.rate, len, functools.partial(max, 1), dict
         self.functions: list[Any] = [abs, self.rate]
+        self.rates: defaultdict[int, list[float]] = defaultdict(list, {0: [0.5]})
         super().__init__(optimizer)
 
     def rate(self, base: Any) -> Any:
@@ -59,6 +60,7 @@ class Odd(LRScheduler):
         self.folder, self.bounds = Path("others"), Bounds(0.25, 2.0)
         self.recent.append(0.75)
         self.counts["milestones"][7] += 1
+        self.rates[1].append(0.25)
 
 
 def resumed(make: Any, steps: int = 3) -> tuple[UserSchedule, UserSchedule]:
@@ -81,11 +83,12 @@ def resumed(make: Any, steps: int = 3) -> tuple[UserSchedule, UserSchedule]:
 
 def test_each_attribute_comes_back_in_its_type() -> None:
     first, second = (schedule.inner for schedule in resumed(Odd))
-    for name in ("phase", "dtype", "seen", "folder", "recent", "bounds", "counts"):
+    for name in ("phase", "dtype", "seen", "folder", "recent", "bounds", "counts", "rates"):
         one, other = getattr(first, name), getattr(second, name)
         assert (type(one), one) == (type(other), other), name
     assert type(second.counts["milestones"]) is Counter
     assert second.recent.maxlen == 3
+    assert second.rates[9] == []
     assert second.method.__self__ is second
     assert second.functions[1].__self__ is second
     assert (second.function, second.kind, second.part(0)) == (len, dict, 1)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.dist.launch import Started, launch, run_script
 from tests.trainer.small import Net, arguments, rows, weights_hash
+from torch import Tensor, nn
 
 from windlass import Trainer, TrainerCallback
 
@@ -57,6 +59,44 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
     resumed.train(resume_from_checkpoint=True)
     assert weights_hash(resumed.model) == weights_hash(whole.model)
     assert resumed.state.log_history[-2]["step"] == whole.state.log_history[-2]["step"]
+
+
+class OverRows(nn.Module):
+    """Its loss is the mean over rows of the mean over a row's targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.table(input_ids)
+        each = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        return {"loss": (each.sum(1) / (labels != -100).sum(1)).mean(), "logits": logits}
+
+
+def test_an_evaluation_that_is_made_again_weights_its_batches_as_the_run_does(tmp_path: Path) -> None:
+    """A single row does not show over what the loss is a mean: it is in the checkpoint."""
+    data = [
+        {"input_ids": torch.arange(4) + i % 3, "labels": torch.where(torch.arange(4) <= i % 4, i % 8, -100)}
+        for i in range(24)
+    ]
+    changes = {
+        "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "per_device_train_batch_size": 6,
+        "per_device_eval_batch_size": 1,
+    }  # fmt: skip
+
+    def run(folder: str, resume: bool = False, callbacks: Any = None) -> list[float]:
+        made = Trainer(
+            OverRows(), arguments(tmp_path / folder, **changes), train_dataset=data, eval_dataset=data[:7],
+            callbacks=callbacks,
+        )  # fmt: skip
+        made.train(resume_from_checkpoint=resume)
+        return [row["eval_loss"] for row in made.state.log_history if "eval_loss" in row]
+
+    whole = run("whole")
+    assert run("cut", callbacks=[Presses("on_prediction_step", 2)]) == []
+    assert run("cut", resume=True) == whole
 
 
 def test_it_saves_even_where_nothing_was_to_be_saved(tmp_path: Path) -> None:
@@ -108,6 +148,7 @@ def test_training_in_a_thread_works(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from tests.trainer.small import Net, arguments, rows, weights_hash
+from torch import Tensor, nn
 from windlass import Trainer, TrainerCallback
 
 class Tells(TrainerCallback):
@@ -152,6 +193,7 @@ RANKS = """
 import signal, sys
 from pathlib import Path
 from tests.trainer.small import Net, arguments, rows, weights_hash
+from torch import Tensor, nn
 from windlass import Trainer, TrainerCallback
 
 class Presses(TrainerCallback):

@@ -29,13 +29,11 @@ class Split:
         kind: the closest kind.
         deviation: its distance from the loss of the whole, as a fraction of it; None if nothing could be measured.
         exact: the deviation is within rounding.
-        fitting: all kinds that this batch cannot distinguish from the closest.
     """
 
     kind: Kind = Kind.TARGETS
     deviation: float | None = None
     exact: bool = True
-    fitting: frozenset[Kind] = frozenset(Kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +76,9 @@ def closest(deviations: Mapping[Kind, float], rounding: float) -> Split:
     """The kind that fits best; targets are preferred if rounding hides the difference, or if none fits."""
     least = min(deviations.values())
     noise = min(max(10 * least, rounding / 10), rounding)
-    fitting = frozenset(kind for kind, value in deviations.items() if value <= noise)
-    best = next((kind for kind in Kind if kind in fitting), Kind.TARGETS)
-    return Split(best, deviations[best], bool(fitting), fitting)
+    fitting = [kind for kind in Kind if deviations[kind] <= noise]
+    best = fitting[0] if fitting else Kind.TARGETS
+    return Split(best, deviations[best], bool(fitting))
 
 
 def _divisible(batch: Any, count: int) -> bool:

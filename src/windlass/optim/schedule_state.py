@@ -7,6 +7,7 @@ saved as plain data, and get the type that the scheduler of the resumed run has 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections import deque
@@ -60,11 +61,14 @@ def _typed(live: Any, value: Any) -> Any:
     if _is_code(live):
         return live
     if isinstance(live, dict) and isinstance(value, dict):
-        restored = {key: _typed(live.get(key), item) for key, item in value.items()}
-        return restored if type(live) is dict else _of_type(live, restored)
+        restored = copy.copy(live)  # also a Counter, or a map with a default
+        restored.clear()
+        restored.update({key: _typed(live.get(key), item) for key, item in value.items()})
+        return restored
     if isinstance(live, list | tuple) and isinstance(value, list | tuple) and len(live) == len(value):
         items = [_typed(*pair) for pair in zip(live, value, strict=True)]
-        return _of_type(live, items)
+        is_named = isinstance(live, tuple) and type(live) is not tuple
+        return type(live)(*items) if is_named else type(live)(items)
     if isinstance(live, torch.dtype) and isinstance(value, str):
         return getattr(torch, value)
     if isinstance(live, deque) and not isinstance(value, deque):
@@ -72,9 +76,3 @@ def _typed(live: Any, value: Any) -> Any:
     if isinstance(live, Enum | set | frozenset | PurePath) and not isinstance(value, type(live)):
         return type(live)(value)
     return value
-
-
-def _of_type(live: Any, items: Any) -> Any:
-    """A map or a sequence of the type of `live`: a Counter, a named tuple."""
-    is_named = isinstance(live, tuple) and type(live) is not tuple
-    return type(live)(*items) if is_named else type(live)(items)

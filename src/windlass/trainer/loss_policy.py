@@ -209,7 +209,7 @@ class LossPolicy:
         prepared = None if batch is None else self.hooks.prepare_inputs(batch)
         self._measure_shift(probe, prepared)
         if self.hooks.of_model:
-            self._adopt_kind(probe.splits(prepared, self._model_loss, self.counter, self._rounding).kind)
+            self._adopt_kind(self._saved_kind() or self._split(probe, prepared).kind)
 
     def _probe(self) -> Probe:
         return Probe(self.hooks.model, self._device, self._gang.sum)
@@ -288,14 +288,20 @@ class LossPolicy:
     # --- the model's own loss ---------------------------------------------------------------------------------------
 
     def _measure_kind(self, probe: Probe, prepared: Any) -> None:
-        kind = Kind.__members__.get(str(self._saved.get("over")))
+        kind = self._saved_kind()
         if kind is None:
-            split = probe.splits(prepared, self._model_loss, self.counter, self._rounding)
+            split = self._split(probe, prepared)
             self._say_split(split)
             kind = split.kind
         self._adopt_kind(kind)
         if kind is Kind.SUM:
             self.normaliser.meaning = Meaning.SHARE
+
+    def _saved_kind(self) -> Kind | None:
+        return Kind.__members__.get(str(self._saved.get("over")))
+
+    def _split(self, probe: Probe, prepared: Any) -> Split:
+        return probe.splits(prepared, self._model_loss, self.counter, self._rounding)
 
     def _adopt_kind(self, kind: Kind) -> None:
         self.kind = kind
