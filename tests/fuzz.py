@@ -371,7 +371,7 @@ def _attempt(target: Target, folder: Path) -> str:
     return ""
 
 
-def _work(target: Target, folder: Path, seed: int, numbers: Iterator[int], note: Path) -> None:
+def _work(target: Target, folder: Path, seed: int, numbers: range, note: Path) -> None:
     """Read inputs in this process, which is ended by one that takes too long; `note` has the last one."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
@@ -384,20 +384,17 @@ def _work(target: Target, folder: Path, seed: int, numbers: Iterator[int], note:
             return
 
 
-def findings(
-    target: Target, seed: int, first: int, end: int, deadline: float = float("inf")
-) -> Iterator[Finding]:
+def findings(target: Target, seed: int, first: int, end: int) -> Iterator[Finding]:
     """Try the inputs from `first` up to `end`, in forks of this process; each finding ends one."""
     with tempfile.TemporaryDirectory(prefix="windlass-fuzz-") as name:
         note = Path(name) / "note"
-        while first < end and time.monotonic() < deadline:
+        while first < end:
             note.write_text(f"{first}\n")
             child = os.fork()
             if child == 0:
-                numbers = (n for n in range(first, end) if time.monotonic() < deadline)
                 try:
                     sys.stderr = io.StringIO()  # warnings of what is damaged
-                    _work(target, Path(name) / "input", seed, numbers, note)
+                    _work(target, Path(name) / "input", seed, range(first, end), note)
                 finally:
                     os._exit(0)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

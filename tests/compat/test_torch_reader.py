@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import codecs
 import collections
 import contextlib
 import os
@@ -281,6 +282,23 @@ def test_the_limits_grow_with_the_file_up_to_a_bound() -> None:
     assert small[1] <= 11
     assert all(one < other for one, other in zip(small, large, strict=True))
     assert large[0] <= 3 << 30
+
+
+def test_less_than_the_limits_is_enough() -> None:
+    """`ulimit -v` and batch systems set limits that nobody may raise."""
+    codecs.lookup("ascii")  # a user without rights can't import it
+    child = os.fork()
+    if child == 0:
+        try:
+            for kind, most in ((resource.RLIMIT_AS, 1 << 40), (resource.RLIMIT_CPU, 1000)):
+                resource.setrlimit(kind, (most, most))
+            if os.getuid() == 0:  # who may raise them
+                os.setuid(65534)
+            torch_reader._limit(1 << 41, 2000)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_an_export_of_such_a_file_ends_with_one_line(

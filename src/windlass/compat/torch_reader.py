@@ -310,14 +310,18 @@ def limits(size: int) -> tuple[int, int, int]:
 
 
 def _limit(memory: int, seconds: int) -> None:
-    """Limit this process. Linux alone limits memory."""
+    """Limit this process, to less where the system does so already. Linux alone limits memory."""
+    wanted = dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC), (0, 0))
+    wanted[resource.RLIMIT_CPU] = (seconds, seconds + 1)
     if sys.platform == "linux":
         with open("/proc/self/statm", encoding="ascii") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
-        resource.setrlimit(kind, (0, 0))
+        wanted[resource.RLIMIT_AS] = (used + memory, used + memory)
+    for kind, (soft, hard) in wanted.items():
+        most = resource.getrlimit(kind)[1]
+        if most != resource.RLIM_INFINITY:
+            soft, hard = min(soft, most), min(hard, most)
+        resource.setrlimit(kind, (soft, hard))
 
 
 def _read(descriptor: int, answer: int, objects: bool) -> None:

@@ -21,8 +21,8 @@ def open_new(path: Path) -> int:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file, in place of one that exists: that one remains until the new one is complete on the disk.
 
-    If `path` is a link, the link is replaced, and not what it leads to. A text is written as UTF-8. Of several processes
-    that write a file at once, one is the last. One that is killed may leave `tmp-NAME-...` beside it.
+    If `path` is a link, the link is replaced, and not what it leads to. A text is written as UTF-8. Of several
+    processes that write a file at once, one is the last. One that is killed may leave `tmp-NAME-...` beside it.
     """
     new = path.with_name(f"tmp-{path.name}-{secrets.token_hex(8)}")
     try:
