@@ -157,7 +157,7 @@ def test_anything_else_is_refused_by_name(name: str, tmp_path: Path) -> None:
     else:
         write(path, data)
     with (
-        pytest.raises(CheckpointError, match=rf"(?s)^.*file\.pt is not read: .*{message}"),
+        pytest.raises(CheckpointError, match=rf"(?s)^.*file\.pt cannot be read: .*{message}"),
         open_torch_file(path, Files()) as file,
     ):
         assert file.tree is None
@@ -260,7 +260,7 @@ def test_what_would_take_too_much_is_refused_by_name(name: str, objects: bool, b
     path = bombs / f"{name}.pt"
     with (
         little_memory(1 << 28),
-        pytest.raises(CheckpointError, match=f"{name}.pt is not read: "),
+        pytest.raises(CheckpointError, match=f"{name}.pt cannot be read: "),
         open_torch_file(path, Files(), objects=objects),
     ):
         pytest.fail("it was read")
@@ -308,7 +308,7 @@ def test_an_export_of_such_a_file_ends_with_one_line(
     assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "out.safetensors")]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1
-    assert "pytorch_model.bin is not read: reading it takes more than" in said[0]
+    assert "pytorch_model.bin cannot be read: reading it takes more than" in said[0]
 
 
 def test_the_process_that_ends_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +380,7 @@ def test_objects_are_left_unread_where_a_reader_allows_them() -> None:
     ids=["items", "a function of the system"],
 )
 def test_objects_that_torch_refuses_whatever_is_allowed(content: Any, reason: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"file\.pt is not read: .*{reason}") as caught:
+    with pytest.raises(CheckpointError, match=rf"file\.pt cannot be read: .*{reason}") as caught:
         read(pickle.dumps({"a": content}, protocol=2), objects=True)
     assert "Re-running" not in str(caught.value)  # what torch advises to read it all the same
     assert WITNESS not in os.environ

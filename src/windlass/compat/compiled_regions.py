@@ -27,7 +27,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 def has_compiled_regions(module: nn.Module) -> bool:
     """Return True if the module or one in it is compiled by `torch.compile` or `compile_regions`."""
-    return bool(module._modules) and any(map(is_compiled_module, module.modules()))
+    return next(module.children(), None) is not None and any(map(is_compiled_module, module.modules()))
 
 
 def _compiled(module: nn.Module, options: dict[str, Any]) -> Any:
@@ -41,7 +41,7 @@ def _compiled(module: nn.Module, options: dict[str, Any]) -> Any:
     for name, value in module.__dict__.items():
         if getattr(value, "__self__", None) is module and hasattr(value, "__func__"):
             copy.__dict__[name] = MethodType(value.__func__, copy)  # a forward that was replaced
-    copy._modules = {}
+    copy.__dict__["_modules"] = {}  # children of its own: those of the module stay as they are
     for name, child in module.named_children():
         copy.add_module(name, _compiled(child, options))
     return copy

@@ -74,10 +74,10 @@ def describe(file: FileIO, path: Path, *, objects: bool) -> Any:
         reason = (
             ended.decode("ascii", "replace") if complete else "the process that reads such files has ended"
         )
-        raise CheckpointError(f"{path} is not read: {reason}")
+        raise CheckpointError(f"{path} cannot be read: {reason}")
     found = strict_json.parse(description, str(path), allow_nan=True)
     if isinstance(found, dict) and "error" in found:
-        raise CheckpointError(f"{path} is not read: {str(found['error'])[:1000]}")
+        raise CheckpointError(f"{path} cannot be read: {str(found['error'])[:1000]}")
     return found
 
 
