@@ -140,7 +140,7 @@ def test_the_readme_s_script_as_typed_there(room: Path) -> None:
     with Terminal() as terminal:
         terminal.start(WINDLASS, "launch", "--num_processes", "2", "first.py", cwd=room)
         assert terminal.end() == 0, terminal.lines
-        assert bars(terminal.lines) == ["train 60/60", "evaluate 5/5"]
+        assert bars(terminal.lines) == ["train 120/120", "evaluate 5/5"]
     with Terminal() as terminal:
         terminal.run(room / "first.py", cwd=room)
         assert terminal.end() == 0, terminal.lines

@@ -230,7 +230,7 @@ class LossPolicy:
         return self._uncounted_loss(inputs)
 
     def _uncounted_loss(self, inputs: Any) -> Any:
-        """The bare model's own loss of these inputs. Without a count a mean over no target is NaN, whatever is added."""
+        """The bare model's own loss. Without a count a mean over no target is NaN, whatever is added to it."""
         with self.hooks.autocast():
             return check_loss(loss_of(call_model(self.hooks.model, inputs), inputs))
 
