@@ -66,6 +66,9 @@ class FullyShardedModel(Strategy):
         else:
             shard_(module, self._device, plan, gang)
         _free_after_evaluations(module)
+        # FSDP2 prepares itself in its first forward. That may be one of a measurement, which undoes what a forward does
+        # to a module: hooks that free gathered parameters before a state dict would be gone.
+        module._get_fsdp_state()._lazy_init()
         super().__init__(module)
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._plain = _PlainGradients(module, gang)
