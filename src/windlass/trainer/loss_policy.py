@@ -215,17 +215,20 @@ class LossPolicy:
         """The bare model's own loss: the only one that is computed more often than training requires. It gets the count
         as in training; a model in a wrapper that does not accept it raises TypeError, and gets none from then on.
         """
-        given = inputs
         if self.gets_count and isinstance(inputs, Mapping):
-            given = {**inputs, "num_items_in_batch": as_count(self.counter(inputs) or 1.0, self._device)}
-        try:
-            with self.hooks.autocast():
-                return check_loss(loss_of(call_model(self.hooks.model, given), given))
-        except TypeError as error:
-            if given is inputs or "num_items_in_batch" not in str(error):
-                raise
-        self.gets_count = False
-        return self._model_loss(inputs)
+            count = as_count(self.counter(inputs) or 1.0, self._device)
+            try:
+                return self._mean_loss({**inputs, "num_items_in_batch": count})
+            except TypeError as error:
+                if "num_items_in_batch" not in str(error):
+                    raise
+            self.gets_count = False
+        return self._mean_loss(inputs)
+
+    def _mean_loss(self, inputs: Any) -> Any:
+        """The same without the count: the mean over no targets is NaN, whatever the model adds to it."""
+        with self.hooks.autocast():
+            return check_loss(loss_of(call_model(self.hooks.model, inputs), inputs))
 
     def _measure(self, prepared: Any) -> None:
         declared, hooks, probe = self.hooks.declared, self.hooks, self._probe()
@@ -273,9 +276,10 @@ class LossPolicy:
             self.counter = TargetCounter(self._label_names, shifted=True)
             return
         able = prepared is not None
-        if able and not self.hooks.of_model:
-            able = math.isfinite(probe.value(prepared, self._model_loss))
-        shifted = probe.shifts_labels(prepared if able else None, unshifted, self._model_loss)
+        if able and (self.gets_count or not self.hooks.of_model):
+            value = probe.value(prepared, self._model_loss)  # which shows if the model accepts the count
+            able = self.hooks.of_model or math.isfinite(value)
+        shifted = probe.shifts_labels(prepared if able else None, unshifted, self._mean_loss)
         self.counter = TargetCounter(self._label_names, shifted)
 
     # --- the model's own loss ---------------------------------------------------------------------------------------
