@@ -20,7 +20,7 @@ from windlass.engine.probe import Probe, rounding_of
 from windlass.engine.splitting import Kind, Split
 from windlass.metrics.tokens import TargetCounter
 from windlass.trainer.losses import as_count, batch_loss, call_model, check_loss, loss_of, takes
-from windlass.trainer.script_loss import ScriptLoss, check_smoothing
+from windlass.trainer.script_loss import ScriptLoss
 from windlass.trainer.session import Session
 from windlass.trainer.wrappers import accepts_count
 
@@ -115,10 +115,7 @@ class LossPolicy:
         self.gets_count = self._declared_count = gets_count
 
     def begin_run(self, saved: State | None = None) -> None:
-        """Measure the first batch again, except what an earlier part of the run has `saved` as its `facts`. Raises
-        ConfigError if the loss is not the one that was asked for.
-        """
-        check_smoothing(self.hooks.smoothing, self.hooks.compute_loss, self.hooks.function)
+        """Measure the first batch again, except what an earlier part of the run has `saved` as its `facts`."""
         self.measured, self._saved = False, saved or {}
 
     def facts(self) -> State:
@@ -218,19 +215,18 @@ class LossPolicy:
         """The bare model's own loss: the only one that is computed more often than training requires. It gets the count
         as in training; a model in a wrapper that does not accept it raises TypeError, and gets none from then on.
         """
-        given = inputs
         if self.gets_count and isinstance(inputs, Mapping):
-            given = {**inputs, "num_items_in_batch": as_count(self.counter(inputs) or 1.0, self._device)}
-        try:
-            return self._uncounted_loss(given)
-        except TypeError as error:
-            if given is inputs or "num_items_in_batch" not in str(error):
-                raise
-        self.gets_count = False
-        return self._uncounted_loss(inputs)
+            count = as_count(self.counter(inputs) or 1.0, self._device)
+            try:
+                return self._mean_loss({**inputs, "num_items_in_batch": count})
+            except TypeError as error:
+                if "num_items_in_batch" not in str(error):
+                    raise
+            self.gets_count = False
+        return self._mean_loss(inputs)
 
-    def _uncounted_loss(self, inputs: Any) -> Any:
-        """The bare model's own loss. Without a count a mean over no target is NaN, whatever is added to it."""
+    def _mean_loss(self, inputs: Any) -> Any:
+        """The same without the count: the mean over no targets is NaN, whatever the model adds to it."""
         with self.hooks.autocast():
             return check_loss(loss_of(call_model(self.hooks.model, inputs), inputs))
 
@@ -280,9 +276,10 @@ class LossPolicy:
             self.counter = TargetCounter(self._label_names, shifted=True)
             return
         able = prepared is not None
-        if able and not self.hooks.of_model:
-            able = math.isfinite(probe.value(prepared, self._uncounted_loss))
-        shifted = probe.shifts_labels(prepared if able else None, unshifted, self._uncounted_loss)
+        if able and (self.gets_count or not self.hooks.of_model):
+            value = probe.value(prepared, self._model_loss)  # which shows if the model accepts the count
+            able = self.hooks.of_model or math.isfinite(value)
+        shifted = probe.shifts_labels(prepared if able else None, unshifted, self._mean_loss)
         self.counter = TargetCounter(self._label_names, shifted)
 
     # --- the model's own loss ---------------------------------------------------------------------------------------
