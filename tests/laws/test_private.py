@@ -46,7 +46,7 @@ THIRD_PARTY = {
     **dict.fromkeys(("_autograd", "_base", "_current_graph_task_id", "_get_current_graph_task_keep_graph"), _AUTOGRAD),
     "_step_count": "PyTorch's schedules count their steps there, and tell nobody else about them",
     **dict.fromkeys(("_iterator", "_worker_info"), _WORKERS),
-    **dict.fromkeys(("_get_fsdp_state", "_fsdp_param_groups", "_unsharded_param"), _SHARDED),
+    **dict.fromkeys(("_get_fsdp_state", "_fsdp_param_groups", "_lazy_init", "_unsharded_param"), _SHARDED),
     "_GLOBAL_CLIENT_FACTORY": "huggingface_hub tells nobody else if a script makes its HTTP client",
     "_flatten": "a mesh joins its axes under no other name",
     **dict.fromkeys(("_current_frames", "_get_sequence_number_for_group"), _DEBUG),

@@ -356,9 +356,8 @@ class _Loading:
     def _copy(self, source: str, name: str) -> None:
         if source in self.index:
             entry = self.index[source]
-            path = (
-                self._offload_folder / entry["safetensors_file"]
-            )  # absolute unless the file was written there
+            # Absolute unless the file was written there.
+            path = self._offload_folder / entry["safetensors_file"]
             with _opened(path) as (file, _):
                 self._put(path, file, name, entry["weight_name"])
             return

@@ -144,11 +144,8 @@ class _CheckedContent:
             return self.value(description)
         except CheckpointError:
             raise
-        except (
-            TypeError,
-            ValueError,
-            RecursionError,
-        ):  # a key without a hash, a number that is not hexadecimal
+        except (TypeError, ValueError, RecursionError):
+            # A key without a hash, a number that is not hexadecimal.
             raise self._error("its description is malformed") from None
 
     def value(self, found: Any) -> Any:

@@ -43,9 +43,8 @@ _MEMORY, _MEMORY_FACTOR = 1 << 28, 32
 _SECONDS, _SECONDS_PER_MIB = 2, 4
 _ANSWER, _ANSWER_FACTOR, MAX_ANSWER = 1 << 20, 16, 1 << 27
 _VALUE = 24  # what a value counts in the answer beside its text: who reads "[]" needs 64 bytes for it, twice
-_LOCAL_HEADER = struct.Struct(
-    "<26xHH"
-)  # of a member: the lengths of its name and of its extra field come last
+# Of a member: the lengths of its name and of its extra field come last.
+_LOCAL_HEADER = struct.Struct("<26xHH")
 _NUMPY_TYPES = {
     "f2": "e", "f4": "f", "f8": "d", "i1": "b", "i2": "h", "i4": "i", "i8": "q",
     "u1": "B", "u2": "H", "u4": "I", "u8": "Q", "b1": "?",

@@ -43,9 +43,8 @@ def parquet_rows(path: Path, columns: Collection[str]) -> Iterator[dict[str, Any
         for batch in file.iter_batches(columns=wanted or None):
             for row in batch.to_pylist():
                 yield {name: _without_nulls(value) for name, value in row.items()}
-    except (
-        Exception
-    ) as error:  # pyarrow raises several unrelated types for a damaged file, also while it is read
+    except Exception as error:
+        # pyarrow raises several unrelated types for a damaged file, also while it is read.
         raise DataError(f"{path}: not a readable parquet file ({error})") from None
 
 
