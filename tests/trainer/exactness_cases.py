@@ -63,6 +63,11 @@ def cross_entropy(logits: Tensor, labels: Tensor, shift: bool, count: Any = None
 class WithPenalty(LanguageModel):
     """Divides by the count, and adds a term that does not: as the balance of experts is added."""
 
+    def __init__(self, divide: bool) -> None:
+        super().__init__(divide=divide)
+        # Not the weight of a layer, which a sharded model has for the layer's forward alone.
+        self.size = nn.Parameter(torch.linspace(0, 1, VOCABULARY))
+
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, **loss_options: Any
     ) -> dict[str, Tensor]:
@@ -71,7 +76,7 @@ class WithPenalty(LanguageModel):
 
 
 def penalty(model: Any, inputs: Any) -> Tensor:
-    return 1e-3 * model.head.weight.square().sum()
+    return 1e-2 * model.size.square().sum()
 
 
 class OwnStep(Trainer):

@@ -46,7 +46,6 @@ from windlass.trainer.resuming import (
 )
 from windlass.trainer.run import Run
 from windlass.trainer.run_folder import RunFolder
-from windlass.trainer.script_loss import check_smoothing
 from windlass.trainer.services import Services
 from windlass.trainer.session import together
 from windlass.transforms.strategy import Strategy
@@ -100,8 +99,6 @@ def prepare_run(
     if checkpoint is None:
         folder.warn_of_earlier_run()
     events.begin_run()
-    loss = services.loss.hooks
-    check_smoothing(loss.smoothing, loss.compute_loss, loss.function)
     services.loss.begin_run()
     loader = hooks.get_train_dataloader()
     facts = Facts(
