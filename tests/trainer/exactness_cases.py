@@ -63,6 +63,11 @@ def cross_entropy(logits: Tensor, labels: Tensor, shift: bool, count: Any = None
 class WithPenalty(LanguageModel):
     """Divides by the count, and adds a term that does not: as the balance of experts is added."""
 
+    def __init__(self, divide: bool) -> None:
+        super().__init__(divide=divide)
+        # Not the weight of a layer, which a sharded model has for the layer's forward alone.
+        self.size = nn.Parameter(torch.linspace(0, 1, VOCABULARY))
+
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, **loss_options: Any
     ) -> dict[str, Tensor]:
@@ -71,9 +76,7 @@ class WithPenalty(LanguageModel):
 
 
 def penalty(model: Any, inputs: Any) -> Tensor:
-    """Of what layers return, and not of their weights, which a sharded model holds in parts."""
-    embedded = model.embed(torch.arange(VOCABULARY))
-    return 1e-1 * model.head(embedded).square().mean()
+    return 1e-2 * model.size.square().sum()
 
 
 class OwnStep(Trainer):

@@ -20,7 +20,7 @@ from windlass.engine.probe import Probe, rounding_of
 from windlass.engine.splitting import Kind, Split
 from windlass.metrics.tokens import TargetCounter
 from windlass.trainer.losses import as_count, batch_loss, call_model, check_loss, loss_of, takes
-from windlass.trainer.script_loss import ScriptLoss
+from windlass.trainer.script_loss import ScriptLoss, check_smoothing
 from windlass.trainer.session import Session
 from windlass.trainer.wrappers import accepts_count
 
@@ -115,7 +115,10 @@ class LossPolicy:
         self.gets_count = self._declared_count = gets_count
 
     def begin_run(self, saved: State | None = None) -> None:
-        """Measure the first batch again, except what an earlier part of the run has `saved` as its `facts`."""
+        """Measure the first batch again, except what an earlier part of the run has `saved` as its `facts`. Raises
+        ConfigError if the hooks leave no effect to `label_smoothing_factor`.
+        """
+        check_smoothing(self.hooks.smoothing, self.hooks.compute_loss, self.hooks.function)
         self.measured, self._saved = False, saved or {}
 
     def facts(self) -> State:
