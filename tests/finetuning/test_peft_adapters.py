@@ -307,3 +307,23 @@ def test_a_base_of_torchao_is_tuned_saved_and_resumed(tmp_path: Path) -> None:
     trained = [[w for n, w in t.model.named_parameters() if "lora_" in n] for t in (whole, resumed)]
     assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
     assert any(w.abs().sum() > 0 for n, w in whole.model.named_parameters() if "lora_B" in n)
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_losses_with_learnt_prompts_do_not_depend_on_the_batch_size(tmp_path: Path, kind: str) -> None:
+    """A prompt that is embedded predicts the first label of each row, and a prefix does not."""
+    rows = small.texts(10)
+
+    def found(size: int) -> tuple[float, float]:
+        torch.manual_seed(0)
+        trainer = trainer_of(
+            tmp_path / str(size), rows, peft_config=PROMPTS[kind](), max_steps=1, eval_dataset=small.table(rows),
+            per_device_train_batch_size=size, gradient_accumulation_steps=4 // size, per_device_eval_batch_size=size,
+        )  # fmt: skip
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        return before, trainer.state.log_history[-2]["loss"]
+
+    one, four = found(1), found(4)
+    assert one == pytest.approx(four, rel=1e-6)
+    assert found(2) == pytest.approx(four, rel=1e-6)

@@ -29,6 +29,16 @@ def is_peft_model(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def predicts_first_labels(model: Any) -> bool:
+    """True if learnt prompts are embedded before each row, so that the first label of a row is predicted, too.
+
+    Learnt prefixes are keys and values, and predict nothing.
+    """
+    config = getattr(model, "active_peft_config", None)
+    kind = str(getattr(getattr(config, "peft_type", None), "value", None))
+    return bool(getattr(config, "is_prompt_learning", False)) and kind != "PREFIX_TUNING"
+
+
 def is_quantized(model: Any) -> bool:
     """Return True if the weights of the model are stored in fewer bits than they are computed in."""
     return getattr(model, "quantization_method", None) is not None

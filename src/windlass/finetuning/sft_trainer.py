@@ -14,7 +14,7 @@ from windlass.config.sft import SFTConfig
 from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger
 from windlass.core.types import EvalLoopOutput, TrainOutput
-from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
+from windlass.finetuning.peft_adapters import describe_trained, is_peft_model, predicts_first_labels
 from windlass.finetuning.sft_loss import sft_loss
 from windlass.finetuning.sft_parts import Given, build_sft_parts
 from windlass.finetuning.token_figures import TokenFigures, UpdateBorders
@@ -29,7 +29,6 @@ from windlass.transforms.linear_cross_entropy import LossOptions
 logger = get_job_logger(__name__)
 
 _TAGS = ["windlass", "sft"]
-_TARGETS = TargetCounter(shifted=True)
 _COLUMNS = ["input_ids", "labels", "seq_lengths"]
 
 
@@ -161,10 +160,10 @@ class SFTTrainer(Trainer):
     # --- loss -------------------------------------------------------------------------------------------------------
 
     def count_targets(self, batch: Any) -> float:
-        """Targets of a batch: label t of a row is predicted from position t-1. Known, so that no forward with whole
-        logits has to measure it.
+        """Targets of a batch: label t of a row is predicted from position t-1, the first one from a learnt prompt if
+        there is one. Known, so that no forward with whole logits has to measure it.
         """
-        return _TARGETS(batch)
+        return TargetCounter(shifted=not predicts_first_labels(self.model))(batch)
 
     def compute_loss(
         self,
