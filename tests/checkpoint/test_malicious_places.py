@@ -374,7 +374,7 @@ def test_a_pickle_of_weights_with_code_becomes_nothing(
     torch_file_with_code(tmp_path / "pytorch_model.bin")
     assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "out.safetensors")]) == 2
     said = capsys.readouterr().err
-    assert "pytorch_model.bin is not read" in said
+    assert "pytorch_model.bin cannot be read" in said
     assert "putenv" in said
     assert len(said.strip().splitlines()) == 1
     assert not (tmp_path / "out.safetensors").exists()

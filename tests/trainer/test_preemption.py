@@ -54,7 +54,7 @@ def saving(folder: Path) -> int:
 
 WAYS: dict[str, tuple[Callable[[Path], int], int | None]] = {
     "in a step": (lambda folder: told(folder, EVALUATED, At("on_step_begin", 3, send())), 4),
-    "after a step": (lambda folder: told(folder, EVALUATED, At("on_step_end", 3, send())), 4),
+    "after a step": (lambda folder: told(folder, EVALUATED, At("on_step_end", 3, send())), 3),
     "SIGUSR1": (lambda folder: told(folder, EVALUATED, At("on_step_begin", 0, send(signal.SIGUSR1))), 1),
     "twice": (lambda folder: told(folder, EVALUATED, At("on_step_begin", 4, send(times=2))), 5),
     "before the first": (lambda folder: told(folder, EVALUATED, At("on_train_begin", 0, send())), None),

@@ -183,9 +183,9 @@ class Loop:
             return  # resumed after the last update of an epoch or the run, or after a stop: closing events are left
         with contextlib.closing(self._feed.epoch(self._epoch)) as batches:
             while True:
-                self._hooks.data_ahead()
                 self.waits_for_data = True
                 try:
+                    self._hooks.data_ahead()
                     batch = next(batches, None)
                 finally:
                     self.waits_for_data = False

@@ -151,6 +151,7 @@ class DueWork:
             while True:
                 self.waits_for_data = True
                 try:
+                    self._interruption.check_wait()
                     batch = next(remaining, end)
                 finally:
                     self.waits_for_data = False

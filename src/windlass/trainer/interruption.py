@@ -126,6 +126,15 @@ class Interruption:
         with handling(signal.SIGINT, interrupt):
             yield
 
+    def check_wait(self) -> None:
+        """Called as a wait for data begins: a signal since the update before would find no wait to break.
+
+        Raises:
+            WaitBrokenOff: there was one, in a world of one.
+        """
+        if self._gang.size == 1 and (self.stopped or self.preemption_requested):
+            raise WaitBrokenOff
+
     def stop(self) -> None:
         """All ranks end with this update."""
         self.stopped = self.epoch_goes_on = True

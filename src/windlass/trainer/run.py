@@ -97,7 +97,7 @@ class Run:
             services.fitter, self._session, files.model, source, built.executor, plan.batch
         )
         # Called in every update, so without another method in between.
-        self.event, self.data_ahead = self._events.fire_if_heard, self._fitter.remember
+        self.event = self._events.fire_if_heard
         self.set_learning_rate = built.schedule.set
         self.steps = MicroSteps(
             services.loss, built.executor, self._accelerator, device, self.event, built.schedule.advance,
@@ -326,6 +326,11 @@ class Run:
                 "it, so the script continues to its end"
             )
         self.checkpointer.check_last()
+
+    def data_ahead(self) -> None:
+        """Called before the data of the next update is requested."""
+        self._fitter.remember()
+        self._interruption.check_wait()
 
     @property
     def waits_for_data(self) -> bool:
