@@ -6,6 +6,7 @@
 #   make lint    ruff and mypy
 #   make test-xla  the tests of PyTorch/XLA, on its last release and torch 2.9 in an environment of their own (about 7 GB)
 #   make bench   run the benchmarks and write their figures into docs/benchmarks.md
+#   make wheel   build the wheel into dist/
 #   make docs    build the documentation into site/
 #
 # TORCH=2.14.1 takes that release of torch instead of the one in constraints.txt, in an environment of its own:
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS)
 
-.PHONY: train test test-all test-xla lint format bench docs clean
+.PHONY: train test test-all test-xla lint format bench docs wheel clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/.installed-train
@@ -59,6 +60,7 @@ format: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/startup.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/overhead.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/call_path.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/distributed.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/distributed.py --deepspeed --write docs/benchmarks.md
 	$(BIN)/python benchmarks/checkpoint.py --write docs/benchmarks.md
@@ -71,6 +73,9 @@ bench: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: $(VENV)/.installed-dev
+	$(BIN)/python -m hatchling build -t wheel -d dist
 
 clean:
 	rm -rf $(VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

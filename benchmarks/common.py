@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata as metadata
 import json
 import os
 import platform
@@ -12,18 +11,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from windlass import __version__
+from windlass.core.optional import version_of
+
 PACKAGES = ("torch", "windlass", "transformers", "accelerate", "lightning")
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Python's and each installed package's version."""
-    found = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    own = {"windlass": __version__}
+    found = {name: own.get(name) or version_of(name) for name in packages}
+    return {"python": platform.python_version()} | {name: it for name, it in found.items() if it is not None}
 
 
 def processor() -> str:

@@ -1,7 +1,7 @@
 """What training in two processes costs: a step by hand, by Windlass and by accelerate, replicated, sharded, and under
 DeepSpeed, whose loop by hand calls its engine.
 
-Every contender is a pair of gloo processes, each on one thread and, where there are as many, on a core of its own.
+Every contender is a pair of gloo processes, each on one thread and, if there are as many, on a core of its own.
 All train the same small language model on the same data with fused AdamW and clipping to norm 1.0, and read the loss
 every 20 steps. Under DeepSpeed all have the two groups of parameters that a Trainer makes, with weight decay and
 without: its engine sums and gathers each group by itself. The pairs take turns for `--rounds` rounds; a step's time
@@ -45,7 +45,7 @@ SKIPPED = 5  # the first steps of each round warm caches up
 
 
 class Pair:
-    """A contender in two processes, which train for one round whenever they are told to."""
+    """A contender in two processes, which train for one round at each request."""
 
     def __init__(self, strategy: str, name: str, steps: int) -> None:
         self._name, self._timed = f"{name} ({strategy})", steps - 1 - SKIPPED

@@ -212,8 +212,8 @@ def accelerate(strategy: str, model: Model, samples: Samples, steps: int) -> Non
 
 def accelerator(strategy: str, model: Model, samples: Samples, steps: int) -> None:
     from windlass import Accelerator
-    from windlass.config.plugin_engines import DeepSpeedPlugin
-    from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
+    from windlass.compat.plugin_engines import DeepSpeedPlugin
+    from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin
 
     stage = _stage(strategy)
     made = Accelerator(

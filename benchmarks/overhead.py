@@ -29,7 +29,7 @@ SKIPPED = 20  # the first steps of each round warm caches up
 
 
 class Worker:
-    """A contender in its own process, which trains for one round whenever it is told to.
+    """A contender in its own process, which trains for one round at each request.
 
     Args:
         source: the `src` folder of another commit; None: the package that is installed.

@@ -80,6 +80,15 @@ def with_windlass(dataset: Any, tokenizer: Any, form: str, cores: int) -> tuple[
     return rows, pack_dataset(rows, LENGTH)
 
 
+def with_whole_texts(dataset: Any, tokenizer: Any, form: str, cores: int) -> tuple[Any, Any]:
+    """As `with_windlass`, except that the tokenizer is called with whole texts and not with words."""
+    from windlass.text.word_tokens import WordTokens
+
+    for name in ("ids", "ids_and_ranges"):
+        setattr(WordTokens, name, lambda *_, **__: None)
+    return with_windlass(dataset, tokenizer, form, cores)
+
+
 def with_trl(dataset: Any, tokenizer: Any, form: str, cores: int) -> tuple[Any, Any]:
     """Return the rows, and the packed rows."""
     from trl import SFTConfig, pack_dataset
@@ -97,8 +106,11 @@ def with_trl(dataset: Any, tokenizer: Any, form: str, cores: int) -> tuple[Any, 
     return rows, pack_dataset(rows, LENGTH)
 
 
+WAYS = {"windlass": with_windlass, "trl": with_trl, "whole-texts": with_whole_texts}
+
+
 def measure(name: str, form: str, cores: int, count: int, data: Path) -> None:
-    """Prepare once, and print the seconds and a checksum of the rows as JSON."""
+    """Prepare once; print the seconds, those of this process's processor, and a checksum of the rows as JSON."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     import datasets
@@ -107,13 +119,15 @@ def measure(name: str, form: str, cores: int, count: int, data: Path) -> None:
     datasets.disable_caching()
     tokenizer = tokenizer_of(data)
     dataset = datasets.Dataset.from_list(rows_of(data, form, count))
-    prepare = with_windlass if name == "windlass" else with_trl
+    prepare = WAYS[name]
     prepare(dataset.select(range(64)), tokenizer, form, 1)  # imports, and the compiled template
-    begin = time.perf_counter()
+    begin, busy = time.perf_counter(), time.process_time()
     rows, packed = prepare(dataset, tokenizer, form, cores)
-    seconds = time.perf_counter() - begin
+    seconds, processor = time.perf_counter() - begin, time.process_time() - busy
     checksum = hash(tuple((*row["input_ids"], *row["labels"]) for row in rows))
-    print(json.dumps({"seconds": seconds, "checksum": checksum, "packed": len(packed)}))
+    print(
+        json.dumps({"seconds": seconds, "processor": processor, "checksum": checksum, "packed": len(packed)})
+    )
 
 
 def run(name: str, form: str, cores: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -154,7 +168,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cores", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--data", type=Path, default=DATA, help="JSON lines with question and answer")
-    parser.add_argument("--measure", nargs=3, metavar=("NAME", "FORM", "CORES"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--measure",
+        nargs=3,
+        metavar=("NAME", "FORM", "CORES"),
+        help=f"one measurement; NAME: {', '.join(WAYS)}",
+    )
     parser.add_argument("--write", type=Path, help="the page whose section is rewritten")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()

@@ -33,12 +33,12 @@ from windlass.core import logs
 
 ROOT = Path(__file__).resolve().parent.parent
 _VERBOSITY, _PROPAGATES = logs.get_verbosity(), logging.getLogger("windlass").propagate
-pytest_plugins = ["tests.durations", "tests.hub.fixtures"]
+pytest_plugins = ["tests.durations", "tests.hub.fixtures", "tests.said"]
 
 # A shell that starts the tests in the background makes them, and all that they start, deaf to Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No deadline: a busy machine is no failure. In CI the examples are the same in every run. `make test-all` takes "long".
+# No deadline: a busy machine is not a failure. CI draws the same examples in every run. `make test-all` takes "long".
 settings.register_profile(
     "windlass", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25
 )
@@ -76,7 +76,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real data beside the repository (`../shared/data`); the test is skipped where there is none."""
+    """Real data beside the repository (`../shared/data`); the test is skipped if there is none."""
     folder = ROOT.parent / "shared" / "data"
     if not folder.is_dir():
         pytest.skip("no real data beside the repository (../shared/data)")

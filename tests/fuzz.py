@@ -34,32 +34,39 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
+import numpy as np
 import torch
+from tests.callbacks.test_report import failed_run, report_of
 from tests.checkpoint.faults import save, write_parts
 from tests.checkpoint.test_malicious_places import foreign, layer, offload, read_foreign, split_weights
 from tests.compat.test_hostile_deepspeed_folders import MODEL, OPTIMIZER
 from tests.compat.test_hostile_deepspeed_folders import write as write_deepspeed
 from tests.text.test_token_store import KEY, packed
 
-from windlass.callbacks.metrics_log import read_metrics
+from windlass.callbacks.run_record import RECORD
+from windlass.checkpoint import run_lock
 from windlass.checkpoint.codec import load_state
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import read_manifest
+from windlass.checkpoint.run_lock import LOCK_NAME, RunLock
 from windlass.checkpoint.sharded import open_parts
 from windlass.checkpoint.stored import load_folder, open_folder, open_weights
 from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import save_weights
+from windlass.cli.launching.from_files import parse_file
 from windlass.cli.readers import read_records
 from windlass.cli.schema import DataSpec
-from windlass.compat.offloaded import OffloadedWeightsLoader
-from windlass.compat.torch_file import open_torch_file
+from windlass.compat.big_models.offloaded import OffloadedWeightsLoader
+from windlass.compat.readers.torch_file import open_torch_file
 from windlass.config import documents
 from windlass.config.json_document import read_document
-from windlass.config.parallel.from_files import parse_file
 from windlass.core.errors import WindlassError
 from windlass.core.world import World
 from windlass.dist.rendezvous import Arrival
 from windlass.dist.signed_store import SignedStore
+from windlass.dist.wire import pack, unpack
+from windlass.hub.fetching import fetched_before
+from windlass.hub.staging import STAGING
 from windlass.text.token_store import TokenStore
 from windlass.trainer.card import earlier_head
 
@@ -154,6 +161,16 @@ def of_header(chance: random.Random, data: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data[8 + length :]
 
 
+def of_message(chance: random.Random, data: bytes) -> bytes:
+    """Mutate the description of the value that a rank sends to others, and write its new length."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    if chance.random() < 0.3:
+        return of_bytes(chance, data)
+    text = of_json(chance, data[8:end])
+    padding = bytes(-(8 + len(text)) % 16)
+    return len(text).to_bytes(8, "little") + text + padding + data[end + -end % 16 :]
+
+
 def of_zip(chance: random.Random, data: bytes) -> bytes:
     """Mutate the pickle of a file of torch.save, and pack it again, so that checksums fit."""
     if chance.random() < 0.3:
@@ -170,7 +187,7 @@ def of_zip(chance: random.Random, data: bytes) -> bytes:
 
 
 def _forged(chance: random.Random) -> bytes:
-    """A pickle of values that nobody expects there, or of opcodes in any order."""
+    """A pickle of values that no reader expects there, or of opcodes in any order."""
     if chance.random() < 0.5:
         keys = ("state", "param_groups", "module", "optimizer_state_dict", "_last_lr", "scale", "weight")
         return pickle.dumps({chance.choice(keys): chance.choice(VALUES) for _ in range(3)}, 2)
@@ -271,7 +288,7 @@ def _parquet(folder: Path) -> None:
 
 
 def _message(folder: Path) -> None:
-    """A value that a stranger put into the rendezvous store, and a signed one that is not what it should be."""
+    """A value that an attacker put into the rendezvous store, and a signed one that is not what it should be."""
     content = (folder / "message").read_bytes()
     inner = torch.distributed.HashStore()
     store = SignedStore(inner, b"secret", "job")
@@ -281,6 +298,40 @@ def _message(folder: Path) -> None:
     except WindlassError:
         store.set("arrival", content)
         Arrival.read(0, store.get_json("arrival"))
+
+
+def _lock(folder: Path) -> None:
+    """The lock of a process that has ended."""
+    lock = RunLock(folder)
+    with lock:
+        content = lock.path.read_bytes()
+    lock.path.write_bytes(content.replace(b'"pid": ', b'"pid": 4'))
+
+
+def _locked(folder: Path) -> None:
+    run_lock.PATIENCE = run_lock.GRACE = 0.0  # no other run changes the file meanwhile
+    with RunLock(folder):
+        pass
+
+
+def _packed(folder: Path) -> None:
+    value = {
+        "a": torch.ones(2, 3),
+        "b": np.arange(4),
+        "c": {1, 2},
+        "d": ("x", b"yz", Path("p")),
+        "e": {3: None},
+    }
+    (folder / "parcel").write_bytes(pack(value, {"note": 1}).numpy().tobytes())
+
+
+def _unpacked(folder: Path) -> None:
+    unpack(torch.frombuffer(bytearray((folder / "parcel").read_bytes()), dtype=torch.uint8))
+
+
+def _fetched(folder: Path) -> None:
+    (folder / STAGING).mkdir()
+    (folder / STAGING / "fetched.json").write_text('{"hub:someone/run": "checkpoint-1"}')
 
 
 ARRIVAL = '{"machine": "a", "host": "b", "address": "c", "rank": 0, "machines": 2, "round": 1}'
@@ -316,10 +367,14 @@ TARGETS = [
            lambda f: read_document(str(f / "a.json")), (ValueError,)),
     Target("model card", _content("README.md", CARD), "README.md", of_bytes, lambda f: earlier_head(f / "README.md"),
            ()),
-    Target("metrics", _content("metrics.jsonl", '{"event": "log", "step": 1}\n' * 3), "metrics.jsonl", of_lines,
-           lambda f: read_metrics(f / "metrics.jsonl")),
+    Target("record of a run", failed_run, RECORD, of_json, report_of),
+    Target("rows of a run", failed_run, "metrics.jsonl", of_lines, report_of),
     Target("rendezvous message", _content("message", ARRIVAL), "message", of_json, _message,
            (WindlassError, ValueError)),
+    Target("message of a rank", _packed, "parcel", of_message, _unpacked),
+    Target("lock of a run", _lock, LOCK_NAME, of_json, _locked),
+    Target("note of a download", _fetched, f"{STAGING}/fetched.json", of_json,
+           lambda f: fetched_before("hub:someone/run", f)),
     _records("rows.jsonl", '{"text": "one", "label": 0}\n{"text": "two", "label": 1}\n'),
     _records("rows.json", '[{"text": "one", "label": 0}, {"text": "two", "label": 1}]'),
     _records("rows.csv", 'text,label\n"one, two",0\nthree,1\n'),
@@ -426,10 +481,15 @@ def main() -> int:
             for finding in findings(target, options.seed, first, first + step):
                 print(finding, flush=True)
                 count += 1
+            if options.only is not None:
+                folder = Path(tempfile.mkdtemp(prefix="windlass-fuzz-input-"))
+                written(target, folder, options.seed, options.only)
+                print(f"{target.name}: {folder / target.file}")
         first += step
         if options.only is not None or time.monotonic() >= end:
             break
-    print(f"{len(chosen)} targets, {first} inputs of each, {count} findings")
+    tried = 1 if options.only is not None else first
+    print(f"{len(chosen)} targets, {tried} inputs of each, {count} findings")
     return 1 if count else 0
 
 

@@ -12,10 +12,20 @@ import subprocess
 import termios
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyte
 from tests.dist.launch import ROOT, end_of_ranks, started_by, started_on
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One character of a screen, and the name of its colour."""
+
+    text: str
+    colour: str
+
 
 CTRL_C, ENTER, DOWN = "\x03", "\r", "\x1b[B"
 
@@ -106,7 +116,7 @@ class Terminal:
             assert text in self._text(), f"no {text!r} on the screen:\n{self._text()}"
 
     def end(self) -> int:
-        """Wait for the end of what runs; gives its exit code, negative for a signal."""
+        """Wait for the end of what runs; return its exit code, negative for a signal."""
         if self._wait is not None:
             killer = threading.Timer(self._timeout, self._kill)
             killer.start()
@@ -125,6 +135,14 @@ class Terminal:
         with self._said:
             return self._text().split("\n")
 
+    @property
+    def cells(self) -> list[list[Cell]]:
+        """The screen as it is now, row by row."""
+        with self._said:
+            columns = range(self._screen.columns)
+            rows = [self._screen.buffer[row] for row in range(self._screen.lines)]
+            return [[Cell(row[column].data, row[column].fg) for column in columns] for row in rows]
+
     def _text(self) -> str:
         rows = [*self._screen.history.top, *(self._screen.buffer[row] for row in range(self._screen.lines))]
         lines = ("".join(row[column].data for column in range(max(row, default=-1) + 1)) for row in rows)
@@ -134,7 +152,7 @@ class Terminal:
         while True:
             try:
                 piece = os.read(self._own, 65536)
-            except OSError:  # nobody has the terminal open any more
+            except OSError:  # no process has the terminal open any more
                 piece = b""
             with self._said:
                 self._release()  # they have opened it: from now on its end is theirs

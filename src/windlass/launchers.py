@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.cli.launching.failure_report import lost_peers
-from windlass.config.launch_token import TOKEN_VARIABLE, notes_without_token, read_token
-from windlass.config.parallel import KEYS, OWN_VARIABLE, Settings, to_environment
+from windlass.cli.launching.launch_token import TOKEN_VARIABLE, notes_without_token, read_token
+from windlass.compat.refused_names import WHY
+from windlass.config.parallel.from_launcher import OWN_VARIABLE, to_environment
+from windlass.config.parallel.settings import Settings
+from windlass.config.parallel.table import KEYS
 from windlass.config.refusal import refuse
-from windlass.config.support_names import WHY
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.lazy import loader_of
 from windlass.core.logs import get_logger, warn_once
@@ -82,13 +84,16 @@ def notebook_launcher(
             function(*args)
         return
     threads = torch.get_num_threads() if _devices() else 1
-    meeting = _alone() if num_nodes == 1 else _meeting(
-        num_nodes, node_rank, rdzv_backend, rdzv_endpoint or f"{master_addr}:{use_port}", rdzv_conf or {}, rdzv_id
-    )  # fmt: skip
+    endpoint = rdzv_endpoint or f"{master_addr}:{use_port}"
+    meeting = _meeting(num_nodes, node_rank, rdzv_backend, endpoint, rdzv_conf or {}, rdzv_id)
     _launch(
-        _Call(function, args, settings, threads), count, meeting, max_restarts=max_restarts,
-        monitor_interval=monitor_interval, log_line_prefix_template=log_line_prefix_template,
-    )  # fmt: skip
+        _Call(function, args, settings, threads),
+        count,
+        meeting,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        log_line_prefix_template=log_line_prefix_template,
+    )
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
@@ -158,12 +163,16 @@ def _alone() -> Meeting:
 def _meeting(
     nodes: int, node: int, backend: str, endpoint: str, options: Mapping[str, Any], run: str
 ) -> Meeting:
-    """Return the rendezvous of several machines. Raises ConfigError if the endpoint is not HOST:PORT, or the token is
-    too short.
+    """Return the rendezvous of the machines; a single machine has one of its own.
+
+    Raises:
+        ConfigError: the endpoint is not HOST:PORT, or the token is too short.
     """
     from windlass.dist.listening import can_listen
     from windlass.dist.rendezvous import DEFAULT_WAIT_SECONDS, Meeting
 
+    if nodes == 1:
+        return _alone()
     address, _, port = endpoint.rpartition(":")
     if not address or not port.isdecimal():
         raise ConfigError(Problem("rdzv_endpoint", endpoint, "must be HOST:PORT"))

@@ -1,7 +1,7 @@
 """Re-export of the old library (`windlass.accelerator.optimizer`)."""
 
 from windlass.accelerator.optimizer import PreparedOptimizer as AcceleratedOptimizer
-from windlass.config.support_names import WHY
+from windlass.compat.refused_names import WHY
 from windlass.core.lazy import loader_of
 from windlass.core.trees import send_to_device as move_to_device
 

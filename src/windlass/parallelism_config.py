@@ -1,3 +1,3 @@
-"""Re-export of the old library (`windlass.config.plugin_parallelism`)."""
+"""Re-export of the old library (`windlass.compat.plugin_parallelism`)."""
 
-from windlass.config.plugin_parallelism import ParallelismConfig as ParallelismConfig
+from windlass.compat.plugin_parallelism import ParallelismConfig as ParallelismConfig

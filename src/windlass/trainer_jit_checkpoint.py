@@ -1,5 +1,5 @@
 """Names that scripts import from here: saving when a scheduler asks a job to leave. They are refused, with reasons."""
 
-from windlass.config.support_names import lazy_names
+from windlass.core.lazy import lazy_names
 
-__getattr__, __all__ = lazy_names(__name__, {"windlass.core.events": ("TrainerCallback",)})
+__getattr__, __dir__, __all__ = lazy_names(__name__)

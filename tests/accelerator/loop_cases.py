@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from windlass import Accelerator, LossTerms
-from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
+from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin
 
 BATCH, SAMPLES, WIDTH = 12, 55, 6
 Result = dict[str, Tensor]

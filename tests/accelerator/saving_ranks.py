@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from windlass import Accelerator
 from windlass.checkpoint import nodes
 from windlass.checkpoint.files import Files
-from windlass.config.plugins import ProjectConfiguration
+from windlass.config.loop_options import ProjectConfiguration
 from windlass.core.errors import CheckpointError, ConfigError
 from windlass.dist.sharded import is_sharded, whole
 
@@ -165,7 +165,7 @@ def committed_when_all_have_written() -> None:
 
 
 def failed_on_one() -> None:
-    """What one rank cannot write costs both of them the save, and both are told."""
+    """What one rank cannot write costs both of them the save, and both get the error."""
     accelerator, model = trained(False)
     folder = accelerator.save_state(FOLDER / "torn" / "state")
     spoil(model)

@@ -15,13 +15,15 @@ from windlass.accelerator.engine import TrainerEngine
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.accelerator.ranks import Ranks
+from windlass.config.loop_options import DataLoaderConfiguration, GradientAccumulationPlugin, GradScalerKwargs
 from windlass.config.plan import DistPlan, PrecisionPlan
-from windlass.config.plugins import DataLoaderConfiguration, GradientAccumulationPlugin, GradScalerKwargs
 from windlass.core.errors import ConfigError, ModelError
 from windlass.data.dealt_loader import DealtLoader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data_loader import DataLoaderShard
 from windlass.dist.gang import Gang
+from windlass.engine.native import NativeExecutor
+from windlass.engine.normalise import UpdateNormaliser
 from windlass.transforms.alone import Alone
 
 CPU = torch.device("cpu")
@@ -30,6 +32,10 @@ CPU = torch.device("cpu")
 def of_run(compute: Any, engine: TrainerEngine) -> Accelerator:
     accumulation, loader = GradientAccumulationPlugin(num_steps=4), DataLoaderConfiguration()
     return Accelerator.of_run(Gang(), CPU, PrecisionPlan(compute), accumulation, loader, engine)
+
+
+def executor_of(module: nn.Module) -> NativeExecutor:
+    return NativeExecutor(Alone(module), torch.optim.SGD(module.parameters(), lr=0.1), CPU)
 
 
 @pytest.fixture
@@ -83,10 +89,12 @@ def test_backward_belongs_to_a_run() -> None:
     accelerator, module = of_run("fp32", engine), nn.Linear(1, 1)
     with pytest.raises(ModelError, match="outside a training step"):
         accelerator.backward(torch.ones(()))
-    seen: list[object] = []
-    engine.attach(seen.append, Alone(module))
-    accelerator.backward("loss")
-    assert seen == ["loss"]
+    normaliser = UpdateNormaliser(1)
+    engine.attach(normaliser, executor_of(module))
+    normaliser.begin(4.0, filler=False)
+    normaliser.scope(2.0, 0.5)
+    accelerator.backward(module(torch.ones(1, 1)).sum())
+    assert float(module.bias.grad) == 0.5, "its share of the update's targets"
     engine.detach()
     with pytest.raises(ModelError, match="outside a training step"):
         accelerator.backward(torch.ones(()))
@@ -117,7 +125,7 @@ def test_the_trainer_prepares_its_own_objects_itself() -> None:
     assert (same, prepared) == (model, beside)
     assert isinstance(stepped, PreparedOptimizer)
     assert isinstance(after, PreparedSchedule)
-    engine.attach(lambda loss: None, Alone(model))
+    engine.attach(UpdateNormaliser(1), executor_of(model))
     before = beside.weight.detach().clone()
     prepared(torch.ones(1, 1)).sum().backward()
     stepped.step()

@@ -18,6 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import windlass
 from windlass import Accelerator
+from windlass.config.loop_options import DataLoaderConfiguration
+from windlass.data_loader import DataLoaderDispatcher, SkipDataLoader
 from windlass.optim.public import get_linear_schedule_with_warmup
 
 WAYS = {"deepcopy": copy.deepcopy, "pickle": lambda item: pickle.loads(pickle.dumps(item))}
@@ -123,7 +125,7 @@ def test_the_epoch_reaches_a_batch_sampler_at_once() -> None:
 
 @pytest.mark.dist
 def test_copies_of_loaders_on_two_ranks() -> None:
-    ranks = Path(__file__).with_name("copies_ranks.py")
+    ranks = Path(__file__)
     assert launch(2, ranks).count("the copies are right") == 2
 
 
@@ -146,3 +148,32 @@ def test_the_state_of_a_process_is_copied_as_accelerates(copied: Any) -> None:
         assert facts_of(other).items() <= facts_of(mine).items()
     assert [facts_of(state) for state in ours] == [facts_of(state) for state in states[0]]
     assert ours[3].sync_gradients is theirs[3].sync_gradients is True
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+def values(loader: Any) -> list[Any]:
+    return [(batch.tolist(), loader.samples_everywhere) for batch in loader]
+
+
+def main() -> None:
+    for dispatch in (False, True):
+        config = DataLoaderConfiguration(dispatch_batches=dispatch)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        for make in (DataLoader, SkipDataLoader):
+            loader = accelerator.prepare(make(Numbers(10), batch_size=2))
+            copies = [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]
+            expected = values(loader)
+            assert sum(count for _, count in expected) == 10
+            assert all(values(other) == expected for other in copies)
+    rank = accelerator.process_index
+    assert [batch for batch, _ in values(DataLoaderDispatcher(Numbers(8), batch_size=2))] == [
+        [2 * rank, 2 * rank + 1],
+        [4 + 2 * rank, 5 + 2 * rank],
+    ]
+    print("the copies are right")
+
+
+if __name__ == "__main__":
+    main()

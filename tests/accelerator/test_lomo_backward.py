@@ -52,6 +52,12 @@ def test_gradients_that_were_used_cannot_be_clipped() -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def test_options_of_its_backward_are_refused() -> None:
+    model, accelerator = loop(Lomo, "lomo_backward")
+    with pytest.raises(ModelError, match=r"backward\(retain_graph=...\) is not possible"):
+        accelerator.backward(model(**rows_batch())[0], retain_graph=True)
+
+
 def test_it_must_be_the_only_optimizer() -> None:
     accelerator, model = Accelerator(cpu=True), Tied()
     first, second = Lomo(model.blocks.parameters()), torch.optim.SGD(model.embed.parameters(), lr=0.1)

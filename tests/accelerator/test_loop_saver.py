@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from windlass import Accelerator, LossTerms
 from windlass.checkpoint.codec import load_state
-from windlass.config.plugins import DataLoaderConfiguration, ProjectConfiguration
+from windlass.config.loop_options import DataLoaderConfiguration, ProjectConfiguration
 from windlass.core import logs
 from windlass.core.errors import CheckpointError, ConfigError
 from windlass.utils import other
@@ -226,7 +226,7 @@ def test_two_models_and_an_optimizer_over_both(tmp_path: Path) -> None:
 def test_a_model_is_saved_in_one_file_or_several(tmp_path: Path) -> None:
     accelerator, model = make(False), tiny()
     for name in ("tmp-model-00001-of-00004.safetensors", "tmp-model.safetensors.index.json"):
-        (tmp_path / name).write_text("left by a process that was cut off")
+        (tmp_path / name).write_text("left by a process that was killed")
     accelerator.save_model(model, tmp_path, max_shard_size=300)
     assert not list(tmp_path.glob("tmp-*"))
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -242,7 +242,7 @@ def test_a_model_is_saved_in_one_file_or_several(tmp_path: Path) -> None:
 def test_tensors_and_plain_values_can_be_saved(tmp_path: Path) -> None:
     accelerator = make(False)
     for name in ("tmp-a.safetensors", "tmp-notes.json"):
-        (tmp_path / name).write_text("left by a process that was cut off")
+        (tmp_path / name).write_text("left by a process that was killed")
     accelerator.save({"a": torch.ones(2)}, tmp_path / "a.safetensors")
     assert torch.equal(load_file(tmp_path / "a.safetensors")["a"], torch.ones(2))
     accelerator.save({"epoch": 3}, tmp_path / "notes.json")

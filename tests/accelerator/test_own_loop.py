@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from windlass import Accelerator, LossTerms
-from windlass.config.plugins import (
+from windlass.config.loop_options import (
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -338,7 +338,7 @@ def test_terms_that_cannot_be_honoured() -> None:
         accelerator.backward(LossTerms(loss, 1.0))
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 1)).sum())
-        with pytest.raises(ModelError, match="LossTerms in one micro-batch and a plain loss in another"):
+        with pytest.raises(ModelError, match="one update was given LossTerms and a plain loss"):
             accelerator.backward(LossTerms(loss, 1.0))
 
 

@@ -51,7 +51,7 @@ def test_arguments_are_the_same_in_the_same_order_with_the_same_defaults() -> No
     assert [name for name, _, _ in ours] == [*(name for name, _, _ in theirs), "scheduler_unit"]
     assert {name for name, _, _ in ours} == ARGUMENTS
     defaults = {name: default for name, _, default in ours}
-    # Its default is an object that stands for "unsaid".
+    # Its default is an object that means "not given".
     differ = [name for name, _, default in theirs if defaults[name] != default and name != "split_batches"]
     assert not differ
 

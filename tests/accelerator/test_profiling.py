@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from windlass.accelerator.profiling import profile
-from windlass.config.plugins import ProfileKwargs
+from windlass.config.loop_options import ProfileKwargs
 from windlass.core.errors import ConfigError
 
 

@@ -23,7 +23,7 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.run_lock import FolderInUse
 from windlass.checkpoint.store import Store
-from windlass.config.plugins import ProjectConfiguration
+from windlass.config.loop_options import ProjectConfiguration
 from windlass.core.errors import CheckpointError, ConfigError
 from windlass.core.locations import local_folder
 
@@ -56,7 +56,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    """A thread makes it so: nobody else is asked to."""
+    """A thread makes it so: no other thread is asked to."""
     end = time.monotonic() + 60
     while not happened():
         assert time.monotonic() < end, "it did not happen"

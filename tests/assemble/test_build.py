@@ -11,7 +11,7 @@ from torch import nn
 from windlass import TrainingArguments
 from windlass.assemble.build import build
 from windlass.assemble.facts import Facts
-from windlass.assemble.resolve import resolve
+from windlass.assemble.resolve import resolve_call, resolve_run
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 from windlass.dist.gang import Gang
@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 
 
 def plan_of(**changes: Any) -> Any:
-    return resolve(TrainingArguments("out", use_cpu=True, **changes), Facts(World(), 10))
+    args = TrainingArguments("out", use_cpu=True, **changes)
+    return resolve_run(args, resolve_call(args, World()), Facts(10))
 
 
 def test_own_objects_keep_their_identity() -> None:

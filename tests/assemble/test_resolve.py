@@ -5,35 +5,31 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.trainer.small import Net, rows
 
-from windlass import Trainer, TrainingArguments
-from windlass.assemble.batch import update_size
+from windlass import TrainingArguments
 from windlass.assemble.facts import Facts, Progress
-from windlass.assemble.resolve import (
-    NEVER_CALLED,
-    resolve,
-    resolve_batch,
-    resolve_data,
-    resolve_duration,
-    resolve_precision,
-)
-from windlass.config.parallel import Parallel, Settings, plan_parallel
-from windlass.config.plan import CompilePlan, PrecisionPlan, RunPlan, UpdateSize
+from windlass.assemble.resolve import resolve_call, resolve_duration, resolve_run
+from windlass.assemble.rules import NEVER_CALLED
+from windlass.config.parallel.parallel_plan import Parallel, plan_parallel
+from windlass.config.parallel.settings import Settings
+from windlass.config.plan import CompilePlan, PrecisionPlan, RunPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 
-FACTS = Facts(World(), 10)
+FACTS = Facts(10)
 
 
 def arguments(**changes: Any) -> TrainingArguments:
     return TrainingArguments("out", use_cpu=True, **changes)
+
+
+def resolve(args: TrainingArguments, facts: Facts = FACTS, world: World = World()) -> RunPlan:  # noqa: B008 (frozen)
+    return resolve_run(args, resolve_call(args, world), facts)
 
 
 def plan_of(facts: Facts = FACTS, **changes: Any) -> RunPlan:
@@ -60,8 +56,17 @@ def test_each_rule_refuses_by_name(changes: dict[str, Any], facts: dict[str, Any
     assert caught.value.problems[0].fix
 
 
+def test_an_overridden_length_of_the_warmup_is_refused() -> None:
+    class Mine(TrainingArguments):
+        def get_warmup_steps(self, num_training_steps: int) -> int:
+            return 7
+
+    with pytest.raises(ConfigError, match="get_warmup_steps is overridden"):
+        resolve(Mine("out", use_cpu=True))
+
+
 def test_all_problems_are_told_at_once() -> None:
-    facts = Facts(World(), None, has_training_data=False, has_evaluation_data=False)
+    facts = Facts(None, has_training_data=False, has_evaluation_data=False)
     with pytest.raises(ConfigError) as caught:
         plan_of(facts, eval_strategy="epoch")
     assert {problem.field for problem in caught.value.problems} == {
@@ -88,7 +93,7 @@ def test_the_epochs_have_room_for_the_updates_and_no_more(
 ) -> None:
     args = arguments()
     args.num_train_epochs, args.max_steps = epochs, max_steps
-    duration = resolve_duration(args, Facts(World(), per_epoch))
+    duration = resolve_duration(args, Facts(per_epoch))
     assert duration.steps == (max_steps if max_steps > 0 else math.ceil(epochs * per_epoch))
     assert (duration.epochs - 1) * per_epoch < duration.steps <= duration.epochs * per_epoch
 
@@ -101,7 +106,7 @@ def test_updates_of_another_size_make_as_many_passes(
 ) -> None:
     """`done` updates were made, and the data behind them makes `done // before` of today's."""
     args = arguments()
-    facts = Facts(World(), per_epoch, resumed=Progress(done, done // before))
+    facts = Facts(per_epoch, resumed=Progress(done, done // before))
     args.num_train_epochs = epochs
     duration = resolve_duration(args, facts)
     left = max(epochs * per_epoch - done // before, 0)
@@ -114,7 +119,7 @@ def test_updates_of_another_size_make_as_many_passes(
 
 def test_a_stream_ends_by_its_updates_alone() -> None:
     args = arguments(max_steps=7)
-    duration = resolve_duration(args, Facts(World(), None))
+    duration = resolve_duration(args, Facts(None))
     assert (duration.steps, duration.steps_per_epoch) == (7, None)
     assert duration.epochs > 10**6
 
@@ -129,9 +134,9 @@ def test_strides_may_be_parts_of_the_run(given_steps: float, expected: int) -> N
 def test_an_update_is_micro_times_accumulation_times_ranks() -> None:
     args = arguments(per_device_train_batch_size=3, gradient_accumulation_steps=4)
     world = World(rank=1, size=2, local_rank=1, local_size=2)
-    assert resolve(args, Facts(world, 10)).batch.samples == 24
-    batch = resolve_batch(args, world)
-    assert (batch.micro, batch.accumulation, batch.world, batch.rank) == (3, 4, 2, 1)
+    assert resolve(args, world=world).batch.samples == 24
+    batch = resolve_call(args, world).batches
+    assert (batch.micro, batch.accumulation, batch.ranks, batch.rank) == (3, 4, 2, 1)
 
 
 def test_the_plan_takes_each_argument_from_its_place() -> None:
@@ -142,7 +147,7 @@ def test_the_plan_takes_each_argument_from_its_place() -> None:
     )  # fmt: skip
     optimizer = plan.optimizer
     assert (plan.seed, plan.data.seed, optimizer.learning_rate, optimizer.betas) == (5, 6, 0.3, (0.9, 0.9))
-    assert (plan.schedule.warmup_steps, plan.schedule.name) == (3, "cosine")
+    assert (plan.schedule.warmup_steps(10), plan.schedule.name) == (3, "cosine")
     assert optimizer.options == {"a": "1", "b": "x"}
     assert (plan.precision.compute, plan.stability.max_grad_norm, plan.stability.nonfinite) == (
         "bf16",
@@ -194,41 +199,15 @@ def plannings(monkeypatch: pytest.MonkeyPatch) -> list[World]:
 
 def test_a_plan_is_resolved_once(plannings: list[World]) -> None:
     plan_of(bf16=True, bf16_full_eval=True, tf32=None)
-    assert plannings == [FACTS.world]
+    assert plannings == [World()]
     with pytest.raises(ConfigError):
         plan_of(dataclasses.replace(FACTS, has_training_data=False), fsdp_config={"cpu_offload": True})
     assert len(plannings) == 2
 
 
-def test_one_train_resolves_once(plannings: list[World], tmp_path: Path) -> None:
-    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, save_strategy="no")
-    trainer = Trainer(Net(), args, train_dataset=rows(32))
-    plannings.clear()
-    trainer.train()
-    assert len(plannings) == 1
-
-
-def test_one_train_decides_the_size_of_its_updates_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    sizes: list[UpdateSize] = []
-
-    def counted(*given: Any) -> tuple[UpdateSize, str | None]:
-        found = update_size(*given)
-        sizes.append(found[0])
-        return found
-
-    for module in ("assemble.resolve", "trainer.preparation"):
-        monkeypatch.setattr(f"windlass.{module}.update_size", counted)
-    args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, save_strategy="no")
-    Trainer(Net(), args, train_dataset=rows(32)).train()
-    assert len(sizes) == 2, "one for the loader, from the arguments alone, and one for the plan"
-    assert sizes[0] == sizes[1]
-
-
 def test_the_launcher_may_say_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert plan_of().precision == resolve_precision(arguments())
+    assert plan_of().precision.compute == "bf16"
     assert plan_of(fp16_full_eval=True, tf32=False).precision == PrecisionPlan("bf16", "fp16", False)
 
 
@@ -258,6 +237,6 @@ def test_a_search_for_unused_parameters_is_left_to_the_model_unless_it_is_set(
 
 
 def test_nothing_is_pinned_for_a_run_on_the_cpu() -> None:
-    assert resolve_data(TrainingArguments("out")).pin_memory
-    assert not resolve_data(TrainingArguments("out", use_cpu=True)).pin_memory
-    assert not resolve_data(TrainingArguments("out", dataloader_pin_memory=False)).pin_memory
+    assert resolve(TrainingArguments("out")).data.pin_memory
+    assert not plan_of().data.pin_memory
+    assert not resolve(TrainingArguments("out", dataloader_pin_memory=False)).data.pin_memory

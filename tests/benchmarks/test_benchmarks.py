@@ -70,7 +70,9 @@ def test_the_page_has_every_section() -> None:
     text = (FOLDER.parent / "docs" / "benchmarks.md").read_text("utf-8")
     sections = (
         "overhead",
+        "call-path",
         "startup",
+        "feed",
         "distributed",
         "deepspeed",
         "hub",
@@ -105,6 +107,20 @@ def test_overhead_times_every_step(tmp_path: Path) -> None:
     # 31 calls of the model are 30 distances, of which the first 20 of each round warm up
     assert {name: it["steps"] for name, it in figures["microseconds"].items()} == {"raw": 20, "windlass": 20}
     assert figures["versions"]["torch"]
+
+
+@pytest.mark.slow
+def test_the_path_of_an_update_is_counted(tmp_path: Path) -> None:
+    raw = tmp_path / "figures.json"
+    _run(str(FOLDER / "call_path.py"), "--json", str(raw))
+    path = json.loads(raw.read_text())["path"]
+    listed = _run(str(FOLDER / "call_path.py"), "--list").stdout
+    update, save = listed.split("One update\n", 1)[1].split("One save\n")
+    for part, text in (("update", update), ("save", save)):
+        assert sum(".py: " in line for line in text.splitlines()) == path[f"{part}_files"]
+    assert "engine/native.py" in update
+    assert "    NativeExecutor.run_step\n" in update
+    assert "checkpoint/store.py" in save
 
 
 @pytest.mark.slow

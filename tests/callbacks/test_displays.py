@@ -12,8 +12,6 @@ from windlass.callbacks.displays import (
     BarDisplay,
     LineDisplay,
     QuietDisplay,
-    RichDisplay,
-    clock_text,
     open_display,
 )
 
@@ -31,28 +29,15 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0:00"),
-        (61.9, "1:01"),
-        (3600, "1:00:00"),
-        (float("inf"), "-:--"),
-        (float("nan"), "-:--"),
-        (-1, "-:--"),
-    ],
-)
-def test_clock_text(seconds: float, text: str) -> None:
-    assert clock_text(seconds) == text
-
-
 def test_lines_say_how_far_and_how_long() -> None:
     out, clock = io.StringIO(), Clock()
     lines = LineDisplay(100, "train", start=20, file=out, clock=clock)
     clock.now = 30.0
     lines.advance(40)
-    lines.write("loss 1.5")
-    assert out.getvalue() == "[train 40/100 40% 0:30<1:30] loss 1.5\n"  # 20 steps took 30 s, 60 are left
+    lines.report({"loss": 1.5, "grad_norm": 2}, 100)
+    assert (
+        out.getvalue() == "[train 40/100 40% 0:30<1:30] loss 1.50  grad_norm 2\n"
+    )  # 20 steps took 30 s, 60 are left
 
 
 def test_lines_give_a_sign_of_life_each_minute_only() -> None:
@@ -89,44 +74,100 @@ def test_a_bar_is_drawn_no_more_often_than_eyes_can_see() -> None:
     assert 5 <= out.getvalue().count("train") <= 7
     bar.close()
     assert on_screen(out)[0].startswith("train 1000/1000 100%")
-    assert out.getvalue().endswith("#\n")
+    assert on_screen(out)[0].endswith("#  took 0:01")
 
 
-@pytest.mark.parametrize("kind", [BarDisplay, RichDisplay])
-def test_messages_are_above_the_bars(kind: type[BarDisplay]) -> None:
-    if kind is RichDisplay:
-        pytest.importorskip("rich")
+def test_messages_are_above_the_bars() -> None:
     out = Terminal()
-    bar = kind(10, "train", file=out, clock=Clock())
-    bar.write("loss [bold]1.5")
+    bar = BarDisplay(10, "train", file=out, clock=Clock())
+    bar.write("note [bold]1.5")
     bar.begin_inner("evaluate", 4)
     bar.advance(7)
     seen = on_screen(out)
-    assert seen[:2] == ["step 0  loss [bold]1.5", ""]  # not read as markup
-    assert [row.split("/")[0] for row in seen[2:]] == ["train 0", "evaluate 0"]
+    assert seen[:2] == ["      note [bold]1.5", ""]
+    assert [row.split("/")[0] for row in seen[2:]] == ["train  0", "evaluate 0"]
     bar.end_inner()
-    bar.write("loss 1.2")
-    assert [row.split("/")[0] for row in on_screen(out)[1:]] == ["step 7  loss 1.2", "", "train 7"]
+    bar.report({"eval_loss": 1.2}, 100)
+    assert [row.split("/")[0] for row in on_screen(out)[1:]] == ["   7  eval_loss 1.20", "", "train  7"]
     bar.close()
-    assert [row.split("/")[0] for row in on_screen(out)[1:]] == ["step 7  loss 1.2", "train 7"]
+    assert [row.split("/")[0] for row in on_screen(out)[1:]] == ["   7  eval_loss 1.20", "train  7"]
 
 
-@pytest.mark.parametrize("kind", [BarDisplay, RichDisplay])
 @pytest.mark.parametrize("columns", [20, 30, 80, 200])
-def test_a_bar_fits_on_its_row(kind: type[BarDisplay], columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind is RichDisplay:
-        pytest.importorskip("rich")
+def test_rows_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     out = Terminal()
-    bar = kind(10, "train", file=out, clock=Clock())
-    bar.advance(12)
-    bar.write(*(f"name{number} {number}" for number in range(20)))
+    bar = BarDisplay(10, "train", file=out, clock=Clock())
+    bar.advance(8)
+    bar.report({"loss": 1.5, "grad_norm": 0.5, "learning_rate": 1e-4, "epoch": 1.0}, 100)
+    bar.report({f"name{number}": number for number in range(20)}, 100)
     bar.close()
     seen = on_screen(out, columns)
-    assert seen[-1].startswith("train 12/")
+    assert seen[-1].startswith("train  8/")
     assert max(map(len, seen)) < columns
-    assert " ".join(seen[:-1]).split()[2:] == [word for n in range(20) for word in (f"name{n}", str(n))]
-    assert all(line.startswith("  name") for line in seen[1:-1])
+    event = seen[seen.index(next(line for line in seen if "name0" in line)) : -1]
+    assert " ".join(event).split()[1:] == [word for n in range(20) for word in (f"name{n}", str(n))]
+    assert all(line.startswith("      name") for line in event[1:])
+    assert any("1.50" in line for line in seen)
+
+
+@pytest.mark.parametrize(
+    ("columns", "left_out"),
+    [
+        (66, []), (65, ["samples/s"]), (51, ["samples/s"]), (50, ["samples/s", "loss"]), (39, ["samples/s", "loss"]),
+        (38, ["samples/s", "loss", "left"]),
+    ],
+)  # fmt: skip
+def test_a_narrow_row_keeps_what_matters_most(
+    columns: int, left_out: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out, clock = Terminal(), Clock()
+    bar = BarDisplay(100, "train", file=out, clock=clock)
+    bar.count("samples", 0)
+    clock.now = 10.0
+    bar.count("samples", 4310)
+    bar.report({"loss": 0.2093}, 100)
+    bar.advance(40)
+    row = on_screen(out, columns)[-1]
+    facts = {"left": "0:15 left", "loss": "loss 0.209", "samples/s": "431 samples/s"}
+    assert row.startswith("train  40/100  40% ###")
+    for name, fact in facts.items():
+        assert (fact in row) == (name not in left_out), row
+
+
+def test_the_speed_leaves_evaluations_out() -> None:
+    out, clock = io.StringIO(), Clock()
+    lines = LineDisplay(100, "train", file=out, clock=clock)
+    lines.count("tokens", 1000)
+    clock.now = 10.0
+    lines.begin_inner("evaluate", 4)
+    clock.now = 30.0
+    lines.end_inner()
+    lines.count("tokens", 185_000)
+    lines.report({"loss": 1.0}, 100)
+    assert out.getvalue().endswith("] loss 1.00  18.4k tokens/s\n")
+
+
+def test_a_speed_is_unknown_until_two_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    lines = LineDisplay(100, "train", file=out, clock=Clock())
+    lines.count("tokens", 1000)  # of a resumed run: of all its tokens
+    lines.count("tokens", 2000)  # no time passed
+    lines.report({"loss": 1.0}, 100)
+    assert out.getvalue().endswith("] loss 1.00\n")
+
+
+def test_a_bar_has_colours_unless_they_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+    for wanted in (True, False):
+        monkeypatch.setenv("NO_COLOR", "" if wanted else "1")
+        out = Terminal()
+        bar = BarDisplay(2, "train", file=out, clock=Clock())
+        bar.advance(1)
+        bar.close()
+        seen[wanted] = "\x1b[36m" in out.getvalue()
+    assert seen == {True: True, False: False}
 
 
 def test_a_terminal_that_cannot_redraw_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,18 +202,11 @@ def test_a_bar_left_open_is_put_away_when_it_is_dropped() -> None:
     assert on_screen(out)[0] == ""
     del display
     gc.collect()
-    assert on_screen(out)[0].startswith("train 0/10")
+    assert on_screen(out)[0].startswith("train  0/10")
 
 
 def test_the_file_decides() -> None:
     assert isinstance(open_display(1, "train", file=io.StringIO()), LineDisplay)
     display = open_display(1, "train", file=Terminal())
-    assert isinstance(display, RichDisplay | BarDisplay)
+    assert isinstance(display, BarDisplay)
     display.close()
-
-
-def test_without_rich_a_terminal_gets_the_plain_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert isinstance(open_display(1, "train", file=Terminal()), BarDisplay)

@@ -35,6 +35,17 @@ def test_patience_counts_evaluations_in_a_row(make_args: Any) -> None:
     assert stops_at(EarlyStoppingCallback(3), make_args(), [5.0, 4.0, 4.5, 4.5]) is None
 
 
+def test_a_stop_is_announced_once_and_by_one_process(
+    make_args: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for main in (True, False):
+        callback, control = EarlyStoppingCallback(2), TrainerControl()
+        state = TrainerState(global_step=190, max_steps=380, best_metric=1.0, is_world_process_zero=main)
+        for _ in range(3):  # the third is of another evaluation set
+            callback.on_evaluate(make_args(), state, control, metrics={"eval_loss": 2.0})
+    assert capsys.readouterr().out == "stopped at 190 of 380: eval_loss has not improved for 2 evaluations\n"
+
+
 def test_gain_must_exceed_the_threshold(make_args: Any) -> None:
     assert stops_at(EarlyStoppingCallback(1, 0.5), make_args(), [5.0, 4.5]) == 2
     assert stops_at(EarlyStoppingCallback(1, 0.5), make_args(), [5.0, 4.4]) is None

@@ -11,12 +11,13 @@ from windlass.callbacks.early_stopping import EarlyStoppingCallback
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.handler import CallbackHandler
 from windlass.callbacks.printer import PrinterCallback
+from windlass.config.callback_interface import TrainerCallback
 from windlass.core.errors import ConfigError
-from windlass.core.events import CONTROL_FLAGS, EVENTS, TrainerCallback, TrainerControl, TrainerState
+from windlass.core.events import CONTROL_FLAGS, EVENTS, TrainerControl, TrainerState
 
 
 class Recorder(TrainerCallback):
-    """Remembers what it was told at the two events that it overrides."""
+    """Records what it receives at the two events that it overrides."""
 
     def __init__(self, answer: Any = None) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []

@@ -48,7 +48,9 @@ def test_rows_of_a_run(tmp_path: Path) -> None:
     train(tmp_path / "new folder", 2)
     rows = read_metrics(tmp_path / "new folder" / "metrics.jsonl")
     walls = [row["timing"].pop("wall") for row in rows]
+    elapsed = [row["timing"].pop("elapsed") for row in rows]
     assert walls == sorted(walls)
+    assert elapsed == sorted(elapsed)
     assert rows == [
         {"event": "log", "step": 1, "epoch": 0.25, "loss": 1.0, "timing": {}},
         {"event": "log", "step": 2, "epoch": 0.5, "loss": 0.5, "timing": {}},

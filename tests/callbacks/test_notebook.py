@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.callbacks.notebook_cells import execute
 
 from windlass.callbacks.notebook import NotebookProgressCallback, progress_html
 from windlass.core.errors import MissingDependencyError
@@ -14,13 +16,14 @@ from windlass.core.events import TrainerControl, TrainerState
 
 def test_bar_and_table() -> None:
     rows = [{"Step": 10, "Training Loss": None}, {"Step": 20, "Training Loss": 1.25, "<b>": "x&y"}]
-    page = progress_html(20, 40, 61.0, rows)
+    page = progress_html("20/40 [1:01]", (20, 40), rows)
     assert '<progress value="20" max="40"' in page
     assert "20/40 [1:01]" in page
     assert "<th>Step</th><th>Training Loss</th><th>&lt;b&gt;</th>" in page
     assert "<tr><td>10</td><td>No log</td><td>No log</td></tr>" in page
     assert "<tr><td>20</td><td>1.25</td><td>x&amp;y</td></tr>" in page
-    assert "progress" not in progress_html(0, 0, 0.0, rows)
+    assert "progress" not in progress_html("20/40 [1:01]", None, rows)
+    assert "svg" not in page
 
 
 def test_outside_a_notebook_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, make_args: Any) -> None:
@@ -57,6 +60,9 @@ def test_a_run_with_evaluation(make_args: Any, shown: Any) -> None:
     callback.on_train_end(args, state, control)
     last = shown.outputs[-1].data["text/html"]
     assert "4/4" in last
+    assert "<progress" not in last, "the run is over"
+    assert "<progress" in shown.outputs[0].data["text/html"]
+    assert "training: 0.25 at step 4" in last
     assert "<th>Step</th><th>Training Loss</th><th>A Loss</th><th>B Loss</th>" in last
     assert last.count("<tr>") == 3  # the head, and one row for each step with an evaluation
     assert "<td>4</td><td>0.25</td><td>2</td><td>2</td>" in last
@@ -69,4 +75,93 @@ def test_a_run_without_evaluation_has_a_row_per_log(make_args: Any, shown: Any) 
     for step in (1, 2):
         state.global_step = step
         callback.on_log(args, state, control, logs={"loss": 1.0 / step, "grad_norm": 1.0})
+    callback.on_train_end(args, state, control)
     assert shown.outputs[-1].data["text/html"].count("<tr>") == 3
+
+
+def test_a_long_run_has_a_short_page(make_args: Any, shown: Any) -> None:
+    callback, args = NotebookProgressCallback(), make_args()
+    state, control = TrainerState(max_steps=2000), TrainerControl()
+    callback.on_train_begin(args, state, control)
+    for step in range(1, 2001):
+        state.global_step = step
+        callback.on_log(args, state, control, logs={"loss": 9.0 if step == 777 else 1.0 / step})
+    callback.on_train_end(args, state, control)
+    last = shown.outputs[-1].data["text/html"]
+    assert last.count("<tr>") == 21
+    assert "1980 earlier rows are in metrics.jsonl" in last
+    assert "training: 9 at step 777" in last, "a spike is not lost"
+    assert last.count("<circle") < 210
+
+
+def test_an_evaluation_outside_training_has_a_bar(make_args: Any, shown: Any) -> None:
+    callback, args = NotebookProgressCallback(), make_args()
+    state, control = TrainerState(), TrainerControl()
+    for _ in range(3):
+        callback.on_prediction_step(args, state, control, eval_dataloader=[1, 2, 3])
+    assert '<progress value="1" max="3"' in shown.outputs[0].data["text/html"]
+    callback.on_evaluate(args, state, control, metrics={"eval_loss": 1.0})
+    assert "evaluate 3/3" in shown.outputs[-1].data["text/html"]
+    assert "<progress" not in shown.outputs[-1].data["text/html"]
+
+
+def _pages(outputs: list[Any]) -> list[str]:
+    return [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+
+
+def _lines(outputs: list[Any], stream: str) -> str:
+    return "".join(output.text for output in outputs if output.get("name") == stream)
+
+
+def test_cells_of_a_notebook(tmp_path: Path) -> None:
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    trained, evaluated, shown, removed, imported, failed = execute(
+        tmp_path,
+        "made = trainer(eval_strategy='steps', eval_steps=2)\nmade.train()",
+        "made.evaluate()",
+        "made",
+        "made.remove_callback(ProgressCallback)\nmade.train().global_step",
+        "from windlass.utils.notebook import NotebookProgressCallback as one\n"
+        "from windlass import NotebookProgressCallback as other\none is other",
+        "TrainingArguments('out', learning_rate=-1)",
+    )
+    (page,) = _pages(trained)
+    assert "train 6/6" in page
+    assert "<progress" not in page
+    assert "validation: " in page
+    assert "training: " in page
+    assert page.count("<tr>") == 4
+    assert len(_pages(evaluated)) == 1
+    (html,) = _pages(shown)
+    assert "Line" in html
+    assert "6 of 6" in html
+    assert not _pages(removed)
+    assert imported[-1].data["text/plain"] == "True"
+    assert failed[-1].ename == "ConfigError"
+    for outputs in (trained, evaluated, shown, removed, imported):
+        assert not _lines(outputs, "stderr"), "which notebooks show in red"
+        assert not [output for output in outputs if output.output_type == "error"]
+
+
+def test_an_interrupted_cell_ends_with_where_to_continue(tmp_path: Path) -> None:
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    interrupted, resumed = execute(
+        tmp_path,
+        "result = trainer(Waits()).train()",
+        "result = trainer().train(resume_from_checkpoint=True)",
+        interrupt=True,
+    )
+    (page,) = _pages(interrupted)
+    assert "train 4/6" in page
+    assert "<progress" not in page
+    assert not _lines(interrupted, "stderr")
+    last = _lines(interrupted, "stdout").splitlines()[-1]
+    folder = tmp_path / "out" / "checkpoint-4"
+    assert last.endswith(
+        f"stopped at step 4 of 6; train(resume_from_checkpoint=True) continues from {folder}"
+    )
+    (page,) = _pages(resumed)
+    assert "train 6/6" in page
+    assert page.count("<tr>") == 7, "with the rows of the first part"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from windlass.callbacks.printer import PrinterCallback, readable
+from windlass.callbacks.printer import PrinterCallback
 from windlass.core.events import TrainerControl, TrainerState
 
 
@@ -25,8 +25,3 @@ def test_silent_on_other_processes_and_without_logs(
     )
     PrinterCallback().on_log(make_args(), TrainerState(), TrainerControl(), logs=None)
     assert capsys.readouterr().out == ""
-
-
-def test_long_strings_are_cut_and_their_length_is_said() -> None:
-    assert readable({"text": "a" * 50}, 10) == {"text": "aaaaaaaaaa... (50 characters)"}
-    assert readable({"text": "a" * 50}) == {"text": "a" * 50}

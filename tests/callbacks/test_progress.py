@@ -46,7 +46,7 @@ def test_a_pipe_gets_one_plain_line_per_log(make_args: Any) -> None:
     lines = out.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[1].startswith("[train 4/4 100%")
-    assert lines[1].endswith("] loss 0.25  note nnnnn... (200 characters)")
+    assert lines[1].endswith("] loss 0.250  note nnnnn... (200 characters)")
     assert "\r" not in out.getvalue()
     assert "\x1b" not in out.getvalue()
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.callbacks.report_page import curve, evaluation_losses, render_report
+from windlass.callbacks.report_page import TrainingTime, curve, evaluation_losses, render_report
 
 HISTORY: list[dict[str, Any]] = [
     {"loss": 3.0, "learning_rate": 1e-4, "grad_norm": 1.0, "epoch": 0.5, "step": 10},
@@ -59,17 +59,42 @@ def test_what_the_page_tells() -> None:
         "status": "finished",
         "arguments": {"learning_rate": 1e-4},
         "environment": {"torch": "2.13"},
-        "events": [{"step": 15, "text": "update skipped"}, "resumed", "resumed"],
-        "samples": {"after": "a sentence"},
+        "data": {"rows": "a sentence"},
     }
-    page = Page(render_report(HISTORY, facts))
+    skipped = {"step": 15, "skipped_update": 14, "reason": "NaN"}
+    page = Page(render_report([*HISTORY, skipped, skipped], facts))
     for text in (
         "my run", "finished", "Training loss", "Best eval_loss", "2.25", "1:05", "12.5 samples per second",
-        "Learning rate", "Gradient norm (before clipping)", "eval_accuracy", "1. step 15", "update skipped",
-        "2.", "3.", "a sentence", "2.13", "0.0001",
+        "Learning rate", "Gradient norm (before clipping)", "eval_accuracy", "1. step 15", "update 14 skipped: NaN",
+        "2. step 15", "a sentence", "2.13", "0.0001",
     ):  # fmt: skip
         assert text in page.text, text
     assert page.tags.count("svg") == 4
+
+
+@pytest.mark.parametrize(
+    ("time", "value", "told"),
+    [
+        (TrainingTime(2.0, 40.0, 5, 0, 1, 0), "2 s", "20 samples per second"),
+        (
+            TrainingTime(65.0, None, 130, 0, 2, 30),
+            "1:05",
+            "2 updates per second, in 2 sessions, 30 updates repeated",
+        ),
+        (TrainingTime(8.0, 32.0, 4, 1600, 1, 0), "8 s", "4 samples per second, since step 1,600"),
+        (TrainingTime(0.0, None, 0, 0, 1, 0), "0 s", ""),
+    ],
+)
+def test_the_time_of_all_sessions_replaces_that_of_the_last(
+    time: TrainingTime, value: str, told: str
+) -> None:
+    page = Page(render_report(HISTORY, {}, time))
+    place = page.text.index("Training time")
+    assert page.text[place + 1] == value
+    assert (page.text[place + 2] == told) == bool(told)
+    assert "Training time of the last session" not in page.text
+    assert "train_runtime" not in page.text
+    assert "Training time of the last session" in Page(render_report(HISTORY, {})).text
 
 
 def test_nothing_is_loaded_and_nothing_runs() -> None:
@@ -101,8 +126,8 @@ def test_everything_is_escaped() -> None:
         {EVIL: 1.0, f"eval_{EVIL}": 2.0, f"eval_{EVIL}_loss": 3.0, "loss": 1.0, "step": s} for s in (1, 2)
     ]
     facts: dict[str, Any] = dict.fromkeys(("title", "status"), EVIL)
-    facts |= {name: {EVIL: EVIL} for name in ("arguments", "environment", "final", "samples")}
-    facts["events"] = [EVIL, {"step": EVIL, "text": EVIL}]
+    facts |= {name: {EVIL: EVIL} for name in ("arguments", "environment", "data")}
+    history.append({"step": EVIL, "skipped_update": EVIL, "reason": EVIL})
     page = Page(render_report(history, facts))
     assert "script" not in page.tags
     assert page.text.count(EVIL) >= 10

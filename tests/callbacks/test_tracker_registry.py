@@ -1,4 +1,4 @@
-"""Which trackers a name stands for, and what is asked of trackers that users bring."""
+"""Which trackers a name selects, and what is asked of trackers that users bring."""
 
 from __future__ import annotations
 

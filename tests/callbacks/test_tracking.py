@@ -22,7 +22,7 @@ def nothing_left_open() -> Iterator[None]:
 
 
 class Recorder(Notes):
-    """Keeps what it is told in order, opening and closing too."""
+    """Records its calls in order, opening and closing too."""
 
     def start(self) -> None:
         self.kept.append("start")

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def fast_disk() -> Iterator[Path]:
-    """A folder in memory where there is one: tests that save a thousand times need fsync called, not waited for."""
+    """A folder in memory if there is one: tests that save a thousand times need fsync called, not waited for."""
     memory = Path("/dev/shm")
     place = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=place, prefix="windlass-") as folder:

@@ -86,7 +86,7 @@ def save(
 
 
 def assert_whole(path: Path) -> int:
-    """The checkpoint at `path` verifies and all of its parts are of one step; gives the step."""
+    """The checkpoint at `path` verifies and all of its parts are of one step; return the step."""
     checkpoint = CheckpointManager(Store(path.parent)).load(path)
     step = checkpoint.step
     for state in (checkpoint.shared("optimizer"), checkpoint.per_rank("rng", 0)):
@@ -116,7 +116,7 @@ class Ranks:
         self.votes = [False] * world
 
     def store(self, rank: int, root: Path, files: Files | None = None) -> Store:
-        return Store(root, gang=ThreadGang(World(rank, self.world, rank, self.world), self), files=files)
+        return Store(root, all_ranks=ThreadGang(World(rank, self.world, rank, self.world), self), files=files)
 
     def vote(self, rank: int, ok: bool) -> bool:
         self.votes[rank] = ok
@@ -126,7 +126,7 @@ class Ranks:
         return agreed
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
-        """`body(rank)` on every rank at once; gives results, an exception in place of one that was raised."""
+        """`body(rank)` on every rank at once; return results, an exception in place of one that was raised."""
         results: list[Any] = [None] * self.world
 
         def target(rank: int) -> None:
@@ -159,4 +159,4 @@ class ThreadGang(Gang):
 
 def write_parts(folder: Path, stem: str, tensors: Mapping[str, Any], world: World) -> dict[str, FileEntry]:
     """Write the parts of one rank; return size and hash by file name."""
-    return parts_of_rank(stem, tensors, world).write(folder, Files())
+    return parts_of_rank(stem, tensors, Gang(world)).write(folder, Files())

@@ -35,7 +35,7 @@ class Processes(Gang):
 
 def save(root: Path, step: int, files: Files) -> str | None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    store = Store(root, gang=Processes(World(rank, world, rank, world)), files=files)
+    store = Store(root, all_ranks=Processes(World(rank, world, rank, world)), files=files)
     path = CheckpointManager(store, Retention(1)).save(
         step,
         Content(

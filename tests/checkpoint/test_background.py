@@ -45,7 +45,7 @@ def saver_of(root: Path, files: Files | None = None) -> BackgroundSaver:
 
 
 def until_it_ends(saver: BackgroundSaver) -> Outcome:
-    """As a training loop of one process: what was told with one group is known with the next."""
+    """As a training loop of one process: what is sent with one group is known with the next."""
     while True:
         outcome = saver.agreed(saver.counters())
         if outcome is not None:
@@ -64,7 +64,7 @@ def test_it_stands_when_it_is_said_to_and_not_before(tmp_path: Path) -> None:
     assert until_it_ends(saver) == Outcome(4, tmp_path / "checkpoint-4")
     assert not saver.busy
     assert assert_whole(tmp_path / "checkpoint-4") == 4
-    assert saver.agreed(saver.counters()) is None, "it is told once"
+    assert saver.agreed(saver.counters()) is None, "it is reported once"
 
 
 def test_it_can_be_waited_for_in_either_half(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_failing_disk_costs_that_checkpoint_only(number: int, fast_disk: Path)
         saver = saver_of(root, files)
         outcome = until_it_ends(saver) if begin(saver, 2) else Outcome(2, None)
         reached = files.count >= at
-        # Where only the very last operations failed, what was given up stands nevertheless.
+        # Where only the very last operations failed, what was dropped is complete nevertheless.
         assert newest(root) in ((1, 2) if outcome.folder is None else (2,))
         files.at = 0
         assert begin(saver, 3), "the next save is not hindered"
@@ -283,7 +283,7 @@ def test_the_keeper_commits_when_it_sees_that_all_have_written(tmp_path: Path) -
     begin(saver, 2)
     saver.commit_when_seen()
     saver.leave()
-    assert assert_whole(tmp_path / "checkpoint-2") == 2, "whoever commits, it is waited for"
+    assert assert_whole(tmp_path / "checkpoint-2") == 2, "a commit by another process is waited for too"
 
 
 def test_what_failed_is_not_committed_by_sight(tmp_path: Path) -> None:

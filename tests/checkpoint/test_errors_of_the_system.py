@@ -52,6 +52,6 @@ def test_checkpoints_that_cannot_be_read_now_do_not_pass_for_older_ones(number: 
     for at in range(20, 34):
         with FailingSystem(fast_disk, "open", number, at, times=3):
             saved = save(fast_disk, 5, limit=None)
-        # Where only the very last operations failed, what was given up stands nevertheless.
+        # Where only the very last operations failed, what was dropped is complete nevertheless.
         assert newest(fast_disk) in ((30, 5) if saved is None else (5,)), at
         shutil.rmtree(fast_disk / "checkpoint-5", ignore_errors=True)

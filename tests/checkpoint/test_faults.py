@@ -19,7 +19,7 @@ from windlass.checkpoint.store import Store
 
 
 def in_child(body: Callable[[], object]) -> int:
-    """Run `body` in a forked process (torch stays imported: a hundred of them take a second); gives its exit status."""
+    """Run `body` in a forked process (torch stays imported: a hundred take a second); return its exit status."""
     child = os.fork()
     if child == 0:
         code = 1

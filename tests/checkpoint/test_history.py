@@ -167,7 +167,7 @@ def test_rows_of_many_bytes_make_segments_of_few(tmp_path: Path, monkeypatch: py
 
 def test_a_failed_save_leaves_nothing_out(tmp_path: Path) -> None:
     run, logged = Run(tmp_path), rows(0, 45)
-    run.keeper.plan({"global_step": 0, "log_history": logged})  # of a save that was given up
+    run.keeper.plan({"global_step": 0, "log_history": logged})  # of a save that was dropped
     logged += rows(45, 10)
     assert complete_state(run.save(logged))["log_history"] == logged
 

@@ -25,14 +25,14 @@ from windlass.checkpoint.foreign import open_foreign
 from windlass.checkpoint.stored import load_folder, open_folder, open_weights
 from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import save_weights
+from windlass.cli.launching.from_files import parse_file
 from windlass.cli.main import main
-from windlass.compat.checkpoint_loading import load_checkpoint_in_model
-from windlass.compat.offloaded import OffloadedWeightsLoader
-from windlass.compat.torch_file import open_torch_file
+from windlass.compat.big_models.checkpoint_loading import load_checkpoint_in_model
+from windlass.compat.big_models.offloaded import OffloadedWeightsLoader
+from windlass.compat.parser import HfArgumentParser
+from windlass.compat.readers.torch_file import open_torch_file
 from windlass.config import documents
 from windlass.config.json_document import read_document
-from windlass.config.parallel.from_files import parse_file
-from windlass.config.parser import HfArgumentParser
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.world import World
@@ -154,7 +154,7 @@ def read_all_weights(folder: Path) -> None:
 def cut_back(folder: Path) -> None:
     callback = MetricsLogCallback(folder)
     callback.on_train_begin(None, TrainerState(global_step=3), TrainerControl())
-    callback.take({"event": "log", "step": 4}, None, TrainerState(global_step=4))
+    callback.take({"event": "log", "step": 4, "timing": {}}, None, TrainerState(global_step=4))
 
 
 def nothing(folder: Path) -> None:

@@ -40,7 +40,7 @@ class ThreadGang(Gang):
 
 
 def on_ranks(worlds: list[World], body: Callable[[Gang], Any]) -> list[Any]:
-    """`body(gang)` on every rank at once; gives results, an exception in place of one that was raised."""
+    """`body(gang)` on every rank at once; return results, an exception in place of one that was raised."""
     barrier, board = threading.Barrier(len(worlds), timeout=60), [None] * len(worlds)
     results: list[Any] = [None] * len(worlds)
 
@@ -81,7 +81,7 @@ def test_two_machines_share_and_a_third_does_not(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_says_nothing_of_machines(tmp_path: Path) -> None:
-    """All ranks but the first are nobody's first: what they see decides."""
+    """All ranks but the first are no node's first: what they see decides."""
     found = on_ranks(machines(1, 4), lambda gang: find_disks(gang, tmp_path / str(gang.rank // 2)))
     assert found == [Disks(0, 2, (0, 1))] * 2 + [Disks(1, 2, (2, 3))] * 2
 
@@ -102,7 +102,7 @@ def save_on_two(tmp_path: Path) -> tuple[Path, Path]:
     def save(gang: Gang) -> None:
         disks = Disks(gang.rank, 2, (gang.rank,))
         root = tmp_path / str(gang.rank)
-        store = Store(root, gang=gang, disks=disks)
+        store = Store(root, all_ranks=gang, disks=disks)
 
         def write(staged: StagedCheckpoint) -> None:
             staged.write_state("optimizer", state_of(gang.rank))
@@ -155,7 +155,7 @@ def test_parts_of_different_saves_are_refused(tmp_path: Path) -> None:
     first, _ = save_on_two(tmp_path / "a")
     _, second = save_on_two(tmp_path / "b")
     again = tmp_path / "b" / "1"
-    alone = Store(again, gang=Second(World(1, 2, 0, 1)), disks=Disks(1, 2, (1,)))
+    alone = Store(again, all_ranks=Second(World(1, 2, 0, 1)), disks=Disks(1, 2, (1,)))
     alone.write(1, {}, lambda staged: None)
     shutil.copy(second / "node-00001.manifest.json", first)
     with pytest.raises(CheckpointError, match=r"node-00001.manifest.json is of another save"):

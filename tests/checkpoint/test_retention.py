@@ -188,7 +188,7 @@ def test_folders_that_are_none_of_ours_stay(tmp_path: Path) -> None:
 
 
 def test_a_protected_one_stays_under_the_name_it_gets_back(tmp_path: Path) -> None:
-    """Noted while its replacement was cut off, it had its interim name; the next save gives it its own back."""
+    """Noted while its replacement was interrupted, it had its interim name; the next save gives it its own back."""
     save(tmp_path, 1)
     (tmp_path / "checkpoint-1").rename(tmp_path / "replaced-checkpoint-1")
     save(tmp_path, 2, limit=1, protected=[tmp_path / "replaced-checkpoint-1"])

@@ -69,7 +69,7 @@ def test_a_live_run_blocks_and_a_killed_one_does_not(tmp_path: Path, holder: Any
     assert "hf_123" not in said
     os.kill(process.pid, signal.SIGSTOP)
     refused(tmp_path)
-    os.kill(process.pid, signal.SIGKILL)  # nobody waits for it: it stays a zombie
+    os.kill(process.pid, signal.SIGKILL)  # its parent does not wait for it: it stays a zombie
     with RunLock(tmp_path):
         refused(tmp_path)
     assert os.listdir(tmp_path) == []
@@ -193,7 +193,7 @@ def test_a_run_that_lost_its_lock_finds_out(tmp_path: Path) -> None:
     lock = RunLock(folder)
     lock.acquire()
     (folder / LOCK_NAME).unlink()
-    lock.acquire()  # nobody took it: it is taken again
+    lock.acquire()  # no other run took it: it is taken again
     (folder / LOCK_NAME).unlink()
     other = RunLock(folder)
     other.acquire()

@@ -30,7 +30,7 @@ ROWS = torch.arange(15.0).reshape(5, 3)
 
 
 def two_ranks(folder: Path) -> dict[str, Any]:
-    """A folder as two ranks leave it, which hold 3 and 2 rows; gives its index."""
+    """A folder as two ranks leave it, which hold 3 and 2 rows; return its index."""
     for rank, rows in enumerate((ROWS[:3], ROWS[3:])):
         write_tensors(folder / rank_file("model", rank), {"weight": rows}, files=Files())
     entry = {"dtype": "F32", "shape": [5, 3], "dim": 0, "parts": [[0, 0, 3], [1, 3, 2]]}

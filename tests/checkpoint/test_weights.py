@@ -69,7 +69,7 @@ def test_views_of_one_memory_are_given_one_value(tmp_path: Path) -> None:
     load_weights(tmp_path, model)
     model.whole.data[1, 0] = torch.nan
     save_weights(tmp_path, model.state_dict())
-    load_weights(tmp_path, model)  # what is no number equals itself
+    load_weights(tmp_path, model)  # NaN equals itself
     before = model.whole.detach().clone()
     for name in ("part", "turned"):
         save_weights(tmp_path, {**state, name: state[name] + 1})

@@ -89,7 +89,7 @@ Say = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str]) -> Say:
-    """Runs a command; gives its exit code and what it wrote to both streams."""
+    """Run a command and return its exit code and what it wrote to both streams."""
 
     def command(*words: object) -> tuple[int, str, str]:
         capsys.readouterr()

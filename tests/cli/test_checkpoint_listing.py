@@ -1,11 +1,13 @@
-"""`windlass checkpoint ls` and `verify` of folders that another program wrote."""
+"""`windlass checkpoint ls` and `verify` of folders with several runs, and of those that another program wrote."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from windlass.checkpoint.store import Store
 from windlass.cli.main import main
 
 
@@ -19,3 +21,30 @@ def test_what_transformers_wrote_is_called_that(
         (folder / name).write_bytes(b"{}")
     assert main(["checkpoint", command, str(tmp_path)]) == code
     assert "transformers' Trainer wrote it, without hashes to verify it by" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", [".", "runs", "ABSOLUTE"])
+def test_the_runs_below_a_folder_are_listed(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, steps in (
+        ("runs/a", (2, 10)),
+        ("runs/b/c", (1,)),
+        ("runs/.hidden", (5,)),
+        ("runs/a/checkpoint-2/inner", (7,)),
+    ):
+        for step in steps:
+            Store(tmp_path / name).write(step, {}, lambda draft: draft.write_file("x", b"1"))
+    monkeypatch.chdir(tmp_path)
+    root = str(tmp_path) if word == "ABSOLUTE" else word
+    assert main(["checkpoint", "ls", root]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    below = "" if word == "." else f"{root}/" if word == "runs" else f"{root}/runs/"
+    runs = [line for line in lines if line and line.split()[0] not in ("step", "1", "2", "10")]
+    assert runs == ([f"{below}a", f"{below}b/c"] if below else ["runs/a", "runs/b/c"])
+    assert [line.split()[0] for line in lines if line[:1].isdigit()] == ["2", "10", "1"]
+    assert sum("last" in line for line in lines) == 2  # of each run
+    assert main(["checkpoint", "ls", root, "--json"]) == 0
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [2, 10, 1]
+    assert main(["checkpoint", "verify", root]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3

@@ -38,7 +38,7 @@ def test_the_newest_checkpoint_of_a_run(hub: Hub, run: Path, capsys: pytest.Capt
     changes = [{"key": "header", "value": {"summary": ""}}, {"key": "file", "value": edited}]
     hub.commit(hub.repositories["someone/mine"], "main", changes)
     assert checkpoint_command(["push", str(run), "mine"]) == 0
-    assert hub.files("someone/mine")["README.md"] == b"mine", "a card that somebody edited stays"
+    assert hub.files("someone/mine")["README.md"] == b"mine", "a card that a user edited stays"
 
 
 def test_one_checkpoint_without_what_resuming_needs(hub: Hub, run: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from windlass.cli.config_command import QUESTIONS, Question, asked
+from windlass.cli.launching.from_files import from_file
 from windlass.cli.main import main
 from windlass.cli.prompts import LinePrompter
-from windlass.config.parallel import from_file, plan_parallel
+from windlass.config.parallel.parallel_plan import plan_parallel
 from windlass.core.world import World
 
 
@@ -98,7 +99,7 @@ def test_arrow_keys_choose_on_a_terminal(home: Path) -> None:
 
 
 def _until(master: int, screen: str, question: Question) -> str:
-    """Read what is drawn until the question is there, with the last of its choices; gives what came after it."""
+    """Read what is drawn until the question is there, with the last of its choices; return what came after it."""
     for text in (question.text, *question.choices[-1:]):
         while text not in screen:
             more = _read(master)

@@ -58,6 +58,7 @@ flash_attention: true
 wandb_project: mine
 output_dir: out
 """
+NO_WARMUP = {"warmup_steps": 0}  # whose default is not carried over as a whole
 FACTORY = """\
 stage: sft
 do_train: true
@@ -100,7 +101,9 @@ def test_of_trl(places: tuple[Path, Path], capsys: Any) -> None:
         "bfloat16",
         str(places[1]),
     )
-    assert recipe.adapter == {"r": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    assert recipe.adapter == {
+        "r": 32, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear", "task_type": "CAUSAL_LM"
+    }  # fmt: skip
     assert recipe.quantization == "nf4"
     assert recipe.training["max_length"] == 512
     assert recipe.training["model_init_kwargs"] == {"revision": "v2", "attn_implementation": "sdpa"}
@@ -118,7 +121,8 @@ def test_of_axolotl(places: tuple[Path, Path], capsys: Any) -> None:
     }  # fmt: skip
     assert wanted.items() <= recipe.training.items()
     lost = {line.split("=")[0].strip() for line in said.splitlines()[1:]}
-    assert {"datasets", "wandb_project"} <= lost
+    assert "datasets" in lost, "the second one has another form"
+    assert (recipe.training["report_to"], recipe.training["project"]) == (["wandb"], "mine")
     assert "saves_per_epoch" not in lost, "it is the end of each epoch"
     assert ("optim" in lost) != ("optim" in recipe.training)
 
@@ -143,7 +147,7 @@ def test_printed_it_is_a_recipe_with_the_list_on_top(tmp_path: Path, capsys: Any
     values = yaml.safe_load(shown)
     assert values == {
         "task": "sft", "model": {"name": "hub/model"},
-        "data": {"train": "hub/data", "format": "hub", "eval_fraction": 0},
+        "data": {"format": "hub", "train": "hub/data", "eval_fraction": 0},
     }  # fmt: skip
 
 
@@ -152,7 +156,7 @@ def test_printed_it_is_a_recipe_with_the_list_on_top(tmp_path: Path, capsys: Any
     [
         ({"a": 1}, "is of none of the known programs"),
         ({"stage": "dpo", "model_name_or_path": "m"}, "another kind of training"),
-        ({"base_model": "m", "rl": "dpo"}, "another kind of training"),
+        ({"base_model": "m", **NO_WARMUP, "rl": "dpo"}, "another kind of training"),
     ],
 )
 def test_what_cannot_be_converted(values: dict[str, Any], message: str) -> None:
@@ -161,21 +165,24 @@ def test_what_cannot_be_converted(values: dict[str, Any], message: str) -> None:
 
 
 def test_weights_of_few_bits_need_an_adapter() -> None:
-    _, made = convert({"base_model": "m", "load_in_8bit": True, "adapter": "ia3"})
+    made = convert({"base_model": "m", **NO_WARMUP, "load_in_8bit": True, "adapter": "ia3"})
     assert "quantization" not in made.recipe
-    assert made.lost.keys() == {"adapter", "quantization"}
+    assert made.lost.keys() == {"adapter", "load_in_8bit"}
 
 
 @pytest.mark.parametrize(
     ("values", "wanted"),
     [
         ({"model_name_or_path": "m", "use_peft": False, "warmup_ratio": 0.03}, {"warmup_steps": 0.03}),
-        ({"base_model": "m", "eval_steps": 50, "val_set_size": 0.1}, {"eval_strategy": "steps", "eval_steps": 50}),
-        ({"base_model": "m", "evals_per_epoch": 4}, {"eval_strategy": "steps", "eval_steps": 0.25}),
-        ({"base_model": "m", "evals_per_epoch": 1}, {"eval_strategy": "epoch"}),
-        ({"base_model": "m", "train_on_inputs": True}, {"completion_only_loss": False}),
-        ({"base_model": "m", "special_tokens": {"eos_token": "<end>"}}, {"eos_token": "<end>"}),
-        ({"base_model": "m", "group_by_length": True}, {"train_sampling_strategy": "group_by_length"}),
+        (
+            {"base_model": "m", **NO_WARMUP, "eval_steps": 50, "val_set_size": 0.1},
+            {"eval_strategy": "steps", "eval_steps": 50},
+        ),
+        ({"base_model": "m", **NO_WARMUP, "evals_per_epoch": 4}, {"eval_strategy": "steps", "eval_steps": 0.25}),
+        ({"base_model": "m", **NO_WARMUP, "evals_per_epoch": 1}, {"eval_strategy": "epoch"}),
+        ({"base_model": "m", **NO_WARMUP, "train_on_inputs": True}, {"completion_only_loss": False}),
+        ({"base_model": "m", **NO_WARMUP, "special_tokens": {"eos_token": "<end>"}}, {"eos_token": "<end>"}),
+        ({"base_model": "m", **NO_WARMUP, "group_by_length": True}, {"train_sampling_strategy": "group_by_length"}),
         ({"stage": "sft"}, {"assistant_only_loss": True}),
         ({"stage": "sft", "train_on_prompt": True}, {"completion_only_loss": False}),
     ],
@@ -183,19 +190,22 @@ def test_weights_of_few_bits_need_an_adapter() -> None:
 def test_what_the_loss_is_over_and_when_it_is_evaluated(
     values: dict[str, Any], wanted: dict[str, Any]
 ) -> None:
-    _, made = convert(values)
-    assert made.recipe["training"] == wanted
+    made = convert(values)
+    assert wanted.items() <= made.recipe["training"].items()
     assert not made.lost
 
 
 def test_data_without_evaluation_is_trained_on_as_a_whole() -> None:
-    for values, fraction in (({"base_model": "m"}, 0), ({"base_model": "m", "val_set_size": 0.1}, 0.1)):
-        assert convert(values)[1].recipe["data"]["eval_fraction"] == fraction
-    _, made = convert({"base_model": "m", "test_datasets": [{"path": "held.jsonl"}]})
+    for values, fraction in (
+        ({"base_model": "m"}, 0),
+        ({"base_model": "m", **NO_WARMUP, "val_set_size": 0.1}, 0.1),
+    ):
+        assert convert(values).recipe["data"]["eval_fraction"] == fraction
+    made = convert({"base_model": "m", **NO_WARMUP, "test_datasets": [{"path": "held.jsonl"}]})
     assert made.recipe["data"] == {"eval": "held.jsonl"}
 
 
 def test_names_of_a_list_of_datasets_are_not_taken_for_those_of_the_hub() -> None:
-    _, made = convert({"stage": "sft", "dataset": "identity,alpaca_en_demo"})
-    assert "is a name in dataset_info.json" in made.lost["dataset"][1]
+    made = convert({"stage": "sft", "dataset": "identity,alpaca_en_demo"})
+    assert "is not in data/dataset_info.json" in made.lost["dataset"][1]
     assert "train" not in made.recipe["data"]

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from tests.text.tokenizers import CHATML, byte_tokenizer
 
-from windlass.cli.data_show import marked
 from windlass.cli.main import main
+from windlass.cli.marked_text import marked
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes 😀"}]
 RECIPE = """\
@@ -74,9 +75,87 @@ def test_the_data_of_a_recipe_is_shown(
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE.replace("DATA", str(data)).replace("TOKENIZER", tokenizer))
     assert main(["data", "show", str(recipe), "--split", "eval"]) == 0
-    assert "⟦two<eos>⟧" in capsys.readouterr().out
+    assert "⟦one<eos>two<eos>⟧" in capsys.readouterr().out
     assert main(["data", "prepare", str(recipe)]) == 2
     assert "tokenizes its text when training starts" in capsys.readouterr().err
+
+
+MODEL = """
+model: {config: {model_type: bert, hidden_size: 8}}
+tokenizer: {train: {vocab_size: 300}}
+training: {max_steps: 1}
+"""
+DATA = {
+    "classification": "{train: rows.tsv, columns: [text, label], eval_fraction: 0.1}",
+    "masked-lm": "{train: text.txt, block_size: 24, mlm_probability: 0.5}",
+    "causal-lm": "{train: text.txt, block_size: 24, eval_fraction: 0.1}",
+    "seq2seq": "{train: pairs.tsv, columns: [text, target], max_length: 5}",
+}
+SHOWN = {
+    "classification": [
+        r"36 samples for task classification, classes: bad, good",
+        r"--- sample 35",
+        r"text +\[CLS\] (good|bad) film 39 \[SEP\]",
+        r"label +(good \(class 1|bad \(class 0) of 2\)",
+        r"tokens +\d+: \[CLS\] (good|bad) film .* \[SEP\]",
+    ],
+    "masked-lm": [
+        r"\d+ samples for task masked-lm",
+        r"--- sample 1",
+        r"block +24 tokens, \d+ of them to predict; each epoch draws others",
+        r".*(\[MASK\] ?)+⟦=[a-z ]+⟧.*",
+        r"--- ⟦marked⟧ is what was there before, .*",
+    ],
+    "causal-lm": [
+        r"\d+ samples for task causal-lm",
+        r"--- sample 0",
+        r"block +24 tokens",
+        r"⟦the cat sat on the mat and the",
+        *(r"dog did not|the cat sat on the mat and the",) * 2,
+        r".*⟧",
+        r"--- ⟦marked⟧ tokens have a label: .*",
+    ],
+    "seq2seq": [
+        r"38 samples for task seq2seq",
+        r"--- sample 0",
+        r"source +\d tokens: ein haus.*",
+        r"target +\d tokens: a house.*",
+    ],
+}
+
+
+@pytest.mark.parametrize("task", DATA)
+def test_each_task_shows_what_its_model_gets(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        f"{'good' if index % 2 else 'bad'} film {index}\t{'good' if index % 2 else 'bad'}\n"
+        for index in range(40)
+    ]
+    (tmp_path / "rows.tsv").write_text("".join(rows))
+    (tmp_path / "pairs.tsv").write_text("".join(f"ein haus {n}\ta house {n}\n" for n in range(40)))
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and the\ndog did not\n" * 20)
+    (tmp_path / "r.yaml").write_text(f"task: {task}\ndata: {DATA[task]}{MODEL}")
+    start = re.search(r"sample (\d+)", SHOWN[task][1])
+    assert start is not None
+    assert main(["data", "show", "r.yaml", "--rows", "1", "--start", start[1]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(SHOWN[task])
+    for line, pattern in zip(lines, SHOWN[task], strict=True):
+        assert re.fullmatch(pattern, line), line
+    assert main(["data", "show", "r.yaml", "--split", "test"]) == 2
+    assert "there is no split 'test'; there is: train, eval" in capsys.readouterr().err
+
+
+def test_images_are_shown_by_their_sizes_and_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    assert main(["data", "show", "digits", "--rows", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("samples for task image-classification, classes: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9")
+    assert re.fullmatch(r"image +8 x 8, 1 channels, values from -1 to [\d.]+", lines[2])
+    assert re.fullmatch(r"label +(\d) \(class \1 of 10\)", lines[3])
+    assert len(lines) == 7
 
 
 def test_a_file_is_prepared_once(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from accelerate.utils import calculate_maximum_sizes
-from transformers import BertConfig, BertForMaskedLM
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, ViTConfig
 
 from windlass.cli.estimate_memory import build_empty, estimate, in_words
 from windlass.cli.main import main
+from windlass.cli.training_memory import Training, training_rows
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100,
@@ -70,3 +73,116 @@ def test_other_libraries(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_bytes_in_words(size: int, text: str) -> None:
     assert in_words(size) == text
+
+
+# --- training in detail
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    sizes = {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": False, "max_position_embeddings": 64}
+    LlamaConfig(architectures=["LlamaForCausalLM"], **sizes).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def rows(name: str, **options: Any) -> dict[str, float]:
+    return dict(training_rows(build_empty(name), Training(**{"batch": 2, "length": 16, **options})))
+
+
+def test_activations_are_what_autograd_saves(llama: str) -> None:
+    """Compared with a real forward on the CPU, to the byte."""
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(llama))
+    own = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(input_ids=ids, labels=ids)
+    del output
+    assert rows(llama)["activations"] == sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_parts_of_a_training(llama: str) -> None:
+    count = sum(parameter.numel() for parameter in build_empty(llama).parameters())
+    plain = rows(llama)
+    assert plain["weights"] == plain["gradients"] == plain["Adam's two moments"] / 2 == 4 * count
+    assert plain["sum, of each process"] == sum(plain.values()) / 2
+    assert rows(llama, batch=4)["activations"] > 1.9 * plain["activations"]
+    assert rows(llama, recompute=True)["activations"] < plain["activations"] / 2
+
+
+def test_bf16_halves_activations_and_copies_weights(llama: str) -> None:
+    embeddings = 2 * SIZES["vocab_size"] * SIZES["hidden_size"]
+    plain, half = rows(llama), rows(llama, precision="bf16")
+    matrices = sum(p.numel() for p in build_empty(llama).parameters() if p.ndim == 2) - embeddings // 2
+    assert half["weights"] == plain["weights"]
+    assert half["16-bit copies of weights"] == 2 * matrices
+    assert half["activations"] < plain["activations"]
+
+
+def test_shards_and_adapters(llama: str) -> None:
+    plain = rows(llama)
+    full, grad = (rows(llama, processes=4, sharding=sharding) for sharding in ("full", "grad"))
+    assert full["weights"] == plain["weights"] / 4 == grad["gradients"]
+    assert grad["weights"] == plain["weights"]
+    assert full["two gathered layers"] > 0
+    lora = rows(llama, lora_r=2, dtype="bfloat16", precision="bf16")
+    assert lora["gradients"] < plain["gradients"] / 4
+    assert plain["weights"] / 2 < lora["weights"] < plain["weights"]
+    few = rows(llama, lora_r=2, dtype="bfloat16", precision="bf16", quantization="nf4")
+    assert few["weights"] < lora["weights"]
+    assert few["activations"] == lora["activations"]
+
+
+def test_the_detailed_table_is_printed(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--batch_size", "2", "--length", "16", "--precision", "bf16"]
+    assert main(["estimate-memory", llama, *words]) == 0
+    out = capsys.readouterr().out
+    for said in (
+        "weights",
+        "activations",
+        "16-bit copies",
+        "sum, of each process",
+        "Not counted",
+        "stay in float32",
+    ):
+        assert said in out
+    assert max(map(len, out.splitlines())) < 120
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--quantization", "nf4"], "set --lora_r too"),
+        (["--sharding", "full"], "set --num_processes too"),
+        (["--lora_r", "0"], "--lora_r=0: must be at least 1"),
+        (["--length", "0"], "--length=0: must be at least 1"),
+    ],
+)
+def test_what_does_not_fit_together(
+    words: list[str], said: str, llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate-memory", llama, "--batch_size", "2", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--lora_r", "8"], ["--recompute"], ["--sharding", "full"], ["--length", "9"]]
+)
+def test_options_of_a_training_need_its_batch(
+    words: list[str], llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate-memory", llama, *words]) == 2
+    assert f"--batch_size=None: is needed with {words[0]}" in capsys.readouterr().err
+
+
+def test_a_model_of_images_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ViTConfig(architectures=["ViTForImageClassification"], hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+              num_attention_heads=1, image_size=8, patch_size=4).save_pretrained(tmp_path)  # fmt: skip
+    assert main(["estimate-memory", str(tmp_path), "--batch_size", "2"]) == 2
+    assert "cannot be run on input_ids and labels" in capsys.readouterr().err

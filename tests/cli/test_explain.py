@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
 
-from windlass.cli.explain import find_key
+from windlass.cli.argument_table import all_arguments
+from windlass.cli.explain import _PAGES, find_setting
 from windlass.cli.main import main
 
 
@@ -24,7 +27,9 @@ def _no_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("zero_stage", "deepspeed.zero_stage"),
 ])  # fmt: skip
 def test_every_spelling_is_found(word: str, name: str) -> None:
-    assert find_key(word).name == name
+    key = find_setting(word)
+    assert key is not None
+    assert key.name == name
 
 
 def test_value_origin_and_what_gave_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +68,119 @@ def test_a_recipe_and_its_launcher_meet(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_an_unknown_setting_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "num_procesess"]) == 2
-    assert "did you mean 'num_processes'" in capsys.readouterr().err
+    assert "NAME='num_procesess': there is no such argument or setting; did you mean 'num_processes'" in (
+        capsys.readouterr().err
+    )
+    assert main(["explain", "learnign_rate"]) == 2
+    assert "did you mean 'learning_rate'" in capsys.readouterr().err
+
+
+def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
+    """What is printed of the first argument, by the word at the beginning of the line; the first line is under ""."""
+    assert main(["explain", *words]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    own = itertools.takewhile(lambda line: line.startswith("  "), lines)
+    return {"": first} | {line.split()[0]: line[11:].strip() for line in own}
+
+
+@pytest.mark.parametrize(
+    ("word", "first", "has"),
+    [
+        (
+            "weight_decay",
+            "training.weight_decay = 0.0",
+            {"type": "a number; must be at least 0", "from": "its default"},
+        ),
+        (
+            "eval-strategy",
+            'training.eval_strategy = "no"',
+            {"values": "no, steps, epoch", "page": "docs/training.md"},
+        ),
+        ("evaluation_strategy", 'training.eval_strategy = "no"', {"earlier": "evaluation_strategy"}),
+        (
+            "TrainingArguments.seed",
+            "training.seed = 42",
+            {"type": "a whole number", "python": "TrainingArguments.seed"},
+        ),
+        ("packing", "training.packing = false", {"tasks": "sft", "python": "SFTConfig.packing"}),
+        (
+            "block_size",
+            "data.block_size = 256",
+            {"tasks": "causal-lm, masked-lm", "recipe": "data.block_size"},
+        ),
+        (
+            "tokenizer.train.algorithm",
+            'tokenizer.train.algorithm = "auto"',
+            {"values": "auto, bpe, wordpiece"},
+        ),
+        ("quantization", "quantization = null", {"type": "text or null", "values": "nf4, fp4, int8"}),
+        ("hub_token", "training.hub_token = null", {"page": "docs/checkpoints.md, docs/hub.md"}),
+        ("logging_nan_inf_filter", "training.logging_nan_inf_filter = true", {"but": "filters nothing"}),
+        ("sample.max_new_tokens", "sample.max_new_tokens = 40", {"tasks": "causal-lm, seq2seq, sft"}),
+    ],
+)
+def test_any_argument_is_explained(
+    word: str, first: str, has: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = explained(capsys, word)
+    assert shown[""] == first
+    for name, text in has.items():
+        assert shown[name].startswith(text)
+    assert shown["means"]
+
+
+def test_every_key_of_a_recipe_has_a_description_a_type_and_a_page() -> None:
+    pages = {page for listed in _PAGES.values() for page in listed.split(", ")}
+    assert all((Path(__file__).parents[2] / "docs" / page).is_file() for page in {*pages, "recipes.md"})
+    objects = ("parallelism_config", "generation_config")  # of other libraries
+    for argument in all_arguments():
+        section = argument.field.default_factory is not dataclasses.MISSING and len(argument.keys) == 1
+        assert argument.doc or section, argument.dotted
+        assert argument.type_in_words() or section or argument.keys[-1] in objects, argument.dotted
+
+
+def test_a_name_without_a_successor_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "past_index"]) == 0
+    assert capsys.readouterr().out == "past_index is gone: no state is carried from batch to batch\n"
+
+
+def test_an_argument_of_a_recipe_whose_data_is_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "task: sft\ndata: no/such.jsonl\nmodel: ./no-such-model\ntraining:\n  learning_rate: 1e-3\n  warmup_steps: 5\n"
+    )
+    words = ["--recipe", str(recipe), "training.warmup_steps=7"]
+    shown = explained(capsys, "learning_rate", *words)
+    assert (shown[""], shown["from"], shown["default"]) == (
+        "training.learning_rate = 0.001", f"{recipe}:5", "2e-05"
+    )  # fmt: skip
+    assert explained(capsys, *words, "warmup_steps")["from"] == "the command line"
+    assert explained(capsys, "data.train", *words)["from"] == f"{recipe}:2"
+    assert explained(capsys, "training.seed", *words)["from"] == "its default"
+    assert explained(capsys, "output_dir", *words)["from"] == "derived from other keys, or set by the task"
+    assert main(["explain", *words]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert f"training.learning_rate = 0.001  # {recipe}:5" in listed
+    assert "training.warmup_steps = 7  # the command line" in listed
+    assert f'model.name = "./no-such-model"  # {recipe}:3' in listed
+    assert not any("output_dir" in line or "log_level" in line for line in listed)
+
+
+def test_a_recipe_with_a_mistake_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r.yaml").write_text("data: no/such.txt\ntraining: {learnign_rate: 1}\n")
+    assert main(["explain", "seed", "--recipe", str(tmp_path / "r.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "did you mean training.learning_rate?" in said or "did you mean 'learning_rate'?" in said
+    assert "no such file" not in said
+
+
+@pytest.mark.parametrize("words", [["seed", "max_steps"], ["seed", "x=1"]])
+def test_words_that_do_not_fit(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", *words])
+    assert capsys.readouterr().err.startswith("windlass explain: ")
 
 
 def test_the_dtypes_of_a_run_are_stated(capsys: pytest.CaptureFixture[str]) -> None:

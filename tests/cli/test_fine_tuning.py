@@ -15,8 +15,6 @@ from windlass.core.errors import ConfigError
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-
 
 @pytest.fixture
 def problems(tmp_path: Path) -> Path:
@@ -47,7 +45,7 @@ def test_a_newcomer_gets_an_adapter_and_a_sample(
 ) -> None:
     if name.startswith("qlora"):
         pytest.importorskip("bitsandbytes")
-    assert main(["train", str(RECIPES / f"{name}.yaml"), *small(problems)]) == 0
+    assert main(["train", name, *small(problems)]) == 0
     shown = capsys.readouterr().out
     run = problems.parent / "run"
     assert "Adapter     training " in shown
@@ -60,30 +58,28 @@ def test_a_newcomer_gets_an_adapter_and_a_sample(
     assert (run / "checkpoint-2" / "adapter_model.safetensors").is_file()
     assert (run / "report.html").is_file()
     before = (run / "base" / "model.safetensors").stat().st_mtime_ns
-    assert (
-        main(["train", str(RECIPES / f"{name}.yaml"), *small(problems, "training.max_steps=3"), "--resume"])
-        == 0
-    )
+    assert main(["train", name, *small(problems, "training.max_steps=3"), "--resume"]) == 0
     assert (run / "base" / "model.safetensors").stat().st_mtime_ns == before, "the base is trained once"
     assert (run / "metrics.jsonl").read_text().count('"base"') == 0
 
 
 def test_a_named_model_is_tuned_as_it_is(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(RECIPES / "sft-gsm8k.yaml"), *small(problems)]) == 0
+    assert main(["train", "sft-gsm8k", *small(problems)]) == 0
     base = problems.parent / "run" / "base"
     recipe = problems.parent / "mine.yaml"
     recipe.write_text(
         f"task: sft\ndata: {{train: {problems}, prompt_column: question, completion_column: answer}}\nmodel: {base}\n"
         f"training: {{max_steps: 1, use_cpu: true, max_length: 32, output_dir: {problems.parent / 'whole'}}}\n"
     )
+    capsys.readouterr()
     assert main(["train", str(recipe)]) == 0
-    assert "Adapter" not in capsys.readouterr().out.rpartition("Preparing")[2]
+    assert "Adapter" not in capsys.readouterr().out
     assert list((problems.parent / "whole").glob("**/model.safetensors"))
 
 
 def test_a_ready_recipe_tunes_a_named_model_with_its_tokenizer(problems: Path) -> None:
     """As its first lines say; what it says of the base, and of its tokenizer, applies without a name."""
-    recipe, run = str(RECIPES / "sft-gsm8k.yaml"), problems.parent / "run"
+    recipe, run = "sft-gsm8k", problems.parent / "run"
     assert main(["train", recipe, *small(problems)]) == 0
     base = (run / "base").rename(problems.parent / "mine")
     options = [word for word in small(problems) if not word.startswith("base.")]

@@ -38,7 +38,7 @@ def recipe(tmp_path: Path, photos: Path, *overrides: str) -> Recipe:
 
 
 def test_a_folder_of_each_class(tmp_path: Path, photos: Path) -> None:
-    train, held, names = load_images(recipe(tmp_path, photos), seed=1)
+    train, held, names = load_images(recipe(tmp_path, photos).data, seed=1)
     assert names == ["black", "white"]
     assert held is not None
     assert (len(train), len(held)) == (6, 2)
@@ -50,7 +50,7 @@ def test_a_folder_of_each_class(tmp_path: Path, photos: Path) -> None:
 def test_an_unreadable_image_is_named(tmp_path: Path, photos: Path) -> None:
     for file in photos.glob("*/*.png"):
         file.write_text("not an image")
-    train, _, _ = load_images(recipe(tmp_path, photos), seed=1)
+    train, _, _ = load_images(recipe(tmp_path, photos).data, seed=1)
     with pytest.raises(DataError, match=r"\.png: not a readable image"):
         train[0]
 
@@ -59,10 +59,10 @@ def test_a_class_without_training_images(tmp_path: Path, photos: Path) -> None:
     (tmp_path / "held" / "grey").mkdir(parents=True)
     Image.new("L", (4, 4), 99).save(tmp_path / "held" / "grey" / "0.png")
     with pytest.raises(DataError, match="class 'grey' never occurs in the training data"):
-        load_images(recipe(tmp_path, photos, f"data.eval={tmp_path}/held"), seed=1)
+        load_images(recipe(tmp_path, photos, f"data.eval={tmp_path}/held").data, seed=1)
 
 
 def test_a_folder_without_images(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="has no images"):
-        load_images(recipe(tmp_path, tmp_path / "empty"), seed=1)
+        load_images(recipe(tmp_path, tmp_path / "empty").data, seed=1)

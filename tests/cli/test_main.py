@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -10,19 +11,20 @@ from pathlib import Path
 import pytest
 
 from windlass import __version__
+from windlass.cli import environment_command
 from windlass.cli.command_line import LAUNCH_VARIABLE
-from windlass.cli.main import TrainOptions, _parsers, _train_options, main
-from windlass.cli.train import resume_command
+from windlass.cli.main import TrainOptions, _train_options, main, parsers
+from windlass.cli.resume_point import resume_command
 
 
 def options(*words: str) -> TrainOptions:
-    parser, train = _parsers()
+    parser, train = parsers()
     known, rest = parser.parse_known_args(["train", *words])
-    return _train_options(known, rest, train)
+    return _train_options(known, rest, ["train", *words], train)
 
 
 def test_words_may_stand_anywhere() -> None:
-    wanted = TrainOptions("a.yaml", ["b=1", "c.d=2"], "out", True, False, True)
+    wanted = TrainOptions("a.yaml", ["b=1", "c.d=2"], "out", True, dry_run=True)
     assert options("a.yaml", "b=1", "--dry-run", "c.d=2", "--output-dir", "out", "--resume") == wanted
     assert options("--resume", "a.yaml", "b=1", "--output-dir", "out", "--dry-run", "c.d=2") == wanted
 
@@ -37,7 +39,10 @@ def test_what_is_not_understood_is_code_2(words: list[str], capsys: pytest.Captu
     with pytest.raises(SystemExit) as caught:
         main(["train", *words])
     assert caught.value.code == 2
-    assert "usage: windlass train" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("windlass train: ")
+    assert said.endswith("see: windlass train --help\n")
+    assert len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -87,6 +92,25 @@ def test_version_and_environment(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "torch" in shown
     assert "python" in shown
+    assert re.search(rf"^windlass +{re.escape(__version__)} \(.*windlass\)$", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("found", ["0.1.1", None])
+def test_a_distribution_that_writes_into_the_same_package_is_named(
+    found: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment_command, "version_of", lambda name: found)
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert ("windlass 0.1.1" in shown) == ("pip uninstall windlass windlass-trainer" in shown) == bool(found)
+
+
+def test_training_by_a_recipe_asks_for_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["train"]) == 2
+    assert 'pip install "windlass-trainer[train]"' in capsys.readouterr().err
 
 
 def test_the_environment_tells_what_a_launch_would_find(
@@ -112,16 +136,72 @@ def test_config_errors_come_before_heavy_imports() -> None:
     assert "did you mean data.block_size?" in done.stderr
 
 
-def test_help_needs_no_torch() -> None:
+def test_help_and_mistakes_import_nothing_heavy() -> None:
+    """Of any command, so that it is on the screen at once."""
     code = (
-        "import sys; from windlass.cli.main import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit as end: assert end.code == 0\n"
-        "assert not {'torch', 'numpy', 'yaml'} & set(sys.modules)"
+        "import sys; from windlass.cli.main import COMMANDS, main\n"
+        "def heavy(): return {'torch', 'transformers', 'datasets', 'rich', 'matplotlib'} & set(sys.modules)\n"
+        "def ends(*words):\n"
+        "    try: main(words)\n"
+        "    except SystemExit as end: return end.code\n"
+        "assert ends('--help') == 0 and not heavy() | ({'numpy', 'yaml'} & set(sys.modules))\n"
+        "for name in ['train', *COMMANDS]:\n"
+        "    assert ends(name, '--help') == 0 and not heavy(), name\n"
+        "for words in ['trian'], ['launch'], ['train', '--lr', '1'], ['checkpoint', 'lss']:\n"
+        "    assert ends(*words) == 2 and not heavy(), words\n"
+        "assert main(['version']) == 0 and not heavy()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["trian"], "unknown command 'trian'"),
+        (["trian"], "did you mean 'train'?"),
+        (["--versoin"], "did you mean '--version'?"),
+        (["checkpoint", "lss"], "did you mean 'ls'?"),
+        (["checkpoint"], "example: windlass checkpoint ls runs"),
+        (["launch"], "SCRIPT missing; example: windlass launch --num_processes 2 train.py"),
+        (["run"], "SCRIPT missing; example: windlass run train.py"),
+        (["estimate-memory", "x", "--dtypes", "flot32"], "did you mean 'float32'?"),
+        (["train", "--learning_rate", "3e-4"], "write training.learning_rate=3e-4;"),
+        (["train", "--block-size=64", "--dryrun"], "write data.block_size=64; did you mean '--dry-run'?"),
+        (["train", "--max_steps", "a.yaml"], "write training.max_steps=a.yaml"),
+        (["train", "--bf16", "--learning-rate", "x=1"], "training.bf16=VALUE training.learning_rate=VALUE"),
+        (["train", "sums.jsonl"], "sums.jsonl is data and not a recipe: write data.train=sums.jsonl"),
+        (["train", "my.yaml", "a.csv.gz"], "write data.train=a.csv.gz"),
+    ],
+)
+def test_what_is_mistyped_is_answered_with_what_was_meant(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert hint in said
+    assert len(said.splitlines()) == 1
+
+
+def test_the_help_of_a_launch_lists_what_has_an_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    shown = capsys.readouterr().out
+    for line in (
+        "--num_processes N ",
+        "--engine {local,slurm,ray}",
+        "--environment NAME=VALUE",
+        "(default: 30.0)",
+    ):
+        assert line in shown
+    titles = [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles[:4] == ["options:", "the script:", "processes and machines:", "training:"]
+    # One spelling of each, and neither flags that are refused nor those without an effect.
+    for hidden in ("--num-processes", "--use_megatron_lm", "--same_network"):
+        assert hidden not in shown
 
 
 def test_an_unknown_flag_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,5 +209,5 @@ def test_an_unknown_flag_is_told_in_one_line(capsys: pytest.CaptureFixture[str])
         main(["launch", "--num_proceses", "2", "train.py"])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert "--num_proceses; did you mean 'num-processes'?" in said
+    assert "--num_proceses; did you mean '--num_processes'?" in said
     assert len(said.splitlines()) == 1

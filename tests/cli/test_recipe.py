@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from windlass.cli.built_in_recipes import names
 from windlass.cli.print_config import render_config
-from windlass.cli.recipe import load_recipe
-from windlass.cli.schema import TASKS, DataSpec, Recipe, SampleSpec
+from windlass.cli.recipe import check_draft, load_recipe, read_draft
+from windlass.cli.schema import DataSpec, Recipe, SampleSpec
+from windlass.cli.tasks import TASKS
+from windlass.cli.training import training_arguments
 from windlass.config.documents import loads
 from windlass.core.errors import ConfigError
 
@@ -65,13 +70,12 @@ def test_the_built_in_recipe_is_valid() -> None:
 
 @pytest.mark.parametrize("name", ["sst2", "shakespeare"])
 def test_the_ready_recipes_are_valid(name: str, tmp_path: Path) -> None:
-    folder = Path(__file__).parents[2] / "recipes"
     ending = "tsv" if name == "sst2" else "txt"
     for part in ("train", "dev"):
         (tmp_path / f"{part}.{ending}").write_text("a\t1\n")
     overrides = [f"data.train={tmp_path}/train.{ending}"]
     overrides += [f"data.eval={tmp_path}/dev.{ending}"] if name == "sst2" else []
-    assert load_recipe(folder / f"{name}.yaml", overrides).data.train.startswith(str(tmp_path))
+    assert load_recipe(name, overrides).data.train.startswith(str(tmp_path))
 
 
 def test_all_problems_at_once_with_line_and_nearest_key(tmp_path: Path, text: Path) -> None:
@@ -107,7 +111,8 @@ def test_training_arguments_speak_for_their_section(tmp_path: Path, text: Path) 
         ("data.eval_fraction=1.5", ["below 1"]),
         ("data.block_size=1", ["at least 2"]),
         ("data.text_column=3", ["quote it"]),
-        ("model.name=gpt2", ["model='both'"]),
+        ("model.name=gpt2 model.config.model_type=gpt2", ["model='both'"]),
+        ("model.name=gpt2", []),  # replaces model.config of the file
         ("model.config=null", ["model='neither'"]),
         ("model.config={hidden_size: 3}", ["model_type"]),
         ("tokenizer.train=null", ["tokenizer='neither'"]),
@@ -205,6 +210,36 @@ def test_printed_config_marks_what_differs(tmp_path: Path, text: Path) -> None:
         "log_level",
     }
     assert not any("_token:" in line for line in printed)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("name", names())
+def test_the_printed_config_of_a_recipe_is_the_same_recipe_and_warns_of_nothing(
+    name: str, everything: bool, tmp_path: Path
+) -> None:
+    recipe = check_draft(read_draft(name), opens_files=False)
+    (tmp_path / "copy.yaml").write_text(printed := render_config(recipe, everything=everything))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy = check_draft(read_draft(tmp_path / "copy.yaml"), opens_files=False)
+        mine, theirs = (training_arguments(one.training, one.task) for one in (recipe, copy))
+    assert vars_of(copy) | {"training": None} == vars_of(recipe) | {"training": None}
+    assert mine.to_dict() == theirs.to_dict()
+    assert render_config(copy, everything=everything) == printed
+    assert ("dataloader_num_workers" in printed) == everything
+
+
+def test_every_printed_key_is_explained(tmp_path: Path, text: Path) -> None:
+    printed = render_config(
+        load_recipe(write(tmp_path, GOOD.format(text=text))), everything=True
+    ).splitlines()
+    keys = [number for number, line in enumerate(printed) if re.match(r" *\w+: \S", line)]
+    assert len(keys) > 120
+    for number in keys:
+        assert "# " in printed[number].replace("# *", "# ") + printed[number - 1], printed[number]
+    assert [
+        line for line in printed if len(line) > 80 and "{" not in line and str(tmp_path) not in line
+    ] == []
 
 
 def vars_of(recipe: Recipe) -> dict[str, object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,10 +12,11 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from windlass.cli.modelling import build_model
+from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.samples import IGNORED, Blocks, encode_labelled, pack
 from windlass.cli.schema import DataSpec, ModelSpec, Recipe, TokenizerSpec, TokenizerTraining
-from windlass.cli.tokenizing import build_tokenizer
+from windlass.cli.tasks import TASKS
+from windlass.cli.tokenizing import CLASSIFIER, WRITER, build_tokenizer
 from windlass.core.errors import ConfigError, DataError
 
 TEXTS = ["the cat sat on the mat\n", "the dog did not\n"] * 10
@@ -30,6 +33,10 @@ def recipe(task: str = "causal-lm", config: dict[str, object] | None = None, **t
     )
 
 
+def build_model(recipe: Recipe, *labels: str) -> Any:
+    return TASKS[recipe.task].build_model(RecipeParts(recipe, TOKENIZER, None, None, labels))
+
+
 @given(count=st.integers(2, 100), block=st.integers(2, 17))
 def test_blocks_hold_every_token_once(count: int, block: int) -> None:
     blocks = Blocks(torch.arange(1, count + 1), block, padding=0)
@@ -40,7 +47,7 @@ def test_blocks_hold_every_token_once(count: int, block: int) -> None:
 
 
 def test_packing_ends_each_text_and_decodes_back() -> None:
-    tokenizer = build_tokenizer(recipe(), TEXTS)
+    tokenizer = build_tokenizer(recipe(), WRITER, TEXTS)
     blocks = pack(TEXTS, tokenizer, 16)
     ids = torch.cat([blocks[index]["labels"] for index in range(len(blocks))])
     kept = ids[ids != IGNORED].tolist()
@@ -53,17 +60,17 @@ def test_byte_level_bpe_knows_every_text(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
 
 
-TOKENIZER = build_tokenizer(recipe(), TEXTS)
+TOKENIZER = build_tokenizer(recipe(), WRITER, TEXTS)
 
 
 def test_a_tokenizer_is_the_same_every_time() -> None:
-    again = build_tokenizer(recipe(), TEXTS)
+    again = build_tokenizer(recipe(), WRITER, TEXTS)
     assert again.get_vocab() == TOKENIZER.get_vocab()
 
 
 @pytest.mark.parametrize("algorithm", ["wordpiece", "bpe"])
 def test_classifier_texts_stand_between_marks(algorithm: str) -> None:
-    tokenizer = build_tokenizer(recipe("classification", algorithm=algorithm), TEXTS)
+    tokenizer = build_tokenizer(recipe("classification", algorithm=algorithm), CLASSIFIER, TEXTS)
     data = encode_labelled(["the cat", "the cat sat on the mat the dog did not sit"], [1, 0], tokenizer, 12)
     ids = data[0]["input_ids"]
     assert (ids[0], ids[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
@@ -77,14 +84,14 @@ def test_nothing_to_pack_is_refused() -> None:
 
 
 def test_the_model_takes_sizes_from_data_and_tokenizer() -> None:
-    model = build_model(recipe(), TOKENIZER, [])
+    model = build_model(recipe())
     assert model.config.vocab_size == len(TOKENIZER)
     assert model.config.max_position_embeddings == 16
     assert model.config.eos_token_id == TOKENIZER.eos_token_id
 
 
 def test_a_classifier_knows_its_classes() -> None:
-    model = build_model(recipe("classification"), TOKENIZER, ["neg", "pos"])
+    model = build_model(recipe("classification"), "neg", "pos")
     assert model.config.id2label == {0: "neg", 1: "pos"}
 
 
@@ -100,10 +107,10 @@ def test_a_classifier_knows_its_classes() -> None:
         ({**LLAMA, "hidden_size": "big"}, ["model.config", "hidden_size"]),
         ({**LLAMA, **HEADS, "vocab_size": 10}, ["at least that"]),
         ({**LLAMA, **HEADS, "max_position_embeddings": 8}, ["data.block_size=16", "8 positions"]),
-        ({"model_type": "vit"}, ["cannot be built for causal-lm"]),
+        ({"model_type": "vit"}, ["cannot be built for this task (AutoModelForCausalLM)"]),
     ],
 )
 def test_a_wrong_config_is_refused(config: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_model(recipe(config=config), TOKENIZER, [])
+        build_model(recipe(config=config))
     assert all(word in str(caught.value) for word in words), str(caught.value)

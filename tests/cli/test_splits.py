@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from windlass.cli import splits
 from windlass.cli.readers import Record
-from windlass.cli.schema import DataSpec, Recipe
+from windlass.cli.schema import DataSpec
 from windlass.core.errors import DataError
 
 
@@ -64,7 +64,7 @@ def test_one_class_and_unknown_class_are_refused() -> None:
 
 
 def test_no_evaluation_when_the_fraction_is_zero() -> None:
-    recipe = Recipe(data=DataSpec(format="python-docs", eval_fraction=0.0))
-    train, held = splits.load_records(recipe, seed=1)
+    data = DataSpec(format="python-docs", eval_fraction=0.0)
+    train, held = splits.load_records(data, seed=1, cut_texts=True)
     assert train
     assert held == []

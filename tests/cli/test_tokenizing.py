@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from windlass.cli.schema import TokenizerTraining
-from windlass.cli.tokenizing import CLASSIFIER_TOKENS, _trained
+from windlass.cli.tokenizing import CLASSIFIER, train_tokenizer
 
 
 def _texts() -> list[str]:
@@ -22,15 +22,15 @@ def _texts() -> list[str]:
 @pytest.mark.parametrize("algorithm", ["wordpiece", "bpe"])
 def test_the_same_texts_give_the_same_tokenizer(algorithm: str) -> None:
     training = TokenizerTraining(algorithm=algorithm, vocab_size=200)
-    written = {_trained(training, _texts(), "classification").backend_tokenizer.to_str() for _ in range(4)}
+    written = {train_tokenizer(training, CLASSIFIER, _texts()).backend_tokenizer.to_str() for _ in range(4)}
     assert len(written) == 1
 
 
 def test_only_the_marks_are_special() -> None:
     training = TokenizerTraining(algorithm="wordpiece", vocab_size=200)
-    tokenizer = _trained(training, _texts(), "classification")
-    assert set(tokenizer.all_special_tokens) == set(CLASSIFIER_TOKENS.values())
-    assert set(tokenizer.get_added_vocab()) == set(CLASSIFIER_TOKENS.values())
+    tokenizer = train_tokenizer(training, CLASSIFIER, _texts())
+    assert set(tokenizer.all_special_tokens) == set(CLASSIFIER.special_tokens.values())
+    assert set(tokenizer.get_added_vocab()) == set(CLASSIFIER.special_tokens.values())
     assert len(tokenizer) == 200
     text = _texts()[0]
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text

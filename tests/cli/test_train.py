@@ -22,8 +22,8 @@ pytest.importorskip("tokenizers")
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.store import Store
 from windlass.cli.main import main
-from windlass.cli.recipe_parts import saved_tokenizer
-from windlass.trainer import save_retry
+from windlass.cli.tokenizing import saved_tokenizer
+from windlass.trainer import run_checkpoints
 
 Run = Callable[..., str]
 ROOT = Path(__file__).parents[2]
@@ -132,13 +132,13 @@ def test_a_language_model_from_start_to_resume(room: Path, windlass: Run) -> Non
     )
     assert model.config.vocab_size == len(tokenizer)
     (command,) = re.findall(r"^resume +(.*)$", out, re.MULTILINE)
-    assert command == "windlass train lm.yaml --resume"
+    assert command == shlex.join([sys.executable, "-m", "windlass", "train", "lm.yaml", "--resume"])
     fine_tuned = windlass(
         "train", "lm.yaml", f"model={checkpoint}", f"tokenizer={checkpoint}", "--output-dir", "fine"
     )
     assert (room / "fine" / "checkpoint-6").is_dir()
     assert "\r" not in fine_tuned
-    again = windlass(*shlex.split(command)[1:], "training.max_steps=8")
+    again = windlass(*shlex.split(command)[3:], "training.max_steps=8")
     assert (folder / "checkpoint-8").is_dir()
     assert re.search(r"2 steps in", again)
     assert [row["step"] for row in rows(folder) if "loss" in row] == [2, 4, 6, 8]
@@ -213,7 +213,7 @@ def test_a_last_save_that_fails_is_one_message_and_code_2(
         raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
 
     monkeypatch.setattr(Files, "write_some", gone)
-    monkeypatch.setattr(save_retry, "LAST_PAUSES", (0.0,))
+    monkeypatch.setattr(run_checkpoints, "LAST_PAUSES", (0.0,))
     said = windlass("train", "lm.yaml", "--output-dir", "gone", code=2)
     assert f"but its last save failed: [Errno {errno.ENOTCONN}]" in said
     assert "Last whole checkpoint: none of this run" in said
@@ -258,7 +258,9 @@ def test_a_run_from_the_hub_takes_the_tokenizer_of_its_checkpoint(
         for folder, step in (("first", 2), ("second", 4))
     )
     assert first == second
-    assert "nobody/run: no such repository" in windlass("train", *quick, "--resume", "hub:nobody/run", code=2)
+    assert "missing/run: no such repository" in windlass(
+        "train", *quick, "--resume", "hub:missing/run", code=2
+    )
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals to a process")
@@ -282,7 +284,7 @@ def test_a_signal_leaves_a_state_that_resumes(
     assert ended == code, said
     assert "Traceback" not in said
     (checkpoint,) = re.findall(r"Interrupted: (\S+) is complete", said)
-    (resume,) = re.findall(r"^  windlass (.*--resume)$", said, re.MULTILINE)
+    (resume,) = re.findall(rf"^  {re.escape(sys.executable)} -m windlass (.*--resume)$", said, re.MULTILINE)
     step = int(checkpoint.rpartition("-")[2])
     out = windlass(*shlex.split(resume), f"training.max_steps={step + 2}")
     assert "2 steps in" in out, out
@@ -307,7 +309,7 @@ def test_a_ready_recipe_runs_on_real_files(windlass: Run) -> None:
     if not data.is_dir():
         pytest.skip("the SST-2 files are not beside the repository")
     files = [f"data.train={data}/train.tsv", f"data.eval={data}/dev.tsv"]
-    recipe = str(ROOT / "recipes" / "sst2.yaml")
+    recipe = "sst2"
     out = windlass("train", recipe, *files, "training.num_train_epochs=2")
     (accuracy,) = re.findall(r"eval accuracy +(\d\.\d+)", out)
     assert float(accuracy) > 0.72

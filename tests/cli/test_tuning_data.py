@@ -24,7 +24,12 @@ def test_rows_of_a_recipe() -> None:
     assert rows == [{"prompt": "one\n", "completion": "two"}]
     assert tuning_rows(records, DataSpec()) == [{"q": "one", "a": "two"}]
     assert list(tuning_texts([*rows, {"text": "three"}], "text")) == ["one\ntwo", "three"]
-    with pytest.raises(DataError, match="columns messages need a model with its tokenizer"):
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    assert list(tuning_texts([{"messages": turns}], "text")) == ["one\ntwo\n"]
+    assert list(tuning_texts([{"prompt": turns[:1], "completion": turns[1:]}], "text")) == ["one\ntwo\n"]
+    with pytest.raises(DataError, match="columns input_ids need a model with its tokenizer"):
+        list(tuning_texts([{"input_ids": [1]}], "text"))
+    with pytest.raises(DataError, match="empty conversation"):
         list(tuning_texts([{"messages": []}], "text"))
 
 

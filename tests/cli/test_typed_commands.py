@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests import screens
 from tests.cli.test_train import LM
 from tests.dist.launch import end_of
 from tests.terminal import CTRL_C, Terminal
@@ -17,17 +18,19 @@ from tests.terminal import CTRL_C, Terminal
 ROOT = Path(__file__).parents[2]
 RUNS = Path(__file__).with_name("terminal_runs.py")
 WINDLASS = Path(sys.executable).with_name("windlass")
-BAR = re.compile(r"^(train|evaluate) \d+/\d+ \d+% [\d:]+<[\d:-]+ ")
-RICH = ["rich", "without-rich"]
+BAR = re.compile(r"^(train|evaluate) +\d+/\d+ +\d+% ")
+ROW = re.compile(r"^ *(\d+) +\d+\.\d")  # a step and its loss
 
 
 def bars(lines: list[str]) -> list[str]:
     """The rows of bars as `train 12/12`; fails if one of them is anything but a row of its own."""
     for line in lines:
-        assert len(line) < 80 or not line.startswith(("step ", "train ", "evaluate ")), line
+        assert len(line) < 80 or not (ROW.match(line) or line.startswith(("step ", "train ", "evaluate "))), (
+            line
+        )
         drawn = re.findall(r"[━╸╺]{2,}|#{3,}|\.{4,}", line)
         assert not drawn or BAR.match(line), f"{line!r} in\n" + "\n".join(lines)
-        assert not re.search(r".(train|evaluate) \d+/\d+", line), line
+        assert not re.search(r".(train|evaluate) +\d+/\d+", line), line
     return [" ".join(line.split()[:2]) for line in lines if BAR.match(line)]
 
 
@@ -48,29 +51,29 @@ def room(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("rich", RICH)
-def test_a_run_with_evaluations_warnings_and_prints(rich: str, tmp_path: Path) -> None:
-    if rich == "rich":
-        pytest.importorskip("rich")
-    lines = typed("usual", rich, cwd=tmp_path)
+def test_a_run_with_evaluations_warnings_and_prints(tmp_path: Path) -> None:
+    lines = typed("usual", cwd=tmp_path)
     assert bars(lines) == ["train 12/12", "evaluate 6/6"]
-    assert ("━" in "".join(lines)) == (rich == "rich")
+    assert "━" in "".join(lines)
     for whole in ("printed in words", "a library's record", "evaluated epoch", "ended at step 12"):
         assert lines.count(whole) == 1, whole
     assert "".join(lines).count("FutureWarning: something is deprecated") == 1
-    assert [line.split()[1] for line in lines if re.match("step .* loss", line)] == ["3", "6", "9", "12"]
+    assert [row[1] for line in lines if (row := ROW.match(line))] == ["3", "6", "9", "12"]
+    assert [line.split() for line in lines if "saved" in line] == [
+        ["saved", f"checkpoint-{step}"] for step in (4, 8, 12)
+    ]
+    assert [line.split()[:2] for line in lines if "eval_loss" in line] == [
+        [s, "eval_loss"] for s in ("4", "8", "12")
+    ]
     assert lines.index("ended at step 12") == len(lines) - 1
 
 
-@pytest.mark.parametrize("rich", RICH)
 @pytest.mark.parametrize(
     ("what", "code", "last"),
     [("error", 1, "RuntimeError: the sixth update"), ("exit", 7, None), ("terminated", 75, None)],
 )
-def test_a_run_that_ends_early(what: str, code: int, last: str | None, rich: str, tmp_path: Path) -> None:
-    if rich == "rich":
-        pytest.importorskip("rich")
-    lines = typed(what, rich, cwd=tmp_path, code=code)
+def test_a_run_that_ends_early(what: str, code: int, last: str | None, tmp_path: Path) -> None:
+    lines = typed(what, cwd=tmp_path, code=code)
     assert [bar.split("/")[1] for bar in bars(lines)] == ["12"]
     assert last is None or last in lines
     assert any("SIGTERM: finishing" in line for line in lines) == (what == "terminated")
@@ -79,20 +82,18 @@ def test_a_run_that_ends_early(what: str, code: int, last: str | None, rich: str
 def test_an_early_stop_and_evaluations_without_a_training(tmp_path: Path) -> None:
     lines = typed("early", cwd=tmp_path)
     assert bars(lines) == ["train 8/12", "evaluate 6/6"]
+    assert "stopped at 8 of 12: eval_constant has not improved for 1 evaluation" in lines
     assert bars(typed("evaluate", cwd=tmp_path)) == ["evaluate 6/6", "evaluate 6/6"]
 
 
-@pytest.mark.parametrize("rich", RICH)
-def test_ctrl_c_ends_a_run_with_a_checkpoint(rich: str, tmp_path: Path) -> None:
-    if rich == "rich":
-        pytest.importorskip("rich")
+def test_ctrl_c_ends_a_run_with_a_checkpoint(tmp_path: Path) -> None:
     with Terminal() as terminal:
-        terminal.run(RUNS, "endless", rich, cwd=tmp_path)
-        terminal.until("step 50 ")
+        terminal.run(RUNS, "endless", cwd=tmp_path)
+        terminal.until("\n    50 ")
         terminal.resize(60, 20)
-        terminal.until("step 150 ")
+        terminal.until("\n   150 ")
         terminal.resize(100, 30)
-        terminal.until("step 200 ")
+        terminal.until("\n   200 ")
         terminal.type(CTRL_C)
         terminal.until("interrupted: finishing this update")
         assert terminal.end() == 0
@@ -114,6 +115,17 @@ def test_other_terminals(environ: dict[str, str], tmp_path: Path) -> None:
         assert (b"\x1b[38" in raw or b"\x1b[3" in raw) == ("NO_COLOR" not in environ)
     if "COLUMNS" in environ:
         assert max(len(line) for line in lines if line.startswith(("step", "train", "evaluate"))) < 40
+
+
+@pytest.mark.parametrize("columns", screens.COLUMNS)
+@pytest.mark.parametrize("name", screens.SCREENS)
+def test_what_a_person_sees(name: str, columns: int, tmp_path: Path) -> None:
+    """`python -m tests.screens` writes the files again, and pictures of the screens into the documentation."""
+    pytest.importorskip("transformers")
+    screens.furnish(tmp_path)
+    shown, _ = screens.shot(name, columns, tmp_path)
+    assert screens.steady(shown) == (screens.TEXTS / f"{name}-{columns}.txt").read_text("utf-8")
+    assert max(map(len, shown.partition("\n\n-----")[0].split("\n"))) <= columns
 
 
 def test_without_a_bar(tmp_path: Path) -> None:
@@ -156,7 +168,7 @@ def test_a_recipe_is_dry_run_trained_interrupted_and_resumed(room: Path) -> None
     with Terminal() as terminal:
         endless = ("training.max_steps=100000", "training.eval_strategy=no")
         terminal.run("windlass", "train", "lm.yaml", *endless, cwd=room)
-        terminal.until("step 20 ")
+        terminal.until("\n    20 ")
         terminal.type(CTRL_C)
         assert terminal.end() == 130, terminal.lines
         assert len(bars(terminal.lines)) == 1
@@ -168,7 +180,7 @@ def test_a_recipe_is_dry_run_trained_interrupted_and_resumed(room: Path) -> None
         terminal.run("windlass", "train", "lm.yaml", "--resume", steps, cwd=room)
         assert terminal.end() == 0, terminal.lines
         assert bars(terminal.lines) == [f"train {int(step) + 2}/{int(step) + 2}"]
-        assert re.search("^resume +windlass train", "\n".join(terminal.lines), re.MULTILINE)
+        assert f"resume{sys.executable}-mwindlasstrainlm.yaml" in "".join("".join(terminal.lines).split())
 
 
 @pytest.mark.slow

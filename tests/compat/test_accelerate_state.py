@@ -11,7 +11,7 @@ from tests.accelerator.loop_cases import make
 from torch import nn
 
 import windlass
-from windlass.compat.accelerate_state import explain
+from windlass.compat.readers.accelerate_state import explain
 from windlass.core.errors import CheckpointError
 
 accelerate = pytest.importorskip("accelerate")

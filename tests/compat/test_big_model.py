@@ -21,7 +21,7 @@ from windlass import Accelerator
 from windlass.accelerator.offloaded_weights import get_state_dict_offloaded_model
 from windlass.checkpoint.stored import load_folder
 from windlass.checkpoint.weights import save_weights
-from windlass.compat import (
+from windlass.compat.big_models import (
     auto_device_map,
     big_model,
     checkpoint_loading,
@@ -35,17 +35,17 @@ from windlass.compat import (
     moving,
     offload,
 )
-from windlass.compat.auto_device_map import infer_auto_device_map
-from windlass.compat.big_model import (
+from windlass.compat.big_models.auto_device_map import infer_auto_device_map
+from windlass.compat.big_models.big_model import (
     cpu_offload,
     cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
 )
-from windlass.compat.meta import init_empty_weights
-from windlass.compat.model_hooks import remove_hook_from_submodules
-from windlass.compat.module_tensors import find_tied_parameters
+from windlass.compat.big_models.meta import init_empty_weights
+from windlass.compat.big_models.model_hooks import remove_hook_from_submodules
+from windlass.compat.big_models.module_tensors import find_tied_parameters
 from windlass.core.errors import ConfigError, ModelError
 
 MODULES = (
@@ -278,14 +278,14 @@ def test_a_pipeline_of_models() -> None:
 MEMORY = """
 import sys, torch
 from torch import nn
-from windlass.compat.big_model import load_checkpoint_and_dispatch
+from windlass.compat.big_models.big_model import load_checkpoint_and_dispatch
 from windlass.metrics.memory import process_peak_bytes
-from windlass.compat.meta import init_empty_weights
+from windlass.compat.big_models.meta import init_empty_weights
 
 with init_empty_weights():
     model = nn.Sequential(*[nn.Linear(3072, 3072, bias=False) for _ in range(16)])
 x = torch.ones(1, 3072)
-nn.Linear(3072, 3072, bias=False)(x)  # what the first product of this process sets up is no weight
+nn.Linear(3072, 3072, bias=False)(x)  # what the first product of this process sets up is not a weight
 before = process_peak_bytes()
 load_checkpoint_and_dispatch(model, sys.argv[1], device_map={"": "disk"}, offload_folder=sys.argv[1] + "/offload")
 with torch.no_grad():

@@ -10,7 +10,11 @@ import pytest
 from accelerate.utils import modeling as reference
 from tests.compat.big_models import Model
 
-from windlass.compat.device_memory import available_host_memory, get_balanced_memory, get_max_memory
+from windlass.compat.big_models.device_memory import (
+    available_host_memory,
+    get_balanced_memory,
+    get_max_memory,
+)
 from windlass.core import memory
 from windlass.core.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed that somebody forged are refused with one error that names the folder, in bounded memory.
+"""Folders of DeepSpeed that are forged are refused with one error that names the folder, in bounded memory.
 
 The layout is written by hand here; `test_deepspeed_folder.py` reads what DeepSpeed itself wrote.
 """

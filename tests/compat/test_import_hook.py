@@ -147,7 +147,7 @@ def test_a_loop_runs_on_this_engine_and_the_library_stays_whole(tmp_path: Path) 
     assert "engine windlass.accelerator.accelerator True" in ended.stdout
     assert "version True" in ended.stdout
     assert "same True" in ended.stdout
-    assert "submodules x windlass.config.plugin_words [1.0]" in ended.stdout
+    assert "submodules x windlass.config.enums [1.0]" in ended.stdout
     assert "internal accelerate.accelerator" in ended.stdout
 
 

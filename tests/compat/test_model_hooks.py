@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from windlass.compat import model_hooks as ours
-from windlass.compat.model_hooks import (
+from windlass.compat.big_models import model_hooks as ours
+from windlass.compat.big_models.model_hooks import (
     ModelHook,
     SequentialHook,
     add_hook_to_module,
@@ -53,7 +53,7 @@ class Plus(ModelHook):
     ],
 )
 def test_classes_have_the_methods_of_the_reference(name: str) -> None:
-    from windlass.compat import layerwise_casting, moving, offload
+    from windlass.compat.big_models import layerwise_casting, moving, offload
 
     theirs = {attribute for attribute in vars(getattr(reference, name)) if not attribute.startswith("_")}
     mine = next(

@@ -8,7 +8,7 @@ from accelerate.utils import modeling as reference
 from tests.compat.big_models import Model, seeded
 from torch import nn
 
-from windlass.compat.module_tensors import (
+from windlass.compat.big_models.module_tensors import (
     SharedWeight,
     device_of,
     find_tied_parameters,

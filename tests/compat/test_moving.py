@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from windlass.compat.model_hooks import add_hook_to_module
-from windlass.compat.moving import CpuOffload, UserCpuOffloadHook, align_module_device
-from windlass.compat.offload import AlignDevicesHook
+from windlass.compat.big_models.model_hooks import add_hook_to_module
+from windlass.compat.big_models.moving import CpuOffload, UserCpuOffloadHook, align_module_device
+from windlass.compat.big_models.offload import AlignDevicesHook
 
 
 def test_aligned_for_a_while() -> None:

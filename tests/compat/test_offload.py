@@ -13,7 +13,7 @@ from windlass.accelerator.offloaded_weights import (
     load_offloaded_parameter,
     offload_hook,
 )
-from windlass.compat.attach_hooks import (
+from windlass.compat.big_models.attach_hooks import (
     PrefixedDataset,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
@@ -21,13 +21,13 @@ from windlass.compat.attach_hooks import (
     extract_submodules_state_dict,
     shared_weights,
 )
-from windlass.compat.model_hooks import (
+from windlass.compat.big_models.model_hooks import (
     add_hook_to_module,
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from windlass.compat.module_tensors import find_tied_parameters
-from windlass.compat.offload import AlignDevicesHook
+from windlass.compat.big_models.module_tensors import find_tied_parameters
+from windlass.compat.big_models.offload import AlignDevicesHook
 from windlass.core.errors import ModelError
 
 
@@ -38,7 +38,7 @@ def test_a_layer_has_its_weights_during_its_forward_alone() -> None:
     assert layer.weight.is_meta
     placeholder = layer.weight
     assert torch.equal(layer(x), expected)
-    assert layer.weight is placeholder, "what stands in for a weight stays the same object"
+    assert layer.weight is placeholder, "the placeholder of a weight stays the same object"
     remove_hook_from_module(layer)
     assert torch.equal(layer.weight, weight)
     assert layer.weight.requires_grad

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.integrations import accelerate as transformers_reference
 
-from windlass.compat.offloaded import (
+from windlass.compat.big_models.offloaded import (
     OffloadedWeightsLoader,
     offload_state_dict,
     offload_weight,

@@ -1,6 +1,6 @@
 """What scripts import from transformers' trainer modules or from accelerate exists here, or is refused with a reason.
 
-The names are read from the packages as they are installed; the reasons are in `windlass.config.support_names`.
+The names are read from the packages as they are installed; the reasons are in `windlass.compat.refused_names`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.docs import refused_names
 from tests.docs.refused_names import MEMBERS, filled_in
 
 from windlass import Accelerator, Trainer
-from windlass.config.support_names import WHY, WHY_NOT_COMMANDS
+from windlass.compat.refused_names import WHY, WHY_NOT_COMMANDS
 
 MODULES = list(peers.modules())
 CLASSES = list(peers.classes())

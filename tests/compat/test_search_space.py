@@ -43,7 +43,7 @@ class _Trial:
 
 
 def test_the_spaces_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packages are not installed; modules without anything stand for them."""
+    """The packages are not installed; modules without anything replace them."""
     tune: Any = ModuleType("ray.tune")
     for word in ("loguniform", "choice", "uniform"):
         setattr(tune, word, lambda *args, word=word: (word, *args))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from windlass.checkpoint.files import Files
-from windlass.compat import torch_file
-from windlass.compat.torch_file import open_torch_file
+from windlass.compat.readers import torch_file
+from windlass.compat.readers.torch_file import open_torch_file
 from windlass.core.errors import CheckpointError
 
 
@@ -174,7 +174,7 @@ DESCRIPTIONS: list[tuple[Any, str]] = [
 def test_what_the_other_process_answers_is_checked(
     description: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It opened a pickle that somebody else wrote."""
+    """It opened a pickle that another program wrote."""
     monkeypatch.setattr(torch_file, "describe", lambda file, path, objects: description)
     path = tmp_path / "x.pt"
     path.write_bytes(

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 
 from windlass.checkpoint.files import Files
 from windlass.cli.main import main
-from windlass.compat import torch_reader
-from windlass.compat.stored_tensor import Unread
-from windlass.compat.torch_file import open_torch_file
+from windlass.compat.readers import torch_reader
+from windlass.compat.readers.stored_tensor import Unread
+from windlass.compat.readers.torch_file import open_torch_file
 from windlass.core.errors import CheckpointError
 
 WITNESS = "WINDLASS_TEST_EXECUTED"
@@ -285,7 +285,7 @@ def test_the_limits_grow_with_the_file_up_to_a_bound() -> None:
 
 
 def test_less_than_the_limits_is_enough() -> None:
-    """`ulimit -v` and batch systems set limits that nobody may raise."""
+    """`ulimit -v` and batch systems set limits that a process cannot raise."""
     codecs.lookup("ascii")  # a user without rights can't import it
     child = os.fork()
     if child == 0:
@@ -312,8 +312,8 @@ def test_an_export_of_such_a_file_ends_with_one_line(
 
 
 def test_the_process_that_ends_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends if nobody asks for some seconds, or if the system ends it."""
-    from windlass.compat import reader_process
+    """It ends if no process asks for some seconds, or if the system ends it."""
+    from windlass.compat.readers import reader_process
 
     assert read(b"\x80\x02K\x01.") == 1
     (reader,) = reader_process._running

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from windlass.assemble.facts import Facts
-from windlass.assemble.resolve import resolve
+from windlass.assemble.resolve import resolve_call, resolve_run
 from windlass.config.accelerator_config import AcceleratorConfig
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError
@@ -75,7 +75,7 @@ def test_unknown_keys_and_classes_are_answered() -> None:
 def test_what_is_distributed_otherwise_is_in_the_plan() -> None:
     options = {"gradient_accumulation_kwargs": {"sync_each_batch": True}, "dispatch_batches": True}
     args = TrainingArguments("out", accelerator_config=options, max_steps=1)
-    plan = resolve(args, Facts(World(), 10))
+    plan = resolve_run(args, resolve_call(args, World()), Facts(10))
     assert (plan.dist.reduce_each, plan.data.dispatch) == (True, True)
 
 

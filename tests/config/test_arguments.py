@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import os
 import pickle
+import pydoc
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -17,10 +19,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from windlass.compat.parser import HfArgumentParser
 from windlass.config.arguments import TrainingArguments, describe
-from windlass.config.parser import HfArgumentParser
 from windlass.config.validate import check
 from windlass.core.errors import ConfigError
+from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments
+from windlass.finetuning.sft_config import SFTConfig
 
 
 def _default(spec: dataclasses.Field[Any]) -> Any:
@@ -87,7 +91,7 @@ def test_derived_values_equal_theirs() -> None:
 def test_importing_and_constructing_loads_no_torch_and_makes_no_folder(tmp_path: Path) -> None:
     code = (
         "import sys, os; from windlass.config.arguments import TrainingArguments\n"
-        "from windlass.config import parser, support_names\n"
+        "from windlass.compat import parser, refused_names\n"
         "args = TrainingArguments('never/made', evaluation_strategy='epoch')\n"
         "args.world_size, args.should_log, str(args)\n"
         "bad = [m for m in ('torch', 'transformers', 'numpy', 'datasets') if m in sys.modules]\n"
@@ -321,3 +325,44 @@ def test_words_replace_what_a_factory_made() -> None:
     (args,) = HfArgumentParser(FactoryArguments).parse_args_into_dataclasses(words)
     assert (args.train_sampling_strategy, args.save_steps, args.mine) == ("group_by_length", 7, False)
     assert args.eval_strategy == "no"
+
+
+def test_a_short_repr_lists_what_differs_from_the_defaults() -> None:
+    args = TrainingArguments("out", learning_rate=1e-3, eval_strategy="steps", logging_steps=500)
+    args.seed = 3
+    assert (
+        repr(args)
+        == "TrainingArguments(output_dir='out', learning_rate=0.001, eval_strategy='steps', seed=3)"
+    )
+    assert repr(TrainingArguments()) == "TrainingArguments()"
+    assert "\n  adam_beta1=0.9,\n" in str(args)
+
+    class Own(TrainingArguments):
+        def __init__(self, folder: str) -> None:
+            super().__init__(folder, max_steps=3)
+
+    assert repr(Own("out")) == "Own(output_dir='out', max_steps=3)"
+
+
+@pytest.mark.parametrize("kind", [TrainingArguments, SFTConfig, Seq2SeqTrainingArguments, ScriptArguments])
+def test_signature_and_help_list_every_argument(kind: type[TrainingArguments]) -> None:
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+    shown = inspect.signature(kind).parameters
+    assert list(shown) == list(fields)
+    assert shown["learning_rate"].annotation is float
+    assert shown["learning_rate"].default == fields["learning_rate"].default
+    assert shown["include_for_metrics"].default == []
+    if kind is ScriptArguments:
+        return
+    text = pydoc.plain(pydoc.render_doc(kind))
+    for name, spec in fields.items():
+        (line,) = [line for line in text.splitlines() if line.strip(" |").startswith(f"{name} (")]
+        # Not `spec.type`: parsers of other libraries, which earlier tests run, put the resolved type there.
+        declared = next(
+            c.__annotations__[name] for c in kind.__mro__ if name in vars(c).get("__annotations__", ())
+        )
+        assert declared in line
+        assert line.endswith(".")
+        assert spec.metadata["help"] in line
+    assert "learning_rate: float = " in text
+    assert text.index("Attributes:") < text.index("Raises:")

@@ -8,7 +8,7 @@ import pytest
 from tests.trainer.small import arguments
 
 from windlass.assemble.facts import Facts
-from windlass.assemble.resolve import resolve
+from windlass.assemble.resolve import resolve_call, resolve_run
 from windlass.config.deepspeed import (
     KEYS,
     SECTION_KEYS,
@@ -116,9 +116,8 @@ EXAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def plan(folder: Path, config: Any, width: int | None = None, **changes: Any) -> RunPlan:
-    return resolve(
-        arguments(folder, deepspeed=config, **changes), Facts(World(0, 2, 0, 2), 10, hidden_size=width)
-    )
+    args = arguments(folder, deepspeed=config, **changes)
+    return resolve_run(args, resolve_call(args, World(0, 2, 0, 2)), Facts(10, hidden_size=width))
 
 
 def refusal(folder: Path, config: Any, **changes: Any) -> str:

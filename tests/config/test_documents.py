@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from windlass.config import documents
 from windlass.config.arguments import TrainingArguments
+from windlass.config.values import coerce
 from windlass.core.errors import ConfigError
 
 
@@ -95,7 +96,7 @@ def test_text_is_read_by_the_fields_type() -> None:
     said = documents.loads(
         "learning_rate: '5e-5'\nmax_steps: '10'\nbf16: yes\nrun_name: 'yes'\nevaluation_strategy: no\n"
     )
-    args = TrainingArguments(**documents.coerce(TrainingArguments, said.values))
+    args = TrainingArguments(**coerce(TrainingArguments, said.values))
     assert (args.learning_rate, args.max_steps, args.bf16, args.run_name) == (5e-5, 10, True, "yes")
     assert args.eval_strategy == "no"
 

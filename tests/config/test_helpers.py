@@ -46,6 +46,7 @@ def test_in_a_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _world(monkeypatch, *place)
+    monkeypatch.setattr(logging.getLogger("windlass"), "level", logging.INFO)
     args = TrainingArguments("out", log_on_each_node=each_node)
     assert (args.process_index, args.world_size, args.local_process_index) == (place[0], place[1], place[2])
     assert (args.should_log, args.should_save, args.parallel_mode) == (logs, saves, ParallelMode.DISTRIBUTED)
@@ -60,6 +61,7 @@ def test_in_a_job(
 )  # fmt: skip
 def test_levels(settings: dict[str, Any], rank: int, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _world(monkeypatch, rank, 2, rank, 2)
+    monkeypatch.setattr(logging.getLogger("windlass"), "level", logging.INFO)  # as a script may have set it
     assert TrainingArguments("out", **settings).get_process_log_level() == level
 
 

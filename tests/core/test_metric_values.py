@@ -1,4 +1,4 @@
-"""Whatever a metric is, what is kept of it is plain data: numbers where there are numbers, text where not."""
+"""Whatever a metric is, what is kept of it is plain data: numbers for numbers, text where not."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ def test_a_load_of_other_programs_is_logged_once(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    caplog.set_level(logging.INFO, "windlass")
     watch = LoadWatch(own)
     watch.look(training=training)
     watch.look(training=training)

@@ -100,7 +100,7 @@ print(spinning, asleep, seconds())
 )
 def test_short_waits_use_less_processor_time_and_can_be_ended() -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMP", "GOMP", "KMP"))}
-    for _ in range(3):  # on a busy machine a thread may be held up, which is no spinning
+    for _ in range(3):  # on a busy machine a thread may be held up, which is not spinning
         done = subprocess.run(
             [sys.executable, "-c", _SPINS], env=environ, capture_output=True, text=True, check=True
         )

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from windlass.config.plan import BatchPlan, DataPlan
-from windlass.data.group import Group
 from windlass.data.loader import Loader
 from windlass.data.prepare import build_train_loader
+from windlass.data.update_batch import UpdateBatch
 
 
 class Numbers:
@@ -100,7 +100,7 @@ def train_loader(
     )
 
 
-def in_global_order(per_rank: list[Group]) -> list[int]:
+def in_global_order(per_rank: list[UpdateBatch]) -> list[int]:
     """The samples of one update over all ranks, in the order of the epoch."""
     rows = max(len(group.ids) for group in per_rank)
     return [i for j in range(rows) for group in per_rank if j < len(group.ids) for i in group.ids[j]]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from windlass.config.plugins import DataLoaderConfiguration
+from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.core.world import world_from_environment
 from windlass.data.prepare_loader import prepare_loader
 from windlass.dist.gang import join
@@ -31,11 +31,11 @@ def main() -> None:
     world, cpu = world_from_environment(), torch.device("cpu")
     loader = prepare_loader(
         DataLoader(Deadly(), batch_size=None),
-        world=world.size,
+        ranks=world.size,
         rank=world.rank,
         device=cpu,
         options=DataLoaderConfiguration(dispatch_batches=DISPATCHED),
-        gang=join(world, cpu),
+        data_ranks=join(world, cpu),
     )
     try:
         for number, _ in enumerate(loader):

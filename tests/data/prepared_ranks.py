@@ -1,4 +1,4 @@
-"""Run by `torch.distributed.run`: loaders whose ranks must speak to each other while they read."""
+"""Run by `torch.distributed.run`: loaders whose ranks must communicate while they read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datasets import IterableDataset as HubStream
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from windlass.config.plugins import DataLoaderConfiguration
+from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.core.errors import ConfigError, DataError
 from windlass.core.world import world_from_environment
 from windlass.data.prepare_loader import prepare_loader
@@ -89,7 +89,7 @@ class Unseeded(Sampler[int]):
 
 def prepare(gang: Gang, loader: DataLoader[Any], **options: Any) -> PreparedLoader:
     return prepare_loader(
-        loader, world=SIZE, rank=RANK, device=CPU, options=DataLoaderConfiguration(**options), gang=gang
+        loader, ranks=SIZE, rank=RANK, device=CPU, options=DataLoaderConfiguration(**options), data_ranks=gang
     )
 
 

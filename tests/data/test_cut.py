@@ -44,7 +44,7 @@ def test_only_the_last_row_is_short() -> None:
 
 def test_a_rank_without_a_sample_in_a_row_has_a_filler_only_if_it_has_none_at_all() -> None:
     (whole,) = train_loader(Numbers(5), 1, 2, 4, 3, order="sequential").groups()
-    assert (whole.batches, whole.ids, whole.samples, whole.filler) == ([[3]], [[3]], 5, False)
+    assert (whole.batches, whole.ids, whole.dealt_samples, whole.filler) == ([[3]], [[3]], 5, False)
     rows = SampleRows(SequentialOrder(5, seed=0), 4, 4, drop_last=False)
     first, second = rank_rows(rows.rows(0, 0), 3)
     assert (first.ids, first.shares, first.filler, first.last) == ([3], (1, 1, 1, 1), False, False)

@@ -1,4 +1,4 @@
-"""A process that dies while others depend on what it reads is noticed; nobody waits for ever.
+"""A process that dies while others depend on what it reads is noticed; no process waits for ever.
 
 What loaders of several ranks give is tested in `prepared_ranks.py`.
 """

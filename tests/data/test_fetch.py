@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.data.cases import Augmented, Numbers, SometimesAugmented, Stream, as_list, train_loader
 
+from windlass.data.collate_default import auto_collate
 from windlass.data.columns import ColumnCollator
 from windlass.data.fetch import Fetch
-from windlass.data.prepare import auto_collate
 
 
 class MaskedCollator:

@@ -12,7 +12,7 @@ from windlass.config.plan import BatchPlan
 from windlass.core.errors import DataError
 from windlass.data.foreign_loader import ForeignLoader
 
-PLAN = BatchPlan(micro=2, accumulation=2, world=1, rank=0, eval=2)
+PLAN = BatchPlan(micro=2, accumulation=2, ranks=1, rank=0, eval=2)
 
 
 def shuffled(count: int = 11, generator: torch.Generator | None = None, workers: int = 0) -> DataLoader[Any]:
@@ -38,7 +38,7 @@ def test_groups_hold_all_batches_and_the_last_says_so(count: int, accumulation: 
         assert len(groups) == foreign.groups_per_epoch(accumulation)
         assert [g.last_in_epoch for g in groups] == [False] * (len(groups) - 1) + [True]
         assert {g.epoch for g in groups} == {epoch}
-        assert all(g.samples == 0 and not any(g.ids) and len(g.ids) == len(g.batches) for g in groups)
+        assert all(g.dealt_samples == 0 and not any(g.ids) and len(g.ids) == len(g.batches) for g in groups)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

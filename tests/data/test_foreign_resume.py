@@ -20,7 +20,7 @@ from windlass.config.plan import BatchPlan
 from windlass.core.trees import tensors_in
 from windlass.data.foreign_loader import ForeignLoader
 
-PLAN = BatchPlan(micro=2, accumulation=2, world=1, rank=0, eval=2)
+PLAN = BatchPlan(micro=2, accumulation=2, ranks=1, rank=0, eval=2)
 COUNT = 26
 
 
@@ -138,7 +138,7 @@ def test_under_more_processes_each_goes_on_behind_its_share(said: pytest.LogCapt
     first = ForeignLoader(Counted(COUNT), PLAN)
     groups = first.groups()
     [next(groups) for _ in range(3)]
-    plan = dataclasses.replace(PLAN, world=2, rank=1)
+    plan = dataclasses.replace(PLAN, ranks=2, rank=1)
     resumed = ForeignLoader(list(range(1, COUNT, 2)), plan)
     resumed.load_state_dict(first.state_dict())
     assert resumed.groups_left(first.state_dict(), 1) == COUNT // 2 - 3

@@ -80,7 +80,7 @@ def test_group_facts(count: int, micro: int, accumulation: int, world: int, seed
     all_groups = [list(loader.groups()) for loader in loaders(count, micro, accumulation, world, seed=seed)]
     for rank_groups in all_groups:
         assert [g.last_in_epoch for g in rank_groups] == [False] * (len(rank_groups) - 1) + [True]
-        assert sum(g.samples for g in rank_groups) == count
+        assert sum(g.dealt_samples for g in rank_groups) == count
         assert len(rank_groups) == loaders(count, micro, accumulation, world)[0].groups_per_epoch(
             accumulation
         )

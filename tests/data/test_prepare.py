@@ -16,7 +16,7 @@ from windlass.data.prepare import build_eval_loader
 def eval_loader(
     dataset: Any, size: int, world: int = 1, rank: int = 0, collate: Any = as_list, **plan: Any
 ) -> Loader:
-    batch = BatchPlan(micro=99, accumulation=7, world=world, rank=rank, eval=size)
+    batch = BatchPlan(micro=99, accumulation=7, ranks=world, rank=rank, eval=size)
     return build_eval_loader(dataset, plan=DataPlan(**plan), batch=batch, collate=collate)
 
 

@@ -13,7 +13,7 @@ from tests.data.cases import Augmented, Numbers
 from tests.dist.launch import launch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
-from windlass.config.plugins import DataLoaderConfiguration
+from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.core.errors import DataError
 from windlass.data.prepare_loader import prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
@@ -25,7 +25,12 @@ Make = Any
 def prepare(loader: DataLoader[Any], world: int = 1, rank: int = 0, **options: Any) -> PreparedLoader:
     torch.manual_seed(5)
     return prepare_loader(
-        loader, world=world, rank=rank, device=None, options=DataLoaderConfiguration(**options), gang=Gang()
+        loader,
+        ranks=world,
+        rank=rank,
+        device=None,
+        options=DataLoaderConfiguration(**options),
+        data_ranks=Gang(),
     )
 
 
@@ -100,7 +105,7 @@ def test_the_seed_decides_the_order_and_every_pass_has_its_own() -> None:
         torch.manual_seed(seed)
         loader = DataLoader(Numbers(30), batch_size=30, shuffle=True)
         prepared = prepare_loader(
-            loader, world=1, rank=0, device=None, options=DataLoaderConfiguration(), gang=Gang()
+            loader, ranks=1, rank=0, device=None, options=DataLoaderConfiguration(), data_ranks=Gang()
         )
         return [next(iter(prepared)).tolist(), *(batch.tolist() for batch in prepared)]
 
@@ -111,7 +116,7 @@ def test_the_seed_decides_the_order_and_every_pass_has_its_own() -> None:
     assert first != second
     loader.set_epoch(0)
     assert next(iter(loader)).tolist() == first
-    assert next(iter(loader)).tolist() == first, "a pass that was left early begins anew"
+    assert next(iter(loader)).tolist() == first, "a pass that was left early begins again"
 
 
 def test_a_generator_of_the_sampler_gives_the_order_that_torch_gives() -> None:
@@ -208,7 +213,7 @@ def test_batches_are_put_on_the_device_with_their_containers() -> None:
     loader = DataLoader(Augmented(4), batch_size=2)
     meta = torch.device("meta")
     prepared = prepare_loader(
-        loader, world=1, rank=0, device=meta, options=DataLoaderConfiguration(), gang=Gang()
+        loader, ranks=1, rank=0, device=meta, options=DataLoaderConfiguration(), data_ranks=Gang()
     )
     assert all(batch["x"].device == meta for batch in prepared)
 

@@ -53,7 +53,7 @@ def test_groups_hold_every_sample_once_in_the_order_of_the_batches(
         in_global_order([group for group in update if not group.filler])
         for update in zip(*per_rank, strict=True)
     ]
-    assert [len(update) for update in seen] == [group.samples for group in per_rank[0]]
+    assert [len(update) for update in seen] == [group.dealt_samples for group in per_rank[0]]
     assert sorted(i for update in seen for i in update) == list(range(count))
 
 

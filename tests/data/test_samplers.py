@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from windlass.config.plugins import DataLoaderConfiguration
+from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.data.prepare_loader import prepare_loader
 from windlass.data.samplers import SeedableRandomSampler
 from windlass.dist.gang import Gang
@@ -37,7 +37,7 @@ def test_a_prepared_loader_shuffles_as_accelerate_does(seed: int | None) -> None
         return DataLoader(list(range(20)), batch_size=4, shuffle=True)  # type: ignore[arg-type]
 
     options = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed)
-    mine = prepare_loader(make(), world=1, rank=0, device=None, options=options, gang=Gang())
+    mine = prepare_loader(make(), ranks=1, rank=0, device=None, options=options, data_ranks=Gang())
     theirs = peer.prepare_data_loader(make(), use_seedable_sampler=True, data_seed=seed)
     assert passes(mine) == passes(theirs)
 
@@ -46,7 +46,7 @@ def test_a_checkpoint_brings_its_seed() -> None:
     def make(seed: int) -> Any:
         options = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed)
         loader = DataLoader(list(range(20)), batch_size=20, shuffle=True)  # type: ignore[arg-type]
-        return prepare_loader(loader, world=1, rank=0, device=None, options=options, gang=Gang())
+        return prepare_loader(loader, ranks=1, rank=0, device=None, options=options, data_ranks=Gang())
 
     first, other = make(1), make(2)
     other.load_state_dict(first.state_dict())

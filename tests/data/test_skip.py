@@ -174,7 +174,7 @@ def test_a_stream_with_a_state_is_entered_where_the_state_was_taken(
 def test_readers_on_top_of_a_stream_hand_its_bookmarks_on(said: pytest.LogCaptureFixture) -> None:
     def reader(dataset: Any) -> Any:
         items = DataLoader(dataset, batch_size=None)
-        alone = ReaderChoice(items, seed=1, split=False, seedable=False, gang=Gang()).reader(1, 0)
+        alone = ReaderChoice(items, seed=1, split=False, seedable=False, data_ranks=Gang()).reader(1, 0)
         return Dispatched(alone, Gang(), split=False)
 
     portions = list(reader(Counted(20)).read(PassRequest(0)))

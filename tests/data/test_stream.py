@@ -56,7 +56,7 @@ def test_group_facts(count: int, micro: int, accumulation: int, world: int) -> N
     for loader in streams(count, micro, accumulation, world):
         groups = list(loader.groups())
         assert [g.last_in_epoch for g in groups] == [False] * (len(groups) - 1) + [True]
-        assert sum(g.samples for g in groups) == count
+        assert sum(g.dealt_samples for g in groups) == count
         assert all(g.batches and g.filler == (not any(g.ids)) for g in groups)
         assert all(g.batches == g.ids for g in groups if not g.filler)
 

@@ -44,7 +44,7 @@ def test_the_order_is_that_of_any_number_of_ranks(world: int) -> None:
         batch_sampler=TokenBudgetSampler(lengths, 12),
         collate_fn=lambda samples: {"index": samples},
     )
-    choice = ReaderChoice(loader, seed=1, split=False, seedable=True, gang=Gang())
+    choice = ReaderChoice(loader, seed=1, split=False, seedable=True, data_ranks=Gang())
     per_rank = [
         [batch.ids for batch in choice.reader(world, rank).read(PassRequest(0))] for rank in range(world)
     ]

@@ -20,8 +20,8 @@ from tests.trainer.resume_cases import Case, Samples, build, in_a_child, run, sa
 from torch.utils.data import DataLoader
 
 from windlass import Accelerator, Trainer
+from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.config.plan import BatchPlan
-from windlass.config.plugins import DataLoaderConfiguration
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, WorkerError
 from windlass.data.foreign_loader import ForeignLoader
 from windlass.data.workers import START_TIMEOUT_VARIABLE, start_timeout

@@ -15,24 +15,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from windlass.cli.launching.launch import resolve_launch
+from windlass.cli.launching.launch_flags import add_launch_flags
 from windlass.cli.launching.worker_environment import worker_environment
-from windlass.config.launch import resolve_launch
-from windlass.config.launch_flags import add_launch_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def launch(
     world: int,
-    script: Path,
+    script: Path | str,
     *arguments: object,
     timeout: float = 200,
     expect: int = 0,
     environ: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
 ) -> str:
-    """Run `script` on `world` ranks, forked from a process that has imported everything; gives what they printed, on
-    either stream.
+    """Run a script, or a module given by its name, on `world` ranks, forked from a process that has imported
+    everything; return what they printed, on either stream.
     """
     codes, text = _run(world, script, arguments, cwd, timeout, environ or {})
     assert (not any(codes)) == (expect == 0), f"exit codes {codes}\n{text[-6000:]}"
@@ -58,7 +58,7 @@ def run_script(
     expect: int = 0,
     environ: Mapping[str, str] | None = None,
 ) -> str:
-    """As `end_of`, and fails where the exit code is not `expect`; gives what was printed."""
+    """As `end_of`, and fails where the exit code is not `expect`; return what was printed."""
     code, text = end_of(script, *arguments, cwd=cwd, timeout=timeout, environ=environ)
     assert code == expect, f"exit code {code}\n{text[-6000:]}"
     return text
@@ -72,7 +72,7 @@ def end_of(
     environ: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
     """Run a file as `python` would, or a module, given by its name, as `python -m` would, in a fork of a process that
-    has imported everything; gives its exit code, negative for a signal, and what it printed on either stream.
+    has imported everything; return its exit code, negative for a signal, and what it printed on either stream.
     """
     (code,), text = _run(0, script, arguments, cwd, timeout, environ or {})
     return code, text
@@ -99,6 +99,7 @@ class Started:
         os.mkfifo(told)
         os.mkfifo(said)
         request = _request(script, arguments, said, cwd, environ or {})
+        self._code: int | None = None  # once its end was waited for
         self.pid: int = _server().ask({**request, "told": str(told)})["pid"]
         # Each waits for the other side, which opens them in this order.
         self.stdin, self.stdout = told.open("w", buffering=1), said.open(errors="replace")
@@ -116,12 +117,14 @@ class Started:
         os.kill(self.pid, number)
 
     def end(self) -> tuple[int, str]:
-        """Close its input and wait for its end; gives its exit code, negative for a signal, and what it printed."""
+        """Close its input and wait for its end; return its exit code, negative for a signal, and what it printed."""
         with contextlib.suppress(BrokenPipeError):
             self.stdin.close()
         rest = "" if self.stdout.closed else self.stdout.read()
         self.stdout.close()
-        return _server().ask({"wait": self.pid})["code"], rest
+        if self._code is None:
+            self._code = _server().ask({"wait": self.pid})["code"]
+        return self._code, rest
 
 
 def started_on(
@@ -131,7 +134,7 @@ def started_on(
     cwd: Path,
     environ: Mapping[str, str],
 ) -> tuple[int, Callable[[], int]]:
-    """Start a script in a fork of the same process, on the terminal of this name; gives its process, and what waits for
+    """Start a script in a fork of the same process, on the terminal of this name; return its process, and a wait for
     its exit code.
     """
     request = _request(script, arguments, terminal, cwd, environ)
@@ -148,7 +151,7 @@ def end_of_ranks(
     environ: Mapping[str, str],
     timeout: float,
 ) -> int:
-    """Run `script` on `world` ranks that write to the terminal of this name; gives the largest exit code."""
+    """Run `script` on `world` ranks that write to the terminal of this name; return the largest exit code."""
     request = _request(script, arguments, terminal, cwd, environ)
     answer = _server().ask({**request, "world": world, "timeout": timeout})
     assert not answer["late"], f"not done after {timeout} s"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import importlib
 import json
@@ -75,7 +74,7 @@ def warm_up() -> None:
             importlib.import_module(module.name)
 
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-    assert threads == 1, f"{threads} threads: a fork could inherit a lock that nobody releases"
+    assert threads == 1, f"{threads} threads: a fork could inherit a lock that no thread releases"
     # What the imports would do at the end of every rank takes as long as a small training, and is of no use there.
     atexit.unregister(torch._dynamo.utils.dump_compile_times)
     for finalizer in tuple(weakref.finalize._registry):  # type: ignore[attr-defined]
@@ -93,8 +92,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return _run_to_the_end(request)
 
 
-@functools.cache
 def _code_of(pid: int) -> int:
+    """Wait for a process. Nothing is kept by its id, which another process may get after it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -145,7 +144,7 @@ def _redirect(told: str, said: str) -> None:
 
 
 def _run(script: str, is_module: bool, arguments: list[str]) -> int:
-    """Run the script as the main program, its end included; gives the exit code."""
+    """Run the script as the main program, its end included; return the exit code."""
     code = 0
     sys.argv = [script, *arguments]
     sys.path[0] = os.getcwd() if is_module else str(Path(script).parent)

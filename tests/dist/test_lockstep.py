@@ -6,16 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.dist.launch import launch
 
 from windlass.core.errors import PeerError
-from windlass.dist.gang import Gang
-from windlass.dist.lockstep import Lockstep, Round, agree, telling_others
+from windlass.core.world import world_from_environment
+from windlass.dist.gang import Gang, join, leave
+from windlass.dist.lockstep import (
+    Lockstep,
+    Round,
+    answer_until_all_are_done,
+    exchange_messages,
+    telling_others,
+)
 
 
 @pytest.mark.dist
 def test_three_ranks_go_in_step() -> None:
-    said = launch(3, Path(__file__).with_name("lockstep_ranks.py"))
+    said = launch(3, Path(__file__))
     assert said.count("went in step") == 3
 
 
@@ -39,4 +47,56 @@ def test_agreement_quotes_the_rank_that_failed() -> None:
             return [value, {"failed": "OSError: disk"}]
 
     with pytest.raises(PeerError, match="rank 1: OSError: disk"):
-        agree(Failed(), {})
+        exchange_messages(Failed(), {})
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+def rounds_begun_ahead(gang: Gang) -> None:
+    items = iter(range(2 * gang.rank))
+    rounds = Lockstep[int | None](gang)
+
+    def begin() -> None:
+        item = next(items, None)
+        rounds.begin(item, item is not None, [float(gang.rank), 1.0])
+
+    for _ in range(2):
+        begin()
+    seen = []
+    while (told := rounds.end()).going_on:
+        begin()
+        seen.append((told.item, told.going_on))
+        assert told.sums == [sum(range(gang.size)), gang.size]
+    longest = 2 * (gang.size - 1)
+    mine = [*range(2 * gang.rank), *[None] * (longest - 2 * gang.rank)]
+    assert seen == [(item, sum(2 * rank > n for rank in range(gang.size))) for n, item in enumerate(mine)]
+    assert rounds.under_way
+    rounds.close()
+    assert not rounds.under_way
+
+
+def a_rank_that_left_answers(gang: Gang) -> None:
+    if gang.rank == 0:
+        answer_until_all_are_done(gang, 1)
+        return
+    rounds, going_on = Lockstep[int](gang), []
+    for number in range(gang.size):
+        rounds.begin(number, number < gang.rank, [1.0])
+        told = rounds.end()
+        going_on.append(told.going_on)
+        assert told.sums == [gang.size - 1], "the rank that left sends zeros"
+    assert going_on == [2, 1, 0]
+
+
+def main() -> None:
+    gang = join(world_from_environment(), torch.device("cpu"))
+    for check in (rounds_begun_ahead, a_rank_that_left_answers):
+        check(gang)
+    gang.barrier()
+    print(f"rank {gang.rank} went in step")
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -65,7 +65,7 @@ def test_an_address_of_this_machine_leads_to_the_other() -> None:
 def test_who_can_listen_holds_the_store() -> None:
     port = free_port()
     assert can_listen("127.0.0.1", port)
-    assert not can_listen("192.0.2.1", port), "an address of nobody"
+    assert not can_listen("192.0.2.1", port), "an address that no machine here has"
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", port))
         listener.listen()

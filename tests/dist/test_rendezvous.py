@@ -1,4 +1,4 @@
-"""The rendezvous of several machines, with strangers among them; each is a handler with connections of its own."""
+"""The rendezvous of several machines, with unknown programs among them: each a handler with its own connections."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_pickle_of_a_stranger_runs_nothing(machine: Any, port: int, tmp_path: 
     assert not (tmp_path / "ran").exists()
     said = capfd.readouterr().err
     for slot in range(1, 6):
-        refused = f"refused a value from a stranger: it does not have the token of this job (arrival/{slot})"
+        refused = f"refused an unsigned value: it does not have the token of this job (arrival/{slot})"
         assert said.count(refused) >= 2, "inside and at the door"
 
 

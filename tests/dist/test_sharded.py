@@ -1,4 +1,4 @@
-"""Parts of tensors on meshes of any size, without other processes: a fake group stands in for them."""
+"""Parts of tensors on meshes of any size, without other processes: a fake group replaces them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from windlass.checkpoint.sharded import parts_of_rank
 from windlass.core.world import World
+from windlass.dist.gang import Gang
 from windlass.dist.sharded import (
     Part,
     copies,
@@ -89,7 +90,7 @@ def test_copies_are_written_by_who_has_least_to_write() -> None:
         for name, shape in {"a": (7, 2), "b": (6, 4), "c": (3, 2), "d": (9, 4)}.items():
             tensor = numbered(shape)
             tensors[name] = spread(held(tensor, rank % 3, 3, 0), mesh, [Replicate(), Shard(0)], tensor)
-        mine = parts_of_rank("model", {**tensors, "plain": torch.ones(2)}, World(rank, 6, rank, 6))
+        mine = parts_of_rank("model", {**tensors, "plain": torch.ones(2)}, Gang(World(rank, 6, rank, 6)))
         assert ("plain" in mine.tensors) == (rank == 0), "plain tensors may differ between ranks"
         said.append((set(mine.tensors), sum(t.numel() for t in mine.tensors.values())))
         if mine.index is not None:

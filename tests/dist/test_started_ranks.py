@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import launch, run_to_its_end
+from tests.dist.launch import Started, launch, run_to_its_end
+from tests.dist.rank_server import answer
 
 # As torch's launcher does: its processes lead sessions of their own.
 LAUNCHER = """
@@ -37,6 +39,24 @@ if os.environ["RANK"] == "1":
     sys.exit(3)
 time.sleep(1000)
 """
+
+
+def test_an_exit_code_belongs_to_the_process_that_was_asked_for() -> None:
+    """Not to an earlier one with the same process id."""
+    child = os.fork()
+    if not child:
+        os._exit(3)
+    assert answer({"wait": child}) == {"code": 3}
+    with pytest.raises(ChildProcessError):
+        answer({"wait": child})
+
+
+def test_the_end_of_a_script_is_told_twice(tmp_path: Path) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text("print('here', flush=True); raise SystemExit(3)")
+    with Started(script) as process:
+        assert process.end() == (3, "here\n")
+        assert process.end() == (3, "")
 
 
 @pytest.mark.dist

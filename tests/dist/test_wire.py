@@ -6,6 +6,7 @@ Real ranks: `operations_ranks.py`, and `tests/engine/evaluate_ranks.py` for stre
 from __future__ import annotations
 
 import enum
+import json
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,27 @@ def test_messages_cover_everything_within_the_limit(sizes: list[int], limit: int
     runs = list(_runs(sizes, limit))
     assert [index for run in runs for index in run] == list(range(len(sizes)))
     assert all(len(run) == 1 or sum(sizes[i] for i in run) <= limit for run in runs)
+
+
+def message(described: Any, contents: bytes = bytes(64)) -> torch.Tensor:
+    """A message with this description of its value, which `pack` need not make."""
+    text = json.dumps([None, described]).encode()
+    head = len(text).to_bytes(8, "little") + text
+    return torch.frombuffer(bytearray(head + bytes(-len(head) % 16) + contents), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"$array": ["O", [1], False]},  # its bytes would be taken for the addresses of objects
+        {"$array": ["V8,O", [1], False]},
+        {"$array": ["<f8", [10**6], False]},
+        {"$tensor": ["load", [1]]},
+        {"$map": [1]},
+        {"$set": [[1]]},
+    ],
+)
+def test_a_message_that_is_damaged_is_refused(described: Any) -> None:
+    assert unpack(message([1])) == ([1], None)
+    with pytest.raises(DataError, match="a message of another process is damaged"):
+        unpack(message(described))

@@ -1,4 +1,4 @@
-"""Run by a test: ranks of which one keeps the others waiting as it is told; waits are reported after two seconds."""
+"""Ranks of which one keeps the others waiting as its arguments say; waits are reported after two seconds."""
 
 from __future__ import annotations
 

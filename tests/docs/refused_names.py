@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from windlass.config.support_names import (
+from windlass.compat.refused_names import (
     COMMANDS,
     DEEPSPEED,
     INSIDE,

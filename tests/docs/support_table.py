@@ -22,10 +22,10 @@ from windlass.config.parallel.keys import Key
 from windlass.config.parallel.spelling import spellings
 from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
 from windlass.config.renamed import OLD_NAMES
-from windlass.config.sections.generation import GenerationSection
 from windlass.config.sections.setting import rules_of
 from windlass.config.setters import Setters
-from windlass.config.sft import SFTConfig
+from windlass.finetuning.seq2seq_arguments import GenerationSection
+from windlass.finetuning.sft_config import SFTConfig
 
 CONSTRUCTOR = """
 model args data_collator train_dataset eval_dataset processing_class model_init compute_loss_func compute_metrics

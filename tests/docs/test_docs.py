@@ -59,7 +59,7 @@ def test_the_page_runs(
         monkeypatch.setenv("HF_TOKEN", request.getfixturevalue("token"))
     if page.stem == "deepspeed":  # its engine keeps a process group to the end of the process
         if not is_available("deepspeed"):  # importing it would change the environment
-            pytest.skip("needs DeepSpeed: pip install 'windlass[deepspeed]'")
+            pytest.skip("needs DeepSpeed: pip install 'windlass-trainer[deepspeed]'")
         script = tmp_path / "page.py"
         script.write_text("\n".join(block.code for block in blocks(page) if block.reason is None))
         run_script(script, cwd=tmp_path)

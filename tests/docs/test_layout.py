@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_the_page_names_every_part_of_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_the_page_lets_a_stranger_read_the_parts_of_ranks(tmp_path: Path) -> None:
-    launch(2, Path(__file__).parent / "layout_ranks.py", tmp_path)
+    launch(2, Path(__file__), tmp_path)
     checkpoint = PlainReader(tmp_path / "checkpoint-4")
     assert checkpoint.manifest["world_size"] == 2
     weights = checkpoint.weights()
@@ -65,3 +66,16 @@ def test_the_page_lets_a_stranger_read_the_parts_of_ranks(tmp_path: Path) -> Non
         assert state["exp_avg"].shape == weights[name].shape
         assert torch.count_nonzero(state["exp_avg_sq"])
     assert checkpoint.has("rank-00001.json")
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    trainer = trainer_of(Path(sys.argv[1]), max_steps=4, fsdp="full_shard")
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()

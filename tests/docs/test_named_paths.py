@@ -1,8 +1,12 @@
-"""Every file and folder that the pages for contributors name exists."""
+"""Every file, folder, class and function that the pages for contributors name exists."""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HOMES = ("", "src", "src/windlass", "tests", "tests/laws", "docs")
 # Paths of a user's machine or of a run, and names of other programs.
 NOT_OURS = {
-    "../shared/data", "trainer_state.json", "training.png", "report.html", "metrics.jsonl", ".metadata", "site/",
+    "../shared/data", "trainer_state.json", "training.png", "report.html", "metrics.jsonl", "run.json", ".metadata",
+    "site/",
 }  # fmt: skip
 _IN_BACKTICKS = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/?")
@@ -30,7 +35,8 @@ def exists(path: str) -> bool:
     if any((ROOT / home / path).exists() for home in HOMES):
         return True
     # In a sentence about a room its files are named alone; tables of objects name rooms once.
-    return ("/" not in path and any((ROOT / "src").rglob(path))) or any((ROOT / "tests").rglob(path))
+    alone = path.rstrip("/")
+    return ("/" not in alone and any((ROOT / "src").rglob(alone))) or any((ROOT / "tests").rglob(path))
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "README.md"])
@@ -43,3 +49,83 @@ def test_every_named_path_exists(page: str) -> None:
 def test_a_path_that_does_not_exist_is_found() -> None:
     assert not exists("metrics/gather.py")
     assert exists("engine/loop.py")
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+_NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*\))?")
+# Of PyTorch, Python, pytest, the shell, or of pages elsewhere.
+FOREIGN = {
+    "datasets", "flock", "hypothesis", "huggingface_hub", "make", "mypy", "no-run", "pytest", "ruff", "srun",
+}  # fmt: skip
+
+
+@functools.cache
+def sources(folder: str) -> list[ast.Module]:
+    return [ast.parse(path.read_text("utf-8")) for path in (ROOT / folder).rglob("*.py")]
+
+
+@functools.cache
+def used_names() -> frozenset[str]:
+    """What the code defines, reads or calls, and the words that it writes as strings."""
+    trees = [*sources("src"), *sources("tests")]
+    return frozenset(name for tree in trees for node in ast.walk(tree) for name in _names_in(node))
+
+
+def _names_in(node: ast.AST) -> Iterator[str]:
+    for field in ("id", "attr", "name", "arg", "module"):
+        if isinstance(value := getattr(node, field, None), str):
+            yield from value.split(".")
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
+        yield from re.findall(r"\w+", node.value)
+
+
+@functools.cache
+def classes() -> dict[str, ast.ClassDef]:
+    return {
+        node.name: node
+        for tree in sources("src")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+def has_member(owner: str, member: str) -> bool:
+    """Whether the body of a class, or of a base of it, has the name."""
+    body = classes().get(owner)
+    if body is None:
+        return False
+    if any(member in _names_in(part) for part in ast.walk(body)):
+        return True
+    return any(has_member(ast.unparse(base).split(".")[-1], member) for base in body.bases)
+
+
+def is_known(name: str) -> bool:
+    """Whether the code has this name; a class must have the member that is named with it."""
+    first, *rest = name.split(".")
+    if name in FOREIGN or hasattr(builtins, first):
+        return True
+    if rest and first in classes():
+        return has_member(first, rest[0])
+    return all(part in used_names() for part in (first, *rest))
+
+
+def names_of(page: str) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = [_NAME.fullmatch(quoted) for quoted in _IN_BACKTICKS.findall(text)]
+    names = {match[1] for match in found if match}
+    return {name for name in names if not _FILE.fullmatch(name)}
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_every_name_is_in_the_code(page: str) -> None:
+    named = names_of(page)
+    assert len(named) > 5, "the pattern finds them"
+    assert not sorted(name for name in named if not is_known(name) and not exists(name))
+
+
+def test_a_name_that_is_gone_is_found() -> None:
+    assert not is_known("CheckpointerOfLast" + "Year")
+    assert not is_known("Loop.update_of_last_" + "year")
+    assert is_known("Loop._update")
+    assert is_known("Gang.over")

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from windlass.config.plan import EvaluationPlan
 from windlass.dist.gang import Gang
-from windlass.engine.evaluate import EvalRequest, evaluation_loop
+from windlass.engine.evaluate import Evaluation, evaluation_loop
+from windlass.transforms.alone import Alone
 
 IGNORE = -100
 VOCABULARY = 7
@@ -19,7 +21,7 @@ Batch = dict[str, Tensor]
 
 
 class TinyTagger(nn.Module):
-    """Token logits in fp64; the loss is the mean over targets, NaN where there are none."""
+    """Token logits in fp64; the loss is the mean over targets, NaN if there are none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,11 +82,21 @@ def predict_step(model: TinyTagger) -> Any:
     return step
 
 
+def evaluation_of(step: Any, weigh: Any = lambda _: 1.0, **options: Any) -> Evaluation:
+    """An evaluation in a world of one; `options` are those of `Evaluation` and of its plan."""
+    planned = {
+        name: options.pop(name)
+        for name in EvaluationPlan.__slots__
+        if name in options and name != "loss_only"
+    }
+    return Evaluation(Alone(torch.nn.Identity()), step, weigh, EvaluationPlan(**planned), **options)
+
+
 def evaluate(
     model: TinyTagger, count: int, size: int, gang: Gang, *, positions: bool = True, **request: Any
 ) -> Any:
     batches = [(ids if positions else [], collate(ids)) for ids in shards(count, size, gang.rank, gang.size)]
-    return evaluation_loop(batches, predict_step(model), EvalRequest(**request), weigh=targets, gang=gang)
+    return evaluation_loop(batches, evaluation_of(predict_step(model), targets, **request), data_ranks=gang)
 
 
 def check_exact(model: TinyTagger, count: int, size: int, gang: Gang) -> None:

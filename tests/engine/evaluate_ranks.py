@@ -14,6 +14,7 @@ from tests.engine.evaluate_cases import (
     check_exact,
     collate,
     evaluate,
+    evaluation_of,
     predict_step,
     shards,
     targets,
@@ -23,7 +24,7 @@ from windlass.core.errors import PeerError
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
 from windlass.dist.wire import stream
-from windlass.engine.evaluate import EvalRequest, evaluation_loop
+from windlass.engine.evaluate import evaluation_loop
 from windlass.engine.uneven_batches import pad_uneven_batches
 
 
@@ -54,9 +55,9 @@ def order_without_positions(model: TinyTagger, gang: Gang) -> None:
 
 def token_rows(model: TinyTagger, gang: Gang) -> None:
     """Outputs flattened over tokens have no row per sample: whole batches keep the dataset's order."""
-    request = EvalRequest(preprocess_logits=lambda logits, labels: labels[labels != -100])
+    short = {"preprocess_logits": lambda logits, labels: labels[labels != -100]}
     batches = [(ids, collate(ids)) for ids in shards(23, 2, gang.rank, gang.size)]
-    out = evaluation_loop(batches, predict_step(model), request, weigh=targets, gang=gang)
+    out = evaluation_loop(batches, evaluation_of(predict_step(model), targets, **short), data_ranks=gang)
     whole = collate(list(range(23)))["labels"]
     assert out.predictions.tolist() == whole[whole != -100].tolist()
 
@@ -89,9 +90,11 @@ def batch_metrics_in_step(model: TinyTagger, gang: Gang) -> None:
         seen.extend(prediction.predictions[1].tolist())
         return {"rows": len(seen)} if compute_result else {}
 
-    request = EvalRequest(compute_metrics=metric, batch_metrics=True)
+    described = evaluation_of(
+        predict_step(model), targets, compute_metrics=metric, batch_metrics=True, in_step=True
+    )
     padded = pad_uneven_batches(mine, gang)
-    out = evaluation_loop(padded, predict_step(model), request, weigh=targets, gang=gang, in_step=True)
+    out = evaluation_loop(padded, described, data_ranks=gang)
     assert sorted(seen) == sorted(10 * rank + n for rank in range(gang.size) for n in range(1 + 2 * rank))
     assert out.num_samples == out.metrics["eval_rows"] == len(seen)
 
@@ -115,7 +118,7 @@ def failure(gang: Gang) -> None:
     expected = ArithmeticError if gang.rank == 0 else PeerError
     words = "broken sample" if gang.rank == 0 else "rank 0: ArithmeticError: broken sample"
     with pytest.raises(expected, match=words):
-        evaluation_loop(batches, step, EvalRequest(loss_only=True), weigh=targets, gang=gang)
+        evaluation_loop(batches, evaluation_of(step, targets, loss_only=True), data_ranks=gang)
 
 
 def metric_failure(model: TinyTagger, gang: Gang, *, batchwise: bool) -> None:

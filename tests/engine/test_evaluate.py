@@ -22,6 +22,7 @@ from tests.engine.evaluate_cases import (
     check_exact,
     collate,
     evaluate,
+    evaluation_of,
     predict_step,
     reference,
     shards,
@@ -32,7 +33,7 @@ from torch import Tensor
 from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.core.types import LossTerms
 from windlass.dist.gang import Gang
-from windlass.engine.evaluate import EvalRequest, evaluation_loop
+from windlass.engine.evaluate import evaluation_loop
 
 HERE = Path(__file__).parent
 
@@ -63,7 +64,7 @@ def test_rows_come_in_the_order_of_the_dataset(order: list[int], cuts: set[int])
     runs = [order[a:b] for a, b in pairwise(edges)]
     batches = [(list(ids), collate(list(ids))) for ids in runs]
     tagger = TinyTagger()
-    out = evaluation_loop(batches, predict_step(tagger), EvalRequest(accumulate_steps=2), weigh=targets)
+    out = evaluation_loop(batches, evaluation_of(predict_step(tagger), targets, accumulate_steps=2))
     assert out.predictions[1].tolist() == list(range(17))
     assert abs(out.metrics["eval_loss"] - reference(tagger, 17)) <= 1e-12
 
@@ -73,10 +74,8 @@ def losses_of(*losses: Any, weights: list[float] | None = None) -> dict[str, Any
     weight = iter(weights or [1.0] * len(losses))
     given = iter(losses)
     batches = [([i], {"x": torch.zeros(1)}) for i in range(len(losses))]
-    request = EvalRequest(loss_only=True)
-    return evaluation_loop(
-        batches, lambda _: (next(given), None, None), request, weigh=lambda _: next(weight)
-    ).metrics
+    described = evaluation_of(lambda _: (next(given), None, None), lambda _: next(weight), loss_only=True)
+    return evaluation_loop(batches, described).metrics
 
 
 def test_a_batch_without_targets_counts_nothing() -> None:
@@ -111,7 +110,7 @@ def test_structure_is_kept_and_short_floats_become_float32() -> None:
         return None, {"a": half, "b": (batch["x"], [batch["x"] > 1])}, (batch["x"], batch["x"])
 
     batches = [([i], {"x": torch.full((1, 2), float(i))}) for i in range(3)]
-    out = evaluation_loop(batches, step, EvalRequest(prefix="test"), weigh=lambda _: 1.0)
+    out = evaluation_loop(batches, evaluation_of(step, prefix="test"))
     assert out.predictions["a"].dtype == np.float32
     assert isinstance(out.predictions["b"], tuple)
     assert out.predictions["b"][1][0].tolist() == [[False] * 2, [False] * 2, [True] * 2]
@@ -127,7 +126,7 @@ def test_reused_buffers_do_not_overwrite_what_was_kept() -> None:
         return None, buffer, None
 
     batches = [([i], {"x": torch.tensor([float(i)])}) for i in range(4)]
-    assert evaluation_loop(batches, step, EvalRequest(), weigh=lambda _: 1.0).predictions.tolist() == [
+    assert evaluation_loop(batches, evaluation_of(step)).predictions.tolist() == [
         0,
         1,
         2,
@@ -215,15 +214,15 @@ class TestBadInput:
 
     def test_metrics_without_predictions(self) -> None:
         with pytest.raises(ConfigError, match="prediction_loss_only=True"):
-            EvalRequest(loss_only=True, compute_metrics=lambda _: {})
+            evaluation_of(None, loss_only=True, compute_metrics=lambda _: {})
 
     def test_batch_metrics_without_the_flag(self) -> None:
         with pytest.raises(ConfigError, match="compute_result"):
-            EvalRequest(batch_metrics=True, compute_metrics=lambda prediction: {})
+            evaluation_of(None, batch_metrics=True, compute_metrics=lambda prediction: {})
 
     def run(self, step: Any, **request: Any) -> Any:
         batches = [([i], {"x": torch.ones(1, i + 1)}) for i in range(2)]
-        return evaluation_loop(batches, step, EvalRequest(**request), weigh=lambda _: 1.0)
+        return evaluation_loop(batches, evaluation_of(step, **request))
 
     def test_model_with_nothing_but_a_loss(self) -> None:
         with pytest.raises(ModelError, match="nothing beside the loss"):
@@ -290,8 +289,8 @@ def test_memory_is_flat_unless_predictions_are_asked_for(batch_metrics: bool) ->
             return batch["x"].mean(), batch["x"] * 2, batch["x"]
 
         metric = {"compute_metrics": lambda prediction, compute_result: {}, "batch_metrics": True}
-        request = EvalRequest(**metric) if batch_metrics else EvalRequest(loss_only=True)
-        evaluation_loop(stream(), step, request, weigh=lambda _: 1.0, on_batch=on_batch)
+        options = metric if batch_metrics else {"loss_only": True}
+        evaluation_loop(stream(), evaluation_of(step, **options), on_batch=on_batch)
         return alive[0]
 
     assert alive_at_the_end(40) <= alive_at_the_end(4) + 1000
@@ -307,9 +306,7 @@ def test_batches_are_let_go_while_they_are_joined() -> None:
                 yield streamed
 
     batches = [([i], {"x": torch.ones(1, 1000)}) for i in range(10)]
-    evaluation_loop(
-        batches, lambda b: (None, b["x"], None), EvalRequest(), weigh=lambda _: 1.0, gang=Watching()
-    )
+    evaluation_loop(batches, evaluation_of(lambda b: (None, b["x"], None)), data_ranks=Watching())
     assert held == [80, *(4000 * left for left in range(10, 0, -1))], (
         "positions first, then ever fewer batches"
     )
@@ -344,7 +341,7 @@ def test_copies_are_linear_in_the_number_of_samples() -> None:
     def copied(count: int) -> int:
         batches = [([i], {"x": torch.ones(1, 1000)}) for i in range(count)]
         with CopyCounter() as counter:
-            evaluation_loop(batches, lambda b: (None, b["x"], None), EvalRequest(), weigh=lambda _: 1.0)
+            evaluation_loop(batches, evaluation_of(lambda b: (None, b["x"], None)))
         return counter.elements
 
     assert copied(200) <= 10.5 * copied(20)
@@ -370,7 +367,5 @@ def test_a_rank_that_fails_tells_others_only_where_they_listen(in_step: bool) ->
         raise ArithmeticError("mine")
 
     with pytest.raises(ArithmeticError, match="mine"):
-        evaluation_loop(
-            [([0], {})], fails, EvalRequest(), weigh=lambda batch: 1.0, gang=Told(), in_step=in_step
-        )
+        evaluation_loop([([0], {})], evaluation_of(fails, in_step=in_step), data_ranks=Told())
     assert len(told) == (0 if in_step else 1), "others that wait in a forward hear nothing else"

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.engine.evaluate_cases import evaluation_of
 
-from windlass.engine.evaluate import EvalRequest, evaluation_loop
+from windlass.engine.evaluate import evaluation_loop
 from windlass.metrics.evaluation import ignored_keys, labels_of, split_outputs
 
 transformers = pytest.importorskip("transformers", reason="compares with transformers")
@@ -55,7 +56,7 @@ def predict_here(model: Any, loader: Any, names: list[str]) -> Any:
         return loss, logits, labels
 
     batches = (([], batch) for batch in loader)
-    return evaluation_loop(batches, step, EvalRequest(prefix="test", predicting=True), weigh=lambda _: 1.0)
+    return evaluation_loop(batches, evaluation_of(step, prefix="test", predicting=True))
 
 
 def assert_same(mine: Any, theirs: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from windlass.core.types import State
-from windlass.data.group import Group
+from windlass.data.update_batch import UpdateBatch
 from windlass.dist.gang import Gang, Pending
 from windlass.engine.feed import Counts, Feed
 
@@ -20,12 +20,12 @@ class Source:
         self.trace, self.filler, self.at = trace, filler, 0
         self.batch = lambda: {"x": torch.ones(2, 4)}
 
-    def groups(self, accumulation: int) -> Iterator[Group]:
+    def groups(self, accumulation: int) -> Iterator[UpdateBatch]:
         for number in range(3):
             self.trace.append(f"fetch {number}")
             batches = [self.batch() for _ in range(accumulation)]
             filler = self.filler and number == 2
-            yield Group(
+            yield UpdateBatch(
                 batches, [[0, 1]] * accumulation, 4, self.at, number == 2, filler, {"next": number + 1}
             )
 
@@ -103,7 +103,7 @@ def test_an_epoch_left_early_leaves_no_exchange_under_way() -> None:
 
 def test_counts_are_of_this_rank_and_of_all() -> None:
     updates = list(feed_of([]).epoch(4))
-    assert [update.group.epoch for update in updates] == [4, 4, 4]
+    assert [update.epoch for update in updates] == [4, 4, 4]
     for update in updates:
         assert (update.targets, update.samples) == ([3.0, 3.0], [2, 2])
         totals = update.denominator, update.total_samples, update.tokens, update.positions
@@ -143,7 +143,7 @@ def test_an_empty_position_is_no_position() -> None:
 class Shorter(Source):
     """One micro-batch fewer than an update may have."""
 
-    def groups(self, accumulation: int) -> Iterator[Group]:
+    def groups(self, accumulation: int) -> Iterator[UpdateBatch]:
         return super().groups(accumulation - 1)
 
 
@@ -158,10 +158,10 @@ def test_in_step_a_rank_with_fewer_micro_batches_runs_along_with_what_weighs_not
     counts = Counts(lambda batch: 3.0, lambda batch: 0, lambda batch: 0, lambda group: None)
     together = next(Feed(Shorter([]), 3, counts, LongerElsewhere(), in_step=True).epoch(0))
     assert (together.targets, together.samples) == ([3.0, 3.0, 0.0], [2, 2, 0])
-    own, again = together.group.batches[0], together.group.batches[2]
+    own, again = together.batches[0], together.batches[2]
     assert own is not again
     assert torch.equal(own["x"], again["x"])
-    assert len(together.group.ids) == 3
+    assert len(together.ids) == 3
 
     apart = next(Feed(Shorter([]), 3, counts, LongerElsewhere()).epoch(0))
-    assert len(apart.group.batches) == 2
+    assert len(apart.batches) == 2

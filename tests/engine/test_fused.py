@@ -14,8 +14,7 @@ from torch import nn
 
 from windlass import Trainer, TrainingArguments
 from windlass.core.errors import ConfigError, MemoryShortError, ModelError, NonFiniteError
-from windlass.data.group import Group
-from windlass.engine.executor import StepRequest
+from windlass.data.update_batch import UpdateBatch
 from windlass.engine.fused import FusedExecutor
 from windlass.engine.native import NativeExecutor
 from windlass.optim.optimizers.adalomo import AdaLomo
@@ -229,12 +228,12 @@ class Step:
     def __init__(self, executor: FusedExecutor, scale: float = 1.0) -> None:
         self.executor, self.scale = executor, scale
 
-    def micro_step(self, batch: Any, index: int, request: StepRequest) -> torch.Tensor:
-        loss = self.executor.model(batch).float().square().mean() * self.scale
+    def micro_step(self, update: UpdateBatch, index: int) -> torch.Tensor:
+        loss = self.executor.model(update.batches[index]).float().square().mean() * self.scale
         self.executor.backward(loss)
         return loss.detach()
 
-    def rescale(self, request: StepRequest) -> None: ...
+    def rescale(self) -> None: ...
 
     def parts(self) -> dict[str, torch.Tensor]:
         return {}
@@ -252,8 +251,8 @@ def scaled_updates(lr: float, executor: Any, init_scale: float) -> tuple[list[bo
     made = executor(Alone(model), kind(model.parameters(), lr=lr), torch.device("cpu"), scaler)
     applied = []
     for _ in range(4):
-        request = StepRequest(1.0, [1.0], [4], 4.0, 0.5, False)
-        result = made.run_step(Group([torch.ones(4, 3)], [[0]], 4, 0, False), request, Step(made, scale=8.0))
+        update = UpdateBatch([torch.ones(4, 3)], [[0]], 4, 0, False, denominator=1.0)
+        result = made.run_step(update, Step(made, scale=8.0), max_norm=0.5)
         applied.append(result.applied)
     return applied, model.weight.detach()
 

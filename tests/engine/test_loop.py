@@ -15,12 +15,12 @@ from windlass.core.errors import NonFiniteError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.rng import StepSeeder
 from windlass.core.types import State
-from windlass.data.group import Group
+from windlass.data.update_batch import UpdateBatch
 from windlass.dist.gang import Gang
 from windlass.engine.executor import StepResult
 from windlass.engine.feed import Counts, Feed
 from windlass.engine.loop import Loop, LoopOptions, nonfinite_at
-from windlass.metrics.ledger import FiniteWatch, Ledger
+from windlass.metrics.ledger import Ledger
 
 CPU = torch.device("cpu")
 
@@ -31,13 +31,13 @@ class Source:
     def __init__(self, length: int, known: bool) -> None:
         self.length, self.known, self.epoch, self.taken = length, known, 0, 0
 
-    def groups(self, accumulation: int) -> Iterator[Group]:
+    def groups(self, accumulation: int) -> Iterator[UpdateBatch]:
         while self.taken < self.length:
             self.taken += 1
             last = self.taken == self.length
             position = {"epoch": self.epoch + last, "taken": 0 if last else self.taken}
             number = self.epoch * self.length + self.taken
-            yield Group([number], [[number]], 1, self.epoch, last, False, position)
+            yield UpdateBatch([number], [[number]], 1, self.epoch, last, False, position)
 
     def groups_per_epoch(self, accumulation: int) -> int | None:
         return self.length if self.known else None
@@ -54,7 +54,7 @@ class Source:
 
 
 class Counting:
-    """Stands in for an executor: what is told of the data it was given."""
+    """Replaces an executor: records the data that it was given."""
 
     def __init__(self, bad: int | None) -> None:
         self.bad = bad
@@ -63,12 +63,12 @@ class Counting:
     def zero_grad(self) -> None:
         self.cleared += 1
 
-    def run_step(self, group: Group, request: Any, hooks: Any) -> StepResult:
+    def run_step(self, update: UpdateBatch, hooks: Any, *, max_norm: float | None, guard: bool) -> StepResult:
         assert self.cleared == 1, "gradients from before the run would be added to its first update"
-        assert request.denominator > 0
-        hooks.trace.append(f"update {group.batches[0]}")
-        value = torch.tensor(math.nan if group.batches[0] == self.bad else 1.0)
-        return StepResult(value, value, not (request.guard and group.batches[0] == self.bad), {})
+        assert update.divisor > 0
+        hooks.trace.append(f"update {update.batches[0]}")
+        value = torch.tensor(math.nan if update.batches[0] == self.bad else 1.0)
+        return StepResult(value, value, not (guard and update.batches[0] == self.bad), {})
 
     def dispatch(self) -> None: ...
 
@@ -109,12 +109,12 @@ class Hooks:
     def update_applied(self, batch: Any, applied: bool) -> None: ...
 
     def explain_nonfinite(self, suspect: Any) -> str:
-        return nonfinite_at(suspect.step, suspect.group.ids)
+        return nonfinite_at(suspect.step, suspect.data.ids)
 
     def update_refused(self, suspect: Any, result: Any) -> bool:
         return False
 
-    def signals_agreed(self, signals: Any) -> None: ...
+    def signals_received(self, signals: Any) -> None: ...
 
     def due(self) -> None:
         self.saved[len(self.trace)] = {"loop": self.loop.state_dict(), "state": self.state.to_dict()}
@@ -135,9 +135,7 @@ def made(
         Counting(options.get("bad")),  # type: ignore[arg-type]
         Feed(Source(length, known), 1, counts, Gang()),
         hooks,  # type: ignore[arg-type]
-        state,
         Ledger(CPU, lambda value: value),
-        FiniteWatch(CPU),
         StepSeeder(0, 0, CPU),
         LoopOptions(epochs, None, options.get("guard", False)),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from windlass.data.group import Group
-from windlass.engine.executor import StepRequest
+from windlass.data.update_batch import UpdateBatch
 from windlass.engine.native import NativeExecutor
 from windlass.precision.scaler import LossScaler
 from windlass.transforms.alone import Alone
@@ -31,10 +29,6 @@ def executor_of(module: nn.Module, **options: Any) -> NativeExecutor:
     return NativeExecutor(Alone(module), torch.optim.SGD(module.parameters(), lr=0.1), CPU, **options)
 
 
-def request(count: int = 1, max_norm: float | None = None, guard: bool = False) -> StepRequest:
-    return StepRequest(1.0, [1.0] * count, [1] * count, float(count), max_norm, guard)
-
-
 class Hooks:
     """Squared outputs; writes down the order of events."""
 
@@ -42,13 +36,13 @@ class Hooks:
         self.executor, self.factor, self.weight = executor, factor, weight
         self.trace: list[str] = []
 
-    def micro_step(self, batch: Tensor, index: int, request: StepRequest) -> Tensor:
+    def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         self.trace.append(f"micro {index}")
-        loss = self.executor.model(batch).square().mean() * self.factor
+        loss = self.executor.model(update.batches[index]).square().mean() * self.factor
         self.executor.backward(loss)
         return loss.detach()
 
-    def rescale(self, request: StepRequest) -> Tensor | None:
+    def rescale(self) -> Tensor | None:
         return None if self.weight is None else torch.tensor(self.weight)
 
     def parts(self) -> dict[str, Tensor]:
@@ -70,9 +64,10 @@ class Hooks:
         )
 
 
-def group(count: int) -> Group:
+def group(count: int, denominator: float = 1.0) -> UpdateBatch:
     torch.manual_seed(1)
-    return Group([torch.randn(5, 4) for _ in range(count)], [[]] * count, count, 0, False)
+    batches = [torch.randn(5, 4) for _ in range(count)]
+    return UpdateBatch(batches, [[]] * count, count, 0, False, denominator=denominator)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.01, 100.0])
@@ -80,7 +75,7 @@ def group(count: int) -> Group:
 def test_an_update_has_the_bits_of_torchs_calls(max_norm: float | None, weight: float | None) -> None:
     ours, theirs = model(), model()
     executor, optimizer = executor_of(ours), torch.optim.SGD(theirs.parameters(), lr=0.1)
-    result = executor.run_step(group(3), request(3, max_norm), Hooks(executor, weight=weight))
+    result = executor.run_step(group(3), Hooks(executor, weight=weight), max_norm=max_norm)
     for batch in group(3).batches:
         theirs(batch).square().mean().backward()
     for parameter in theirs.parameters():
@@ -97,7 +92,7 @@ def test_an_update_has_the_bits_of_torchs_calls(max_norm: float | None, weight: 
 def test_events_come_in_their_order() -> None:
     executor = executor_of(model())
     hooks = Hooks(executor)
-    executor.run_step(group(3), request(3), hooks)
+    executor.run_step(group(3), hooks)
     assert hooks.trace == [
         "micro 0",
         "substep",
@@ -115,11 +110,11 @@ def test_a_guarded_update_that_is_not_finite_is_left_out(factor: float) -> None:
     module = model()
     before = [p.clone() for p in module.parameters()]
     executor = executor_of(module)
-    result = executor.run_step(group(2), request(2, 1.0, guard=True), Hooks(executor, factor))
+    result = executor.run_step(group(2), Hooks(executor, factor), max_norm=1.0, guard=True)
     assert not result.applied
     assert not math.isfinite(float(result.norm))
     assert all(map(torch.equal, module.parameters(), before))
-    assert executor.run_step(group(2), request(2, 1.0, guard=True), Hooks(executor)).applied, (
+    assert executor.run_step(group(2), Hooks(executor), max_norm=1.0, guard=True).applied, (
         "the next one is made"
     )
 
@@ -129,7 +124,7 @@ def test_an_overflow_under_the_scaler_is_left_out_and_halves_the_scale() -> None
     before = [p.clone() for p in module.parameters()]
     scaler = LossScaler(CPU, init_scale=2.0)
     executor = executor_of(module, scaler=scaler)
-    assert not executor.run_step(group(1), request(), Hooks(executor, math.inf)).applied
+    assert not executor.run_step(group(1), Hooks(executor, math.inf)).applied
     assert (scaler.skipped, scaler.get_scale()) == (1, 1.0)
     assert all(map(torch.equal, module.parameters(), before))
     state = executor.state_dict()
@@ -141,7 +136,7 @@ def test_an_overflow_under_the_scaler_is_left_out_and_halves_the_scale() -> None
 @given(scale=st.integers(-10, 10))
 def test_the_scale_is_undone_before_the_norm(scale: int) -> None:
     plain, scaled = executor_of(model()), executor_of(model(), scaler=LossScaler(CPU, init_scale=2.0**scale))
-    results = [each.run_step(group(2), request(2, 0.1), Hooks(each)) for each in (plain, scaled)]
+    results = [each.run_step(group(2), Hooks(each), max_norm=0.1) for each in (plain, scaled)]
     assert torch.equal(results[0].norm, results[1].norm), "powers of two are exact"
     assert all(map(torch.equal, plain.model.parameters(), scaled.model.parameters()))
 
@@ -206,7 +201,7 @@ def test_evaluation_mode_of_the_model_lasts_until_the_next_update() -> None:
         assert (module.training, optimizer.mode) == (False, "eval")
         raise KeyError
     assert (module.training, optimizer.mode) == (False, "train")
-    executor.run_step(group(1), request(), Hooks(executor))
+    executor.run_step(group(1), Hooks(executor))
     assert module.training
 
 
@@ -214,14 +209,13 @@ def test_an_update_without_targets_leaves_weights_and_optimizer_alone() -> None:
     module = model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
     executor = NativeExecutor(Alone(module), optimizer, CPU)
-    executor.run_step(group(1), request(), Hooks(executor))  # momentum is there now
+    executor.run_step(group(1), Hooks(executor))  # momentum is there now
     before = [p.clone() for p in module.parameters()]
-    empty = replace(request(), empty=True)
-    assert not executor.run_step(group(1), empty, Hooks(executor, factor=0.0)).applied
+    assert not executor.run_step(group(1, denominator=0.0), Hooks(executor, factor=0.0)).applied
     assert all(map(torch.equal, module.parameters(), before))
-    assert executor.run_step(group(1), request(), Hooks(executor)).applied, "the next one is made"
+    assert executor.run_step(group(1), Hooks(executor)).applied, "the next one is made"
     # The loss brought its own weight, of which the count of targets knows nothing.
-    assert executor.run_step(group(1), empty, Hooks(executor, weight=0.5)).applied
+    assert executor.run_step(group(1, denominator=0.0), Hooks(executor, weight=0.5)).applied
 
 
 def test_nothing_to_clip() -> None:

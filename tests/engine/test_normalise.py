@@ -12,7 +12,7 @@ from torch import Tensor
 
 from windlass.core.errors import ModelError
 from windlass.core.types import LossTerms
-from windlass.engine.normalise import LoopNormaliser, Meaning, MicroBatch, Normaliser, _weigh
+from windlass.engine.normalise import LoopNormaliser, Meaning, MicroBatch, UpdateNormaliser, _weigh
 
 losses = st.lists(st.floats(-1e3, 1e3), max_size=5)
 # The losses of each target, for each micro-batch of each rank: some micro-batches have none.
@@ -35,7 +35,7 @@ def test_shares_add_up_to_the_mean_of_the_update(ranks: list[list[list[float]]],
     count, world = len(everything), len(ranks)
     shares, handed = 0.0, 0.0
     for rank in ranks:
-        normaliser = Normaliser(world, meaning)
+        normaliser = UpdateNormaliser(world, meaning)
         normaliser.begin(count, filler=False)
         for micro in rank:
             normaliser.scope(len(micro), 0.0)
@@ -56,7 +56,7 @@ def test_terms_add_up_once_rescaled(ranks: list[list[list[float]]], weight: floa
     total = weight * sum(len(micro) for rank in ranks for micro in rank)
     for rank in ranks:
         everywhere = torch.tensor(total, dtype=torch.float64)
-        normaliser = Normaliser(world, sum_on_device=lambda _, whole=everywhere: whole)
+        normaliser = UpdateNormaliser(world, sum_on_device=lambda _, whole=everywhere: whole)
         normaliser.begin(guessed, filler=False)
         for index, micro in enumerate(rank):
             normaliser.scope(len(micro), 1 / micros, last=index == len(rank) - 1)
@@ -74,7 +74,7 @@ def test_terms_add_up_once_rescaled(ranks: list[list[list[float]]], weight: floa
 
 
 def test_what_is_logged_of_a_narrow_loss_is_added_up_in_single_precision() -> None:
-    normaliser = Normaliser(1)
+    normaliser = UpdateNormaliser(1)
     normaliser.begin(2.0, filler=False)
     total = torch.zeros(())
     for value in (256.0, 1.0):
@@ -87,7 +87,7 @@ def test_what_is_logged_of_a_narrow_loss_is_added_up_in_single_precision() -> No
 @pytest.mark.parametrize("meaning", Meaning)
 @pytest.mark.parametrize("loss", [1.0, math.nan, math.inf])
 def test_a_filler_weighs_nothing(meaning: Meaning, loss: float) -> None:
-    normaliser = Normaliser(2, meaning)
+    normaliser = UpdateNormaliser(2, meaning)
     normaliser.begin(4.0, filler=True)
     normaliser.scope(0.0, 0.0)
     parameter = torch.tensor(loss, requires_grad=True)
@@ -95,6 +95,7 @@ def test_a_filler_weighs_nothing(meaning: Meaning, loss: float) -> None:
     assert float(normaliser.take()) == 0.0
     assert parameter.grad is not None
     assert float(parameter.grad) == 0.0
+    normaliser.begin(4.0, filler=True)
     normaliser.scope(0.0, 0.0)
     normaliser.apply(LossTerms(torch.tensor(loss), 3.0, {"aux": torch.tensor(loss)}))
     assert float(normaliser.take()) == 0.0
@@ -105,7 +106,7 @@ def test_a_mean_over_no_targets_is_nan_but_its_share_is_zero() -> None:
     logits = torch.randn(3, 5, requires_grad=True)
     loss = torch.nn.functional.cross_entropy(logits, torch.full((3,), -100))
     assert math.isnan(loss.item())
-    normaliser = Normaliser(1)
+    normaliser = UpdateNormaliser(1)
     normaliser.begin(6.0, filler=False)
     normaliser.scope(0.0, 0.5)
     normaliser.apply(loss).backward()
@@ -123,7 +124,7 @@ def test_weighing_never_hides_a_value_that_counts(loss: float, factor: float) ->
 
 
 def test_several_backwards_of_one_step_are_added() -> None:
-    normaliser = Normaliser(1)
+    normaliser = UpdateNormaliser(1)
     normaliser.begin(4.0, filler=False)
     normaliser.scope(2.0, 1.0)
     normaliser.apply(torch.tensor(1.0))
@@ -132,7 +133,7 @@ def test_several_backwards_of_one_step_are_added() -> None:
 
 
 def test_a_step_without_backward_is_an_error() -> None:
-    normaliser = Normaliser(1)
+    normaliser = UpdateNormaliser(1)
     normaliser.begin(4.0, filler=False)
     normaliser.scope(2.0, 1.0)
     with pytest.raises(ModelError, match="without calling"):
@@ -140,7 +141,7 @@ def test_a_step_without_backward_is_an_error() -> None:
 
 
 def test_parts_do_not_leak_into_the_next_update() -> None:
-    normaliser = Normaliser(1)
+    normaliser = UpdateNormaliser(1)
     for _ in range(2):
         normaliser.begin(2.0, filler=False)
         normaliser.scope(2.0, 1.0)
@@ -162,8 +163,8 @@ def test_terms_of_a_loop_are_corrected_to_the_weight_of_their_update(
         gradient = torch.zeros((), dtype=torch.float64)
         for index, micro in enumerate(update):
             total = torch.tensor(micro, dtype=torch.float64).sum()
-            place = MicroBatch(2, last=index == 1, accumulates=True)
-            gradient = gradient + normaliser.apply(LossTerms(total, len(micro)), place)
+            normaliser.scope(MicroBatch(2, last=index == 1, accumulates=True))
+            gradient = gradient + normaliser.apply(LossTerms(total, len(micro)))
             factor = normaliser.correction()
             assert (factor is None) == (index == 0)
             gradient = gradient if factor is None else gradient * factor
@@ -180,9 +181,25 @@ def test_plain_losses_of_a_loop_count_by_their_samples(samples: list[int], steps
     for rank, count in enumerate(samples):
         normaliser = LoopNormaliser(world, lambda value: value)
         mean = torch.full((count,), float(rank), dtype=torch.float64).mean()
-        handed += float(normaliser.apply(mean, MicroBatch(steps, True, count, everywhere))) / world
+        normaliser.scope(MicroBatch(steps, True, count, everywhere))
+        handed += float(normaliser.apply(mean)) / world
     expected = sum(rank * count for rank, count in enumerate(samples)) / everywhere / steps
     assert handed == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_an_update_of_a_run_must_not_mix() -> None:
+    terms, plain = LossTerms(torch.ones(()), 1.0), torch.ones(())
+    for one, other in ((terms, plain), (plain, terms)):
+        normaliser = UpdateNormaliser(1)
+        normaliser.begin(2.0, filler=False)
+        normaliser.scope(1.0, 0.5, last=False)
+        normaliser.apply(one)
+        normaliser.scope(1.0, 0.5)
+        with pytest.raises(ModelError, match="one update was given LossTerms"):
+            normaliser.apply(other)
+        normaliser.begin(2.0, filler=False)
+        normaliser.scope(2.0, 1.0)
+        normaliser.apply(other)  # another update may be of the other kind
 
 
 def test_what_a_loop_must_not_mix() -> None:
@@ -190,10 +207,14 @@ def test_what_a_loop_must_not_mix() -> None:
     first, last = MicroBatch(2, False, accumulates=True), MicroBatch(2, True, accumulates=True)
     for one, other in ((terms, plain), (plain, terms)):
         normaliser = LoopNormaliser(1, lambda value: value)
-        normaliser.apply(one, first)
+        normaliser.scope(first)
+        normaliser.apply(one)
+        normaliser.scope(last)
         with pytest.raises(ModelError, match="one update was given LossTerms"):
-            normaliser.apply(other, last)
+            normaliser.apply(other)
+    normaliser = LoopNormaliser(1, lambda value: value)
     with pytest.raises(ModelError, match="put auxiliary terms into the sum"):
-        LoopNormaliser(1, lambda value: value).apply(LossTerms(plain, 1.0, {"aux": plain}), last)
+        normaliser.apply(LossTerms(plain, 1.0, {"aux": plain}))
+    normaliser.scope(MicroBatch(2, False))
     with pytest.raises(ModelError, match="within `with accelerator"):
-        LoopNormaliser(1, lambda value: value).apply(terms, MicroBatch(2, False))
+        normaliser.apply(terms)

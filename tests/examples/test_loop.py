@@ -35,7 +35,7 @@ def test_a_loop_of_ones_own(root: Path, some_reviews: Path, tmp_path: Path) -> N
         file = root / "examples" / str(config)
         printed = launch_as("--config_file", file, *words) if config else run_script(*words, cwd=tmp_path)
         said = LINE.findall(printed)
-        assert len(said) == 1, said  # one process speaks for all
+        assert len(said) == 1, said  # one process reports for all
         losses[config] = float(said[0][0])
         weights[config] = load_file(folder / "model.safetensors")
     # Dropout differs between one process and two; replicated and sharded processes draw the same masks.

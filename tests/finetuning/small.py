@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from windlass.config.sft import SFTConfig
+from windlass.finetuning.sft_config import SFTConfig
 
 WORDS = [
     "the",

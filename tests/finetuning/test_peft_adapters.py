@@ -142,7 +142,7 @@ def test_prompts_of_an_encoder_with_layers_are_saved_with_all_weights(tmp_path: 
 
 
 def test_tokens_of_a_chat_template_are_in_the_saved_adapter(tmp_path: Path) -> None:
-    """The rows of new tokens, in the embeddings and in the head, replace those of a base that was resized anew."""
+    """The rows of new tokens, in the embeddings and in the head, replace those of a base that was resized again."""
     source = small.tokenizer()
     source.add_tokens(["<|tool|>", "<|end|>"])
     source.eos_token = "<|end|>"

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.dist.launch import launch
+from tests.finetuning.test_seq2seq_trainer import exact_share
+from tests.finetuning.tiny import encoder_decoder, pairs, settings, tokenizer
+
+from windlass import Seq2SeqTrainer, Seq2SeqTrainingArguments
+from windlass.dist.sharded import is_sharded
 
 pytest.importorskip("transformers")
 
-from tests.dist.launch import launch
-from tests.finetuning.seq2seq_ranks import story
 
 pytestmark = pytest.mark.dist
 
@@ -19,7 +25,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("seq2seq")
-    launch(2, Path(__file__).parent / "seq2seq_ranks.py", folder)
+    launch(2, Path(__file__), folder)
     first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first == second, "ranks disagree"
     return first  # type: ignore[no-any-return]
@@ -39,3 +45,49 @@ def test_the_same_text_as_one_process(form: str, said: dict[str, Any], alone: di
     for name in ("metrics", "predictions", "labels", "bare"):
         assert found[name] == alone[name], name
     assert len({tuple(row) for row in found["predictions"]}) > 3, "the same text for all shows nothing"
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+RANK = int(os.environ.get("RANK", 0))
+EVALUATED = 11
+SHARDED: dict[str, Any] = {"fsdp": "full_shard", "fsdp_config": {"transformer_layer_cls_to_wrap": "T5Block"}}
+
+
+def story(folder: Path, batch: int, **changes: Any) -> dict[str, Any]:
+    """Evaluate before the first update and after the last, and predict with and without labels."""
+    args = Seq2SeqTrainingArguments(
+        **settings(
+            folder, per_device_train_batch_size=batch, per_device_eval_batch_size=2, max_steps=2, eval_on_start=True,
+            eval_strategy="steps", eval_steps=2, generation_max_length=9, generation_num_beams=2,
+            train_sampling_strategy="sequential", **changes,
+        )
+    )  # fmt: skip
+    trainer = Seq2SeqTrainer(
+        encoder_decoder().double(), args, train_dataset=pairs(16), eval_dataset=pairs(EVALUATED, seed=8),
+        processing_class=tokenizer(), compute_metrics=exact_share,
+    )  # fmt: skip
+    trainer.train()
+    sharded = all(is_sharded(p) for p in trainer.model.parameters())
+    labelled, bare = trainer.predict(pairs(7)), trainer.predict(pairs(3, labelled=False), num_beams=1)
+    assert sharded == all(is_sharded(p) for p in trainer.model.parameters())
+    rows = [row for row in trainer.state.log_history if "eval_loss" in row]
+    return {
+        "sharded": sharded,
+        "losses": [row["eval_loss"] for row in rows],
+        "metrics": [[row["eval_common"], row["eval_words"]] for row in rows],
+        "predictions": labelled.predictions.tolist(),
+        "labels": labelled.label_ids.tolist(),
+        "bare": bare.predictions.tolist(),
+    }
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    said = {"ddp": story(folder / "ddp", 2), "fsdp": story(folder / "fsdp", 2, **SHARDED)}
+    (folder / f"rank{RANK}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,14 @@ pytest.importorskip("transformers")
 import transformers
 from tests.finetuning.tiny import END, PAD, encoder_decoder, pairs, settings, tokenizer
 
-from windlass import ConfigError, ModelError, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
+from windlass import (
+    ConfigError,
+    LossTerms,
+    ModelError,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    TrainingArguments,
+)
 from windlass.data.collate_pad import DataCollatorForSeq2Seq
 
 
@@ -133,6 +140,43 @@ def test_loss_beside_generation_is_that_of_an_evaluation_without(tmp_path: Path)
     ).evaluate()  # fmt: skip
     assert generating["eval_loss"] == plain["eval_loss"]
     assert "eval_common" in generating
+
+
+def terms_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> LossTerms:
+    logits = outputs["logits"].flatten(0, 1)
+    total = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+    return LossTerms(total, (labels != -100).sum())
+
+
+class WithTerms(Seq2SeqTrainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = terms_of(outputs, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("generates", [True, False])
+@pytest.mark.parametrize(("cls", "function"), [(WithTerms, None), (Seq2SeqTrainer, terms_of)])
+def test_terms_are_trained_evaluated_and_predicted(
+    cls: type[Seq2SeqTrainer], function: Any, generates: bool, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {
+        "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "generation_max_length": 6, "logging_steps": 1,
+        "gradient_accumulation_steps": 2, "predict_with_generate": generates,
+    }  # fmt: skip
+    found = []
+    for kind, loss_func in ((cls, function), (Seq2SeqTrainer, None)):
+        trainer = kind(
+            encoder_decoder("bart"), Seq2SeqTrainingArguments(**settings(tmp_path / kind.__name__, **changes)),
+            processing_class=tokenizer(), train_dataset=pairs(23), eval_dataset=pairs(10, seed=8),
+            compute_loss_func=loss_func,
+        )  # fmt: skip
+        trainer.train()
+        predicted = trainer.predict(pairs(5)).metrics["test_loss"]
+        losses = [row.get("loss", row.get("eval_loss")) for row in trainer.state.log_history]
+        found.append([*filter(None, losses), predicted])
+    assert len(found[0]) == 7
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_text_without_labels(tmp_path: Path) -> None:

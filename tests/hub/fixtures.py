@@ -16,7 +16,7 @@ def _server() -> Iterator[Hub]:
 
 
 def set_address(url: str, put: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Let the unmodified client of this process speak to the Hub at `url`."""
+    """Let the unmodified client of this process use the Hub at `url`."""
     client: Any = pytest.importorskip("huggingface_hub.constants", reason="the client of the Hub")
     constants = {
         "ENDPOINT": url,

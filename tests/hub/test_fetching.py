@@ -77,6 +77,16 @@ def test_other_processes_take_what_the_first_one_fetched(
     assert len(hub.requests) == asked
 
 
+@pytest.mark.parametrize(
+    "note", ["", "[]", '{"hub:someone/run": 1}', '{"hub:someone/run": "../../other"}', "[" * 9000]
+)
+def test_a_damaged_note_of_what_was_fetched_names_no_folder(note: str, tmp_path: Path) -> None:
+    (tmp_path / STAGING).mkdir()
+    (tmp_path / STAGING / "fetched.json").write_text(note)
+    with pytest.raises(CheckpointError, match="was not downloaded"):
+        fetched_before("hub:someone/run", tmp_path)
+
+
 def test_a_branch_with_a_slash_is_named_with_its_escape(
     hub: Hub, token: str, published: Path, tmp_path: Path
 ) -> None:
@@ -114,7 +124,7 @@ def test_an_address_without_a_checkpoint(
 
 
 def put(hub: Hub, name: str, content: bytes | None) -> None:
-    """Somebody replaces a file of the checkpoint on the Hub, or removes it."""
+    """A file of the checkpoint on the Hub is replaced or removed."""
     value: dict[str, str] = {"path": f"last-checkpoint/{name}"}
     kind = "deletedFile"
     if content is not None:

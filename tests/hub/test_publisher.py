@@ -89,7 +89,7 @@ def test_nothing_before_the_end(publish: Any, hub: Hub) -> None:
 def test_an_error_names_its_setting(
     hub: Hub, tmp_path: Path, settings: HubSettings, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A token of nobody, one that may only read, none at all; names that the client or the Hub refuses."""
+    """Tokens: of no user, for reading only, none at all; names that the client or the Hub refuses."""
     hub.create("someone/run")
     hub.faults = [Fault("POST .*/branch/", status=400)]
     if settings.repository == "reserved":

@@ -14,12 +14,15 @@ PACKAGE = ROOT / "src" / "windlass"
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module: its dotted name, the names taken from it, the line, and whether import time pays for it."""
+    """One imported module: its dotted name, the names taken from it, the line, whether import time pays for it, and
+    whether only type checkers import it.
+    """
 
     module: str
     names: tuple[str, ...]
     line: int
     at_import: bool
+    types_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,13 @@ def modules() -> tuple[Module, ...]:
     return tuple(Module(module_name(p), p, ast.parse(p.read_text("utf-8"), str(p))) for p in files)
 
 
+@functools.cache
+def stubs() -> tuple[Module, ...]:
+    """The tables of names that modules load at their first use, which are stubs for type checkers too."""
+    files = sorted(PACKAGE.rglob("*.pyi"))
+    return tuple(Module(module_name(p), p, ast.parse(p.read_text("utf-8"), str(p))) for p in files)
+
+
 def by_name() -> dict[str, Module]:
     return {m.name: m for m in modules()}
 
@@ -75,13 +85,15 @@ def _is_type_checking(node: ast.AST) -> bool:
     return getattr(test, "id", None) == "TYPE_CHECKING" or getattr(test, "attr", None) == "TYPE_CHECKING"
 
 
-def _statements(node: ast.AST, at_import: bool = True) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node below `node`, and whether it runs when the module is imported."""
+def _statements(
+    node: ast.AST, at_import: bool = True, types_only: bool = False
+) -> Iterator[tuple[ast.AST, bool, bool]]:
+    """Every node below `node`, whether it runs when the module is imported, and whether for type checkers only."""
     for child in ast.iter_child_nodes(node):
+        for_types = types_only or _is_type_checking(child)
         runs = at_import and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        runs = runs and not _is_type_checking(child)
-        yield child, runs
-        yield from _statements(child, runs)
+        yield child, runs and not for_types, for_types
+        yield from _statements(child, runs and not for_types, for_types)
 
 
 def _dynamic(node: ast.AST) -> str | None:
@@ -102,15 +114,15 @@ def imports(module: Module) -> tuple[Import, ...]:
 
 
 def _imports(module: Module) -> Iterator[Import]:
-    for node, at_import in _statements(module.tree):
+    for node, *when in _statements(module.tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, (), node.lineno, at_import)
+                yield Import(alias.name, (), node.lineno, *when)
         elif isinstance(node, ast.ImportFrom):
             names = tuple(alias.name for alias in node.names)
-            yield Import(_absolute(module, node), names, node.lineno, at_import)
+            yield Import(_absolute(module, node), names, node.lineno, *when)
         elif name := _dynamic(node):
-            yield Import(name, (), node.lineno, at_import)  # type: ignore[attr-defined]
+            yield Import(name, (), node.lineno, *when)  # type: ignore[attr-defined]
 
 
 def windlass_targets(found: Import, known: dict[str, Module]) -> set[str]:

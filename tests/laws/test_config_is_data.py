@@ -15,7 +15,7 @@ ENVIRONMENT_CALLS = {"setdefault", "update", "pop", "clear", "popitem", "__setit
 # The command line and the launchers set up the processes they start, and `dist` may hand torch what torch only reads
 # from there.
 # The last: `env` in the files of `TrlParser`.
-MAY_WRITE_ENVIRONMENT = {"windlass.core.rng", "windlass.utils.environment", "windlass.finetuning.trl_parser"}
+MAY_WRITE_ENVIRONMENT = {"windlass.core.rng", "windlass.utils.environment", "windlass.compat.trl_parser"}
 ROOMS_THAT_MAY_WRITE = {"dist", "cli", "launchers"}
 CONFIG = [m for m in modules() if m.room == "config"]
 

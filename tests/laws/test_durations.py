@@ -9,10 +9,8 @@ import pytest
 from tests.durations import FILE
 from tests.laws.source import ROOT
 
-# Seconds of all tests together, two at a time on two cores with nothing else to do. Lower it with the record. It was
-# raised once, from 1300, for tests at terminals, of features in combination and of mutated bytes; their files were
-# recorded beside other work.
-BUDGET = 1500
+# Seconds of all tests together, two at a time on two cores with nothing else to do. Lower it with the record.
+BUDGET = 1100
 # No file of tests takes more than this share of all.
 SHARE = 0.1
 
@@ -34,6 +32,6 @@ def test_no_file_takes_too_much(record: dict[str, Any]) -> None:
 
 
 def test_the_record_is_of_these_tests(record: dict[str, Any]) -> None:
-    """It is taken anew when files of tests come or go: a few may have done so since."""
+    """It is taken again when files of tests come or go: a few may have done so since."""
     present = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
     assert len(record["files"].keys() ^ present) <= 0.1 * len(present)

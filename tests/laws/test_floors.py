@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 
 import pytest
-from tests.laws.source import Module, by_name, imports, modules, windlass_targets
+from tests.laws.source import Module, by_name, imports, modules, stubs, windlass_targets
+from tests.laws.test_facade import BINDERS, FACADE
+
+from windlass.core.outside import OUTSIDE
 
 FLOORS = [
     {"core"},
@@ -33,16 +36,16 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The denominator is one thing, needed where batches are made and where losses are computed.
 SHARED_SIDEWAYS = {("data", "windlass.metrics.tokens"), ("transforms", "windlass.metrics.tokens")}
 
-# Registries may name a module of a higher floor, which is imported once something needs it, and the arguments one that
-# scripts reach through them and one that divides models that scripts build after them. Nothing else may.
+# Modules of a higher floor that a file names and imports once something needs it: what is in `compat/`, which one file
+# names for the whole core, and what divides models that scripts build after their arguments. Nothing else may.
 LOADED_BY_NAME = {
-    ("windlass.checkpoint.foreign", "windlass.compat.accelerate_state"),
-    ("windlass.config.helpers", "windlass.compat.state"),
     ("windlass.config.helpers", "windlass.zero.building"),
-    ("windlass.checkpoint.foreign", "windlass.compat.transformers_checkpoint"),
-    ("windlass.checkpoint.stored", "windlass.compat.deepspeed_folder"),
-    ("windlass.checkpoint.stored", "windlass.compat.torch_file"),
+    *(("windlass.core.outside", name) for name in ("windlass.compat", *OUTSIDE.values())),
 }
+# What other libraries name. No file of another room imports from it, not even inside a function.
+NAMES_OF_OTHERS = {"compat", *FLOORS[-2]}
+# The rooms that have names of a module of transformers, some of which are in `compat/`.
+TABLES_OF_NAMES = {"windlass.data", "windlass.trainer"}
 
 
 def test_every_room_has_a_floor() -> None:
@@ -82,22 +85,57 @@ def test_modules_named_in_strings_are_no_way_round() -> None:
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Constant) and node.value in known and not _allowed(module, node.value, known)
     }
-    # What scripts import from a room, or from a module at the top, may live in any room.
-    upward = {
-        (name, target)
-        for name, target in upward
-        if known[name].path.name != "__init__.py" and name.count(".") > 1
-    }
     assert upward == LOADED_BY_NAME
 
 
+def test_the_core_names_what_is_outside_in_one_place() -> None:
+    known = by_name()
+    core = [m for m in modules() if m.room and m.room not in {*NAMES_OF_OTHERS, "__main__"}]
+    imported = [
+        f"{module.where}:{item.line} imports {target}"
+        for module in core
+        for item in imports(module)
+        for target in windlass_targets(item, known)
+        if known[target].room in NAMES_OF_OTHERS
+    ]
+    assert not imported, "\n".join(imported)
+    named = {
+        module.name
+        for module in core
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant)
+        and node.value in known
+        and known[node.value].room in NAMES_OF_OTHERS
+    }
+    assert named == {"windlass.core.outside"}
+    # What scripts import from a room, or from a module at the top, may live in any room.
+    tables = {
+        stub.name
+        for stub in stubs()
+        if stub.room not in {*NAMES_OF_OTHERS, ""}
+        for item in imports(stub)
+        for target in windlass_targets(item, known)
+        if known[target].room in NAMES_OF_OTHERS
+    }
+    assert tables == TABLES_OF_NAMES
+
+
 def _graph() -> dict[str, set[str]]:
-    """Edges between files. The root is left out: its table names the public things of every floor."""
+    """Edges between files. The root is left out: its table names the public things of every floor; so is the type of
+    the facade in those modules that bind its methods.
+    """
     known = by_name()
     edges: dict[str, set[str]] = {}
     for module in modules():
         targets = (
-            {t for item in imports(module) for t in windlass_targets(item, known)} if module.room else set()
+            {
+                target
+                for item in imports(module)
+                for target in windlass_targets(item, known)
+                if not (item.types_only and target == FACADE and module.name in BINDERS)
+            }
+            if module.room
+            else set()
         )
         targets |= {package for target in targets for package in _packages(target)}
         own = {module.name, "windlass", *_packages(module.name)}
@@ -145,6 +183,6 @@ def test_the_cycle_finder_finds_cycles(edges: dict[str, set[str]], expected: lis
 def test_the_graph_is_not_empty() -> None:
     edges = _graph()
     assert "windlass.core.errors" in edges["windlass.core.device"]
-    assert "windlass.data.group" in edges["windlass.engine.executor"]
-    assert "windlass.config.parallel" in edges["windlass.config.plugin_fsdp"], "by way of a module in it"
+    assert "windlass.data.update_batch" in edges["windlass.engine.executor"]
+    assert "windlass.config.parallel" in edges["windlass.compat.plugin_fsdp"], "by way of a module in it"
     assert "windlass.config.parallel" not in edges["windlass.config.parallel.keys"], "it runs already"

@@ -1,4 +1,4 @@
-"""The tests mirror the source: whoever reads a file finds its tests under the same name, in a folder of the same name.
+"""The tests mirror the source: a reader of a file finds its tests under the same name, in a folder of the same name.
 
 A test file is named after a file of its room, or is about a behaviour that no single file has; then its first line says
 which, and its name is not that of a file elsewhere.

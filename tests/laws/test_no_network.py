@@ -1,4 +1,4 @@
-"""A run talks to nobody: no telemetry, no look-up, no download."""
+"""A run opens no connection: no telemetry, no look-up, no download."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ MODULES = {
 }
 BUILTINS = {"eval", "exec", "compile"}
 # The one file that calls torch.load, once and with weights_only=True; it is run as a script in a process with limits.
-READER = "windlass.compat.torch_reader"
+READER = "windlass.compat.readers.torch_reader"
 # (object, method): how the same thing is spelt through a library.
 CALLS = {
     ("torch", "load"), ("torch", "save"), ("numpy", "load"), ("np", "load"), ("pandas", "read_pickle"),
@@ -96,7 +96,7 @@ def test_the_law_sees(source: str) -> None:
         (READER, "torch.load(f, weights_only=safe)", 1),
         (READER, "import pickle", 1),
         (READER, "torch.hub.load(f, weights_only=True)", 1),
-        ("windlass.compat.torch_file", "torch.load(f, weights_only=True)", 1),
+        ("windlass.compat.readers.torch_file", "torch.load(f, weights_only=True)", 1),
     ],
 )
 def test_one_file_may_load_weights_only(name: str, source: str, count: int) -> None:
@@ -111,4 +111,4 @@ def test_nobody_imports_that_file_but_the_one_that_starts_it() -> None:
         if item.module == READER
         or (item.module == READER.rpartition(".")[0] and "torch_reader" in item.names)
     }
-    assert users == {"windlass.compat.reader_process"}
+    assert users == {"windlass.compat.readers.reader_process"}

@@ -1,4 +1,5 @@
-"""Law 3: a strategy, a tracker, an optimizer or a schedule is one file; adding one touches it and one registry line."""
+"""Law 3: a strategy, a tracker, an optimizer, a schedule or a kind of task is one file; adding one touches it and one
+registry line."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import ast
 from collections import Counter
 
 import pytest
-from tests.laws.source import Module, classes, imports, modules
+from tests.laws.source import PACKAGE, Module, classes, imports, modules
+
+from windlass.cli.tasks import TASKS
 
 # Which bases make a class "one of those" that has a file of its own.
 KINDS = {
@@ -14,14 +17,16 @@ KINDS = {
     "executor": {"Executor", "NativeExecutor"},
     "schedule": {"Schedule", "MetricSchedule"},
     "tracker": {"GeneralTracker", "PackageTracker"},
+    "task": {"Task", "TextTask"},
 }
 # Packages whose files are each one thing, and the modules that may know all of them.
 FAMILIES = {
     "windlass.optim.optimizers": "windlass.optim.registry",
     "windlass.optim.schedules": "windlass.optim",
     "windlass.callbacks.trackers": "windlass.callbacks.tracker_registry",
+    "windlass.cli.tasks": "windlass.cli.tasks",
 }
-# The engines that stand behind the executor protocol. Above the rooms that build them nobody asks which one it is.
+# The engines that stand behind the executor protocol. Above the rooms that build them no module asks which one it is.
 OWNERS = ("optim", "config", "assemble")
 STRATEGIES = {"deepspeed", "fsdp", "fsdp2", "pipeline", "fused_backward"}
 NEVER_NAMES_A_STRATEGY = ("windlass.engine.loop", "windlass.engine.feed", "windlass.engine.evaluate")
@@ -39,7 +44,7 @@ def test_at_most_one_in_a_file(kind: str) -> None:
 
 @pytest.mark.parametrize(("family", "registry"), sorted(FAMILIES.items()))
 def test_members_are_known_to_the_registry_alone(family: str, registry: str) -> None:
-    """Members may share a base module, but nobody outside imports one past the registry."""
+    """Members may share a base module, but no module outside imports one past the registry."""
     members = {m.name for m in modules() if m.name.startswith(family + ".")}
     assert len(members) > 3
     strangers = {
@@ -80,3 +85,33 @@ def test_schedules_and_optimizers_are_not_chosen_by_name_elsewhere() -> None:
     }  # fmt: skip
     found = {m.where: set(_names_compared(m)) & owned for m in modules() if m.room not in OWNERS}
     assert not {where: names for where, names in found.items() if names}
+
+
+def _names_listed(module: Module) -> set[str]:
+    """String constants that are keys, subscripts or members of a collection in a file."""
+    parts: list[ast.AST | None] = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            parts += node.elts
+        elif isinstance(node, ast.Dict):
+            parts += node.keys
+        elif isinstance(node, ast.Subscript):
+            parts.append(node.slice)
+    return {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+
+
+def test_kinds_of_task_are_known_by_name_to_their_own_files_alone() -> None:
+    """A recipe's default may be a name; nothing compares or lists them."""
+    found = {
+        m.where: names
+        for m in modules()
+        if m.room == "cli" and not m.name.startswith("windlass.cli.tasks.")
+        if (names := ({*_names_compared(m)} | _names_listed(m)) & TASKS.keys())
+    }
+    assert not found
+
+
+def test_the_law_on_tasks_sees() -> None:
+    tree = ast.parse("a == 'sft'; {'seq2seq': 1}; ('masked-lm', 2); table['causal-lm']; f('classification')")
+    module = Module("windlass.cli.some", PACKAGE / "cli" / "some.py", tree)
+    assert {*_names_compared(module)} | _names_listed(module) == {"sft", "seq2seq", "masked-lm", "causal-lm"}

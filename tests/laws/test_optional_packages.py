@@ -29,7 +29,6 @@ HOMES: dict[str, set[str]] = {
     },
     "tokenizers": {"cli"},
     "datasets": {"text"},
-    "rich": {"callbacks", "cli"},
     "IPython": {"callbacks"},
     "matplotlib": {"callbacks"},
     "pyarrow": {"text"},
@@ -46,13 +45,15 @@ HOMES: dict[str, set[str]] = {
     "rouge_score": {"cli"},
     "sklearn": {"cli"},
     "PIL": {"cli"},
+    "shtab": {"cli"},
     "torch_xla": {"core"},
     "liger_kernel": {"transforms"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
 ONE_FILE = {
-    "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "rich", "matplotlib", "pyarrow", "datasets",
-    "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "torch_xla", "liger_kernel", *TRACKERS,
+    "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "matplotlib", "pyarrow", "datasets",
+    "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "shtab", "torch_xla",
+    "liger_kernel", *TRACKERS,
 }  # fmt: skip
 
 

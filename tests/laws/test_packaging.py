@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import re
 import tomllib
+from pathlib import Path
 from typing import Any
 
 from tests.laws.source import ROOT
 
 import windlass
-from windlass.core.optional import EXTRAS
+from windlass.core.optional import DISTRIBUTION, EXTRAS
 
 CONFIG: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 PROJECT = CONFIG["project"]
@@ -32,11 +33,50 @@ def test_one_version() -> None:
     assert PROJECT["version"] == windlass.__version__
 
 
+def test_the_distribution_has_its_name_everywhere() -> None:
+    """`windlass` on the package index is another project: no page, message or extra may ask for it."""
+    own = re.compile(r"\bwindlass\[\w|pip (?:install|download|wheel)[^`\n#]*[\s\"']windlass(?![\w-])")
+    assert own.search('pip install "windlass[hf]"')
+    assert own.search("pip install -U windlass\n")
+    assert not own.search('pip install "windlass-trainer[hf]"  # then windlass train')
+    assert PROJECT["name"] == DISTRIBUTION
+    rooms = [ROOT / name for name in ("src", "docs", "tests", "recipes", "examples", "benchmarks")]
+    pages = [*ROOT.glob("*.*"), ROOT / "Makefile", *(path for room in rooms for path in room.rglob("*"))]
+    texts = [p for p in pages if p.suffix in (".py", ".md", ".toml", ".yaml", "") and p.is_file()]
+    assert len(texts) > 500
+    assert not [str(p) for p in texts if p != Path(__file__) and own.search(p.read_text("utf-8"))]
+
+
+def test_an_extra_that_names_others_names_those_of_this_distribution() -> None:
+    extras = PROJECT["optional-dependencies"]
+    named = re.findall(rf"'{DISTRIBUTION}\[([\w,]+)\]'", str(extras))
+    assert len(named) == 4
+    assert {name for names in named for name in names.split(",")} <= extras.keys()
+
+
+def test_the_page_on_installation_has_every_extra() -> None:
+    page = (ROOT / "docs" / "installation.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.+) \|$", page, re.MULTILINE)
+    extras = {
+        name: {
+            item for found in wanted for item in found.removeprefix(f"{DISTRIBUTION}[").rstrip("]").split(",")
+        }
+        if any(found.startswith(DISTRIBUTION) for found in wanted)
+        else set(wanted)
+        for name, wanted in PROJECT["optional-dependencies"].items()
+        if name not in ("test", "lint", "docs", "bench")
+    }
+    assert {name: set(re.findall(r"`([^`]+)`", told)) for name, told in rows} == extras
+    assert PROJECT["requires-python"] == ">=3.11"
+    assert "torch>=2.9" in PROJECT["dependencies"]
+    assert "needs Python 3.11 or newer and PyTorch 2.9 or newer" in page
+
+
 def test_every_direct_requirement_is_pinned() -> None:
     asked = {_name(r) for r in PROJECT["dependencies"]}
     asked |= {_name(r) for extra in PROJECT["optional-dependencies"].values() for r in extra}
     pins = _pins()
-    assert asked - {"windlass"} <= pins.keys()
+    assert asked - {DISTRIBUTION} <= pins.keys()
     assert all(pins.values())
 
 

@@ -9,14 +9,13 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.laws.source import modules
+from tests.laws.source import ROOT, modules
 
-# Rooms that are written in it. The others follow.
 ROOMS = (
     "__main__", "accelerator", "assemble", "big_modeling", "callbacks", "checkpoint", "cli", "compat",
     "config", "core", "data", "data_loader", "dist", "engine", "finetuning", "hooks", "hub", "launchers", "local_sgd",
     "logging", "metrics", "optim", "optimizer", "parallelism_config", "precision", "scheduler", "state", "tracking",
-    "text", "trainer", "transforms", "utils",
+    "text", "trainer", "transforms", "utils", "zero",
 )  # fmt: skip
 
 # What does not belong, and what to write instead. Only what has one meaning, so that no correct sentence is found.
@@ -41,6 +40,13 @@ PHRASES = {
     r"\b[Ss]ees? to it\b": "ensures",
     r"\bas (it|they) (was|were) (told|asked)\b": "as requested",
     r"\bstood still\b": "stalled, made no progress",
+    r"\b([Ww]hoever|[Ss]omebody|[Ss]trangers?)\b": "the program, machine or process that is meant",
+    r"\b[Nn]obody\b": "no process, no caller, no thread",
+    r"\b(is|are|was|were|been) told\b": "gets, receives, reads",
+    r"\bspeaks? (of|for|to)\b": "mentions, represents, communicates with",
+    r"\b(befalls?|[Dd]ooms?|fates?)\b": "happens to, fault, outcome",
+    r"^Those (that|of|which)\b": "the noun that is meant",
+    r"\b[Ss]ay (where|whether|how)\b": "warn if, describe how",
 }
 
 
@@ -70,6 +76,29 @@ def _of_rooms() -> list[Path]:
 
 def test_rooms_are_in_plain_english() -> None:
     found = [f"{path}:{riddle}" for path in _of_rooms() for riddle in riddles(path.read_text("utf-8"))]
+    assert not found, "\n".join(found)
+
+
+def test_tests_are_in_plain_english() -> None:
+    files = [path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    found = [
+        f"{path}:{riddle}"
+        for path in files
+        if path != Path(__file__)
+        for riddle in riddles(path.read_text("utf-8"))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_pages_are_in_plain_english() -> None:
+    pages = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    found = [
+        f"{page.name}:{number}: {match.group()!r}: write {plain!r}"
+        for page in pages
+        for number, line in enumerate(page.read_text("utf-8").splitlines(), 1)
+        for pattern, plain in PHRASES.items()
+        for match in re.finditer(pattern, line)
+    ]
     assert not found, "\n".join(found)
 
 

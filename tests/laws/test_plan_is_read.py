@@ -1,21 +1,28 @@
-"""Every field of a plan is read below `assemble/`: a field that nobody reads would promise what nobody does.
+"""Every field of a plan is read below `assemble/`: a field that no code reads would promise what no code does.
 
-The reads are found in the source. An expression has a plan's type if a parameter, an attribute or a function's result
-is annotated with it, or if it is a field of another plan.
+Two laws. A real run reads the plan that was made for it, and no other. And all fields are read somewhere in the source,
+also those that one run has no use for: an expression has a plan's type if a parameter, an attribute or a function's
+result is annotated with it, or if it is a field of another plan.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import sys
 import typing
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.laws.source import Module, modules
+from tests.trainer.small import Net, arguments, rows
 
-from windlass.config import launch_plan, plan
+from windlass import Trainer
+from windlass.cli.launching import launch_plan
+from windlass.config import plan
 
 HOMES = (plan, launch_plan)
 KINDS = {
@@ -24,12 +31,15 @@ KINDS = {
     for name, kind in vars(home).items()
     if dataclasses.is_dataclass(kind) and getattr(kind, "__module__", "") == home.__name__
 }
-# Those who make the plan: a read there does nothing that a user asked for. `assemble/build` carries the plan out.
+# Those who make, check and compare the plan: a read there does nothing that a user asked for. `assemble/build` carries
+# the plan out.
 MAKERS = (
     "windlass.config.",
+    "windlass.cli.launching.launch",
     "windlass.assemble.resolve",
-    "windlass.assemble.batch",
+    "windlass.assemble.rules",
     "windlass.assemble.facts",
+    "windlass.trainer.compare_ranks",
 )
 Types = frozenset[str]
 NOTHING: Types = frozenset()
@@ -38,8 +48,6 @@ NOT_READ = {
     "DurationPlan.steps_per_epoch": "is compared between the ranks, whose loaders must be of one length",
     "LaunchPlan.devices": "becomes a variable of the processes' environment when the plan is made",
     "LaunchPlan.settings": "becomes WINDLASS_PARALLEL, which the processes read",
-    "RunPlan.schedule": "is compared between the ranks; `create_scheduler` makes it for the number that it is given",
-    "SavePlan.output_dir": "the folder is opened and locked before there is a plan, which depends on what is in it",
 }
 
 
@@ -53,11 +61,15 @@ def _fields() -> dict[str, dict[str, Types]]:
                 k for k, v in KINDS.items() if v in (hints[field.name], *typing.get_args(hints[field.name]))
             )
             for field in dataclasses.fields(kind)
+            if not any(field.name in getattr(base, "__annotations__", ()) for base in kind.__mro__[1:])
         }
     return found
 
 
-FIELDS = _fields()
+FIELDS = _fields()  # a field of a plan that another one extends is that of the former
+BASES = {
+    name: [base.__name__ for base in kind.__mro__ if base.__name__ in KINDS] for name, kind in KINDS.items()
+}
 
 
 def _properties(trees: Iterable[ast.Module]) -> dict[tuple[str, str], set[str]]:
@@ -151,8 +163,9 @@ class Reads(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.generic_visit(node)
         for kind in self.types(node.value) if isinstance(node.ctx, ast.Load) else ():
-            inner = PROPERTIES.get((kind, node.attr), set()) | {node.attr}
-            self.found |= {(kind, name) for name in inner & FIELDS[kind].keys()}
+            for owner in BASES[kind]:
+                inner = PROPERTIES.get((owner, node.attr), set()) | {node.attr}
+                self.found |= {(owner, name) for name in inner & FIELDS[owner].keys()}
 
     def types(self, node: ast.expr) -> Types:
         """The plans that an expression may be."""
@@ -178,7 +191,8 @@ class Reads(ast.NodeVisitor):
             return own if own is not None else self._declared.by_name.get(node.attr, NOTHING)
         kinds = self.types(node.value)
         if kinds:
-            return frozenset().union(*(FIELDS[kind].get(node.attr, NOTHING) for kind in kinds))
+            owners = {owner for kind in kinds for owner in BASES[kind]}
+            return frozenset().union(*(FIELDS[owner].get(node.attr, NOTHING) for owner in owners))
         return self._declared.by_name.get(node.attr, NOTHING)
 
 
@@ -195,7 +209,7 @@ def unread(sources: Iterable[Module]) -> set[str]:
 
 
 def test_every_field_is_read() -> None:
-    """Drop a field that nobody reads, or read it; one on the list that is read by now leaves the list."""
+    """Drop a field that no code reads, or read it; one on the list that is read by now leaves the list."""
     assert unread(modules()) == NOT_READ.keys()
 
 
@@ -216,18 +230,120 @@ def test_the_law_sees_reads_and_what_is_not_read() -> None:
     found = unread([Module("windlass.trainer.example", modules()[0].path, ast.parse(SOURCE))])
     assert {
         "RunPlan.batch",
-        "RunPlan.data",
+        "CallPlan.data",
         "UpdateSize.micro",
-        "UpdateSize.world",
+        "UpdateSize.ranks",
         "DataPlan.workers",
     }.isdisjoint(found)
-    assert {"RunPlan.seed", "UpdateSize.asked", "DataPlan.seed", "RunPlan.save"} <= found
+    assert {"CallPlan.seed", "UpdateSize.asked", "DataPlan.seed", "RunPlan.save"} <= found
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_plan_is_part_of_a_run_or_a_launch(kind: str) -> None:
-    # Signals are handled and loaders are made before a run has a plan, and evaluations are made without a run.
-    reached = {"RunPlan", "LaunchPlan", "BatchPlan", "PreemptionPlan", "EvaluationPlan"}
+    reached = {"RunPlan", "CallPlan", "LaunchPlan"}
     for _ in KINDS:
         reached |= {inner for outer in reached for types in FIELDS[outer].values() for inner in types}
     assert kind in reached
+
+
+# --- a real run -----------------------------------------------------------------------------------------------------
+
+# What the run below has no use for. Loaders are made from the plan, and each keeps sections of its own batch size.
+NO_USE = {
+    "BatchPlan.asked": "a run that is resumed",
+    "BatchPlan.finds": "a run that is resumed",
+    "BatchPlan.fixed": "a run that is resumed",
+    "DataPlan.dispatch": "streams",
+    "DataPlan.in_order": "workers",
+    "DataPlan.length_column": "an order by length",
+    "DataPlan.multiprocessing_context": "workers",
+    "DataPlan.purpose": "workers",
+    "DataPlan.start_timeout": "workers",
+    "DataPlan.worker_init": "workers",
+    "DataPlan.worker_timeout": "workers",
+    "DistPlan.broadcast_buffers": "several processes",
+    "DistPlan.bucket_cap_mb": "several processes",
+    "DistPlan.comm_options": "several processes",
+    "DistPlan.find_unused_parameters": "several processes",
+    "DistPlan.static_graph": "several processes",
+    "DistPlan.timeout_seconds": "several processes",
+    "DurationPlan.steps_per_epoch": "several processes",
+    "EvaluationPlan.start_timeout": "workers",
+    "OptimizerPlan.targets": "an optimizer that projects gradients",
+    "PreemptionPlan.deadline_text": "a signal",
+    "ReportPlan.restore_callback_args": "a run that is resumed",
+    "UpdateSize.asked": "a run that is resumed",
+    "TransformPlan.recompute_options": "recomputation",
+}
+ADAPTED = {"BatchPlan", "DataPlan"}
+
+
+@dataclasses.dataclass
+class Watched:
+    """The reads of plans outside `MAKERS`: the object, and the field as "RunPlan.seed"."""
+
+    reads: list[tuple[Any, str]] = dataclasses.field(default_factory=list)
+
+    def watch(self, kind: type) -> Any:
+        """A `__getattribute__` of a plan that notes who reads a field."""
+        plain = kind.__getattribute__
+
+        def get(instance: Any, name: str) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_globals["__name__"] == plan.__name__:  # a property, which the caller reads
+                frame = frame.f_back  # type: ignore[assignment]
+            reader = frame.f_globals["__name__"]
+            if reader.startswith("windlass.") and not reader.startswith(MAKERS):
+                owner = next((o for o in BASES[type(instance).__name__] if name in FIELDS[o]), None)
+                self.reads += [] if owner is None else [(instance, f"{owner}.{name}")]
+            return plain(instance, name)
+
+        return get
+
+
+def _noting(kind: type, made: list[Any]) -> Any:
+    """The constructor of a plan, which adds the object to `made`."""
+    plain = kind.__init__
+
+    def init(instance: Any, *args: Any, **fields: Any) -> None:
+        plain(instance, *args, **fields)
+        made.append(instance)
+
+    return init
+
+
+def _parts(whole: Any) -> Iterator[Any]:
+    """A plan and all plans in it."""
+    if type(whole).__name__ in KINDS:
+        yield whole
+        for field in dataclasses.fields(whole):
+            yield from _parts(getattr(whole, field.name))
+
+
+def test_a_run_reads_its_plan_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(
+        tmp_path,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+    )
+    trainer = Trainer(
+        Net(), args, train_dataset=rows(16), eval_dataset=rows(4), compute_metrics=lambda found: {}
+    )
+    made: list[Any] = []
+    watched = Watched()
+    for kind in (plan.CallPlan, plan.RunPlan):
+        monkeypatch.setattr(kind, "__init__", _noting(kind, made))
+    for kind in KINDS.values():
+        monkeypatch.setattr(kind, "__getattribute__", watched.watch(kind))
+    trainer.train()
+    reads = list(watched.reads)
+    assert [type(one).__name__ for one in made] == ["CallPlan", "RunPlan"]
+    own = {id(part): part for whole in made for part in _parts(whole)}
+    foreign = {name for instance, name in reads if id(instance) not in own}
+    assert {name.partition(".")[0] for name in foreign} <= ADAPTED
+    kinds = {type(part).__name__ for part in own.values()}
+    fields = {f"{owner}.{name}" for kind in kinds for owner in BASES[kind] for name in FIELDS[owner]}
+    assert sorted(fields - {name for _, name in reads}) == sorted(NO_USE)

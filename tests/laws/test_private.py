@@ -1,4 +1,4 @@
-"""An object's private attributes are its own: nobody else reads, writes or calls them.
+"""An object's private attributes are its own: no other object reads, writes or calls them.
 
 A method may use those of another instance of its class. Objects of other libraries have no public way to some of what
 is needed; their names stand on a list, each with its reason.
@@ -16,7 +16,7 @@ _MODULE = "nn.Module keeps its tensors, children and settings there, and enumera
 _CALL = "nn.Module calls through these, and torch.compile replaces one of them"
 _TORCH = "a function of PyTorch that its own optimizers and loss scaler use, without a public name"
 _AUTOGRAD = "autograd states only there which backward runs, and of which tensor another one is a view"
-_WORKERS = "PyTorch's loader keeps its processes there, and tells nobody else about them"
+_WORKERS = "PyTorch's loader keeps its processes there, and does not publish them"
 _SHARDED = "FSDP2 keeps its groups of parameters there"
 _DEBUG = "what hangs can be found out here only"
 _DATASETS = "datasets keeps the parts of a stream there"
@@ -44,10 +44,10 @@ THIRD_PARTY = {
         _TORCH,
     ),
     **dict.fromkeys(("_autograd", "_base", "_current_graph_task_id", "_get_current_graph_task_keep_graph"), _AUTOGRAD),
-    "_step_count": "PyTorch's schedules count their steps there, and tell nobody else about them",
+    "_step_count": "PyTorch's schedules count their steps there, and do not publish them",
     **dict.fromkeys(("_iterator", "_worker_info"), _WORKERS),
     **dict.fromkeys(("_get_fsdp_state", "_fsdp_param_groups", "_lazy_init", "_unsharded_param"), _SHARDED),
-    "_GLOBAL_CLIENT_FACTORY": "huggingface_hub tells nobody else if a script makes its HTTP client",
+    "_GLOBAL_CLIENT_FACTORY": "huggingface_hub does not publish if a script makes its HTTP client",
     "_flatten": "a mesh joins its axes under no other name",
     **dict.fromkeys(("_current_frames", "_get_sequence_number_for_group"), _DEBUG),
     "_getframe": "sys has this under no other name",
@@ -66,6 +66,10 @@ THIRD_PARTY = {
     **dict.fromkeys(("_ActionsContainer", "_SubParsersAction", "_actions"), _ARGPARSE),
     **dict.fromkeys(("_asdict", "_fields"), _NAMED_TUPLE),
     "_invalidate_trace": _ORDER,
+    **dict.fromkeys(
+        ("_get_norm_groups", "_wait_for_offload_copies"),
+        "DeepSpeed measures the norm of divided gradients by these, within its step only",
+    ),
     "_offload_accumulated_param_ids": "DeepSpeed notes there, and nowhere else, whose gradients are on the host",
     **dict.fromkeys(
         (

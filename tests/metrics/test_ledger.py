@@ -78,7 +78,7 @@ def test_a_skipped_update_does_not_poison_the_mean() -> None:
     ledger = filled([(1.0, 1.0, True), (math.nan, math.nan, False), (3.0, 1.0, True)])
     assert ledger.read() == {"loss": 2.0, "part": 1.0, "grad_norm": 3.0}
     ledger.add(scalar(math.nan), scalar(math.nan), {}, applied=False)
-    assert math.isnan(ledger.read()["loss"]), "nothing else to tell, so it is told as it was"
+    assert math.isnan(ledger.read()["loss"]), "nothing else to report, so it is reported as it was"
     assert (ledger.skipped, ledger.mean_loss()) == (2, 2.0)
 
 
@@ -97,7 +97,7 @@ def test_shares_are_summed_over_ranks_but_the_norm_is_not() -> None:
 
 
 def test_small_losses_are_not_lost_in_long_sums() -> None:
-    """In float32 the sum would stand still at 2^24."""
+    """In float32 the sum would stop to grow at 2^24."""
     ledger = Ledger(CPU, alone)
     ledger.add(scalar(2.0**25), scalar(0.0), {}, True)
     for _ in range(64):

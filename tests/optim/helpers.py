@@ -84,7 +84,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance:
 
 
 def five_updates_like_the_librarys(plan: OptimizerPlan) -> tuple[nn.Linear, torch.optim.Optimizer]:
-    """Assert that our class of a library's optimizer makes its updates; gives the trained layer and our optimizer."""
+    """Assert that our class of a library's optimizer makes its updates; return the trained layer and our optimizer."""
     cls, kwargs = optimizer_factory(plan)
     torch.manual_seed(0)
     model = nn.Linear(64, 64)

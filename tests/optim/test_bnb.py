@@ -48,7 +48,9 @@ def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(MissingDependencyError, match=r"optim='adamw_8bit'.*pip install \"windlass\[bnb\]\""):
+    with pytest.raises(
+        MissingDependencyError, match=r"optim='adamw_8bit'.*pip install \"windlass-trainer\[bnb\]\""
+    ):
         optimizer_factory(OptimizerPlan(name="adamw_8bit"))
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from tests.optim.helpers import assert_same, five_steps
 
-from windlass.config.plan import SchedulePlan
 from windlass.core.errors import ModelError
 from windlass.optim.optimizers.schedule_free import (
     ScheduleFree,
@@ -88,12 +87,12 @@ def test_an_update_in_evaluation_mode_is_refused() -> None:
 @pytest.mark.parametrize(("schedule", "own"), [("constant", 7), ("linear", 0)])
 def test_the_optimizer_warms_up_only_if_the_schedule_does_not(schedule: str, own: int) -> None:
     optimizer = ScheduleFreeAdamW([torch.nn.Parameter(torch.ones(2))])
-    left = warmup_of_schedule(SchedulePlan(schedule, warmup_steps=7), optimizer)
+    left = warmup_of_schedule(schedule, 7, optimizer)
     assert (optimizer.param_groups[0]["warmup_steps"], left) == (own, 7 - own)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_a_warmup_that_a_script_gave_the_optimizer_stays(schedule: str) -> None:
     optimizer = ScheduleFreeAdamW([torch.nn.Parameter(torch.ones(2))], warmup_steps=3)
-    assert warmup_of_schedule(SchedulePlan(schedule, warmup_steps=7), optimizer) == 0
+    assert warmup_of_schedule(schedule, 7, optimizer) == 0
     assert optimizer.param_groups[0]["warmup_steps"] == 3

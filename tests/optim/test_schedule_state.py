@@ -64,7 +64,7 @@ class Odd(LRScheduler):
 
 
 def resumed(make: Any, steps: int = 3) -> tuple[UserSchedule, UserSchedule]:
-    """A scheduler after some updates, and another one that was made anew and loaded its state."""
+    """A scheduler after some updates, and another one that was made again and loaded its state."""
     schedules = []
     for _ in range(2):
         optimizer = parameters()

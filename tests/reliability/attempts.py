@@ -19,12 +19,12 @@ from typing import Any
 
 import torch.distributed as dist
 from tests.reliability.cases import SamplesSeen, Trial
-from tests.reliability.dooms import (
+from tests.reliability.faults import (
     BY_CLOCK,
     INTERRUPTED,
     WORKER_KILLED,
     Counts,
-    Doom,
+    Fault,
     arm,
     callbacks_of,
     count_operations,
@@ -37,7 +37,7 @@ from windlass.checkpoint.mirrored import MirroredStore
 from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import Store
 from windlass.core.errors import EXIT_PREEMPTED
-from windlass.trainer import save_retry
+from windlass.trainer import run_checkpoints
 
 PATIENCE = 120.0  # seconds after which an attempt hangs; one takes less than a second when nothing else runs
 LINGERING = 50.0  # seconds for which ranks may outlive one that was killed; an exchange gives up after 60
@@ -48,7 +48,7 @@ KILLED = -signal.SIGKILL
 
 @dataclass(frozen=True)
 class Strike:
-    """A doom, and what it needs to know of the run to find its place in it.
+    """A fault, and what it needs to know of the run to find its place in it.
 
     Attributes:
         counts: how often each thing happens to the victim in an undisturbed run.
@@ -56,7 +56,7 @@ class Strike:
         seconds: how long an undisturbed run takes.
     """
 
-    doom: Doom
+    fault: Fault
     counts: Mapping[str, int]
     left: float
     seconds: float
@@ -64,28 +64,28 @@ class Strike:
     @property
     def instant(self) -> float | None:
         """Seconds after which it strikes, where it does so by the clock. Starting takes time too."""
-        by_clock = self.doom.kind in BY_CLOCK
-        return self.doom.share * self.seconds * max(self.left, 0.3) if by_clock else None
+        by_clock = self.fault.kind in BY_CLOCK
+        return self.fault.share * self.seconds * max(self.left, 0.3) if by_clock else None
 
     def fall(self, pids: Sequence[int], alive: Sequence[int], again: bool) -> float | None:
-        """What happens at the instant; gives the seconds until it is to happen again, None if that is all.
+        """What happens at the instant; return the seconds until it is to happen again, None if that is all.
 
         Args:
             pids: of all ranks. alive: of those that run. again: whether it is the second time.
         """
-        victims = [pid for pid in alive if self.doom.everyone or pid == pids[self.doom.victim]]
-        if self.doom.kind == INTERRUPTED:
+        victims = [pid for pid in alive if self.fault.everyone or pid == pids[self.fault.victim]]
+        if self.fault.kind == INTERRUPTED:
             for pid in victims:  # a terminal interrupts data workers, too
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGINT)
-            return None if again else self.doom.gap
-        if self.doom.kind == WORKER_KILLED:
+            return None if again else self.fault.gap
+        if self.fault.kind == WORKER_KILLED:
             workers = [child for pid in victims for child in _children(pid)]
             if not workers:
                 return _TICK if victims else None  # it starts some later
-            _kill([workers[int(self.doom.share * len(workers))]])
+            _kill([workers[int(self.fault.share * len(workers))]])
             return None
-        _kill([pid for pid in alive if pid == pids[self.doom.victim]])
+        _kill([pid for pid in alive if pid == pids[self.fault.victim]])
         return None
 
 
@@ -107,7 +107,7 @@ class Ended:
 
     @property
     def left(self) -> bool:
-        """All did because they were told to."""
+        """All did because they were preempted."""
         return set(self.codes) == {EXIT_PREEMPTED} and not self.hung
 
     @property
@@ -144,7 +144,7 @@ def attempt(
     """Train in `folder`/run, from its newest checkpoint where `resume` is set.
 
     Args:
-        strike: what befalls it; nothing where there is none.
+        strike: what happens to it; nothing if there is none.
     """
     number = len(list(folder.glob("meeting-*")))
     (folder / f"meeting-{number}").touch()
@@ -177,7 +177,7 @@ class Met(TrainerCallback):
 
 
 def fork_rank(work: Callable[[], None], rank: int, world: int, said: Path) -> int:
-    """Do `work` in a process with the variables of a launcher, which writes to `said`; gives its pid."""
+    """Do `work` in a process with the variables of a launcher, which writes to `said`; return its pid."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -232,20 +232,24 @@ def _rank(
         met.mark()
     if trial.remote:
         on_a_new_machine(folder, number)
-    save_retry.LAST_PAUSES = (0.01,) * 5
+    run_checkpoints.LAST_PAUSES = (0.01,) * 5
     _note_commits(folder / f"committed-{rank}.txt", MirroredStore if trial.remote else Store)
     counts = None
     if strike is None and not resume:
         counts = Counts()
         count_operations(counts)
         callbacks.append(counts)
-    elif strike is not None and (rank == strike.doom.victim or (strike.doom.leaves and strike.doom.everyone)):
-        arm(strike.doom, strike.doom.place(strike.counts, strike.left))
-        callbacks += callbacks_of(strike.doom, strike.counts, strike.left)
+    elif strike is not None and (
+        rank == strike.fault.victim or (strike.fault.leaves and strike.fault.everyone)
+    ):
+        arm(strike.fault, strike.fault.place(strike.counts, strike.left))
+        callbacks += callbacks_of(strike.fault, strike.counts, strike.left)
+    ctrl_c = CtrlC()
     trainer = run(output_dir(folder, trial, rank), trial.case, *callbacks, resume=resume or None)
     state = trainer.state
-    if state.global_step < state.max_steps:
-        sys.exit(_STOPPED)  # the first Ctrl-C lets `train` return early
+    # The first Ctrl-C lets `train` return early: before its last update, or without its last evaluation.
+    if state.global_step < state.max_steps or ctrl_c.came():
+        sys.exit(_STOPPED)
     end = {
         "bits": bits(trainer),
         "step": state.global_step,
@@ -254,6 +258,21 @@ def _rank(
         "counts": counts and counts.counts,
     }
     (folder / f"end-{rank}.json").write_text(json.dumps(end))
+
+
+class CtrlC:
+    """Notes if this process gets the signal of Ctrl-C from now on, no matter what handles it."""
+
+    def __init__(self) -> None:
+        self._read, write = os.pipe()
+        for end in (self._read, write):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+    def came(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            return signal.SIGINT in os.read(self._read, 1000)
+        return False
 
 
 def _note_commits(path: Path, kind: type[Store]) -> None:
@@ -274,19 +293,19 @@ def wait_for(pids: Sequence[int], strike: Strike | None, met: Callable[[], bool]
     started, codes = time.monotonic(), dict[int, int]()
     alive, hung = list(pids), False
     instant, again = None if strike is None else strike.instant, False
-    together = strike is not None and strike.doom.everyone
+    together = strike is not None and strike.fault.everyone
     deadline = started + PATIENCE
     while alive:
         time.sleep(_TICK)
         codes |= _reaped(alive)
         alive = [pid for pid in alive if pid not in codes]
         passed = time.monotonic() - started
-        # Whoever is interrupted before it has begun ends in the code of these tests.
+        # A process that is interrupted before it has begun ends in the code of these tests.
         if (
             strike is not None
             and instant is not None
             and passed >= instant
-            and (met() or not strike.doom.interrupts)
+            and (met() or not strike.fault.interrupts)
         ):
             wait = strike.fall(pids, alive, again)
             instant, again = None if wait is None else passed + wait, True

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.reliability.dooms import INTERRUPTED, LEAVE
+from tests.reliability.faults import INTERRUPTED, LEAVE
 from tests.trainer.resume_cases import SAMPLES, Case, Drawing, Net, Quiet, Samples, Stream, sample
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.reliability.attempts import Ended, Strike, attempt
 from tests.reliability.cases import SETS, Trial, trial
-from tests.reliability.dooms import (
+from tests.reliability.faults import (
     FAULTS,
     INTERRUPTS,
     KILLED_LEAVING,
@@ -23,7 +23,7 @@ from tests.reliability.dooms import (
     LEAVE,
     UPLOADING,
     WORKER_KILLED,
-    Doom,
+    Fault,
 )
 from tests.reliability.whereabouts import logs, newest_whole
 from tests.trainer.resume_cases import rows
@@ -58,23 +58,23 @@ class Told:
 
 @dataclass(frozen=True)
 class Plan:
-    """What befalls the attempts of a history, one after another; the attempt after the last is left alone."""
+    """What happens to the attempts of a history, one after another; the attempt after the last is left alone."""
 
     name: str
     trial: Trial
-    dooms: tuple[Doom, ...]
+    faults: tuple[Fault, ...]
     worlds: tuple[int, ...]
 
     def cut(self, attempts: int) -> Plan:
-        """The same history if nothing befalls it after so many attempts."""
-        return replace(self, dooms=self.dooms[:attempts], worlds=self.worlds[: attempts + 1])
+        """The same history if nothing happens to it after so many attempts."""
+        return replace(self, faults=self.faults[:attempts], worlds=self.worlds[: attempts + 1])
 
 
 def plan(seed: int, name: str) -> Plan:
     """The history of a name: the same for the same seed.
 
     `kill-N`, `interrupt-N`, `leave-N` and `fault-N` are drawn at random; `kill-N-2` is the same cut short after what
-    befalls its first two attempts. `operation-T-R-N` kills rank R of case T at its N-th file operation,
+    happens to its first two attempts. `operation-T-R-N` kills rank R of case T at its N-th file operation,
     `refused-T-R-N` lets that operation fail, `step-T-R-N` kills at the end of update N. Each may begin with the name of
     a set of cases: `zero_kill-N`.
     """
@@ -88,7 +88,7 @@ def plan(seed: int, name: str) -> Plan:
     chosen, rank, number = trials[int(numbers[0])], int(numbers[1]), int(numbers[2])
     kind = {"operation": "at a file operation", "refused": "failing disk", "step": "between updates"}[group]
     world = max(chosen.worlds)
-    return Plan(name, chosen, (Doom(kind, 0.0, rank, number % 2 == 0, at=number),), (world, world))
+    return Plan(name, chosen, (Fault(kind, 0.0, rank, number % 2 == 0, at=number),), (world, world))
 
 
 def _random_plan(seed: int, name: str, number: int, group: str, trials: Sequence[Trial]) -> Plan:
@@ -100,8 +100,8 @@ def _random_plan(seed: int, name: str, number: int, group: str, trials: Sequence
     chance.shuffle(kinds)
     count = 1 if group == "fault" else KILLS_OF_A_HISTORY
     worlds = tuple(chance.choice(chosen.worlds) for _ in range(count + 1))
-    dooms = tuple(
-        Doom(
+    faults = tuple(
+        Fault(
             kinds[(number // len(fit) + i) % len(kinds)],
             share=chance.random(),
             victim=chance.randrange(world),
@@ -110,7 +110,7 @@ def _random_plan(seed: int, name: str, number: int, group: str, trials: Sequence
         )
         for i, world in enumerate(worlds[:-1])
     )
-    return Plan(name, chosen, dooms, worlds)
+    return Plan(name, chosen, faults, worlds)
 
 
 def _then(group: str, chance: random.Random) -> float | None:
@@ -120,7 +120,7 @@ def _then(group: str, chance: random.Random) -> float | None:
 
 
 def _unfit(trial: Trial) -> frozenset[str]:
-    """Kinds that cannot befall a trial, or under which its end may differ."""
+    """Kinds that cannot happen to a trial, or under which its end may differ."""
     none_there = {UPLOADING: trial.remote, WORKER_KILLED: trial.has_workers}
     return trial.unfit | {kind for kind, there in none_there.items() if not there}
 
@@ -175,8 +175,8 @@ class History:
         self._place.mkdir(parents=True)
         started = time.monotonic()
         finished = False
-        for doom, world in zip((*self._plan.dooms, None), self._plan.worlds, strict=True):
-            finished = self._attempt(doom, world)
+        for fault, world in zip((*self._plan.faults, None), self._plan.worlds, strict=True):
+            finished = self._attempt(fault, world)
             if finished or self._told.problems:
                 break
         if finished and not self._told.problems:
@@ -189,44 +189,44 @@ class History:
     def _problem(self, text: str) -> None:
         self._told.problems.append(text)
 
-    def _attempt(self, doom: Doom | None, world: int) -> bool:
-        """Gives whether the run has come to its end."""
-        if doom is not None and doom.kind == "damage":
-            doom = self._damage(doom, world)
-        if doom is not None and doom.kind == "stale folders":
-            _plant(self._place / "run", random.Random(doom.share))
+    def _attempt(self, fault: Fault | None, world: int) -> bool:
+        """Return True if the run has come to its end."""
+        if fault is not None and fault.kind == "damage":
+            fault = self._damage(fault, world)
+        if fault is not None and fault.kind == "stale folders":
+            _plant(self._place / "run", random.Random(fault.share))
         newest = newest_whole(self._place, self._plan.trial)
         left = 1 - newest / self._ends[0]["step"]
         strike = None
-        if doom is not None:
-            counts = self._ends[min(doom.victim, len(self._ends) - 1)]["counts"]
-            strike = Strike(doom, counts, left, self._seconds)
+        if fault is not None:
+            counts = self._ends[min(fault.victim, len(self._ends) - 1)]["counts"]
+            strike = Strike(fault, counts, left, self._seconds)
         ended = attempt(self._plan.trial, self._place, world, resume=newest > 0, strike=strike)
-        self._judge(ended, doom)
+        self._judge(ended, fault)
         return ended.finished
 
-    def _judge(self, ended: Ended, doom: Doom | None) -> None:
+    def _judge(self, ended: Ended, fault: Fault | None) -> None:
         if ended.hung:
             self._problem(f"ranks had to be ended by force: {ended.codes}")
-        elif not ended.finished and (doom is None or not self._may_end(doom, ended)):
+        elif not ended.finished and (fault is None or not self._may_end(fault, ended)):
             self._problem(f"an attempt failed by itself: {ended.codes}; {_last_words(self._place)}")
-        if doom is not None and (self._may_end(doom, ended) or (doom.kind in FAULTS and ended.finished)):
-            self._told.struck.append(KILLED_LEAVING if doom.leaves and ended.killed else doom.kind)
+        if fault is not None and (self._may_end(fault, ended) or (fault.kind in FAULTS and ended.finished)):
+            self._told.struck.append(KILLED_LEAVING if fault.leaves and ended.killed else fault.kind)
         self._check_store()
         if ended.left and not self._newest:
             self._problem("it left, and no checkpoint stands")
 
-    def _may_end(self, doom: Doom, ended: Ended) -> bool:
-        """Whether this doom may end an attempt like that."""
-        if (doom.kills and ended.killed) or (doom.leaves and ended.left):
+    def _may_end(self, fault: Fault, ended: Ended) -> bool:
+        """Whether this fault may end an attempt like that."""
+        if (fault.kills and ended.killed) or (fault.leaves and ended.left):
             return True
         if ended.finished or ended.hung:
             return False
-        if doom.kind == WORKER_KILLED:
+        if fault.kind == WORKER_KILLED:
             return "worker" in _last_words(self._place)
         # A disk that fails until the run ends costs it the last checkpoint, which is an error.
-        return doom.interrupts or (
-            doom.kind in FULL_OR_FAILING and LAST_SAVE_FAILED in _last_words(self._place)
+        return fault.interrupts or (
+            fault.kind in FULL_OR_FAILING and LAST_SAVE_FAILED in _last_words(self._place)
         )
 
     def _check_store(self) -> None:
@@ -242,15 +242,15 @@ class History:
 
     # --- damage between two attempts
 
-    def _damage(self, doom: Doom, world: int) -> Doom | None:
+    def _damage(self, fault: Fault, world: int) -> Fault | None:
         """Kill an attempt late, and damage what it left, where an older checkpoint can take its place."""
-        late = Doom("between updates", 0.8, doom.victim, True)
+        late = Fault("between updates", 0.8, fault.victim, True)
         self._attempt(late, world)
         store = Store(self._place / "run")
         whole = store.list()
         if len(whole) < 2 or self._told.problems:
             return None
-        _harm(whole[-1].path, random.Random(doom.share))
+        _harm(whole[-1].path, random.Random(fault.share))
         self._told.struck.append("damage")
         (self._place / "committed-0.txt").unlink(missing_ok=True)
         self._newest = 0
@@ -336,7 +336,7 @@ def _last_words(place: Path) -> str:
 
 
 def _plant(run: Path, chance: random.Random) -> None:
-    """What cut-off saves and other programs leave behind: drafts, removals, a folder in the way."""
+    """What interrupted saves and other programs leave behind: drafts, removals, a folder in the way."""
     step = chance.randrange(2, 6)
     for name in (f"tmp-checkpoint-{step}", f"tmp-removed-checkpoint-{step}", f"checkpoint-{step + 1}"):
         folder = run / name

@@ -1,4 +1,4 @@
-"""Kills runs in every way, tells them to leave, and compares what becomes of them with runs that nobody killed.
+"""Kills runs in every way, tells them to leave, and compares what becomes of them with runs that were not killed.
 
     python -m tests.reliability.kill_matrix --kills 500 --seed 0 --write docs/reliability.md
 
@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--faults", type=int, help="histories with failing disks and damaged files (kills / 5)"
     )
     parser.add_argument("--interrupts", type=int, help="histories that are interrupted (kills / 10)")
-    parser.add_argument("--leaves", type=int, help="histories that are told to leave (kills / 10)")
+    parser.add_argument("--leaves", type=int, help="histories that are preempted (kills / 10)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", type=Path, help="page whose section 'kill matrix' gets the table")

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.common import caption, facts, rewrite, table
 from tests.reliability.cases import SETS, Trial
-from tests.reliability.dooms import FAULTS, INTERRUPTS, KILLS, LEAVES
+from tests.reliability.faults import FAULTS, INTERRUPTS, KILLS, LEAVES
 
 SECTIONS = {"standard": "kill matrix", "zero": "kill matrix of ZeRO"}
 _Results = Iterable[dict[str, Any]]
@@ -34,7 +34,7 @@ _HEAD = (
     "case",
     "kills",
     "interrupts",
-    "told to leave",
+    "preempted",
     "faults",
     "runs",
     "came to their end",

@@ -55,6 +55,19 @@ def test_a_reader_that_does_not_is_found(
     assert "python -m tests.fuzz --target 'bad' --seed 0 --only 7" in str(found)
 
 
+def test_an_input_that_is_tried_again_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fuzz.tempfile, "tempdir", str(tmp_path))
+    target = next(target for target in TARGETS if target.name == "recipe")
+    monkeypatch.setattr("sys.argv", ["fuzz", "--target", "recipe", "--seed", "3", "--only", "5"])
+    assert fuzz.main() == 0
+    kept, summary = capsys.readouterr().out.splitlines()
+    fuzz.written(target, tmp_path / "again", 3, 5)
+    assert Path(kept.partition(": ")[2]).read_bytes() == (tmp_path / "again" / target.file).read_bytes()
+    assert summary == "1 targets, 1 inputs of each, 0 findings"
+
+
 def test_errors_that_a_reader_documents_are_no_findings() -> None:
     good = Target(
         "good", lambda folder: (folder / "a").write_text("a"), "a", of_bytes, _raises(CheckpointError("no"))

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 from tests.reliability.cases import TRIALS, ZERO_TRIALS, StepsAndScores, Trial
-from tests.reliability.dooms import FAULTS, INTERRUPTS, KILLS, LEAVES, Doom
+from tests.reliability.faults import FAULTS, INTERRUPTS, KILLS, LEAVES, Fault
 from tests.reliability.histories import History, Plan, make_clean
 from tests.reliability.kill_matrix import Matrix, matrix_in, memory
 from tests.trainer.resume_cases import Case
@@ -107,9 +107,9 @@ class Careless(Trainer):
             return super().train(*args, **kwargs)
 
 
-def told_of(folder: Path, trial: Trial, *dooms: Doom) -> dict[str, Any]:
+def told_of(folder: Path, trial: Trial, *faults: Fault) -> dict[str, Any]:
     """What comes of a history of this case."""
-    chosen = Plan("own", trial, dooms, (1,) * (len(dooms) + 1))
+    chosen = Plan("own", trial, faults, (1,) * (len(faults) + 1))
     in_order = trial.name.replace(" ", "-")
     make_clean(trial, folder / in_order)
     return History(chosen, folder / "history", folder / in_order).run()
@@ -117,15 +117,15 @@ def told_of(folder: Path, trial: Trial, *dooms: Doom) -> dict[str, Any]:
 
 def test_state_that_is_lost_is_found(tmp_path: Path) -> None:
     forgetful = Trial("forgetful", Case({"eval_strategy": "epoch"}, callbacks=lambda: [Forgetful()]))
-    told = told_of(tmp_path, forgetful, Doom("between updates", 0.5))
+    told = told_of(tmp_path, forgetful, Fault("between updates", 0.5))
     assert told["differs"]
     assert "own_steps" in told["problems"][0]
 
 
 def test_a_checkpoint_that_is_lost_is_found(tmp_path: Path) -> None:
-    """Its second commit is cut off, at one place of several, after the first checkpoint was removed."""
+    """Its second commit is interrupted, at one place of several, after the first checkpoint was removed."""
     careless = Trial("careless", Case({"save_in_background": False}, trainer=Careless))
-    told = [told_of(tmp_path, careless, Doom("around a rename", 0.0, at=place)) for place in (8, 9, 10)]
+    told = [told_of(tmp_path, careless, Fault("around a rename", 0.0, at=place)) for place in (8, 9, 10)]
     lost = [one for one in told if one["lost"]]
     assert lost, told
     assert "newest whole checkpoint is 0, after 1 stood" in lost[0]["problems"][0]

@@ -13,7 +13,7 @@ from windlass.core.optional import is_available
 
 WRITTEN = (
     "README.md", "trainer_state.json", "training_args.json", "all_results.json", "train_results.json",
-    "report.html", "training.png", "metrics.jsonl", "model.safetensors",
+    "report.html", "training.png", "metrics.jsonl", "run.json", "model.safetensors",
 )  # fmt: skip
 BESIDE = (".windlass-write-test", *(f"tmp-{name}" for name in WRITTEN), *(f"{name}.tmp" for name in WRITTEN))
 

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from windlass.config.plan import DataPlan
 from windlass.core.errors import DataError
 from windlass.data.batch_reader import PassRequest
-from windlass.data.stream import SharedStream
+from windlass.data.stream import RowCutter, SharedStream
 from windlass.text.packed_stream import PackedStream
 from windlass.text.packing import STRATEGIES
 
@@ -117,7 +117,7 @@ def test_ranks_read_one_stream_and_continue_it(world: int, kind: Any) -> None:
         for rank in range(world):
             collate = lambda samples: [sample["input_ids"].tolist() for sample in samples]  # noqa: E731
             stream = PackedStream(kind(lengths), 8)
-            reader = SharedStream(stream, collate, DataPlan(), row=world, world=world, rank=rank)
+            reader = SharedStream(RowCutter(stream, collate, DataPlan(), world, world, rank), DataPlan())
             batches = list(reader.read(wanted))
             per_rank.append([row for batch in batches if not batch.filler for row in batch.batch])
             bookmark = batches[1].bookmark

@@ -65,7 +65,7 @@ def packed() -> tuple[TokenRows, TextSummary]:
 
 
 def resealed(folder: Path, change: Callable[[dict[str, Any]], object] = lambda body: None) -> None:
-    """Make the manifest fit the files, as somebody who knows the layout would."""
+    """Make the manifest fit the files, as an attacker who knows the layout would."""
     body = json.loads((folder / "manifest.json").read_text())
     del body["sha256"]
     for name, entry in body["files"].items():

@@ -58,8 +58,9 @@ def rows() -> list[dict[str, Any]]:
 def stretch(folder: Path, stop: int, resume: bool, seed: int = 0, **changes: Any) -> Trainer:
     """Go on to update `stop`, and save there."""
     model = changes.pop("model", None) or adapted(seed)
+    callbacks = [StopAt(stop), *changes.pop("callbacks", ())]
     options = {"max_steps": 6, "per_device_train_batch_size": 2, **changes}
     args = arguments(folder, save_strategy="steps", save_steps=100, **options)
-    trainer = Trainer(model, args, train_dataset=rows(), callbacks=[StopAt(stop)])
+    trainer = Trainer(model, args, train_dataset=rows(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     return trainer

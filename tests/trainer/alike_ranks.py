@@ -112,6 +112,20 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
+class OfItsOwnGenerator:
+    """Rows with noise that differs each time they are read, so they cannot be compared."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows, self.generator = rows, torch.Generator().manual_seed(RANK)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self.rows[index]
+        return {**row, "x": row["x"] + torch.rand(3, generator=self.generator)}
+
+
 class OfOneRank(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
 
@@ -125,7 +139,7 @@ def what_may_differ() -> int:
         dataloader_num_workers=RANK,
         report_to=of_rank("none", []),
         run_name=f"rank {RANK}",
-        eval_dataset=samples(4),
+        eval_dataset=OfItsOwnGenerator(samples(4)),
     )
     if RANK:
         run.add_callback(OfOneRank)

@@ -12,7 +12,7 @@ from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer, TrainerCallback
 from windlass.checkpoint.files import Files
-from windlass.trainer.run_saver import RunSaver
+from windlass.trainer.run_checkpoints import RunCheckpoints
 
 
 class Noting(Trainer):
@@ -26,17 +26,19 @@ class Noting(Trainer):
         Noting.latest = self
 
 
-def _noting(note_end: Any) -> Any:
-    def noted(saver: RunSaver, step: int, folder: Path | None, newest: Path | None) -> None:
+def _noting(ended: Any) -> Any:
+    def noted(checkpoints: RunCheckpoints, as_saved: Any, best: str | None, folder: Path | None) -> None:
         trainer = getattr(Noting, "latest", None)
-        if trainer is not None and (trainer.is_in_train or (trainer._run and trainer._run.saver is saver)):
-            trainer.notes.append((step, trainer.state.global_step, None if folder is None else folder.name))
-        note_end(saver, step, folder, newest)
+        run = None if trainer is None else trainer._run
+        if trainer is not None and (trainer.is_in_train or (run and run.checkpoints is checkpoints)):
+            name = None if folder is None else folder.name
+            trainer.notes.append((as_saved.global_step, trainer.state.global_step, name))
+        ended(checkpoints, as_saved, best, folder)
 
     return noted
 
 
-RunSaver.note_end = _noting(RunSaver.note_end)  # type: ignore[method-assign]
+RunCheckpoints._ended = _noting(RunCheckpoints._ended)  # type: ignore[method-assign]
 
 
 class Weights(TrainerCallback):

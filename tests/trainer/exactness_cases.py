@@ -1,6 +1,6 @@
 """One small language model under every kind of loss that a script may bring, and the same training written by hand.
 
-Everything is float64: what differs by more than rounding is a mistake in somebody's denominator.
+Everything is float64: what differs by more than rounding is a mistake in a denominator.
 """
 
 from __future__ import annotations

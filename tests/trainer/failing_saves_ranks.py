@@ -16,11 +16,11 @@ from tests.trainer.background_cases import trainer_of
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
-from windlass.trainer import checkpointer, save_retry
+from windlass.trainer import run_checkpoints
 
 RANK = int(os.environ["RANK"])
-save_retry.FIRST_PAUSE = 0.0
-checkpointer.time.sleep = lambda seconds: None  # between attempts at a last save
+run_checkpoints.FIRST_PAUSE = 0.0
+run_checkpoints.time.sleep = lambda seconds: None  # between attempts at a last save
 
 
 def run(folder: Path, refused: Callable[[int], bool], number: int, **how: Any) -> dict[str, Any]:

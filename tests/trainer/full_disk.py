@@ -59,7 +59,7 @@ def outcome(disk: Path, trouble: type[Trouble], background: bool) -> dict[str, A
     folder = disk / f"{trouble.__name__}-{background}"
     options = {"save_steps": 1, "max_steps": 6, "log_level": "warning", "save_in_background": background}
     trainer = trainer_for(folder, hungry(99), **options)
-    trainer.add_callback(trouble(disk, lambda: trainer._run.checkpointer.finish()))
+    trainer.add_callback(trouble(disk, lambda: trainer._run.checkpoints.finish()))
     trainer.train()
     saved = sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
     resumed = trainer_for(folder, hungry(99), **options)

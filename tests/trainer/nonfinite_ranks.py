@@ -26,7 +26,7 @@ BOTH: dict[str, dict[str, Any]] = {
 
 
 def on_both_ranks(folder: Path, **case: Any) -> str:
-    """What is told of two faulty samples in one update, each on a rank of its own."""
+    """What is reported of two faulty samples in one update, each on a rank of its own."""
     trainer = faulty_on_both_ranks(folder, **case, save_strategy="no")
     try:
         trainer.train()

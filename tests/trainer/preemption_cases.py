@@ -1,4 +1,4 @@
-"""Runs that are told to leave, at one place or another."""
+"""Runs that are preempted, at one place or another."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class At(TrainerCallback):
 
 
 class Reading:
-    """Samples, of which reading one acts; it may wait then until somebody interrupts."""
+    """Samples, of which reading one acts; it may wait then until a signal interrupts."""
 
     def __init__(self, index: int, act: Signal, waits: bool = False) -> None:
         self._index, self._act, self._waits = index, act, waits
@@ -61,7 +61,7 @@ class Reading:
         if index == self._index:
             self._act()
             if self._waits:
-                threading.Event().wait(60)  # nobody sets it: only what breaks the wait off ends it
+                threading.Event().wait(60)  # it is never set: only what interrupts the wait ends it
         return sample(index)
 
 

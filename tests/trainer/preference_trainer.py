@@ -72,8 +72,11 @@ class PreferenceTrainer(Trainer):
 
 
 def log_probability(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Of each sequence [sequences, length], under a model that gives logits [sequences, length, vocabulary]."""
-    predicted = model(tokens[:, :-1]).log_softmax(-1)
+    """Of each sequence [sequences, length]. The model returns logits [sequences, length, vocabulary], or outputs that
+    have them.
+    """
+    outputs = model(tokens[:, :-1])
+    predicted = getattr(outputs, "logits", outputs).log_softmax(-1)
     return predicted.gather(-1, tokens[:, 1:, None]).sum((1, 2))
 
 

@@ -75,7 +75,7 @@ class Stream(IterableDataset[dict[str, Any]]):
 
 
 class Drawing(Trainer):
-    """A step that draws from Python's and NumPy's generators, which nobody seeds at each update."""
+    """A step that draws from Python's and NumPy's generators, which no code seeds at each update."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         loss, logits = model(**inputs)
@@ -85,7 +85,7 @@ class Drawing(Trainer):
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train. The parts are made anew for each process."""
+    """One way to train. The parts are made again for each process."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     dataset: Callable[[], Any] = Samples
@@ -154,7 +154,7 @@ KILLED = -signal.SIGKILL
 
 
 def in_a_child(work: Callable[[], Any]) -> int:
-    """Do it in a process of its own, which may be killed; gives its exit code (negative: the signal)."""
+    """Do it in a process of its own, which may be killed; return its exit code (negative: the signal)."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -180,8 +180,8 @@ def resumable(folder: Path) -> bool | None:
 def killed_at_steps(folder: Path, case: Case, steps: Iterable[int]) -> Trainer:
     """A run that is killed at the end of these updates, one after another, and resumed each time."""
     for step in steps:
-        doomed = partial(run, folder, case, kill("on_step_end", step), resume=resumable(folder))
-        code = in_a_child(doomed)
+        killed_run = partial(run, folder, case, kill("on_step_end", step), resume=resumable(folder))
+        code = in_a_child(killed_run)
         assert code == KILLED, f"step {step}: exit code {code}"
     return run(folder, case, resume=resumable(folder))
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from tests.trainer.resume_cases import KILLED, Case, bits, in_a_child, kill, run
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 # 36 samples: updates of 8 for two ranks (the last one of 4), of 12 for three.
 # A run that is killed in an update resumes from the one before, which must stand by then.
 CASE = Case(
@@ -56,10 +56,10 @@ def main() -> None:
     assert together(folder, "whole", lambda: report(folder, "whole")) == 0
     for step in steps:
         victim = step % WORLD
-        doomed = kill("on_step_end", step, only_rank=victim)
+        killer = kill("on_step_end", step, only_rank=victim)
         how = {"resume": None if step == steps[0] else True}
         code = together(
-            folder, f"killed-{step}", lambda d=doomed, h=how: run(folder / "killed", CASE, d, **h)
+            folder, f"killed-{step}", lambda d=killer, h=how: run(folder / "killed", CASE, d, **h)
         )
         assert code == KILLED if victim == RANK else code != 0, f"step {step}, rank {RANK}: {code}"
     assert together(folder, "resumed", lambda: report(folder, "killed", resume=True)) == 0

@@ -64,7 +64,7 @@ class Kill(TrainerCallback):
 def main(folder: Path, kill_at: int, steps: int = 9) -> None:
     args = TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=2, save_steps=3, save_in_background=False,
-        report_to="none", disable_tqdm=True, use_cpu=True, logging_steps=3,
+        report_to="none", disable_tqdm=True, use_cpu=True, logging_steps=3, log_level="info",
     )  # fmt: skip
     trainer = RolloutTrainer(Net(), args, train_dataset=rows(24), callbacks=[Kill(kill_at)])
     trainer.train(resume_from_checkpoint="auto")

@@ -1,6 +1,6 @@
 """Kinds of losses that scripts bring, run by Windlass and by the same function on whole updates in one process.
 
-Everything is float64: what differs by more than rounding is a mistake in somebody's denominator.
+Everything is float64: what differs by more than rounding is a mistake in a denominator.
 """
 
 from __future__ import annotations
@@ -373,6 +373,41 @@ class MultipliesOnly(Trainer):
         )
 
 
+class OwnStep(Trainer):
+    """A training step that computes its loss itself, as `step_loss` returns it."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = self.step_loss(model, inputs, num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def step_loss(self, model: Any, inputs: Any, count: Any) -> Tensor:
+        loss: Tensor = total(model(input_ids=inputs["input_ids"])["logits"], inputs["labels"]) / count
+        return loss * self.accelerator.num_processes
+
+
+class StepOutOfSight(OwnStep):
+    def step_loss(self, model: Any, inputs: Any, count: Any) -> Tensor:
+        loss: Tensor = total(model(input_ids=inputs["input_ids"])["logits"], inputs["labels"]) / count
+        return loss * torch.distributed.get_world_size()
+
+
+class StepAround(OwnStep):
+    """Names the number of processes beside the default loss."""
+
+    def step_loss(self, model: Any, inputs: Any, count: Any) -> Tensor:
+        assert self.args.world_size >= 1
+        loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=count)
+        return loss
+
+
+class StepMean(OwnStep):
+    def step_loss(self, model: Any, inputs: Any, count: Any) -> Tensor:
+        return total(model(input_ids=inputs["input_ids"])["logits"], inputs["labels"]) / count
+
+
 class Hidden(Trainer):
     """What it calls to multiply is not in its code."""
 
@@ -381,6 +416,31 @@ class Hidden(Trainer):
     ) -> Any:
         loss = total(model(input_ids=inputs["input_ids"])["logits"], inputs["labels"]) / num_items_in_batch
         return loss * getattr(self.accelerator, "_".join(("num", "processes")))
+
+
+class TermsOnOneRank(Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss = total(model(input_ids=inputs["input_ids"])["logits"], inputs["labels"])
+        if self.args.process_index == 1:
+            return LossTerms(loss, num_items_in_batch)
+        return loss / num_items_in_batch * self.factor()
+
+    def factor(self) -> int:
+        return 1
+
+
+class NamedTermsOnOneRank(TermsOnOneRank):
+    def factor(self) -> int:
+        return self.accelerator.num_processes
+
+
+class DeclaredTermsOnOneRank(TermsOnOneRank):
+    loss_is_scaled_for_ga = False
+
+
+MIXED = (TermsOnOneRank, NamedTermsOnOneRank, DeclaredTermsOnOneRank)
 
 
 class Declared(ReadsTheEnvironment):
@@ -399,4 +459,19 @@ class Compares(Trainer):
         return loss
 
 
-UNCLEAR = (DividesOnly, ReadsTheEnvironment, MultipliesOnly, Hidden, Declared, Compares)
+UNCLEAR = (DividesOnly, ReadsTheEnvironment, MultipliesOnly, StepOutOfSight, Hidden, Declared, Compares)
+STEPS: tuple[tuple[str, type[Trainer], Callable[[], nn.Module]], ...] = (
+    ("mean", StepMean, PlainModel),
+    ("complete", OwnStep, PlainModel),
+    ("around a model without count", StepAround, PlainModel),
+    ("around a model that ignores the count", StepAround, LanguageModel),
+    ("around a model that divides", StepAround, lambda: LanguageModel(divide=True)),
+)
+
+
+def weights_after(cls: type[Trainer], model: Callable[[], nn.Module], place: Path, world: int) -> list[float]:
+    torch.manual_seed(0)
+    args = TrainingArguments(**options(place, *SPLITS[world][1]))
+    trainer = cls(model(), args, train_dataset=ROWS, data_collator=collate)
+    trainer.train()
+    return _flat(trainer.model)

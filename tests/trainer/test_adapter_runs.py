@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.dist.launch import launch
 from tests.trainer.adapter_cases import adapted, base, stretch
 
+from windlass import TrainerCallback
 from windlass.checkpoint.adapters import checksum, find_adapter, load_adapter
 from windlass.core.errors import CheckpointError
+from windlass.dist.sharded import is_sharded
 
 pytest.importorskip("peft")
 
@@ -74,6 +79,28 @@ def test_another_base_is_refused_by_name(folder: Path) -> None:
         stretch(folder / "stopped", 6, True, seed=1)
 
 
+class ChangesBase(TrainerCallback):
+    """Saves after each update, and changes a frozen weight of the base after update 2."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        control.should_save = True
+        if state.global_step == 2:
+            with torch.no_grad():
+                model.base_model.model.model.embed_tokens.weight.add_(1)
+
+
+def test_a_base_that_a_callback_changes_between_saves_has_another_fingerprint(tmp_path: Path) -> None:
+    trainer = stretch(tmp_path, 3, False, callbacks=[ChangesBase()])
+    saved = [
+        json.loads((tmp_path / f"checkpoint-{step}" / "adapter_base.json").read_text())["weights"]
+        for step in (1, 2, 3)
+    ]
+    name = "base_model.model.model.embed_tokens.weight"
+    assert [entry for entry in saved[0] if saved[0][entry] != saved[1][entry]] == [name]
+    assert saved[1] == saved[2]
+    load_adapter(tmp_path / "checkpoint-3", trainer.model, {"weights": saved[2], "buffers": {}})
+
+
 def test_a_model_without_the_adapter_is_told(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="put the same adapter on the model"):
         load_adapter(folder / "clean", base(), None)
@@ -99,7 +126,7 @@ def test_a_checksum_sees_values_places_and_no_layout() -> None:
 
 @pytest.mark.dist
 def test_two_ranks_replicated_and_sharded(tmp_path: Path) -> None:
-    launch(2, Path(__file__).parent / "adapter_ranks.py", tmp_path)
+    launch(2, Path(__file__), tmp_path)
     alone = tmp_path / "alone"
     alone.mkdir()
     shutil.copytree(tmp_path / "sharded" / "clean" / "checkpoint-6", alone / "checkpoint-6")
@@ -123,3 +150,46 @@ def test_learnt_prompts_train_and_continue_on_two_ranks(kind: str, tmp_path: Pat
         if form != "encoder":
             read = PeftModel.from_pretrained(base(), str(tmp_path / form / "final"))
             assert torch.isfinite(read(input_ids=torch.arange(6)[None]).logits).all()
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+SHARDED: dict[str, Any] = {"fsdp": "full_shard"}
+FILE = "adapter_model.safetensors"
+
+
+def goes_on_with_the_same_bits(folder: Path, **strategy: Any) -> None:
+    stretch(folder / "clean", 6, False, **strategy)
+    stretch(folder / "stopped", 3, False, **strategy)
+    resumed = stretch(folder / "stopped", 6, True, **strategy)
+    assert any(is_sharded(p) for p in resumed.model.parameters()) == bool(strategy)
+    for name in (FILE, "optimizer*.safetensors"):
+        for path in (folder / "clean" / "checkpoint-6").glob(name):
+            assert path.read_bytes() == (folder / "stopped" / "checkpoint-6" / path.name).read_bytes(), path
+    assert not list((folder / "clean" / "checkpoint-6").glob("model*")), "the base is not written"
+    with pytest.raises(CheckpointError, match="another base"):
+        stretch(folder / "stopped", 6, True, seed=1, **strategy)
+
+
+def goes_on_under_the_other(folder: Path, strategy: dict[str, Any], other: dict[str, Any]) -> None:
+    if torch.distributed.get_rank() == 0:
+        (folder / "moved").mkdir()
+        shutil.copytree(folder / "stopped" / "checkpoint-3", folder / "moved" / "checkpoint-3")
+    torch.distributed.barrier()
+    stretch(folder / "moved", 6, True, **other)
+    found, expected = (load_file(folder / run / "checkpoint-6" / FILE) for run in ("moved", "clean"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-9)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for name, strategy, other in (("replicated", {}, SHARDED), ("sharded", SHARDED, {})):
+        goes_on_with_the_same_bits(folder / name, **strategy)
+        goes_on_under_the_other(folder / name, strategy, other)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,13 @@ import torch
 from tests.dist.launch import launch
 from tests.trainer.background_cases import Noting, SlowDisk, Weights, trainer_of
 
-from windlass import TrainerCallback
+from windlass import Trainer, TrainerCallback
+from windlass.checkpoint import host_memory
+from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.store import Store
-from windlass.core.errors import ConfigError
+from windlass.core.errors import CheckpointError, ConfigError, PeerError
+from windlass.trainer import run_checkpoints
 
 HERE = Path(__file__).parent
 
@@ -78,7 +85,7 @@ def test_training_waits_where_something_needs_the_checkpoint_at_once(
     how: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     telling, warned = Telling(), []
-    logger = logging.getLogger("windlass.trainer.run_saver")
+    logger = logging.getLogger("windlass.checkpoint.host_memory")
     monkeypatch.setattr(logger, "warning", lambda text, *values: warned.append(text % values))
     kind = {"own files": OwnFiles, "own save": OwnSave}.get(how, Noting)
     changes: dict[str, Any] = {
@@ -105,7 +112,7 @@ def test_an_error_of_the_run_does_not_cost_what_is_being_saved(folder: Path) -> 
     with pytest.raises(RuntimeError, match="of the script"):
         trainer.train()
     assert saved_weights(folder, 2).shape == (3, 4)
-    assert trainer._run.saver._memory.nbytes == 0, "nor does it keep the memory of copies"
+    assert trainer._run.checkpoints.saver.memory.nbytes == 0, "nor does it keep the memory of copies"
 
 
 def test_the_clock_asks_for_checkpoints_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +167,7 @@ def test_times_and_sizes_that_are_none_are_refused_together(folder: Path) -> Non
 
 @pytest.mark.dist
 def test_ranks_agree_while_they_train(folder: Path) -> None:
-    launch(2, HERE / "background_ranks.py", folder)
+    launch(2, Path(__file__), folder)
     first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
     for rank in (first, second):
         assert "object" in rank.pop("unsavable")
@@ -178,3 +185,176 @@ def test_ranks_agree_while_they_train(folder: Path) -> None:
         (2, "checkpoint-2"), (4, None), (6, "checkpoint-6"), (8, "checkpoint-8"),
     ]  # fmt: skip
     assert first["failing"]["folders"] == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+RANK = int(os.environ.get("RANK", "0"))
+run_checkpoints.FIRST_PAUSE = (
+    1e6  # however slow the machine is, what failed is not saved between the saves that are due
+)
+
+
+def slow(folder: Path, **how: Any) -> dict[str, Any]:
+    """The disk of rank 1 is slow: both learn of the save at the same update, and it holds what was to be saved."""
+    weights = Weights()
+    with SlowDisk(until=6, only_rank=1) as disk:
+        trainer = trainer_of(folder, disk, weights, save_steps=3, max_steps=12, **how)
+        trainer.train()
+    torch.distributed.barrier()
+    saved = torch.nn.Module()
+    saved.layer = torch.nn.Linear(4, 3, dtype=torch.float64)
+    same = []
+    for step in (3, 6, 9, 12):
+        CheckpointManager(Store(folder)).load(folder / f"checkpoint-{step}").load_weights(saved)
+        whole = weights.after[step]
+        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+        same.append(torch.equal(saved.layer.weight, whole))
+    return {"notes": trainer.notes, "same": same}
+
+
+def failing(folder: Path) -> dict[str, Any]:
+    """The disk of rank 1 fails while step 4 is saved: that checkpoint is lost to both, and nothing else."""
+    write = Files.write_some
+
+    def fail(files: Files, descriptor: int, piece: memoryview) -> int:
+        if RANK == 1 and threading.current_thread().name == "windlass-save-4":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(files, descriptor, piece)
+
+    Files.write_some = fail  # type: ignore[method-assign]
+    trainer = trainer_of(folder, max_steps=8)
+    trainer.train()
+    Files.write_some = write  # type: ignore[method-assign]
+    torch.distributed.barrier()
+    return {"notes": trainer.notes, "folders": sorted(p.name for p in folder.iterdir() if p.is_dir())}
+
+
+class Odd(TrainerCallback):
+    """Rank 0's state is nothing that can be written."""
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"odd": 0 if RANK else object()}}
+
+
+def unsavable(folder: Path) -> str:
+    """The rank that has it says what it is; the other is not left waiting."""
+    try:
+        trainer_of(folder, Odd(), max_steps=2).train()
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+class FailsInEvaluation(Trainer):
+    """Rank 1 cannot make its second prediction."""
+
+    made = 0
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.made += 1
+        if RANK == 1 and self.made == 2:
+            raise ValueError("a prediction's own mistake")
+        return super().prediction_step(*args, **kwargs)
+
+
+class TornData(list[Any], TrainerCallback):
+    """Rank 1 cannot read its second sample, from when it trains; before, ranks compare their rows."""
+
+    read = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read += 1
+        if RANK == 1 and self.read == 2:
+            raise ValueError("a sample's own mistake")
+        return super().__getitem__(index)
+
+
+def failing_evaluation(folder: Path, kind: type[Trainer] = Trainer, torn: bool = False) -> str:
+    """The others are between batches, where ranks hear of each other: they learn of it all the same."""
+    often = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1}
+    trainer = trainer_of(folder, kind=kind, **often)
+    if torn:
+        trainer.eval_dataset = TornData(trainer.eval_dataset)
+        trainer.add_callback(trainer.eval_dataset)
+    try:
+        trainer.train()
+    except (PeerError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "evaluated"
+
+
+class Waiting(TrainerCallback):
+    """Predicts until the thread of a save of rank 0 has ended."""
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "windlass-save-2":
+                thread.join(60)
+
+
+def refused_in_evaluation(folder: Path) -> str:
+    """What rank 0 may not write is found out while all evaluate: the others hear of it there."""
+    write = Files.write_some
+
+    def refuse(files: Files, descriptor: int, piece: memoryview) -> int:
+        if RANK == 0 and threading.current_thread().name == "windlass-save-2":
+            raise ValueError("not for this rank")
+        return write(files, descriptor, piece)
+
+    Files.write_some = refuse  # type: ignore[method-assign]
+    often = {"eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1}
+    small = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 1, "max_steps": -1}
+    trainer = trainer_of(folder, Waiting(), **often, **small)
+    trainer.eval_dataset = list(trainer.eval_dataset) * 4
+    try:
+        trainer.train()
+    except (PeerError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        Files.write_some = write  # type: ignore[method-assign]
+    return "saved"
+
+
+def shared_memory(folder: Path) -> list[int]:
+    """The processes of a machine take their copies out of the same memory: each has room for its own alone."""
+    whole = host_memory.available_memory
+    needed: list[int] = []
+    trainer = trainer_of(folder, max_steps=4, fsdp="full_shard")
+    memory = host_memory.HostMemory
+    fits = memory._fits
+
+    def noting(own: Any, more: int, gang: Any) -> bool:
+        needed.append(more)
+        host_memory.available_memory = lambda: int(more * 1.9)
+        needed.append(int(fits(own, more, gang)))
+        host_memory.available_memory = lambda: int(more * 2.9)
+        return fits(own, more, gang)
+
+    memory._fits = noting  # type: ignore[method-assign]
+    trainer.train()
+    host_memory.available_memory, memory._fits = whole, fits  # type: ignore[method-assign]
+    return [*needed[1::2], *(learned - step for step, learned, _ in trainer.notes[:1])]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    said = {
+        "slow": slow(folder / "slow"),
+        "sharded": slow(folder / "sharded", fsdp="full_shard"),
+        "failing": failing(folder / "failing"),
+        "unsavable": unsavable(folder / "unsavable"),
+        "prediction": failing_evaluation(folder / "prediction", FailsInEvaluation),
+        "sample": failing_evaluation(folder / "sample", torn=True),
+        "refused": refused_in_evaluation(folder / "refused"),
+        "memory": shared_memory(folder / "memory"),
+    }
+    (folder / f"rank{RANK}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from tests.dist.launch import launch, run_script
 from tests.trainer.memory_cases import Samples, Stream, flat, hungry, trainer_for
 
-from windlass import ConfigError, Trainer
+from windlass import ConfigError, Trainer, TrainerCallback
 from windlass.callbacks.metrics_log import read_metrics
 from windlass.core.errors import MemoryShortError
 from windlass.trainer.batch_fitter import FILE_NAME
@@ -188,7 +189,7 @@ def test_evaluation_on_the_way(folder: Path) -> None:
 
 @pytest.mark.dist
 def test_ranks_start_again_with_what_one_of_them_found_out(folder: Path) -> None:
-    script, said = Path(__file__).parent / "memory_ranks.py", ""
+    script, said = Path(__file__), ""
     for attempt in range(3):  # as a launcher that may restart twice
         again = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": "2"}
         said += launch(2, script, folder, expect=int(attempt < 2), environ=again)
@@ -239,3 +240,53 @@ def test_a_batch_that_really_does_not_fit(folder: Path) -> None:
     """Half of it fits only where nothing of the first attempt is held any longer."""
     said = run_script(Path(__file__).parent / "limited_memory.py", folder)
     assert said.strip().endswith("found 6"), said[-4000:]
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+RANK = int(os.environ.get("RANK", "0"))
+SIZES: dict[str, Any] = {
+    "per_device_train_batch_size": 6,
+    "per_device_eval_batch_size": 6,
+    "save_steps": 1,
+    "save_in_background": False,
+    "max_steps": 5,
+}
+
+
+class LessRoom(TrainerCallback):
+    """From the third update on, one rank has room for three rows."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model.limit = 3 if RANK and state.global_step >= 2 else 99
+
+
+def main() -> None:
+    folder, attempt = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    model = hungry(99, eval_limit=3 if RANK else 99)
+    trainer = trainer_for(folder / "run", model, **SIZES)
+    trainer.add_callback(LessRoom)
+    before = trainer.evaluate(Samples())["eval_loss"]
+    saved = list((folder / "run").glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint="auto")
+    clean = trainer_for(
+        folder / "clean",
+        hungry(99),
+        **{**SIZES, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2},
+    )
+    expected = clean.evaluate(Samples())["eval_loss"]
+    clean.train()
+    said = {
+        "attempt": attempt,
+        "resumed": len(saved),
+        "micro": [len(ids) for ids in model.seen],
+        "eval": [before, expected, trainer.get_eval_dataloader().batch.micro],
+        "weights": [flat(trainer.model).tolist(), flat(clean.model).tolist()],
+    }
+    (folder / f"rank{RANK}.json").write_text(json.dumps(said))
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()

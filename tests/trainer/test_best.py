@@ -209,7 +209,7 @@ def test_the_best_evaluations_survive_a_resume(tmp_path: Path) -> None:
     scripted(tmp_path, [0.9, 0.1, 0.2], max_steps=3, keep_best=1, greater_is_better=True).train()
     again = scripted(tmp_path, [0.3, 0.4, 0.5], keep_best=1, greater_is_better=True)
     again.train(resume_from_checkpoint=True)
-    assert again._run.best.evaluations == [[0.9, 1]]
+    assert again._run.checkpoints.best.evaluations == [[0.9, 1]]
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-6"}
     assert again.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
 
@@ -236,10 +236,10 @@ def test_a_checkpoint_says_the_metric_of_its_own_run_and_step(tmp_path: Path) ->
     twice.train()
     twice.args.eval_strategy, twice.args.load_best_model_at_end = "no", False
     twice.args.metric_for_best_model = None
-    twice._run.checkpointer.ephemeral = True  # as the last save of a run may have been
+    twice._run.checkpoints.ephemeral = True  # as the last save of a run may have been
     twice.train()
     assert metrics_of(tmp_path / "twice") == {1: None, 2: None}
-    assert twice._run.checkpointer.ephemeral is False
+    assert twice._run.checkpoints.ephemeral is False
 
 
 def failing_at_step(step: int) -> Callable[[Files, int, memoryview], int]:
@@ -274,7 +274,7 @@ def test_a_save_that_fails_drives_none_of_the_best_out(
     scores = [0.4, 0.5, 0.9, 0.3, 0.2, 0.1]
     trainer = scripted(tmp_path, scores, greater_is_better=True, keep_best=2, load_best_model_at_end=False)
     trainer.train()
-    assert trainer._run.best.evaluations == [[0.5, 2], [0.4, 1]]
+    assert trainer._run.checkpoints.best.evaluations == [[0.5, 2], [0.4, 1]]
     assert sorted(metrics_of(tmp_path)) == [1, 2, 6]
 
 

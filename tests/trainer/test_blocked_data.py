@@ -18,7 +18,7 @@ def stopped(kind: str, folder: Path, step: int = 0, number: int = signal.SIGINT)
         terminal.run(SCRIPT, kind, cwd=folder)
         terminal.until("nothing comes")
         if step:
-            terminal.until(f"step {step} ")
+            terminal.until(f"\n   {step} ")
         if number == signal.SIGINT:
             terminal.type(CTRL_C)
         else:

@@ -1,14 +1,17 @@
-"""What callbacks are told, and what they may decide."""
+"""What callbacks receive, and what they may decide."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.dist.launch import launch
 from tests.trainer.small import Net, arguments, recorder, rows
+from tests.trainer.test_losses import samples, trainer_for
 
 from windlass import (
     DefaultFlowCallback,
@@ -226,8 +229,65 @@ def test_everything_is_there_before_training(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_what_one_rank_asks_for_all_do(folder: Path) -> None:
-    launch(2, HERE / "flags_ranks.py", folder, timeout=100)
+    launch(2, Path(__file__), folder, timeout=100)
     assert [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)] == [
         [2, [2], [0, 1]]
     ] * 2
     assert [path.name for path in (folder / "run").glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Asking(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save |= state.global_step == 1
+        control.should_evaluate |= state.global_step == 2
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+class AtTheBeginning(TrainerCallback):
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+class AtTheEndOfAnEpoch(TrainerCallback):
+    """A run that is resumed at its last update has nothing to train before."""
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_evaluate = True
+
+
+def before_the_first_update(folder: Path) -> list[int]:
+    stopped = trainer_for(folder / "stopped", max_steps=6, ddp_timeout=30)
+    saves = {"save_strategy": "steps", "num_train_epochs": 1, "max_steps": -1}
+    trainer_for(folder / "saved", ddp_timeout=30, **saves).train()
+    resumed = trainer_for(folder / "saved", eval_dataset=samples(5), ddp_timeout=30, **saves)
+    if RANK == 1:
+        stopped.add_callback(AtTheBeginning)
+        resumed.add_callback(AtTheEndOfAnEpoch)
+    stopped.train()
+    resumed.train(resume_from_checkpoint=True)
+    evaluated = sum("eval_loss" in row for row in resumed.state.log_history)
+    return [stopped.state.global_step, evaluated]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    early = before_the_first_update(folder)
+    trainer = trainer_for(folder / "run", max_steps=6, eval_dataset=samples(5), ddp_timeout=30)
+    if RANK == 1:
+        trainer.add_callback(Asking)
+    trainer.train()
+    logged = [row["step"] for row in trainer.state.log_history if "eval_loss" in row]
+    (folder / f"rank{RANK}.json").write_text(json.dumps([trainer.state.global_step, logged, early]))
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main()

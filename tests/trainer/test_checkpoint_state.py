@@ -119,7 +119,7 @@ def test_a_fresh_run_in_a_used_folder_warns_once_and_is_the_one_resumed(tmp_path
     said = [record.getMessage() for record in caplog.records if "holds another run" in record.getMessage()]
     assert len(said) == 1
     assert "(checkpoint-4)" in said[0]
-    resumed = trainer_in(tmp_path, max_steps=3, save_steps=3, save_total_limit=2)
+    resumed = trainer_in(tmp_path, max_steps=3, save_steps=3, save_total_limit=2, log_level="info")
     resumed.train(resume_from_checkpoint=True)
     assert any("checkpoint-2 at step 2" in record.getMessage() for record in caplog.records)
     assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-3"]

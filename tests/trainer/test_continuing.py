@@ -20,7 +20,7 @@ import windlass
 from windlass import Trainer, TrainingArguments
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.weights import save_weights
-from windlass.compat.torch_file import open_torch_file
+from windlass.compat.readers.torch_file import open_torch_file
 from windlass.core.errors import CheckpointError, DataError
 
 transformers = pytest.importorskip("transformers", reason="continues what transformers' Trainer wrote")
@@ -363,7 +363,7 @@ def test_other_layouts_are_refused(name: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_malformed_state_is_one_clear_error(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    from windlass.compat.transformers_checkpoint import open_checkpoint
+    from windlass.compat.readers.transformers_checkpoint import open_checkpoint
 
     state = {"global_step": 2, "epoch": 1.0, "log_history": [], **change}
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
@@ -372,7 +372,7 @@ def test_a_malformed_state_is_one_clear_error(change: dict[str, Any], message: s
 
 
 def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
-    from windlass.compat.transformers_checkpoint import scaler_state
+    from windlass.compat.readers.transformers_checkpoint import scaler_state
     from windlass.precision.scaler import LossScaler
 
     theirs_scaler = torch.amp.GradScaler("cpu", init_scale=128.0)

@@ -26,7 +26,7 @@ def test_updates_keep_their_samples_on_another_number_of_processes(
         stretch(tmp_path / "elastic", 7, True)
     assert "an update keeps its 8 samples: 4 x 2 micro-batches x 1 processes" in caplog.text
     said = launch(2, SCRIPT, tmp_path / "elastic", 9, "resume")
-    assert said.count("was saved by 1 process(es), this run has 2") == 1, "one process speaks for all"
+    assert said.count("was saved by 1 process(es), this run has 2") == 1, "one process reports for all"
     last = stretch(tmp_path / "elastic", 12, True)
     assert last.state.global_step == clean.state.global_step == 12
     assert last.accelerator.gradient_accumulation_steps == 2

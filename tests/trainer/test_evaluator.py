@@ -89,7 +89,7 @@ def test_persistent_workers_are_kept_between_evaluations(tmp_path: Path, data: A
     first = readers()
     assert os.getpid() not in first
     assert (readers() == first) == persistent
-    next(iter(trainer.get_eval_dataloader()))  # a pass that is given up ends its workers
+    next(iter(trainer.get_eval_dataloader()))  # a pass that is dropped ends its workers
     left = readers()
     assert left != first
     trainer.data_collator = default_data_collator
@@ -257,9 +257,21 @@ def test_full_eval_in_bf16_casts_the_model_after_training(tmp_path: Path) -> Non
     data = [{**row, "x": row["x"].bfloat16()} for row in rows(6)]
     assert trainer.evaluate(data)["eval_loss"] > 0
     assert trainer.model.layer.weight.dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="bf16_full_eval=True: an evaluation has cast the weights to bf16"):
+        trainer.train()
+    trainer.model, trainer.optimizer, trainer.lr_scheduler = Net(), None, None
+    trainer.train()
     args = arguments(tmp_path, bf16_full_eval=True, eval_strategy="epoch")
     with pytest.raises(ConfigError, match="bf16_full_eval"):
         Trainer(Net(), args, train_dataset=rows(8), eval_dataset=rows(4)).train()
+
+
+def test_full_eval_of_weights_in_that_type_leaves_them_trainable(tmp_path: Path) -> None:
+    data = [{**row, "x": row["x"].bfloat16()} for row in rows(8)]
+    trainer = Trainer(Net().bfloat16(), arguments(tmp_path, bf16_full_eval=True), train_dataset=data)
+    for _ in range(2):
+        assert trainer.train().global_step > 0
+        assert trainer.evaluate(data)["eval_loss"] > 0
 
 
 def test_label_names_may_be_none_at_all(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
-"""One update is one mean: the same whatever the split into micro-batches and ranks, and whoever divides."""
+"""One update is one mean: the same whatever the split into micro-batches and ranks, and whichever code divides."""
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,18 @@ import numpy as np
 import pytest
 import torch
 from tests.dist.launch import launch
-from tests.trainer.exactness_cases import EPOCHS, KINDS, SPLITS, TRAIN, UNEVEN, UNEVEN_SPLIT, train_by_hand
+from tests.trainer.exactness_cases import (
+    EPOCHS,
+    KINDS,
+    SPLITS,
+    TRAIN,
+    UNEVEN,
+    UNEVEN_SPLIT,
+    train,
+    train_by_hand,
+)
+
+from windlass import ModelError
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-12  # of float64 sums in another order
@@ -26,7 +40,7 @@ def outcomes(
     """What each rank of one world came to: kind -> split -> outcome."""
     folder = tmp_path_factory.mktemp("exact")
     world, strategy = request.param
-    launch(world, HERE / "exactness_ranks.py", folder, strategy)
+    launch(world, Path(__file__), folder, strategy)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
 
 
@@ -52,3 +66,41 @@ def test_every_split_equals_the_loop_written_by_hand(name: str, outcomes: list[d
 def test_ranks_hold_the_same_bits(outcomes: list[dict[str, Any]]) -> None:
     for other in outcomes[1:]:
         assert other == outcomes[0]
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+STRATEGIES = {
+    "replicated": {},
+    "sharded": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"min_num_params": 150}},
+}
+# A sharded model cannot keep gradients of auxiliary terms separately.
+REFUSED = ("sharded", "weighted terms with parts")
+
+
+def main() -> None:
+    torch.set_default_dtype(torch.float64)
+    place, world, strategy = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]), sys.argv[2]
+    run = functools.partial(train, place=place / "run", epochs=EPOCHS[world], **STRATEGIES[strategy])
+    outcomes = {
+        name: {
+            f"{micro} x {accumulation}": run(kind, micro=micro, accumulation=accumulation)
+            for micro, accumulation in SPLITS[world]
+            if accumulation == 1 or (strategy, name) != REFUSED
+        }
+        for name, kind in KINDS.items()
+    }
+    if world == 2:
+        for name, kind in KINDS.items():
+            if (strategy, name) != REFUSED:
+                outcomes[name][UNEVEN_SPLIT] = run(kind, micro=2, accumulation=3, rows=UNEVEN)
+    if strategy == REFUSED[0]:
+        with pytest.raises(ModelError, match="needs separate gradients"):
+            run(KINDS[REFUSED[1]], micro=2, accumulation=3)
+    rank = os.environ["RANK"]
+    (place / f"rank{rank}.json").write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main()

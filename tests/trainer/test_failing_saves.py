@@ -19,15 +19,15 @@ from windlass import TrainerCallback
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
-from windlass.trainer import save_retry
+from windlass.trainer import run_checkpoints
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_retry, "FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(save_retry, "LAST_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(run_checkpoints, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(run_checkpoints, "LAST_PAUSES", (0.0, 0.0))
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_run_that_cannot_save_ends(save_steps: int, folder: Path, refusing: Ca
 def test_failures_within_a_pause_do_not_count(
     folder: Path, refusing: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_retry, "FIRST_PAUSE", 1e6)
+    monkeypatch.setattr(run_checkpoints, "FIRST_PAUSE", 1e6)
     refusing(lambda step: 2 < step < 20)
     trainer_of(folder, max_steps=20, save_steps=1, max_save_failures=2).train()
     assert steps_of(folder) == [1, 2, 20]

@@ -160,7 +160,7 @@ steps = 10**6 if not resume else int(sys.argv[2])
 args = arguments(folder, max_steps=steps, lr_scheduler_type="constant")
 trainer = Trainer(Net(), args, train_dataset=rows(40), callbacks=[Tells])
 output = trainer.train(resume_from_checkpoint=resume or None)
-print("stopped", output.global_step, weights_hash(trainer.model), flush=True)
+print("ended", output.global_step, weights_hash(trainer.model), flush=True)
 """
 
 
@@ -175,10 +175,10 @@ def test_a_signal_from_outside(tmp_path: Path) -> None:
         code, said = process.end()
     assert code == 0, said
     assert "train(resume_from_checkpoint=True)" in said
-    step = int(said.split("stopped ")[1].split()[0])
+    step = int(said.split("ended ")[1].split()[0])
     assert (folder / f"checkpoint-{step}").is_dir()
     again = run_script(script, folder, step + 2)
-    (last,) = (line for line in again.splitlines() if line.startswith("stopped"))
+    (last,) = (line for line in again.splitlines() if line.startswith("ended"))
     _, reached, digest = last.split()
     whole = Trainer(
         Net(),

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.dist.launch import launch
-from tests.trainer.loader_options_ranks import COUNT, UPDATE
+from tests.trainer.test_losses import samples, trainer_for
+from torch.utils.data import DataLoader, IterableDataset
 
-from windlass import TrainingArguments
+from windlass import Trainer, TrainingArguments
 from windlass.core.errors import ConfigError
 from windlass.data.bookmark import WITNESSES
 from windlass.data.samplers import SeedableRandomSampler
 
-SCRIPT = Path(__file__).with_name("loader_options_ranks.py")
+SCRIPT = Path(__file__)
 Ranks = list[dict[str, Any]]
 
 
@@ -114,3 +118,123 @@ def test_what_a_trainers_accelerator_prepares_has_the_same_options(two: Ranks) -
     main, other = (rank["prepared dispatched"]["read"] for rank in two)
     assert main >= 16
     assert other <= WITNESSES
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+COUNT, UPDATE = 23, 4  # samples; those of a micro-batch over all ranks
+
+
+class Counted(IterableDataset[Any]):
+    """Counts the samples that were read."""
+
+    def __init__(self, count: int = COUNT) -> None:
+        self.count, self.read = count, 0
+
+    def __iter__(self) -> Any:
+        for row in samples(self.count):
+            self.read += 1
+            yield row
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class Noting(Trainer):
+    """Notes for each micro-batch how many samples it has, and if its backward reduces gradients."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        seen = self.__dict__.setdefault("seen", [])
+        seen.append([len(inputs["x"]), bool(getattr(model, "require_backward_grad_sync", True))])
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered
+
+
+def trained(
+    folder: Path, data: Any, config: dict[str, Any], resume: str | None = None, **options: Any
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2, "logging_steps": 1,
+        "save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": UPDATE // WORLD,
+        "per_device_eval_batch_size": 2, "accelerator_config": config, **options,
+    }  # fmt: skip
+    trainer = trainer_for(
+        folder, Noting, data=data, eval_dataset=Counted(9), compute_metrics=lambda p: {"labels": p.label_ids.tolist()},
+        **settings,
+    )  # fmt: skip
+    trainer.model.double()
+    trainer.train(resume_from_checkpoint=resume)
+    read = getattr(data, "read", 0)
+    metrics = trainer.evaluate()
+    return {
+        "weights": [whole(p.detach()).flatten().tolist() for p in trainer.model.parameters()],
+        "steps": trainer.state.global_step,
+        "seen": trainer.__dict__["seen"],
+        "read": read,
+        "loss": metrics["eval_loss"],
+        "labels": metrics["eval_labels"],
+        "size": trainer.args.train_batch_size,
+    }
+
+
+def prepared(folder: Path, config: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """What a loader is that the Trainer's accelerator prepares, and a second model that it accumulates."""
+    trainer = trainer_for(
+        folder,
+        accelerator_config=config,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        **options,
+    )
+    accelerator, stream = trainer.accelerator, Counted(16)
+    size = trainer._train_batch_size
+    loader = accelerator.prepare(DataLoader(list(range(16)), batch_size=size, shuffle=True))  # type: ignore[arg-type]
+    batches = [batch.tolist() for batch in loader]
+    list(accelerator.prepare(DataLoader(stream, batch_size=2)))
+    second = accelerator.prepare(torch.nn.Linear(2, 1))
+    reduces = []
+    for _ in range(2):
+        with accelerator.accumulate(second):
+            reduces.append(bool(getattr(second, "require_backward_grad_sync", True)))
+    return {
+        "batches": batches, "read": stream.read, "reduces": reduces, "even": accelerator.even_batches,
+        "non_blocking": accelerator.non_blocking,
+    }  # fmt: skip
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_default_dtype(torch.float64)
+    dispatch, split = {"dispatch_batches": True}, {"split_batches": True}
+    each = {"gradient_accumulation_kwargs": {"sync_each_batch": True, "sync_with_dataloader": False}}
+    found = {
+        "plain": trained(folder / "plain", samples(COUNT), {}),
+        "dispatched": trained(folder / "dispatched", Counted(), dispatch),
+        "resumed": trained(folder / "resumed", Counted(), dispatch, str(folder / "dispatched" / "checkpoint-2")),
+        "dispatched map": trained(folder / "map", samples(COUNT), dispatch),
+        "split": trained(
+            folder / "split", samples(COUNT), split, per_device_train_batch_size=UPDATE, per_device_eval_batch_size=4
+        ),
+        "each": trained(folder / "each", samples(COUNT), each),
+        "each sharded": trained(folder / "sharded", samples(COUNT), each, fsdp=WORLD > 1),
+    }  # fmt: skip
+    found |= {
+        "prepared": prepared(folder, {}),
+        "prepared split": prepared(folder, split),
+        "prepared dispatched": prepared(folder, dispatch),
+        "prepared each": prepared(folder, each),
+        "prepared others": prepared(folder, {"even_batches": False, "non_blocking": True}, data_seed=7),
+        "prepared unseeded": prepared(folder, {"use_seedable_sampler": False}),
+    }
+    torch.set_default_dtype(torch.float32)
+    (folder / f"rank{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

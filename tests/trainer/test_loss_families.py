@@ -110,7 +110,7 @@ class Pairwise(Trainer):
 
 
 def test_a_loss_of_the_scripts_is_called_for_training_alone(tmp_path: Path) -> None:
-    """No measurement calls it, and a batch that the model itself does not take is no obstacle."""
+    """No measurement calls it, and a batch that the model itself does not take is not an obstacle."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 20, (16, 2, 6), generator=generator)
     data = [{"chosen": pair[0], "rejected": pair[1]} for pair in ids]

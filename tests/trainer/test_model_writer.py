@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.checkpoint.test_pretrained import FAMILIES, assert_same_files
 from tests.dist.launch import launch
 from tests.trainer.small import arguments, llama, text_rows, tokenizer
@@ -19,6 +21,7 @@ from windlass import Trainer
 from windlass.checkpoint import content, split
 from windlass.checkpoint.weights import WEIGHTS_NAME
 from windlass.core.errors import CheckpointError
+from windlass.dist.sharded import local
 from windlass.trainer import model_writer
 
 transformers = pytest.importorskip("transformers")
@@ -62,7 +65,7 @@ def test_checkpoints_equal_save_pretrained_and_resume_to_the_bit(name: str, tmp_
 
 @pytest.mark.dist
 def test_a_sharded_model_is_saved_alike(tmp_path: Path) -> None:
-    launch(2, Path(__file__).parent / "model_files_ranks.py", tmp_path)
+    launch(2, Path(__file__), tmp_path)
 
 
 class OwnWay(transformers.LlamaForCausalLM):
@@ -163,3 +166,44 @@ def test_what_transformers_logs_names_the_checkpoint(own: bool, tmp_path: Path, 
         assert f"Configuration saved in {tmp_path / f'checkpoint-{step}' / 'config.json'}\n" in text
     assert "/windlass-" not in text
     assert "tmp-checkpoint" not in text
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+def run(name: str, kind: str, folder: Path, resume: Path | None = None) -> Trainer:
+    torch.manual_seed(0)
+    args = arguments(
+        folder, max_steps=2, save_strategy="steps", save_steps=1, fsdp="full_shard",
+        fsdp_config={"state_dict_type": kind},
+    )  # fmt: skip
+    trainer = Trainer(FAMILIES[name](), args, train_dataset=text_rows(16))
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return trainer
+
+
+def check(name: str, kind: str, folder: Path) -> None:
+    whole = run(name, kind, folder / "whole")
+    whole.save_model(str(folder / "final"))
+    resumed = run(name, kind, folder / "resumed", folder / "whole" / "checkpoint-1")
+    for got, wanted in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(local(got), local(wanted))
+    if not whole.is_world_process_zero():
+        return
+    (folder / "final" / "training_args.json").unlink()
+    type(FAMILIES[name]()).from_pretrained(folder / "final").save_pretrained(folder / "again")
+    assert_same_files(folder / "final", folder / "again")
+    if kind == "FULL_STATE_DICT":
+        saved = folder / "whole" / "checkpoint-2" / WEIGHTS_NAME
+        assert load_file(saved).keys() == load_file(folder / "final" / WEIGHTS_NAME).keys()
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for name in ("mixture of experts", "tied"):
+        for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            check(name, kind, folder / name.replace(" ", "-") / kind)
+
+
+if __name__ == "__main__":
+    main()

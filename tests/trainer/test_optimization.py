@@ -1,4 +1,4 @@
-"""Optimizer and schedule: made, given, overridden; `model_init`; what every update is told."""
+"""Optimizer and schedule: made, given, overridden; `model_init`; what every update receives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.trainer.small import Net, arguments, rows, weights_hash
 from torch import nn
 
 from windlass import Trainer, get_linear_schedule_with_warmup
-from windlass.assemble.resolve import NEVER_CALLED
+from windlass.assemble.rules import NEVER_CALLED
 from windlass.core.errors import ConfigError, ModelError
 
 

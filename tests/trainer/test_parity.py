@@ -16,7 +16,7 @@ from tests.trainer.small import Net, bert, recorder, rows, settings, text_rows, 
 
 import windlass
 from windlass import Trainer, TrainingArguments
-from windlass.assemble.resolve import NEVER_CALLED
+from windlass.assemble.rules import NEVER_CALLED
 from windlass.core.errors import ConfigError
 
 transformers = pytest.importorskip("transformers", reason="compares with transformers")

@@ -47,7 +47,7 @@ def test_prefix_and_metrics(tmp_path: Path) -> None:
 
 
 class Several(Net):
-    """Nested outputs, one of them of a width that follows the batch, and a cache that is no prediction."""
+    """Nested outputs, one of them of a width that follows the batch, and a cache that is not a prediction."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.dist.launch import launch
-from tests.trainer.prepared_loader_ranks import EVALUATED, TRAINED
+from tests.trainer.test_losses import samples, trainer_for
+from torch.utils.data import DataLoader, IterableDataset
 
-SCRIPT = Path(__file__).with_name("prepared_loader_ranks.py")
+from windlass import Trainer
+from windlass.config.loop_options import DataLoaderConfiguration
+from windlass.data.prepare_loader import prepare_loader
+from windlass.dist.gang import current
+
+SCRIPT = Path(__file__)
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +93,177 @@ def test_an_evaluation_that_fails_on_one_rank_ends_on_all(two: list[dict[str, An
     assert failing == [["OSError", "bad batch"]] * 8
     assert [kind for kind, _ in others] == ["PeerError"] * 8
     assert all("rank 1: OSError: bad batch" in words for _, words in others)
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+TRAINED, EVALUATED = 23, 9
+UPDATE = 4  # samples of a micro-batch over all ranks, whatever their number
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{**row, "index": index} for index, row in enumerate(samples(count))]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(rows(TRAINED))
+
+    def __len__(self) -> int:
+        return TRAINED
+
+
+class OwnPart(IterableDataset[Any]):
+    """Splits itself, into parts of different lengths."""
+
+    def __iter__(self) -> Any:
+        return (row for row in rows(EVALUATED) if WORLD == 1 or (row["index"] < 7) == (RANK == 0))
+
+
+class Prepares(Trainer):
+    """Loaders as scripts build them in their overrides."""
+
+    streams = False
+
+    def get_train_dataloader(self) -> Any:
+        data: Any = Stream() if self.streams else rows(TRAINED)
+        loader = DataLoader(data, batch_size=UPDATE // WORLD, shuffle=not self.streams)
+        return self.accelerator.prepare(loader)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self.accelerator.prepare(DataLoader(rows(EVALUATED), batch_size=2))  # type: ignore[arg-type]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        if self.seen[-1:] != [
+            inputs["index"].tolist()
+        ]:  # the first ones are measured before they are trained on
+            self.seen.append(inputs["index"].tolist())
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(x=inputs["x"], labels=inputs["labels"])
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+    @property
+    def seen(self) -> list[list[int]]:
+        """The samples of each micro-batch of this rank."""
+        return self.__dict__.setdefault("_seen", [])
+
+
+def dealt(folder: Path) -> dict[str, Any]:
+    trainer = trainer_for(folder)
+    loader = trainer.accelerator.prepare(DataLoader(list(range(10)), batch_size=2, shuffle=True))  # type: ignore[arg-type]
+    own = [[] if loader.is_filler else batch.tolist() for batch in loader]
+    theirs = trainer.get_train_dataloader()
+    assert trainer.accelerator.prepare(theirs) is theirs, "it is dealt already"
+    assert trainer.accelerator.prepare(loader, trainer.model) == (loader, trainer.model)
+    return {"own": own}
+
+
+def trained(folder: Path, resume: str | None = None, streams: bool = False) -> dict[str, Any]:
+    kind = type("Kind", (Prepares,), {"streams": streams})
+    trainer = trainer_for(
+        folder, kind, max_steps=-1, num_train_epochs=2, gradient_accumulation_steps=2, logging_steps=1,
+        save_strategy="steps", save_steps=1, remove_unused_columns=False,
+    )  # fmt: skip
+    trainer.model.double()
+    trainer.args.eval_dataset = None
+    trainer.train(resume_from_checkpoint=resume)
+    return {
+        "weights": [p.detach().flatten().tolist() for p in trainer.model.parameters()],
+        "steps": trainer.state.global_step,
+        "seen": trainer.seen,
+    }
+
+
+def evaluated(folder: Path) -> dict[str, Any]:
+    trainer = trainer_for(
+        folder, Prepares, eval_dataset=rows(EVALUATED), remove_unused_columns=False,
+        compute_metrics=lambda p: {"labels": p.label_ids.tolist()},
+    )  # fmt: skip
+    metrics = trainer.evaluate()
+    output = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation")
+    return {"loss": metrics["eval_loss"], "labels": metrics["eval_labels"], "samples": output.num_samples}
+
+
+def evaluated_in_parts(folder: Path) -> dict[str, Any]:
+    """Ranks meet when they read, and once more for each batch of the metric."""
+    seen: list[int] = []
+
+    def metric(prediction: Any, compute_result: bool) -> dict[str, Any]:
+        seen.extend(prediction.label_ids.tolist())
+        return {"labels": sorted(seen)} if compute_result else {}
+
+    trainer = trainer_for(
+        folder, Prepares, remove_unused_columns=False, compute_metrics=metric, batch_eval_metrics=True
+    )
+    loader = trainer.accelerator.prepare(DataLoader(OwnPart(), batch_size=2))
+    output = trainer.evaluation_loop(loader, "Evaluation")
+    return {
+        "loss": output.metrics["eval_loss"],
+        "labels": output.metrics["eval_labels"],
+        "samples": output.num_samples,
+    }
+
+
+class FailsOnOne(Prepares):
+    """Rank 1 fails to evaluate batch number `fails_at`."""
+
+    fails_at, batches = 0, 0
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.batches += 1
+        if RANK == 1 and self.batches > self.fails_at:
+            raise OSError("bad batch")
+        return super().prediction_step(*args, **kwargs)
+
+
+def failed_evaluations(folder: Path) -> list[list[str]]:
+    """What each rank raises if rank 1 fails in the first or second of its batches, by loader and kind of metric."""
+
+    def metric(prediction: Any, compute_result: bool = True) -> dict[str, Any]:
+        return {}
+
+    found = []
+    for batchwise in (False, True):
+        for dispatch in (False, True):
+            for fails_at in (0, 1) if WORLD > 1 else ():
+                kind = type("Kind", (FailsOnOne,), {"fails_at": fails_at})
+                trainer = trainer_for(
+                    folder, kind, remove_unused_columns=False, compute_metrics=metric,
+                    batch_eval_metrics=batchwise,
+                )  # fmt: skip
+                data: Any = Stream() if dispatch else OwnPart()
+                loader = prepare_loader(
+                    DataLoader(data, batch_size=1), ranks=WORLD, rank=RANK, device=None,
+                    options=DataLoaderConfiguration(dispatch_batches=dispatch), data_ranks=current(),
+                )  # fmt: skip
+                try:
+                    trainer.evaluation_loop(loader, "Evaluation")
+                except Exception as error:
+                    found.append([type(error).__name__, str(error)])
+    return found
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_default_dtype(torch.float64)
+    found: dict[str, Any] = {"dealt": dealt(folder / "dealt"), "evaluated": evaluated(folder / "evaluated")}
+    found["in parts"] = evaluated_in_parts(folder / "in-parts")
+    found["failed"] = failed_evaluations(folder / "failed")
+    for streams in (False, True):
+        name = "streams" if streams else "map"
+        whole = trained(folder / name, streams=streams)
+        checkpoints = [str(folder / name / f"checkpoint-{step}") for step in range(1, whole["steps"])]
+        found[name] = {
+            "whole": whole,
+            "resumed": [trained(folder / f"{name}-{n}", c, streams) for n, c in enumerate(checkpoints)],
+        }
+    torch.set_default_dtype(torch.float32)
+    (folder / f"rank{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

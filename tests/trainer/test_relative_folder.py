@@ -79,7 +79,7 @@ def test_where_arguments_take_a_relative_path_to_start(places: tuple[Path, Path]
     assert args.resolve_path("older") == str(here / "older")
     assert args.resolve_path("s3://a/b") == "s3://a/b"
     assert args.resolve_path("/a/b") == "/a/b"
-    args.output_dir = "out"  # named anew
+    args.output_dir = "out"  # named again
     assert args.output_path == str(there / "out")
     args.output_dir = "s3://bucket/run"
     assert args.output_path == "s3://bucket/run"

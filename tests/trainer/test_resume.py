@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,8 @@ from tests.trainer.resume_cases import (
     run,
     same_run,
 )
+from tests.trainer.test_losses import Model, trainer_for
+from torch import Tensor
 from torch.utils.data import DataLoader, SequentialSampler
 
 from windlass import EarlyStoppingCallback, LossTerms, Trainer
@@ -74,7 +78,7 @@ class WithParts(Trainer):
         return (terms, (loss, logits)) if return_outputs else terms
 
 
-class NowAndThen(Quiet):
+class Intermittent(Quiet):
     """Reading draws for few samples: whether it does cannot be told from the first batch."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -99,7 +103,7 @@ CASES = {
     "own loader": Case(trainer=OwnLoader),
     "own sampler": Case(trainer=OwnSampler),
     "a step that draws, data that do not": Case(dataset=Quiet, trainer=Drawing),
-    "a step that draws, data that do now and then": Case(dataset=NowAndThen, trainer=Drawing),
+    "a step that draws, data that do intermittently": Case(dataset=Intermittent, trainer=Drawing),
     "parts of a loss": Case({"logging_steps": 4}, trainer=WithParts),
     "early stopping": Case(
         {**BEST, "eval_steps": 1, "learning_rate": 0.3, "num_train_epochs": 4}, callbacks=early_stopping
@@ -109,7 +113,7 @@ CASES = {
 
 
 # Between them they draw in the data and in the step, scale, evaluate, keep the best, and read a stream.
-AT_EVERY_STEP = ("fp16", "the best is loaded", "a stream", "a step that draws, data that do now and then")
+AT_EVERY_STEP = ("fp16", "the best is loaded", "a stream", "a step that draws, data that do intermittently")
 
 
 @pytest.mark.parametrize(
@@ -202,8 +206,8 @@ def test_no_event_of_an_epoch_is_lost_or_doubled(
     if event == "on_save" and expected.count(f"save {step} {step / LAST_OF_EPOCH:.6f}") < occurrence:
         pytest.skip("this epoch's evaluation was not the best")
     first = folder / "killed"
-    doomed = [Recorder(folder / "before"), kill(event, step, occurrence)]
-    assert in_a_child(lambda: run(first, case, *doomed)) == KILLED
+    callbacks = [Recorder(folder / "before"), kill(event, step, occurrence)]
+    assert in_a_child(lambda: run(first, case, *callbacks)) == KILLED
     resumed = run(first, case, Recorder(folder / "after"), resume=True)
     before = events(folder / "before")
     kept = len(before) - next(i for i, line in enumerate(reversed(before)) if line.startswith("save "))
@@ -269,7 +273,7 @@ def test_the_order_goes_on_under_another_split(
 
 @pytest.mark.dist
 def test_ranks_that_keep_buffers_of_their_own(folder: Path) -> None:
-    launch(2, HERE / "buffers_ranks.py", folder)
+    launch(2, Path(__file__), folder)
     first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert first[0] == first[1]
@@ -431,3 +435,38 @@ def test_auto_never_passes_over_what_is_damaged(folder: Path) -> None:
         file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="No valid checkpoint found in output directory"):
         run(folder, Case(), resume="auto")
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+class Centred(Model):
+    """Takes a running mean of its inputs off them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        if self.training and torch.is_grad_enabled():
+            self.mean.mul_(0.5).add_(x.mean(0), alpha=0.5)
+        return super().forward(x - self.mean, labels)
+
+
+def weights(folder: Path, resume: str | None = None) -> Any:
+    torch.manual_seed(0)
+    changes: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "ddp_timeout": 30}
+    trainer = trainer_for(folder, model=Centred(), ddp_broadcast_buffers=False, **changes)
+    trainer.train(resume_from_checkpoint=resume)
+    return [p.tolist() for p in trainer.model.parameters()]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    whole = weights(folder / "whole")
+    resumed = weights(folder / "resumed", str(folder / "whole" / "checkpoint-2"))
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps([whole, resumed]))
+
+
+if __name__ == "__main__":
+    main()

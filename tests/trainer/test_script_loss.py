@@ -1,9 +1,11 @@
-"""A loss of the script's is a mean over the whole update, whatever it is worth, and whoever divides."""
+"""A loss of the script's is a mean over the whole update, whatever it is worth, and no matter which code divides."""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +19,25 @@ from tests.trainer.exactness_cases import PlainModel, collate
 from tests.trainer.script_loss_cases import (
     FACTORS,
     KINDS,
+    MIXED,
     ROWS,
+    SPLITS,
+    STEPS,
+    UNCLEAR,
     WAYS,
     Compares,
     Complete,
+    Distilling,
+    Growing,
     MultipliesOnly,
     by_hand,
     options,
+    resumed_at_each_update,
     run,
+    run_loop,
     saving,
-)
+    weights_after,
+)  # fmt: skip
 
 from windlass import ModelError, Trainer, TrainingArguments
 from windlass.core.errors import ConfigError
@@ -71,13 +82,13 @@ def expected(way: str, kind: str, factor: float) -> dict[str, list[float]]:
 
 
 def compare(world: int, cases: list[Any], folder: Path) -> None:
-    launch(world, HERE / "script_loss_ranks.py", folder, json.dumps(cases), timeout=1500)
+    launch(world, Path(__file__), folder, json.dumps(cases), timeout=1500)
     ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
     assert all(rank == ranks[0] for rank in ranks), "ranks hold the same bits"
     for (way, kind, factor, accumulation), found in zip(cases, ranks[0], strict=True):
         for what, values in expected(way, kind, factor).items():
             apart = np.abs(np.array(found[what]) - np.array(values)).max()
-            allowed = SFT_TOLERANCE * max(1.0, *map(abs, values)) if way == "sft" else TOLERANCE
+            allowed = SFT_TOLERANCE * max(1.0, *map(abs, values)) if way.startswith("sft") else TOLERANCE
             assert apart <= allowed, f"{way}, {kind}, {factor}, {accumulation}: {what} is off by {apart}"
 
 
@@ -104,13 +115,24 @@ def test_a_micro_batch_without_targets_counts_with_what_it_sums(kind: str, folde
         assert np.abs(np.array(got[what]) - np.array(values)).max() <= TOLERANCE
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_training_step_may_compute_its_loss_itself(world: int, folder: Path) -> None:
+    launch(world, Path(__file__), folder, "steps")
+    found = json.loads((folder / "steps.json").read_text())
+    assert found.keys() == {name for name, *_ in STEPS}
+    hand = np.array(by_hand("compute_loss", "token_mean", 1.0)["weights"])
+    for name, weights in found.items():
+        assert np.abs(np.array(weights) - hand).max() <= TOLERANCE, name
+
+
 # --- one loss as long as a run lasts ----------------------------------------------------------------------------------
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_that_is_resumed_at_any_update_has_the_same_bits(world: int, folder: Path) -> None:
-    launch(world, HERE / "script_loss_ranks.py", folder, "resume")
+    launch(world, Path(__file__), folder, "resume")
     for name, complete in (("Growing", False), ("Distilling", False), ("Complete", True)):
         runs = json.loads((folder / f"{name}.json").read_text())
         assert len(runs) > 2
@@ -124,11 +146,12 @@ def test_a_run_that_is_resumed_at_any_update_has_the_same_bits(world: int, folde
 
 @pytest.mark.dist
 def test_code_that_does_not_show_what_it_divides_by_is_refused_before_the_first_update(folder: Path) -> None:
-    launch(2, HERE / "script_loss_ranks.py", folder, "refused")
+    launch(2, Path(__file__), folder, "refused")
     words = {
         "DividesOnly": "divides by `num_items_in_batch`, and does not multiply by the number of processes (2)",
         "ReadsTheEnvironment": "divides by `num_items_in_batch`, and does not multiply by the number of processes (2)",
         "MultipliesOnly": "does not read `num_items_in_batch`, and multiplies by the number of processes (2)",
+        "StepOutOfSight": "divides by `num_items_in_batch`, and does not multiply by the number of processes (2)",
         "Hidden": "is computed with the number of processes (2), which its code does not name",
     }
     for name, expected_words in words.items():
@@ -137,6 +160,15 @@ def test_code_that_does_not_show_what_it_divides_by_is_refused_before_the_first_
         assert said.count("loss_is_scaled_for_ga") == 1
     assert (folder / "Declared.txt").read_text() == "trained"
     assert (folder / "Compares.txt").read_text() == "trained"
+
+
+@pytest.mark.dist
+def test_losses_of_two_kinds_end_every_rank_before_the_first_update(folder: Path) -> None:
+    launch(2, Path(__file__), folder, "mixed")
+    for rank in range(2):
+        ends = json.loads((folder / f"rank{rank}.json").read_text())
+        assert len(ends) == 3
+        assert all("1 of 2 processes passed LossTerms to backward" in end for end in ends)
 
 
 @pytest.mark.parametrize("cls", [Compares, MultipliesOnly, Complete])
@@ -239,3 +271,54 @@ def smoothed(cls: type[Trainer], folder: Path, function: Any) -> Trainer:
     torch.manual_seed(0)
     args = TrainingArguments(**{**options(folder, 4, 2), "label_smoothing_factor": 0.1, "max_steps": 2})
     return cls(PlainModel(), args, train_dataset=ROWS, data_collator=collate, compute_loss_func=function)
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+def end_of(cls: type[Trainer], place: Path) -> str:
+    """What ends its training: "trained", or the words of the error."""
+    trainer = saving(cls, place / cls.__name__, save_strategy="no", max_steps=2)
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    try:
+        trainer.train()
+    except ModelError as error:
+        assert all(map(torch.equal, before, trainer.model.parameters())), "refused, but trained"
+        return str(error)
+    return "trained"
+
+
+def main() -> None:
+    torch.set_default_dtype(torch.float64)
+    place, world = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
+    if sys.argv[2] == "resume":
+        for cls in (Growing, Distilling, Complete):
+            runs = resumed_at_each_update(cls, place / cls.__name__)
+            (place / f"{cls.__name__}.json").write_text(json.dumps(runs))
+        return
+    if sys.argv[2] == "steps":
+        weights = {name: weights_after(cls, model, place, world) for name, cls, model in STEPS}
+        (place / "steps.json").write_text(json.dumps(weights))
+        return
+    if sys.argv[2] == "mixed":
+        ends = [end_of(cls, place) for cls in MIXED]
+        (place / f"rank{os.environ['RANK']}.json").write_text(json.dumps(ends))
+        return
+    if sys.argv[2] == "refused":
+        for cls in UNCLEAR:
+            (place / f"{cls.__name__}.txt").write_text(end_of(cls, place))
+        return
+    outcomes = []
+    for way, kind, factor, accumulation in json.loads(sys.argv[2]):
+        split = next(split for split in SPLITS[world] if split[1] == accumulation)
+        found = (
+            {"weights": run_loop(kind, factor, *split)}
+            if way == "loop"
+            else run(way, kind, factor, place / "run", *split)
+        )
+        outcomes.append(found)
+    (place / f"rank{os.environ['RANK']}.json").write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main()

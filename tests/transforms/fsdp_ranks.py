@@ -277,7 +277,7 @@ def unused(gang: Gang) -> None:
             assert torch.allclose(own, parameter.grad, rtol=1e-12), name
     some = [p.grad for p in strategy.module.parameters() if p.grad is not None and RANK == 0]
     norm = strategy.total_norm(some)
-    assert float(norm) > 0, "a rank without gradients keeps nobody waiting, and gets the norm too"
+    assert float(norm) > 0, "a rank without gradients keeps no rank waiting, and gets the norm too"
     assert float(gang.sum(norm.double() / SIZE)) == float(norm)
 
 
@@ -331,7 +331,7 @@ def recovers(gang: Gang) -> None:
         own = strategy.module.get_parameter(name).grad
         assert (own is None) == (parameter.grad is None), name
         assert own is None or torch.allclose(whole(own), parameter.grad), name
-    assert float(strategy.agree(torch.tensor(float(RANK)))) == SIZE - 1
+    assert float(strategy.max_over_ranks(torch.tensor(float(RANK)))) == SIZE - 1
 
 
 def hugging_face(gang: Gang) -> None:
@@ -415,13 +415,13 @@ def in_parts(gang: Gang, folder: Path, earlier: Path) -> None:
         with strategy.micro(last=True):
             loss_sum(module, torch.ones(1, 4, dtype=torch.long)).backward()
         optimizer.step()
-    store = Store(folder, gang=gang)
+    store = Store(folder, all_ranks=gang)
     state, parts = split_optimizer_state(optimizer, module)
 
     sets = {"model": module.state_dict(keep_vars=True), "optimizer": parts}
     saved = CheckpointManager(store).save(
         SIZE,
-        Content({"optimizer": state}, parts=[parts_of_rank(*item, gang.world) for item in sets.items()]),
+        Content({"optimizer": state}, parts=[parts_of_rank(*item, gang) for item in sets.items()]),
         meta={},
     )
     assert saved is not None

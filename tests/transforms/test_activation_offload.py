@@ -15,7 +15,7 @@ from windlass.transforms.activation_offload import MIN_BYTES, ActivationOffload,
 
 
 class Counted(DirectLane):
-    """Copies of tensors of the host, which stands for a device here, and a record of them."""
+    """Copies of tensors of the host, which replaces a device here, and a record of them."""
 
     def __init__(self) -> None:
         self.left: list[int] = []

@@ -170,7 +170,7 @@ def test_a_full_graph_has_no_breaks() -> None:
     inputs = torch.ones(3)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
         apply_compile(Breaking(), CompilePlan("eager", fullgraph=True))(inputs)
-    torch._dynamo.reset()  # graphs belong to the code of a forward, whoever compiled it
+    torch._dynamo.reset()  # graphs belong to the code of a forward, no matter which test compiled it
     assert torch.equal(apply_compile(Breaking(), CompilePlan("eager"))(inputs), inputs * 2 + 1)
 
 

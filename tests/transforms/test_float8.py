@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.dist.launch import launch
-from tests.transforms.float8_ranks import Network, train
 from torch import Tensor, nn
 
 from windlass import Accelerator, Trainer, TrainingArguments
+from windlass.compat.plugins import AORecipeKwargs
 from windlass.config.plan import Float8Plan
-from windlass.config.plugins import AORecipeKwargs
 from windlass.core.errors import ConfigError
+from windlass.core.world import world_from_environment
 from windlass.transforms.float8 import apply_float8
 
 pytest.importorskip("torchao")
@@ -108,7 +109,7 @@ def test_gradients_are_close_to_those_without_it(recipe: str, mixed: bool) -> No
 @pytest.mark.parametrize("layout", ["replicated", "sharded"])
 def test_two_processes_have_the_losses_of_one(layout: str, tmp_path: Path) -> None:
     one = train(tmp_path / "one", 8)
-    said = launch(2, Path(__file__).with_name("float8_ranks.py"), tmp_path / "two", layout)
+    said = launch(2, Path(__file__), tmp_path / "two", layout)
     (line,) = [line for line in said.splitlines() if line.startswith("losses ")]
     assert json.loads(line.partition(" ")[2]) == pytest.approx(one, rel=5e-3)
     saved, alone = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
@@ -215,3 +216,51 @@ def test_the_kernels_compute_what_emulation_computes(recipe: str) -> None:
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= 0.02 * other.norm()
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.product(x))
+
+
+class Network(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": (x.float() - labels).square().mean()}
+
+
+def train(folder: Path, rows: int, **options: Any) -> list[float]:
+    """Losses of three updates of 8 rows; saves the model."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    data = [{"x": x, "labels": x.flip(0)} for x in torch.randn(32, 32, generator=generator)]
+    args = TrainingArguments(
+        str(folder), max_steps=3, per_device_train_batch_size=rows, learning_rate=0.5, optim="sgd", logging_steps=1,
+        report_to="none", use_cpu=True, save_strategy="no", fp8=True,
+        fp8_config={"emulate": True, "recipe": "rowwise_with_gw_hp"},
+        **options,
+    )  # fmt: skip
+    trainer = Trainer(Network(), args, train_dataset=data)
+    trainer.train()
+    trainer.save_model()
+    assert {type(block.product).__name__ for block in trainer.model.layers[1:3]} == {"Float8Linear"}
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+if __name__ == "__main__":
+    sharding = {"fsdp": True, "fsdp_config": {"transformer_cls_names_to_wrap": ["Block"]}}
+    found = train(Path(sys.argv[1]), 4, **(sharding if sys.argv[2] == "sharded" else {}))
+    if world_from_environment().rank == 0:
+        print("losses", json.dumps(found))

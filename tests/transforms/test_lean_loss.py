@@ -152,7 +152,7 @@ def test_no_target() -> None:
 
 
 class Own(nn.Module):
-    """A language model of nobody's library."""
+    """A language model of no library."""
 
     def __init__(self, penalty: float = 0.0, head: nn.Module | None = None) -> None:
         super().__init__()

@@ -2,13 +2,72 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tests.dist.launch import launch
+from tests.trainer.small import Net, rows, settings
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from windlass import Accelerator, Trainer, TrainingArguments
+from windlass.core.errors import ConfigError
 
 
 @pytest.mark.dist
 def test_a_model_that_was_divided_before_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    said = launch(2, Path(__file__).with_name("divided_ranks.py"), tmp_path)
+    said = launch(2, Path(__file__), tmp_path)
     assert said.count("refused with the way out") == 2
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+TENSOR_PARALLEL = "divided among the processes by tensor parallelism"
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def linear() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    return parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
+
+
+def net() -> nn.Module:
+    model = Net()
+    for name, part in model.named_children():
+        if isinstance(part, nn.Linear):
+            parallelize_module(model, init_device_mesh("cpu", (2,)), {name: ColwiseParallel()})
+    return model
+
+
+def main(folder: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    said = error_of(lambda: accelerator.prepare(linear()))
+    assert TENSOR_PARALLEL in said, said
+    for number, sharded in enumerate((None, True)):
+        args = TrainingArguments(**settings(folder / str(number), fsdp=sharded, max_steps=1))
+        said = error_of(lambda args=args: Trainer(net(), args, train_dataset=rows(8)).train())  # type: ignore[misc]
+        assert "model='Net'" in said or "model=Net" in said, said
+        assert TENSOR_PARALLEL in said, said
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model)
+    said = error_of(lambda: accelerator.prepare(model))
+    assert "FSDP2 has sharded it already; set fsdp=True" in said, said
+    assert torch.distributed.is_initialized()
+    print("refused with the way out")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -43,7 +43,7 @@ def test_layers_of_the_given_classes_and_those_that_a_model_names() -> None:
         "outer ones before the inner ones, which are sharded in reverse"
     )
     assert names(Tiny(), ShardPlan(wrap="transformer")) == names(Tiny(), tiny), (
-        "what repeats, where nobody says"
+        "what repeats, if no list is given"
     )
     assert names(nn.Linear(2, 2), ShardPlan(wrap="transformer")) == names(Tiny(), ShardPlan()) == []
 

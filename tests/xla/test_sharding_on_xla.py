@@ -24,7 +24,7 @@ from tests.xla.models import (
 from torch.utils.data import DataLoader
 
 from windlass import Accelerator, HfArgumentParser, TrainerCallback, TrainingArguments
-from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
+from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin
 from windlass.core import xla
 
 several = pytest.mark.skipif(

@@ -64,10 +64,11 @@ def make(kind: str, folder: Path) -> tuple[Accelerator, Any, Any, Any, Any]:
     return accelerator, *accelerator.prepare(model, optimizer, schedule, data())
 
 
-def train(parts: tuple[Any, ...], updates: int, clips: bool) -> list[float]:
-    """A pass has 7 micro-batches, so its last update has one."""
+def train(parts: tuple[Any, ...], updates: int, clips: bool) -> tuple[list[float], list[float]]:
+    """Losses and norms. A pass has 7 micro-batches, so its last update has one."""
     accelerator, model, optimizer, schedule, loader = parts
     losses: list[float] = []
+    norms: list[float] = []
     made = 0
     while made < updates:
         for batch in loader:
@@ -75,7 +76,7 @@ def train(parts: tuple[Any, ...], updates: int, clips: bool) -> list[float]:
                 loss = model(**batch)["loss"]
                 accelerator.backward(loss)
                 if accelerator.sync_gradients and clips:
-                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
@@ -83,13 +84,13 @@ def train(parts: tuple[Any, ...], updates: int, clips: bool) -> list[float]:
             made += accelerator.sync_gradients
             if made == updates:
                 break
-    return losses
+    return losses, norms
 
 
 def loop(kind: str, folder: Path) -> dict[str, Any]:
     parts = make(kind, folder)
     accelerator, model = parts[:2]
-    losses = train(parts, 5, clips=kind != "file")
+    losses, norms = train(parts, 5, clips=kind != "file")
     accelerator.save_state(str(folder / f"state{kind}"))
     further = train(parts, 4, clips=kind != "file")
     state = accelerator.get_state_dict(model)
@@ -99,7 +100,8 @@ def loop(kind: str, folder: Path) -> dict[str, Any]:
     assert again == further, "a loaded state continues to the same bits"
     accelerator.free_memory()
     return {
-        "losses": losses + further,
+        "losses": losses + further[0],
+        "norms": norms + further[1],
         "weights": {name: value.flatten().tolist() for name, value in state.items()},
         "type": str(accelerator.distributed_type),
     }

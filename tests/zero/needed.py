@@ -7,5 +7,5 @@ import pytest
 from windlass.core.optional import is_available
 
 needs_deepspeed = pytest.mark.skipif(
-    not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass[deepspeed]'"
+    not is_available("deepspeed"), reason="needs DeepSpeed: pip install 'windlass-trainer[deepspeed]'"
 )

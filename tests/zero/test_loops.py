@@ -41,6 +41,7 @@ def test_a_loop_equals_one_process(kind: str, alone: dict[str, Any], tmp_path: P
     found = json.loads((tmp_path / "found.json").read_text())[kind]
     assert found["type"] == "DEEPSPEED"
     assert found["losses"] == pytest.approx(alone["losses"], abs=TOLERANCE)
+    assert found["norms"] == pytest.approx([] if kind == "file" else alone["norms"], abs=TOLERANCE)
     assert found["weights"].keys() == alone["weights"].keys()
     for name, values in found["weights"].items():
         assert values == pytest.approx(alone["weights"][name], abs=TOLERANCE), name
@@ -73,7 +74,7 @@ def test_loops_equal_those_without_deepspeed_wherever_the_state_lies(
     stage: int, device: str, in_memory: dict[str, Any], tmp_path: Path
 ) -> None:
     """Gradients are cleared after the step or before the backward, by the optimizer that `prepare` returned, by the
-    script's own or by the model; before a step, they are given up; and a step without gradients changes nothing.
+    script's own or by the model; before a step, they are dropped; and a step without gradients changes nothing.
     A step with a closure is refused: its backwards would be the engine's, and the step would find no gradients.
     """
     if device == "nvme" and stage < 3:

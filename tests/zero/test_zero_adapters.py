@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         not (is_available("deepspeed") and is_available("peft")),
-        reason="needs DeepSpeed and peft: pip install 'windlass[deepspeed,peft]'",
+        reason="needs DeepSpeed and peft: pip install 'windlass-trainer[deepspeed,peft]'",
     ),
 ]
 

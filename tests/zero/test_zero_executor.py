@@ -13,6 +13,8 @@ from tests.zero.needed import needs_deepspeed
 
 from windlass import Trainer
 from windlass.core.errors import ConfigError, ModelError
+from windlass.zero.flat_optimizer import ZeroOptimizer
+from windlass.zero.library import Place
 
 SCRIPT = Path(runs.__file__)
 TOLERANCE = 5e-6  # of fp32
@@ -95,13 +97,37 @@ def test_parameters_without_dimensions_are_refused_by_name(tmp_path: Path) -> No
             {"optim": "galore_adamw_layerwise", "optim_target_modules": ["inner"], "optim_args": "rank=1"},
             "updates each layer within the backward",
         ),
-        ({"optim": "muon"}, "not known if this optimizer needs whole matrices"),
+        ({"optim": "muon"}, "computes with whole matrices"),
         ({"optim": "adagrad"}, "makes its state before ZeRO"),
     ],
 )
 def test_optimizers_that_need_more_than_an_element_are_refused(
     options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    args = arguments(tmp_path, **runs.config(3), **options)
-    with pytest.raises(ConfigError, match=words):
-        Trainer(runs.Net(), args, train_dataset=rows(8)).train()
+    """A configuration that allows any optimizer cannot allow one that is known to need more."""
+    for allowed in ({}, {"zero_allow_untested_optimizer": True}):
+        config = runs.config(3)
+        config["deepspeed"] = {**config["deepspeed"], **allowed}
+        args = arguments(tmp_path, **config, **options)
+        with pytest.raises(ConfigError, match=words):
+            Trainer(runs.Net(), args, train_dataset=rows(8)).train()
+
+
+def test_groups_return_after_a_step_that_failed() -> None:
+    """The engine lets the optimizer have one group at a time, and leaves it so if the optimizer's step raises."""
+    parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(
+        [{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.1, 0.2), strict=True)]
+    )
+    own = ZeroOptimizer(optimizer)
+    flat = [torch.nn.Parameter(torch.ones(4)) for _ in parameters]
+    for group, buffer in zip(own.param_groups, flat, strict=True):
+        group["params"] = [buffer]
+    places = {
+        p: Place(buffer, 0, 4, p.shape, 0, ((0, 0, 4),)) for p, buffer in zip(parameters, flat, strict=True)
+    }
+    own.use_engine(places, lambda: None)
+    own.param_groups = [own.param_groups[0]]
+    own.release()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    assert [group["params"] for group in optimizer.param_groups] == [[p] for p in parameters]

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         not (is_available("deepspeed") and is_available("transformers")),
-        reason="needs DeepSpeed and transformers: pip install 'windlass[deepspeed,hf]'",
+        reason="needs DeepSpeed and transformers: pip install 'windlass-trainer[deepspeed,hf]'",
     ),
 ]
 

@@ -5,45 +5,64 @@ from __future__ import annotations
 import datetime
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
-from windlass.accelerator.exchange import Exchange
-from windlass.accelerator.loop_saver import Saver
+from windlass.accelerator.exchange import gather_samples
+from windlass.accelerator.loop_saver import LoadHook, LoopSaver, SaveHook
 from windlass.accelerator.loop_settings import Handlers, LoopSettings, resolve_settings
-from windlass.accelerator.loop_trackers import Trackers
+from windlass.accelerator.loop_trackers import TrackerOptions, Trackers
 from windlass.accelerator.model_files import ModelFiles
+from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.own_loop import OwnLoop
-from windlass.accelerator.prepared import Prepared
-from windlass.accelerator.preparing import Preparer
+from windlass.accelerator.prepared import Prepared, PreparedModels
+from windlass.accelerator.prepared_schedule import PreparedSchedule
+from windlass.accelerator.preparing import Preparer, has_device_map
 from windlass.accelerator.process_state import PROCESS, LoopState, publish
+from windlass.accelerator.profiling import profile
 from windlass.accelerator.ranks import Ranks, select_device
 from windlass.accelerator.setup import Setup
 from windlass.accelerator.shared_rng import share_rng_states
 from windlass.accelerator.stepping import Stepping, trigger_sync_in_backward
+from windlass.callbacks.tracker import GeneralTracker
 from windlass.callbacks.tracker_registry import filter_trackers
-from windlass.config.plan import DistPlan, PrecisionPlan
-from windlass.config.plugin_base import KwargsHandler
-from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
-from windlass.config.plugin_parallelism import ParallelismConfig, TorchTensorParallelPlugin
-from windlass.config.plugins import (
+from windlass.config.enums import DistributedType, FP8BackendType
+from windlass.config.loop_options import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    Plugin,
+    ProfileKwargs,
     ProjectConfiguration,
-    TorchDynamoPlugin,
 )
-from windlass.core.delegate import constant, method_of, property_of, value_of, variable_of
+from windlass.config.plan import DistPlan, PrecisionPlan
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.outside import load_outside
+from windlass.core.types import Stateful
 from windlass.core.world import World, world_from_environment
+from windlass.data.prepared_loader import PreparedLoader
+from windlass.data.skip import skip_first_batches
+from windlass.dist import operations
 from windlass.dist.gang import Gang, join, leave
 from windlass.dist.operations import check_operations, operations_are_checked
 from windlass.precision.check import apply_tf32, check_precision
 from windlass.precision.scaler import LossScaler, Scaler, UnitScaler
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Accelerator(Ranks):
@@ -70,18 +89,15 @@ class Accelerator(Ranks):
         project_dir, project_config: folders of checkpoints and logs.
         gradient_accumulation_plugin: further options of accumulation.
         step_scheduler_with_optimizer: False advances prepared schedules at every call of their `step`.
-        kwargs_handlers: options of replication, of the fp16 scaler, of autocast, of the process group, of the profiler.
+        kwargs_handlers: options of DDP, the fp16 scaler, autocast, the process group, float8 and the profiler.
         dynamo_backend, dynamo_plugin: compile models.
         parallelism_config: sizes of the axes of the process mesh.
         scheduler_unit: the unit that prepared schedules count: "loader_batch" for batches of the unprepared loader, as
             in accelerate; or "optimizer_step" for updates that were applied, on any number of processes.
 
     Attributes:
-        device: the device of this process.
-        mixed_precision: "no", "bf16", "fp16" or "fp8".
         gradient_state: the accumulation state of the loop.
-        log_with, trackers: the requested trackers, and those that `init_trackers` opened.
-        logging_dir: the folder for trackers that write files.
+        flag_tensor: 1 if this process has set its trigger.
 
     Raises:
         ConfigError: everything that is wrong or not supported, all at once.
@@ -96,8 +112,8 @@ class Accelerator(Ranks):
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: Any = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        fsdp_plugin: Plugin | None = None,
+        torch_tp_plugin: Plugin | None = None,
         megatron_lm_plugin: Any = None,
         rng_types: list[Any] | None = None,
         log_with: Any = None,
@@ -107,9 +123,9 @@ class Accelerator(Ranks):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: list[KwargsHandler] | None = None,
         dynamo_backend: Any = None,
-        dynamo_plugin: TorchDynamoPlugin | None = None,
+        dynamo_plugin: Plugin | None = None,
         deepspeed_plugins: Any = None,
-        parallelism_config: ParallelismConfig | None = None,
+        parallelism_config: Plugin | None = None,
         *,
         scheduler_unit: str = "loader_batch",
     ) -> None:
@@ -119,9 +135,13 @@ class Accelerator(Ranks):
         settings = resolve_settings(given, world)
         # Before joining the process group, so that other processes do not wait for one that lacks a tracker.
         trackers = filter_trackers(log_with, settings.project.logging_dir)
-        gang, device = meet(settings, world)
+        all_ranks, device = meet(settings, world)
         self._assemble(
-            gang, device, settings, _scaler(settings, device), functools.partial(OwnLoop, settings.dist, gang)
+            all_ranks,
+            device,
+            settings,
+            _scaler(settings, device),
+            functools.partial(OwnLoop, settings.dist, all_ranks.over("loss")),
         )
         self._trackers = Trackers(trackers, settings.project.logging_dir)
         check_operations(settings.debug or operations_are_checked())
@@ -133,7 +153,7 @@ class Accelerator(Ranks):
     @classmethod
     def of_run(
         cls,
-        gang: Gang,
+        all_ranks: Gang,
         device: torch.device,
         precision: PrecisionPlan,
         accumulation: GradientAccumulationPlugin,
@@ -155,21 +175,21 @@ class Accelerator(Ranks):
         )
         accelerator = cls.__new__(cls)
         # Losses of other models than the trained one are not scaled by the run.
-        accelerator._assemble(gang, device, settings, UnitScaler(device), lambda *_: engine)
+        accelerator._assemble(all_ranks, device, settings, UnitScaler(device), lambda *_: engine)
         accelerator._trackers = Trackers([], None)
         publish(accelerator.state, accelerator.gradient_state)
         return accelerator
 
     @classmethod
-    def _in_worker(cls, gang: Gang, device: torch.device, settings: LoopSettings) -> Accelerator:
+    def _in_worker(cls, all_ranks: Gang, device: torch.device, settings: LoopSettings) -> Accelerator:
         """An accelerator with these settings and nothing prepared, for a process that does not train."""
         accelerator = cls.__new__(cls)
         accelerator._assemble(
-            gang,
+            all_ranks,
             device,
             settings,
             UnitScaler(torch.device("cpu")),
-            functools.partial(OwnLoop, settings.dist, gang),
+            functools.partial(OwnLoop, settings.dist, all_ranks.over("loss")),
         )
         accelerator._trackers = Trackers([], None)
         if not PROCESS:
@@ -179,27 +199,28 @@ class Accelerator(Ranks):
     def __reduce__(self) -> Any:
         # A dataset may hold its accelerator: a data worker asks it for ranks, the device and settings.
         settings = replace(self._setup.settings, dist=self._setup.dist)
-        return type(self)._in_worker, (self._gang, self.device, settings)
+        return type(self)._in_worker, (self._all_ranks, self.device, settings)
 
     def _assemble(
         self,
-        gang: Gang,
+        all_ranks: Gang,
         device: torch.device,
         settings: LoopSettings,
         scaler: Scaler,
         engine: Callable[[AccumulationState, Prepared], LoopEngine],
     ) -> None:
-        stride = 1 if settings.loader.split_batches else gang.size
+        data_ranks, loss_ranks = all_ranks.over("data"), all_ranks.over("loss")
+        stride = 1 if settings.loader.split_batches else data_ranks.size
         accumulation = AccumulationState(settings.accumulation, stride)
-        prepared = Prepared(scaler, device, gang.size, lambda: self._engine.strategies)
-        self._gang, self.gradient_state, self._prepared = gang, accumulation, prepared
+        prepared = Prepared(scaler, device, loss_ranks.size, lambda: self._engine.strategies)
+        self._all_ranks, self.gradient_state, self._prepared = all_ranks, accumulation, prepared
         self._engine = engine(accumulation, prepared)
-        self._setup = Setup(settings, gang, device, lambda: self._engine.dist, scaler)
-        self._exchange = Exchange(gang, accumulation)
-        self._stepping = Stepping(gang, accumulation, prepared, self._engine, settings.loader)
+        self._setup = Setup(settings, all_ranks, device, lambda: self._engine.dist)
+        self.flag_tensor: Tensor | None = None
+        self._stepping = Stepping(data_ranks, accumulation, prepared)
         self._preparer = Preparer(self._setup, accumulation, prepared, self._engine)
-        self._saver = Saver(self._setup, accumulation, prepared, self._engine)
-        self._files = ModelFiles(gang, prepared)
+        self._saver = LoopSaver(self._setup, accumulation, prepared, self._engine)
+        self._files = ModelFiles(all_ranks, prepared)
 
     def __deepcopy__(self, memo: Any) -> Accelerator:
         # A copy of a script's configuration must refer to the same processes and models.
@@ -210,7 +231,7 @@ class Accelerator(Ranks):
         """The state of this process, and the settings of this accelerator."""
         settings = self._setup.settings
         return LoopState(
-            self._gang,
+            self._all_ranks,
             self.device,
             operations_are_checked(),
             self.is_fsdp2,
@@ -221,107 +242,448 @@ class Accelerator(Ranks):
             self._setup.engines,
         )
 
-    # The ignores below: mypy assumes that a method with free keywords may be called with `self=`.
-
     # --- setup --------------------------------------------------------------------------------------------------------
 
-    device = value_of("_setup.device", "The device of this process.")
-    mixed_precision = property_of("_setup", Setup.mixed_precision)
-    distributed_type = value_of("state.distributed_type", "The kind of parallelism.")
-    multi_device = property_of("_setup", Setup.multi_device)
-    is_fsdp2 = property_of("_setup", Setup.is_fsdp2)
-    is_composable_parallelism_enabled = property_of("_setup", Setup.is_fsdp2)
-    fp8_backend = property_of("_setup", Setup.fp8_backend)
-    fp8_enabled = has_fp8_handler = property_of("_setup", Setup.fp8_enabled)
-    ao_recipe_handler = property_of("_setup", Setup.ao_recipe_handler)
-    delayed_fp8_autocast = constant(False, "False: layers are converted when their model is prepared.")
-    fp8_recipe_handler = te_recipe_handler = constant(None, "None: torchao is the only backend.")
-    msamp_recipe_handler = constant(None, "None: torchao is the only backend.")
-    ddp_handler = value_of(
-        "_setup.settings.handlers.ddp", "The given `DistributedDataParallelKwargs`, or None."
-    )
-    scaler_handler = value_of("_setup.settings.handlers.scaler", "Options of the fp16 scaler.")
-    init_handler = value_of("_setup.settings.handlers.init", "The given `InitProcessGroupKwargs`, or None.")
-    autocast_handler = value_of("_setup.settings.handlers.autocast", "Options of `autocast`.")
-    profile_handler = value_of("_setup.settings.handlers.profile", "Options of `profile`.")
-    deepspeed_engine_wrapped = deepspeed_config = constant(
-        None, "None: the engine is inside the model that `prepare` returns."
-    )
-    deepspeed_plugin = value_of(
-        "_setup.engines.plugin", "The selected plugin, every field filled in, or None."
-    )
-    native_amp = property_of("_setup", Setup.native_amp)
-    scaler = property_of("_setup", Setup.scaler)
-    device_placement = value_of(
-        "_setup.settings.device_placement", "True if models and batches are moved to `device`."
-    )
-    step_scheduler_with_optimizer = property_of("_setup", Setup.step_scheduler_with_optimizer)
-    rng_types = value_of(
-        "_setup.settings.rng_types", "Generators that are made equal on all processes at the start of a pass."
-    )
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._setup.device
 
-    dataloader_config = value_of("_setup.settings.loader")
-    split_batches = value_of(
-        "_setup.settings.loader.split_batches", "True if a batch is that of all processes together."
-    )
-    dispatch_batches = value_of(
-        "_setup.settings.loader.dispatch_batches", "True if only the main process reads."
-    )
-    # Has no effect: every process gets the same number of batches.
-    even_batches = variable_of(
-        "_setup.settings.loader.even_batches", "The value in the loader configuration."
-    )
-    use_seedable_sampler = value_of("_setup.settings.loader.use_seedable_sampler")
-    non_blocking = value_of("_setup.settings.loader.non_blocking")
-    use_stateful_dataloader = value_of("_setup.settings.loader.use_stateful_dataloader")
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The kind of parallelism."""
+        return self.state.distributed_type
 
-    project_configuration = value_of("_setup.settings.project")
-    project_dir = value_of("_setup.settings.project.project_dir")
-    save_iteration = value_of(
-        "_setup.settings.project.iteration", "The number of the next numbered checkpoint."
-    )
+    @property
+    def multi_device(self) -> bool:
+        """True if each of several processes has its own device, and models are not sharded."""
+        return self._all_ranks.size > 1 and self.device.type != "cpu" and not self.is_fsdp2
 
-    parallelism_config = value_of("_setup.settings.parallelism")
-    torch_device_mesh = property_of("_setup", Setup.torch_device_mesh)
-    data_parallel_rank = property_of("_setup", Setup.data_parallel_rank)
-    data_parallel_shard_rank = property_of("_setup", Setup.data_parallel_shard_rank)
-    tensor_parallel_rank = property_of("_setup", Setup.tensor_parallel_rank)
-    context_parallel_rank = property_of("_setup", Setup.context_parallel_rank)
-    pipeline_parallel_rank = property_of("_setup", Setup.pipeline_parallel_rank)
-    autocast = method_of("_setup", Setup.autocast)
-    profile = method_of("_setup", Setup.profile)
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if models are sharded."""
+        return self._setup.is_fsdp2
+
+    is_composable_parallelism_enabled = is_fsdp2
+
+    @property
+    def device_placement(self) -> bool:
+        """True if models and batches are moved to `device`."""
+        return self._setup.settings.device_placement
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """True if prepared schedules advance with updates instead of at every call."""
+        return self._setup.settings.schedule_unit is not None
+
+    @property
+    def rng_types(self) -> list[str]:
+        """The generators that are made equal on all processes at the start of a pass."""
+        return self._setup.settings.rng_types
+
+    @property
+    def ddp_handler(self) -> KwargsHandler | None:
+        """The given options of replication, or None."""
+        return self._setup.settings.handlers.ddp
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """The given options of the process group, or None."""
+        return self._setup.settings.handlers.init
+
+    @property
+    def profile_handler(self) -> ProfileKwargs:
+        """The options of `profile`."""
+        return self._setup.settings.handlers.profile
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """Context: profile the body. With a `schedule_option`, the body calls the profiler's `step()` after each step.
+
+        If `output_trace_dir` is set, each process writes a Chrome trace to `profile_<rank>.json` there; with a schedule
+        that repeats, the trace of its last whole cycle.
+
+        Args:
+            profile_handler: replaces the options of the accelerator.
+
+        Raises:
+            ConfigError: an activity that this machine does not support, or unknown options of the schedule.
+        """
+        return profile(profile_handler or self.profile_handler, self._all_ranks.rank)
+
+    # --- precision ----------------------------------------------------------------------------------------------------
+
+    @property
+    def mixed_precision(self) -> str:
+        """ "no", "bf16", "fp16" or "fp8"."""
+        return self._setup.settings.precision.word
+
+    @property
+    def native_amp(self) -> bool:
+        """True if forwards run in mixed precision."""
+        return self._setup.settings.precision.compute != "fp32"
+
+    @property
+    def scaler(self) -> Scaler | None:
+        """The fp16 loss scaler, or None."""
+        scaler = self._prepared.scaler
+        return scaler if scaler.active else None
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs:
+        """The options of the fp16 scaler."""
+        return self._setup.settings.handlers.scaler
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs:
+        """The options of `autocast`."""
+        return self._setup.settings.handlers.autocast
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The mixed-precision context of this loop, for code outside a prepared model's forward.
+
+        Args:
+            autocast_handler: replaces the options of the accelerator.
+        """
+        return self._setup.autocast(autocast_handler)
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """True if linear layers multiply in float8."""
+        return self._setup.settings.precision.float8 is not None
+
+    has_fp8_handler = fp8_enabled
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """AO (torchao) if linear layers multiply in float8, else NO."""
+        return FP8BackendType.AO if self.fp8_enabled else FP8BackendType.NO
+
+    @property
+    def ao_recipe_handler(self) -> Any:
+        """The options of float8; None without it."""
+        if not self.fp8_enabled:
+            return None
+        return self._setup.settings.handlers.float8 or load_outside("options of float8").AORecipeKwargs()
+
+    @property
+    def te_recipe_handler(self) -> None:
+        """None: torchao is the only backend of float8."""
+
+    fp8_recipe_handler = msamp_recipe_handler = te_recipe_handler
+
+    @property
+    def delayed_fp8_autocast(self) -> bool:
+        """False: layers are converted when their model is prepared."""
+        return False
+
+    # --- DeepSpeed ----------------------------------------------------------------------------------------------------
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The selected plugin, every field filled in, or None."""
+        return self._setup.engines.plugin
+
+    @property
+    def deepspeed_engine_wrapped(self) -> None:
+        """None: the engine is inside the model that `prepare` returns."""
+
+    deepspeed_config = deepspeed_engine_wrapped
+
+    # --- the mesh of processes ----------------------------------------------------------------------------------------
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The sizes of the axes, as given to this accelerator."""
+        return self._setup.settings.parallelism
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of processes over which models are sharded; None if they are not."""
+        return self._setup.torch_device_mesh
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of the model replica that this process belongs to."""
+        return self._setup.data_parallel_rank
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Index of this process's shard in its replica."""
+        return self._setup.data_parallel_shard_rank
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """0: tensors are not split further."""
+        return self._setup.tensor_parallel_rank
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """0: sequences are not split."""
+        return self._setup.context_parallel_rank
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Refused: there is no pipeline."""
+        raise ConfigError(Problem("pipeline_parallel_rank", None, "pipelines are not built"))
+
+    # --- loaders and folders ------------------------------------------------------------------------------------------
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """The options of prepared loaders."""
+        return self._setup.settings.loader
+
+    @property
+    def split_batches(self) -> bool:
+        """True if the batch size of a loader is that of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """True if only the main process reads."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """The value in `dataloader_config`. It has no effect: every process gets the same number of batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """The value in `dataloader_config`."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """The value in `dataloader_config`."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """The value in `dataloader_config`."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """The folders of checkpoints and logs."""
+        return self._setup.settings.project
+
+    @property
+    def project_dir(self) -> str | None:
+        """The folder of the project."""
+        return self.project_configuration.project_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next numbered checkpoint."""
+        return self.project_configuration.iteration
 
     # --- preparing ----------------------------------------------------------------------------------------------------
 
-    prepare = method_of("_preparer", Preparer.prepare)
-    prepare_model = method_of("_preparer", Preparer.prepare_model)
-    prepare_optimizer = method_of("_preparer", Preparer.prepare_optimizer)
-    prepare_scheduler = method_of("_preparer", Preparer.prepare_scheduler)
-    prepare_data_loader = method_of("_preparer", Preparer.prepare_data_loader)
-    discarding = method_of("_prepared", Prepared.discarding)
-    forwards_meet = property_of("_prepared", Prepared.forwards_meet)
-    unwrap_model = method_of("_preparer", Preparer.unwrap_model)
-    verify_device_map = method_of("_preparer", Preparer.verify_device_map)
-    skip_first_batches = method_of("_preparer", Preparer.skip_first_batches)
-    deepspeed_ulysses_dl_adapter = method_of("_preparer", Preparer.deepspeed_ulysses_dl_adapter)
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Return the objects to use instead of `args`, in the same order. Collective.
 
-    # What scripts of the old library read and shorten: what is not listed is neither saved nor loaded.
-    _models = variable_of("_prepared.models", "The prepared models.")
-    _optimizers = variable_of("_prepared.optimizers", "The prepared optimizers.")
-    _schedulers = variable_of("_prepared.schedules", "The prepared schedules.")
-    _dataloaders = variable_of("_prepared.loaders", "The prepared loaders.")
-    _custom_objects = value_of("_prepared.custom", "The objects registered for checkpointing.")
+        Args:
+            args: models, optimizers, `DataLoader`s and learning-rate schedules, in any number and order; anything else
+                is returned unchanged.
+            device_placement: for each of them, True to move it to this process's device.
+
+        Returns:
+            The prepared object for a single argument, else a tuple of them.
+
+        Raises:
+            ConfigError, ModelError, DataError: an object does not support the settings.
+            RankMismatchError: settings, models, optimizers or data differ between ranks.
+        """
+        return self._preparer.prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """Return the model to call instead of `model`. Collective.
+
+        Args:
+            device_placement: True to move it to this process's device; None: the accelerator's setting.
+            evaluation_mode: the model is not trained: every process has a whole copy, and nothing is reduced; unless
+                DeepSpeed has divided it while it was built.
+
+        Raises:
+            ConfigError, ModelError: the model does not support the settings.
+        """
+        return self._preparer.prepare_model(model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
+        """Return an optimizer whose `step` and `zero_grad` act only in the last micro-batch of an update.
+
+        Args:
+            device_placement: no effect: its state is always moved to the device of its parameters.
+        """
+        return self._preparer.prepare_optimizer(optimizer)
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedSchedule:
+        """Return a schedule that advances with the updates of its optimizer, or of all if it was not prepared."""
+        return self._preparer.prepare_scheduler(scheduler)
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> PreparedLoader:
+        """Return a loader of this process's part of the data. Collective.
+
+        Args:
+            device_placement: True to move batches to this process's device; None: the accelerator's setting.
+            slice_fn_for_dispatch: splits dispatched batches.
+
+        Raises:
+            ConfigError, DataError: the loader does not support the settings.
+        """
+        return self._preparer.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> NoReturn:
+        """Refused: sequences are not split over processes."""
+        fix = "DeepSpeed's sequence parallelism is not supported: prepare the loader instead"
+        raise ConfigError(Problem("deepspeed_ulysses_dl_adapter", type(dl).__name__, fix))
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader whose next pass skips its first `num_batches`, without reading them."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's own module.
+
+        Args:
+            keep_fp32_wrapper: False removes mixed precision from its forward.
+            keep_torch_compile: False removes compilation, including wrappers made by `torch.compile(model)`.
+        """
+        return self._preparer.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Return True if the model, or a part of it, is spread over several devices by a `device_map`."""
+        return has_device_map(model)
+
+    @property
+    def forwards_meet(self) -> bool:
+        """True if forwards of a prepared model are collective, so all processes must make the same number of them."""
+        return self._prepared.forwards_meet
+
+    def discarding(self) -> AbstractContextManager[None]:
+        """Context of forwards and backwards whose results are discarded: prepared models do not change."""
+        return self._prepared.discarding()
+
+    # Scripts of the old library read these lists and shorten them: what is not listed is neither saved nor loaded.
+
+    @property
+    def _models(self) -> PreparedModels:
+        """The prepared models."""
+        return self._prepared.models
+
+    @_models.setter
+    def _models(self, kept: Iterable[nn.Module]) -> None:
+        self._prepared.models = kept
+
+    @property
+    def _optimizers(self) -> list[PreparedOptimizer]:
+        """The prepared optimizers."""
+        return self._prepared.optimizers
+
+    @_optimizers.setter
+    def _optimizers(self, kept: list[PreparedOptimizer]) -> None:
+        self._prepared.optimizers = kept
+
+    @property
+    def _schedulers(self) -> list[PreparedSchedule]:
+        """The prepared schedules."""
+        return self._prepared.schedules
+
+    @_schedulers.setter
+    def _schedulers(self, kept: list[PreparedSchedule]) -> None:
+        self._prepared.schedules = kept
+
+    @property
+    def _dataloaders(self) -> list[PreparedLoader]:
+        """The prepared loaders."""
+        return self._prepared.loaders
+
+    @_dataloaders.setter
+    def _dataloaders(self, kept: list[PreparedLoader]) -> None:
+        self._prepared.loaders = kept
+
+    @property
+    def _custom_objects(self) -> list[Stateful]:
+        """The objects registered for checkpointing."""
+        return self._prepared.custom
 
     # --- a training step ----------------------------------------------------------------------------------------------
 
-    sync_gradients = variable_of(
-        "gradient_state.sync_gradients", "True if the current micro-batch is the last one of its update."
-    )
-    gradient_accumulation_steps = variable_of("gradient_state.num_steps", "Micro-batches of one update.")
-    step = variable_of("gradient_state.step", "Micro-batches since the last loader ended.")
-    optimizer_step_was_skipped = value_of(
-        "_engine.step_was_skipped", "True if the last update was skipped because fp16 gradients overflowed."
-    )
+    @property
+    def sync_gradients(self) -> bool:
+        """True if the current micro-batch is the last one of its update."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one update."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.gradient_state.num_steps = value
+
+    @property
+    def step(self) -> int:
+        """Micro-batches since the last loader ended."""
+        return self.gradient_state.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.gradient_state.step = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """True if the last update was skipped because fp16 gradients overflowed."""
+        return self._engine.step_was_skipped
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """Context of one micro-batch.
+
+        Gradients of `models` are reduced, and optimizers step, only in the last one of each update. The end of a
+        prepared loader ends an update too.
+        """
+        return self._stepping.accumulate(*models)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Context of a forward and its backward: do not reduce gradients of `model` over processes."""
+        return self._stepping.no_sync(model)
+
+    trigger_sync_in_backward = staticmethod(trigger_sync_in_backward)
+
+    def join_uneven_inputs(
+        self, joinables: list[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Context of a loop over unprepared data that may end earlier on some processes than on others.
+
+        Prepared loaders end at the same time on all processes and do not need it.
+
+        Args:
+            joinables: replicated models (and optimizers) that take part.
+            even_batches: False if the data may end unevenly. None: the value of the loader configuration.
+        """
+        even = self.even_batches if even_batches is None else even_batches
+        return self._stepping.join_uneven_inputs(joinables, even)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Compute the gradients of a micro-batch's loss.
@@ -343,51 +705,279 @@ class Accelerator(Ranks):
             self._engine.use_learning_rate(rate)
         self._engine.backward(loss, **kwargs)
 
-    accumulate = method_of("_stepping", Stepping.accumulate)
-    no_sync = method_of("_stepping", Stepping.no_sync)
-    trigger_sync_in_backward = staticmethod(trigger_sync_in_backward)
-    join_uneven_inputs = method_of("_stepping", Stepping.join_uneven_inputs)
-    lomo_backward = method_of("_stepping", Stepping.lomo_backward)
-    unscale_gradients = method_of("_stepping", Stepping.unscale_gradients)
-    clip_grad_norm_ = method_of("_stepping", Stepping.clip_grad_norm_)
-    clip_grad_value_ = method_of("_stepping", Stepping.clip_grad_value_)
-    maybe_context_parallel = method_of("_stepping", Stepping.maybe_context_parallel)
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """`backward(loss)` with this learning rate, for an optimizer that updates in the backward.
+
+        Args:
+            loss: as in `backward`.
+
+        Raises:
+            ConfigError: no such optimizer was prepared.
+        """
+        self.backward(loss, learning_rate=learning_rate)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide the gradients by the fp16 loss scale, once per update. Clipping and stepping call it.
+
+        Args:
+            optimizer: one or several prepared optimizers; None: all of them.
+        """
+        self._stepping.unscale_gradients(optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Scale the gradients of `parameters` down to a global norm of `max_norm`.
+
+        Returns:
+            The norm before clipping: a scalar tensor, the same on every process.
+        """
+        return self._stepping.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clamp the gradients of `parameters` to [-clip_value, clip_value]."""
+        self._stepping.clip_grad_value_(parameters, clip_value)
+
+    def maybe_context_parallel(
+        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+    ) -> AbstractContextManager[None]:
+        """Do nothing: sequences are not split over processes (`parallelism_config.cp_size` above 1 is refused)."""
+        return nullcontext()
 
     # --- between processes --------------------------------------------------------------------------------------------
 
-    gather = method_of("_exchange", Exchange.gather)
-    gather_for_metrics = method_of("_exchange", Exchange.gather_for_metrics)
-    reduce = method_of("_exchange", Exchange.reduce)
-    pad_across_processes = method_of("_exchange", Exchange.pad_across_processes)
-    flag_tensor = value_of("_exchange.flag", "1 if this process has set its trigger.")
-    set_trigger = method_of("_exchange", Exchange.set_trigger)
-    check_trigger = method_of("_exchange", Exchange.check_trigger)
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate the tensors of all processes along the first axis. Sizes along it may differ."""
+        return operations.gather(tensor, gang=self._all_ranks)
 
-    # --- files --------------------------------------------------------------------------------------------------------
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`gather` with exactly one row for each sample of the current batch. Rows of a filler batch are dropped.
 
-    save_state = method_of("_saver", Saver.save_state)  # type: ignore[arg-type]
-    load_state = method_of("_saver", Saver.load_state)  # type: ignore[arg-type]
-    register_for_checkpointing = method_of("_saver", Saver.register_for_checkpointing)
-    registered_objects = property_of("_saver", Saver.registered_objects)
-    register_save_state_pre_hook = method_of("_saver", Saver.register_save_state_pre_hook)
-    register_load_state_pre_hook = method_of("_saver", Saver.register_load_state_pre_hook)
-    get_state_dict = method_of("_files", ModelFiles.get_state_dict)
-    save_model = method_of("_files", ModelFiles.save_model)
-    save = method_of("_files", ModelFiles.save)
+        If the last batch is short, a tensor with the rows of a full batch (a loss repeated for each sample) is cut to
+        the samples of the batch.
 
-    # --- trackers -----------------------------------------------------------------------------------------------------
+        Args:
+            input_data: a nest of tensors, or a list of plain values.
+            use_gather_object: gather as objects even if all values are tensors.
+        """
+        loader = self.gradient_state.active_dataloader
+        return gather_samples(input_data, loader, self._all_ranks.over("data"), use_gather_object)
 
-    log_with = variable_of("_trackers.log_with")
-    trackers = variable_of("_trackers.trackers")
-    logging_dir = variable_of("_trackers.logging_dir")
-    init_trackers = method_of("_trackers", Trackers.init_trackers)
-    get_tracker = method_of("_trackers", Trackers.get_tracker)
-    log = method_of("_trackers", Trackers.log)
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce each tensor over all processes, and multiply the result by `scale`.
+
+        Args:
+            reduction: "sum", "mean" or "max".
+        """
+        return operations.reduce(tensor, reduction, scale, gang=self._all_ranks)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Pad axis `dim` of each tensor to its largest size on any process."""
+        return operations.pad_across_processes(tensor, dim, pad_index, pad_first, gang=self._all_ranks)
+
+    def set_trigger(self) -> None:
+        """Set this process's trigger."""
+        self.flag_tensor = torch.tensor(1)
+
+    def check_trigger(self) -> bool:
+        """Return True if any process has set its trigger, and reset all triggers then. Collective."""
+        own = torch.tensor(0) if self.flag_tensor is None else self.flag_tensor.clone()
+        if int(self._all_ranks.sum(own)) == 0:
+            return False
+        self.flag_tensor = None
+        return True
 
     def wait_for_everyone(self) -> None:
         """Wait for a save in the background and for all processes. Collective."""
         self._saver.finish()
         super().wait_for_everyone()
+
+    # --- files --------------------------------------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Save everything that was prepared or registered, and the random generators. Collective.
+
+        The folder is committed atomically, and replaces an earlier one only then. Machines that do not share the
+        folder each keep the files of their processes. If a model trains only a peft adapter, only the adapter is
+        saved.
+
+        Args:
+            output_dir: the folder, or a URL. With `automatic_checkpoint_naming` it is ignored, and the folder is
+                `checkpoints/checkpoint_N` of the project.
+            safe_serialization: False is mapped to True with one warning: pickle is never written.
+            save_model_func_kwargs: `background=True` returns as soon as a copy is in host memory, and a thread writes
+                it. The next `save_state`, `load_state`, `wait_for_everyone` and `end_training` wait for it, and raise
+                if it failed.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ConfigError: no folder, or an unsupported option. CheckpointError: the numbered folder exists, or a state
+                has values that cannot be saved. FolderInUse: another loop is saving there. OSError: writing failed.
+        """
+        return self._saver.save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Load a checkpoint of `save_state` into the prepared objects, on any number of processes. Collective.
+
+        Args:
+            input_dir: the folder or URL; with `automatic_checkpoint_naming`, None means the newest valid one.
+            load_kwargs, load_model_func_kwargs: refused, except `map_location`, which has no effect: tensors are loaded
+                to the devices of their parameters.
+
+        Raises:
+            CheckpointError: it is not valid, or does not fit the prepared objects. ConfigError: no folder.
+        """
+        self._saver.load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load `objects` with the loop. Those of the main process are saved.
+
+        Args:
+            objects: with `state_dict` and `load_state_dict`; states are nests of tensors, arrays and plain values.
+
+        Raises:
+            ConfigError: an object lacks one of these methods.
+        """
+        self._saver.register_for_checkpointing(*objects)
+
+    @property
+    def registered_objects(self) -> tuple[Stateful, ...]:
+        """The objects that were passed to `register_for_checkpointing`."""
+        return tuple(self._prepared.custom)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Call `hook(models, weights, folder)` on every process in each `save_state`.
+
+        The hook may write files to `folder` on the main process, which become part of the checkpoint, and remove state
+        dicts from `weights` to save those models itself.
+        """
+        return self._saver.register_save_state_pre_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Call `hook(models, folder)` on every process in each `load_state`, before weights are loaded.
+
+        The hook may remove models from `models` that it has loaded itself.
+        """
+        return self._saver.register_load_state_pre_hook(hook)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's state dict with whole tensors. Collective.
+
+        If the model is sharded, the main process gets the state dict in host memory and the others an empty one.
+        Offloaded weights are read from their storage.
+        """
+        return self._files.get_state_dict(model, unwrap)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the model's weights as safetensors files that `from_pretrained` reads. Collective.
+
+        Args:
+            max_shard_size: maximum size of a file ("5GB", "200MB", or bytes); several files get an index.
+            safe_serialization: False is mapped to True with one warning: pickle is never written.
+        """
+        self._files.save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Write tensors and plain values, on the main process.
+
+        Args:
+            obj: for ".safetensors", a dict of tensors; else a nest of tensors and plain values.
+            f: a file name. One that ends in neither ".safetensors" nor ".json" gets ".json" appended, with one
+                warning; `windlass.utils.load` finds it under the name given here.
+            safe_serialization: no effect, because pickle is never written.
+
+        Raises:
+            CheckpointError: values that cannot be saved; they are named.
+        """
+        self._files.save(obj, f)
+
+    # --- trackers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def log_with(self) -> list[str | GeneralTracker]:
+        """The requested trackers."""
+        return self._trackers.log_with
+
+    @log_with.setter
+    def log_with(self, value: list[str | GeneralTracker]) -> None:
+        self._trackers.log_with = value
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers that `init_trackers` opened."""
+        return self._trackers.trackers
+
+    @trackers.setter
+    def trackers(self, value: list[GeneralTracker]) -> None:
+        self._trackers.trackers = value
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder for trackers that write files."""
+        return self._trackers.logging_dir
+
+    @logging_dir.setter
+    def logging_dir(self, value: str | None) -> None:
+        self._trackers.logging_dir = value
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: TrackerOptions | None = None,
+    ) -> None:
+        """Open a run with every tracker of `log_with`. Call it on all processes; only the main one logs.
+
+        Args:
+            project_name: the project of the runs.
+            config: hyperparameters to store with the run.
+            init_kwargs: name of a tracker -> keywords for it, such as `{"wandb": {"tags": ["a"]}}`; those of trackers
+                that are not in `log_with` are ignored.
+
+        Raises:
+            ConfigError: `init_kwargs` has the name of an unknown tracker.
+        """
+        self._trackers.init_trackers(project_name, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of this name, or with `unwrap` the run of its package (None on other than the main process).
+
+        Before `init_trackers` it is a blank tracker. Raises ConfigError if no tracker of this name was opened.
+        """
+        return self._trackers.get_tracker(name, unwrap)
+
+    def log(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: TrackerOptions | None = None
+    ) -> None:
+        """Send values to every tracker.
+
+        Args:
+            values: name -> number, text, or tensor of one element.
+            step: the update of these values.
+            log_kwargs: name of a tracker -> keywords for its `log`.
+
+        Raises:
+            ConfigError: `log_kwargs` has the name of an unknown tracker.
+        """
+        self._trackers.log(values, step, log_kwargs)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -423,12 +1013,13 @@ def meet(settings: LoopSettings, world: World) -> tuple[Gang, torch.device]:
         timeout = int(init.timeout.total_seconds())
     # "nccl" is the default of the handler, and means the default backend of the device.
     backend = None if init is None or init.backend == "nccl" else init.backend
-    return join(world, device, timeout, backend, None if init is None else init.init_method), device
+    method, mesh = None if init is None else init.init_method, settings.dist.mesh(world.size)
+    return join(world, device, timeout, backend, method, mesh), device
 
 
 def _scaler(settings: LoopSettings, device: torch.device) -> Scaler:
     options = settings.handlers.scaler
-    by_engine = settings.dist.zero is not None  # DeepSpeed's scales losses itself
+    by_engine = settings.dist.zero is not None  # its engine scales losses
     if settings.precision.compute != "fp16" or not options.enabled or by_engine:
         return UnitScaler(device)
     return LossScaler(

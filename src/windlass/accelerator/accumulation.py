@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from windlass.config.plugins import GradientAccumulationPlugin
-from windlass.core.delegate import value_of
+from windlass.config.loop_options import GradientAccumulationPlugin
 
 
 class ActiveLoader(Protocol):
@@ -115,8 +114,13 @@ class AccumulationState:
     def num_steps(self, value: int) -> None:
         self.plugin.num_steps = value
 
-    adjust_scheduler: bool = value_of("plugin.adjust_scheduler")
-    sync_with_dataloader: bool = value_of("plugin.sync_with_dataloader")
+    @property
+    def adjust_scheduler(self) -> bool:
+        return self.plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        return self.plugin.sync_with_dataloader
 
     def advance(self) -> None:
         """Start the next micro-batch, and determine whether it completes an update."""

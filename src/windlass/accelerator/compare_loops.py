@@ -20,10 +20,12 @@ _OF_ACCUMULATION = ("sync_with_dataloader", "sync_each_batch", "adjust_scheduler
 _OF_LOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "data_seed")
 
 
-def check_prepared_alike(objects: Sequence[Any], settings: LoopSettings, dist: DistPlan, gang: Gang) -> None:
+def check_prepared_alike(
+    objects: Sequence[Any], settings: LoopSettings, dist: DistPlan, all_ranks: Gang
+) -> None:
     """Raise `RankMismatchError` on all ranks if settings or prepared objects differ. Collective: exchanges one hash."""
-    if gang.size > 1:
-        check_alike({**_settings(settings, dist), **dict(_described(objects, settings))}, gang)
+    if all_ranks.size > 1:
+        check_alike({**_settings(settings, dist), **dict(_described(objects, settings))}, all_ranks)
 
 
 def _settings(settings: LoopSettings, plan: DistPlan) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from windlass.config.plan import DistPlan
 from windlass.core.errors import ModelError
 from windlass.core.types import State
 from windlass.data.dealt_loader import DealtLoader
+from windlass.engine.executor import Executor
+from windlass.engine.normalise import UpdateNormaliser
 from windlass.transforms.strategy import Strategy
 
 
@@ -91,16 +93,18 @@ class TrainerEngine:
     ) -> None:
         self.step_was_skipped = False
         self._owned, self._dist, self.autocast = owned, dist, autocast
-        self._backward: Callable[..., None] = _outside
+        self._run: tuple[UpdateNormaliser, Executor] | None = None
         self.strategies: Sequence[Strategy] = ()
 
-    def attach(self, backward: Callable[..., None], strategy: Strategy) -> None:
-        """Start a run; `accelerator.backward` calls `backward`. The strategy is used after the run, too."""
-        self._backward, self.strategies = backward, (strategy,)
+    def attach(self, normaliser: UpdateNormaliser, executor: Executor) -> None:
+        """Start a run, with what normalizes its losses and computes gradients. The strategy of the executor is used
+        after the run, too.
+        """
+        self._run, self.strategies = (normaliser, executor), (executor.strategy,)
 
     def detach(self) -> None:
         """End the run."""
-        self._backward = _outside
+        self._run = None
 
     @property
     def dist(self) -> DistPlan:
@@ -117,7 +121,10 @@ class TrainerEngine:
         return isinstance(item, DealtLoader) and item.is_dealt
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        self._backward(loss, **kwargs)
+        if self._run is None:
+            raise ModelError("accelerator.backward(loss) was called outside a training step of the Trainer")
+        normaliser, executor = self._run
+        normaliser.backward(loss, executor, **kwargs)
 
     def use_learning_rate(self, rate: float) -> None:
         """Nothing to do: the schedule of the run has set it."""
@@ -131,7 +138,3 @@ class TrainerEngine:
     def free_memory(self) -> None:
         # Runs call this between updates, where a garbage collection would take too long.
         clear_device_cache()
-
-
-def _outside(loss: Any, **kwargs: Any) -> None:
-    raise ModelError("accelerator.backward(loss) was called outside a training step of the Trainer")

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from windlass.config.plan import ZeroPlan
-from windlass.config.plugin_engines import DeepSpeedPlugin, plugin_of
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.outside import load_outside
 
 
 class EngineChoice:
-    """Owns which of several configurations is selected. The first one is until a script selects another.
+    """Owns which of several configurations is selected. The first one is selected until a script selects another.
 
     Args:
         plans: returns them by name, that of a single one being "".
@@ -25,11 +25,11 @@ class EngineChoice:
         self._dividing: Any = None
 
     def __reduce__(self) -> Any:
-        # In a data worker: what was chosen, without the models that are built here.
+        # A data worker gets the selection without the models that are built here.
         return _chosen, (dict(self._plans()), self._compute, self._selected)
 
     def divide_new_models(self, divide: Callable[[ZeroPlan | None], Any]) -> None:
-        """Let `divide` say how models are built from now on, for the selected configuration; keep what it returns."""
+        """Call `divide` with the selected configuration now and after each selection, and keep its result alive."""
         self._divide, self._dividing = divide, divide(self.plan)
 
     @property
@@ -39,18 +39,18 @@ class EngineChoice:
         return plans.get(self._selected) or next(iter(plans.values()), None)
 
     @property
-    def plugin(self) -> DeepSpeedPlugin | None:
+    def plugin(self) -> Any:
         """The selected configuration as a plugin, every field filled in; None without DeepSpeed."""
         plan = self.plan
-        return None if plan is None else plugin_of(plan, self._compute)
+        return None if plan is None else self._plugin_of(plan)
 
     @property
-    def plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+    def plugins(self) -> dict[str, Any] | None:
         """All as plugins by name; None if the script named none."""
-        named = {name: plugin_of(plan, self._compute) for name, plan in self._plans().items() if name}
+        named = {name: self._plugin_of(plan) for name, plan in self._plans().items() if name}
         return named or None
 
-    def get(self, name: str) -> DeepSpeedPlugin:
+    def get(self, name: str) -> Any:
         """The plugin of this name. Raises ConfigError if there is none."""
         return (self.plugins or {})[self._known(name)]
 
@@ -58,6 +58,9 @@ class EngineChoice:
         """Use this one in the next `prepare`. Raises as `get` does."""
         self._selected = self._known(name)
         self._dividing = self._divide(self.plan)
+
+    def _plugin_of(self, plan: ZeroPlan) -> Any:
+        return load_outside("plugins of DeepSpeed").plugin_of(plan, self._compute)
 
     def _known(self, name: str) -> str:
         names = [known for known in self._plans() if known]

@@ -54,7 +54,7 @@ def refuse_raw_forward(module: nn.Module, wrapper: Replicated) -> Callable[[], N
     """Refuse training forwards of `module` outside `wrapper`, which reduces gradients. Return the undo function."""
     seen, guarded = wrapper.forwards, weakref.ref(module)
 
-    def check(bare: nn.Module, args: Any) -> None:
+    def check(bare: nn.Module, args: tuple[Any, ...]) -> None:
         nonlocal seen
         if bare is not guarded():  # a copy of the module, which is not prepared
             return

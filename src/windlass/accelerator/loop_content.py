@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,111 +12,108 @@ from torch import nn
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.prepared import Prepared
-from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, Adapter, KnownAdapter, base_part
+from windlass.accelerator.saved_parts import (
+    Buffers,
+    Generators,
+    ModelState,
+    RankPart,
+    SavedModel,
+    SavedPart,
+    saved_optimizer,
+    states_of,
+)
+from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, base_part
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import written_by
 from windlass.checkpoint.manager import Checkpoint, weights_file
-from windlass.checkpoint.nodes import Disks
-from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
+from windlass.checkpoint.nodes import Disks, whole_on_one_disk
 from windlass.checkpoint.sharded import parts_of_rank
-from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
-from windlass.core.module_state import state_of, with_copied_buffers
-from windlass.core.rng import STREAM_STEP, derive_seed, load_rng_state, rng_state, seed_generators
+from windlass.core.rng import STREAM_STEP, derive_seed, load_rng_state, seed_generators
 from windlass.core.types import State
+from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist.gang import Gang
-from windlass.transforms.strategy import Strategy, adopt_own_state, load_own_state, own_state
+from windlass.transforms.strategy import Strategy
 
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelContent:
-    """What is saved of one model.
-
-    Attributes:
-        state: the model's state dict; of a sharded adapter, its own tensors and the buffers.
-        in_parts: True if each rank writes its part.
-        adapter: the adapter, if the model trains nothing else.
-        fingerprint: of the adapter's base weights, on writer ranks.
-    """
-
-    state: dict[str, Any]
-    in_parts: bool
-    adapter: Adapter | None = None
-    fingerprint: Mapping[str, list[Any]] = field(default_factory=dict)
-
-
 class LoopContent:
-    """Gathers the content of a loop's checkpoints. All methods are collective."""
+    """What a loop's checkpoint holds: gathered for a save, and put back. All methods are collective."""
 
     def __init__(
-        self, gang: Gang, device: torch.device, accumulation: AccumulationState, prepared: Prepared,
+        self,
+        all_ranks: Gang,
+        device: torch.device,
+        accumulation: AccumulationState,
+        prepared: Prepared,
         engine: LoopEngine,
-    ) -> None:  # fmt: skip
-        self._gang, self._device, self._accumulation, self._prepared = gang, device, accumulation, prepared
+    ) -> None:
+        self._all_ranks, self._device = all_ranks, device
+        self._accumulation, self._prepared = accumulation, prepared
         self._engine = engine
-        self._adapters: dict[Strategy, KnownAdapter] = {}
+        self._models: dict[Strategy, SavedModel] = {}
 
-    def models(self, disks: Disks, hooked: bool) -> list[ModelContent]:
+    def models(self, disks: Disks, hooked: bool) -> list[ModelState]:
         """The content of each model; of whole models if the script has save hooks (`hooked`)."""
         self._prepared.check_restorable()
         found = self._prepared.strategies
         if disks.nodes > 1 and any(s.sharded and not s.saves_parts for s in found):
-            fix = (
-                f"the folder lies on {disks.nodes} disks, and a checkpoint of whole tensors would be written to the "
-                "first one only: use SHARDED_STATE_DICT, or a folder that all machines share"
-            )
-            raise ConfigError(Problem("state_dict_type", "FULL_STATE_DICT", fix))
+            raise whole_on_one_disk(disks, "state_dict_type", "the folder")
         return [self._model(strategy, disks, hooked) for strategy in found]
 
-    def _model(self, strategy: Strategy, disks: Disks, hooked: bool) -> ModelContent:
-        known = self._adapters.setdefault(strategy, KnownAdapter(strategy.module))
-        if not hooked and (adapter := known.find()) is not None:
-            in_parts = strategy.sharded or strategy.saves_parts
-            state = adapter.gathered() if in_parts else state_of(strategy.module)
-            is_writer = self._gang.rank == disks.writer_rank
-            fingerprint = known.fingerprint() if is_writer or strategy.sharded else {}
-            return ModelContent(state, False, adapter, fingerprint)
-        if disks.nodes > 1:
-            # Buffers (running statistics) differ between ranks, and each disk has a copy of them.
-            with strategy.buffers_of_first_rank():
-                return ModelContent(with_copied_buffers(strategy.module), strategy.saves_parts)
-        state = state_of(strategy.module) if strategy.saves_parts else strategy.whole_state()
-        return ModelContent(state, strategy.saves_parts)
+    def _model(self, strategy: Strategy, disks: Disks, hooked: bool) -> ModelState:
+        saved = self._models.setdefault(strategy, SavedModel(strategy.module, strategy))
+        if not hooked:
+            return saved.content(disks, self._all_ranks.rank == disks.writer_rank)
+        if strategy.saves_parts or disks.nodes > 1:
+            return ModelState(saved.of_first_rank(disks.nodes), in_parts=strategy.saves_parts)
+        return ModelState(strategy.whole_state())
 
     def states(self, disks: Disks) -> Content:
         """Everything but the models; states of all ranks on writer ranks only."""
-        prepared, parts = self._prepared, {}
-        loop = {"step": self._accumulation.step, **self._engine.state_dict(), **census(prepared)}
-        shared: dict[str, State] = {"loop": loop}
+        prepared = self._prepared
+        shared, of_rank = states_of(self._parts())
+        spread: dict[str, Mapping[str, Any]] = {}
         for index, optimizer in enumerate(prepared.optimizers):
-            name, owner = f"optimizer_{index}", prepared.owner_of(optimizer)
-            executor = prepared.executor_of(optimizer)
-            if executor.strategy.saves_parts:
-                shared[name], parts[name] = split_optimizer_state(executor.optimizer, owner)
-            else:
-                shared[name] = save_optimizer_state(optimizer.optimizer, owner)
-        shared |= {name: part.state_dict() for name, part in prepared.parts.items()}
+            name, executor = f"optimizer_{index}", prepared.executor_of(optimizer)
+            in_parts = executor.strategy.saves_parts
+            shared[name], parts = saved_optimizer(executor.optimizer, prepared.owner_of(optimizer), in_parts)
+            spread |= {name: parts} if in_parts else {}
         return Content(
-            shared=shared if self._gang.rank == disks.writer_rank else {},
-            per_rank={
-                "rng": rng_state(self._device),
-                "loaders": {"states": [loader.state_dict() for loader in prepared.loaders]},
-                "buffers": {str(i): own_state(strategy) for i, strategy in enumerate(prepared.strategies)},
-            },
-            parts=[parts_of_rank(*item, self._gang.world, disks.members) for item in parts.items()],
+            shared=shared if self._all_ranks.rank == disks.writer_rank else {},
+            per_rank=of_rank,
+            parts=[parts_of_rank(*item, self._all_ranks, disks.members) for item in spread.items()],
         )
 
-    def whole(self, states: Content, models: list[ModelContent], disks: Disks) -> Content:
+    def _parts(self) -> list[SavedPart]:
+        """The named states, in the order in which they are restored: random generators last."""
+        prepared = self._prepared
+        loaders, buffers = _Loaders(prepared.loaders), _BuffersOfAll(prepared.strategies)
+        engine = [] if prepared.engine is None else [SavedPart("engine", prepared.engine, optional=True)]
+        return [
+            *(SavedPart(name, part) for name, part in prepared.parts.items()),
+            *engine,
+            SavedPart("loop", _Progress(self._accumulation, self._engine, prepared)),
+            RankPart("loaders", loaders, adopt=lambda states: loaders.load_state_dict(states[0])),
+            RankPart("buffers", buffers, adopt=buffers.adopt),
+            RankPart("rng", Generators(self._device), adopt=self._reseed),
+        ]
+
+    def _reseed(self, states: list[State]) -> None:
+        load_rng_state(states[0], self._device)
+        seed_generators(derive_seed(STREAM_STEP, torch.initial_seed(), self._all_ranks.rank))
+
+    def whole(self, states: Content, models: list[ModelState], disks: Disks) -> Content:
         """`states`, and the models that no hook has removed from the list."""
         shared, files, parts = dict(states.shared), dict(states.files), list(states.parts)
         weights: dict[str, Mapping[str, Any]] = {}
-        is_writer = self._gang.rank == disks.writer_rank
+        is_writer = self._all_ranks.rank == disks.writer_rank
         for index, model in enumerate(models):
             name = model_name(index)
             if model.in_parts:
-                parts.append(parts_of_rank(name, model.state, self._gang.world, disks.members))
+                parts.append(parts_of_rank(name, model.state, self._all_ranks, disks.members))
             elif model.adapter is not None and is_writer:
                 weights[weights_file(name, ADAPTER_WEIGHTS)] = model.adapter.weights(model.state)
                 shared[base_part(name)] = model.adapter.base_state(model.fingerprint, model.state)
@@ -125,6 +122,76 @@ class LoopContent:
             elif is_writer:
                 weights[weights_file(name)] = model.state
         return replace(states, shared=shared, weights=weights, files=files, parts=parts)
+
+    def load(self, checkpoint: Checkpoint, models: list[nn.Module]) -> None:
+        """Restore everything; of the models those in the list, from which hooks remove others."""
+        prepared, same_world = self._prepared, checkpoint.world_size == self._all_ranks.size
+        saved = checkpoint.per_rank("loaders", self._all_ranks.rank if same_world else 0)["states"]
+        if len(saved) != len(prepared.loaders):
+            raise CheckpointError(
+                f"{checkpoint.folder} has the positions of {len(saved)} loaders, and {len(prepared.loaders)} are "
+                "prepared"
+            )
+        for index, model in enumerate(models):
+            strategy = prepared.strategy_of(model)
+            checkpoint.load_weights(model if strategy is None else strategy.module, model_name(index))
+        for index, optimizer in enumerate(prepared.optimizers):
+            own = prepared.executor_of(optimizer).optimizer
+            checkpoint.load_optimizer(own, prepared.owner_of(optimizer), f"optimizer_{index}")
+        if not same_world:
+            _log.warning(
+                "%s was saved by %d process(es), and this loop has %d: the order of samples continues unchanged, but "
+                "random numbers of forwards differ", checkpoint.folder, checkpoint.world_size, self._all_ranks.size
+            )  # fmt: skip
+        for part in self._parts():
+            part.load(checkpoint, self._all_ranks)
+
+
+class _Progress:
+    """How far the loop is, what its next update is computed with, and the number of its objects."""
+
+    def __init__(self, accumulation: AccumulationState, engine: LoopEngine, prepared: Prepared) -> None:
+        self._accumulation, self._engine, self._prepared = accumulation, engine, prepared
+
+    def state_dict(self) -> State:
+        return {"step": self._accumulation.step, **self._engine.state_dict(), **census(self._prepared)}
+
+    def load_state_dict(self, state: State) -> None:
+        self._accumulation.step = int(state["step"])
+        self._engine.load_state_dict(state)
+
+
+class _Loaders:
+    """The positions of loaders in their data."""
+
+    def __init__(self, loaders: Sequence[PreparedLoader]) -> None:
+        self._loaders = loaders
+
+    def state_dict(self) -> State:
+        return {"states": [loader.state_dict() for loader in self._loaders]}
+
+    def load_state_dict(self, state: State) -> None:
+        for loader, own in zip(self._loaders, state["states"], strict=True):
+            loader.load_state_dict(own)
+
+
+class _BuffersOfAll:
+    """Buffers of several models that differ between ranks."""
+
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        self._each = {str(index): Buffers(strategy) for index, strategy in enumerate(strategies)}
+
+    def state_dict(self) -> State:
+        return {name: buffers.state_dict() for name, buffers in self._each.items()}
+
+    def load_state_dict(self, state: State) -> None:
+        for name, buffers in self._each.items():
+            buffers.load_state_dict(state.get(name, {}))
+
+    def adopt(self, states: list[State]) -> None:
+        """Take rank 0's."""
+        for name, buffers in self._each.items():
+            buffers.adopt([state.get(name, {}) for state in states])
 
 
 def census(prepared: Prepared) -> dict[str, int]:
@@ -159,47 +226,3 @@ def check_fits(checkpoint: Checkpoint, prepared: Prepared) -> None:
             f"{checkpoint.folder} holds {', '.join(wrong)}: prepare and register the same objects, in the same order, "
             "before load_state"
         )
-
-
-def load_models(checkpoint: Checkpoint, prepared: Prepared, models: list[nn.Module]) -> None:
-    """Load the weights of the models that no hook has removed from the list."""
-    for index, model in enumerate(models):
-        strategy = prepared.strategy_of(model)
-        checkpoint.load_weights(model if strategy is None else strategy.module, model_name(index))
-
-
-def load_shared(checkpoint: Checkpoint, prepared: Prepared) -> None:
-    """Load optimizers, schedules, registered objects and the loss scale."""
-    for index, optimizer in enumerate(prepared.optimizers):
-        own = prepared.executor_of(optimizer).optimizer
-        checkpoint.load_optimizer(own, prepared.owner_of(optimizer), f"optimizer_{index}")
-    for name, part in prepared.parts.items():
-        part.load_state_dict(checkpoint.shared(name))
-
-
-def load_rank(checkpoint: Checkpoint, prepared: Prepared, gang: Gang, device: torch.device) -> None:
-    """Load positions in the data, this rank's own buffers, and the random generators."""
-    same_world = checkpoint.world_size == gang.size
-    source = gang.rank if same_world else 0
-    states: list[Any] = checkpoint.per_rank("loaders", source)["states"]
-    if len(states) != len(prepared.loaders):
-        raise CheckpointError(
-            f"{checkpoint.folder} has the positions of {len(states)} loaders, and {len(prepared.loaders)} are prepared"
-        )
-    for loader, state in zip(prepared.loaders, states, strict=True):
-        loader.load_state_dict(state)
-    load_rng_state(checkpoint.per_rank("rng", source), device)
-    if not same_world:
-        _log.warning(
-            "%s was saved by %d process(es), and this loop has %d: the order of samples continues unchanged, but "
-            "random numbers of forwards differ", checkpoint.folder, checkpoint.world_size, gang.size
-        )  # fmt: skip
-        seed_generators(derive_seed(STREAM_STEP, torch.initial_seed(), gang.rank))
-    ranks = [gang.rank] if same_world else range(checkpoint.world_size)
-    saved: list[Mapping[str, Mapping[str, Any]]] = [checkpoint.per_rank("buffers", rank) for rank in ranks]
-    for index, strategy in enumerate(prepared.strategies):
-        own = [states.get(str(index), {}) for states in saved]
-        if same_world:
-            load_own_state(strategy, own[0])
-        else:
-            adopt_own_state(strategy, own)

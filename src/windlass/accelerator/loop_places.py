@@ -14,7 +14,7 @@ from windlass.checkpoint.opening import open_on_all, open_store
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import Store
-from windlass.config.plugins import ProjectConfiguration
+from windlass.config.loop_options import ProjectConfiguration
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import is_url, local_folder, parent_of
 from windlass.dist.gang import Gang
@@ -41,8 +41,8 @@ class StatePlace:
 class StatePlaces:
     """Resolves and opens the folders of a loop's checkpoints."""
 
-    def __init__(self, gang: Gang, project: ProjectConfiguration) -> None:
-        self._gang, self._project = gang, project
+    def __init__(self, all_ranks: Gang, project: ProjectConfiguration) -> None:
+        self._all_ranks, self._project = all_ranks, project
         self._disks: dict[Path, Disks] = {}
 
     def find(self, folder: str | os.PathLike[str] | None, argument: str) -> StatePlace:
@@ -73,23 +73,23 @@ class StatePlaces:
         """The manager for writing to `place`. Collective: the first call detects which ranks share the disk."""
         root = local_folder(place.parent)
         if root not in self._disks:
-            self._disks[root] = find_disks(self._gang, root)
+            self._disks[root] = find_disks(self._all_ranks, root)
         return self._manager(place, self._disks[root])
 
     def _manager(self, place: StatePlace, disks: Disks) -> CheckpointManager:
-        store = open_store(place.parent, self._gang, disks, place.name)
+        store = open_store(place.parent, self._all_ranks, disks, place.name)
         return CheckpointManager(store, Retention(self._project.total_limit))
 
     def open(self, place: StatePlace, folder: str | os.PathLike[str] | None) -> Checkpoint:
         """Open and verify the checkpoint `folder`, or the newest valid one if it is None. Collective."""
         # Files are hashed once: by the main process, or by one process per machine if machines share no disk.
-        manager = self._manager(place, Disks.shared(self._gang.size))
+        manager = self._manager(place, Disks.shared(self._all_ranks.size))
         which: Literal[True] | str = True if folder is None else str(manager.store.path_for(0))
-        divided = self._gang.rank == 0 and _is_divided(manager.store, newest=folder is None)
-        if self._gang.broadcast_object(divided or is_url(place.parent)):
+        divided = self._all_ranks.rank == 0 and _is_divided(manager.store, newest=folder is None)
+        if self._all_ranks.broadcast_object(divided or is_url(place.parent)):
             manager = self.to_write(place)
         try:
-            return open_on_all(manager, which, self._gang)
+            return open_on_all(manager, which, self._all_ranks)
         except CheckpointError as error:
             explained = explain_unread(Path(which)) if isinstance(which, str) else None
             if explained is None:
@@ -123,7 +123,7 @@ class SaveLock:
                 self._store.root.mkdir(parents=True, exist_ok=True)
                 self._lock.acquire()
 
-        self._store.agree(self._step, take)
+        self._store.on_all_ranks(self._step, take)
 
     def release(self) -> None:
         self._lock.release()

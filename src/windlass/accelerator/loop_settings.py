@@ -8,38 +8,36 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from windlass.config.parallel import Parallel, from_environment, from_plugins, merge, plan_parallel
-from windlass.config.parallel.parallel_plan import with_precision_of_engine
-from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan, ZeroPlan
-from windlass.config.plugin_base import KwargsHandler
-from windlass.config.plugin_engines import DeepSpeedPlugin
-from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
-from windlass.config.plugin_parallelism import ParallelismConfig, TorchTensorParallelPlugin
-from windlass.config.plugins import (
-    AORecipeKwargs,
+from windlass.config.loop_options import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    KwargsHandler,
+    Plugin,
     ProfileKwargs,
     ProjectConfiguration,
-    TorchDynamoPlugin,
 )
+from windlass.config.parallel.from_launcher import from_environment
+from windlass.config.parallel.from_script import from_plugins
+from windlass.config.parallel.parallel_plan import Parallel, plan_parallel, with_precision_of_engine
+from windlass.config.parallel.settings import merge
+from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan, ZeroPlan
 from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.world import World
 
 SchedulerUnit = Literal["loader_batch", "optimizer_step"]
-_TYPES: dict[str, type] = {
+# The class of an argument; of a plugin, which says itself what takes it, the name.
+_TYPES: dict[str, type | str] = {
     "dataloader_config": DataLoaderConfiguration,
-    "fsdp_plugin": FullyShardedDataParallelPlugin,
-    "torch_tp_plugin": TorchTensorParallelPlugin,
+    "fsdp_plugin": "FullyShardedDataParallelPlugin",
+    "torch_tp_plugin": "TorchTensorParallelPlugin",
     "project_config": ProjectConfiguration,
     "gradient_accumulation_plugin": GradientAccumulationPlugin,
-    "dynamo_plugin": TorchDynamoPlugin,
-    "parallelism_config": ParallelismConfig,
+    "dynamo_plugin": "TorchDynamoPlugin",
+    "parallelism_config": "ParallelismConfig",
     "kwargs_handlers": list,
     "rng_types": list,
     "device_placement": bool,
@@ -54,22 +52,18 @@ _RNG_TYPES = ("torch", "cuda", "xpu", "generator")
 class Handlers:
     """One object of each type that `kwargs_handlers` may contain, or its default."""
 
-    ddp: DistributedDataParallelKwargs | None = None
+    ddp: KwargsHandler | None = None
     scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
     init: InitProcessGroupKwargs | None = None
-    float8: AORecipeKwargs | None = None
+    float8: Any = None
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
     profile: ProfileKwargs = field(default_factory=ProfileKwargs)
 
 
-_HANDLERS: dict[type[KwargsHandler], str] = {
-    AORecipeKwargs: "float8",
-    DistributedDataParallelKwargs: "ddp",
-    GradScalerKwargs: "scaler",
-    InitProcessGroupKwargs: "init",
-    AutocastKwargs: "autocast",
-    ProfileKwargs: "profile",
-}
+_HANDLERS = (
+    "AORecipeKwargs", "DistributedDataParallelKwargs", "GradScalerKwargs", "InitProcessGroupKwargs", "AutocastKwargs",
+    "ProfileKwargs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +88,9 @@ class LoopSettings:
     compile: CompilePlan | None = None
     debug: bool = False
     schedule_unit: SchedulerUnit | None = "loader_batch"
-    dynamo: TorchDynamoPlugin | None = None
-    parallelism: ParallelismConfig | None = None
-    fsdp: FullyShardedDataParallelPlugin | None = None
+    dynamo: Plugin | None = None
+    parallelism: Any = None
+    fsdp: Any = None
     engines: dict[str, ZeroPlan] = field(default_factory=dict)
     rng_types: list[str] = field(default_factory=lambda: ["generator"])
 
@@ -105,26 +99,9 @@ def resolve_settings(given: Any, world: World) -> LoopSettings:
     """Resolve the arguments of `Accelerator`, which are attributes of `given`, and the settings of the launcher."""
     refuse(_wrong_types(given))
     handlers, problems = _handlers(given.kwargs_handlers or [])
-    loader = given.dataloader_config or DataLoaderConfiguration()
-    if given.split_batches is not None:
-        loader = dataclasses.replace(loader, split_batches=given.split_batches)
-    project = given.project_config or ProjectConfiguration()
-    if given.project_dir is not None and project.project_dir is None:
-        project.set_directories(str(given.project_dir))
-    plugin = given.gradient_accumulation_plugin
+    loader, project = _loader(given), _project(given)
     named, wrong = _named_plugins(given)
-    problems += wrong
-    parts = (
-        loader,
-        project,
-        plugin,
-        given.dynamo_plugin,
-        given.fsdp_plugin,
-        given.torch_tp_plugin,
-        *named.values(),
-    )
-    problems += _problems(given, project)
-    problems += [problem for part in parts if part is not None for problem in part.objections()]
+    problems += [*wrong, *_problems(given, project), *_objections(given, loader, project, named)]
     if handlers.float8 is not None and any(p.field == "AORecipeKwargs.config" for p in problems):
         raise ConfigError(problems)  # its settings cannot be read
     try:
@@ -138,7 +115,8 @@ def resolve_settings(given: Any, world: World) -> LoopSettings:
         dist=parallel.dist,
         precision=_with_objects(parallel.precision, handlers.float8),
         accumulation=dataclasses.replace(
-            plugin or GradientAccumulationPlugin(), num_steps=parallel.accumulation or 1
+            given.gradient_accumulation_plugin or GradientAccumulationPlugin(),
+            num_steps=parallel.accumulation or 1,
         ),
         loader=loader,
         project=project,
@@ -156,7 +134,40 @@ def resolve_settings(given: Any, world: World) -> LoopSettings:
     )
 
 
-def _with_objects(precision: PrecisionPlan, handler: AORecipeKwargs | None) -> PrecisionPlan:
+def _loader(given: Any) -> DataLoaderConfiguration:
+    """The options of loaders, of which `split_batches` may be given beside them."""
+    loader: DataLoaderConfiguration = given.dataloader_config or DataLoaderConfiguration()
+    if given.split_batches is None:
+        return loader
+    return dataclasses.replace(loader, split_batches=given.split_batches)
+
+
+def _project(given: Any) -> ProjectConfiguration:
+    """The folders of the project; a given configuration without them gets those of `project_dir`."""
+    project: ProjectConfiguration = given.project_config or ProjectConfiguration()
+    if given.project_dir is not None and project.project_dir is None:
+        project.set_directories(str(given.project_dir))
+    return project
+
+
+def _objections(
+    given: Any,
+    loader: DataLoaderConfiguration,
+    project: ProjectConfiguration,
+    named: dict[str, Plugin],
+) -> Iterator[Problem]:
+    """What is wrong within the objects that hold options."""
+    plugins = (
+        given.gradient_accumulation_plugin,
+        given.dynamo_plugin,
+        given.fsdp_plugin,
+        given.torch_tp_plugin,
+    )
+    for part in (loader, project, *plugins, *named.values()):
+        yield from () if part is None else part.objections()
+
+
+def _with_objects(precision: PrecisionPlan, handler: Any) -> PrecisionPlan:
     """The precision with the parts of float8's options that are objects of the script."""
     if precision.float8 is None or handler is None:
         return precision
@@ -164,34 +175,41 @@ def _with_objects(precision: PrecisionPlan, handler: AORecipeKwargs | None) -> P
     return dataclasses.replace(precision, float8=float8)
 
 
+def _takes(argument: str, value: Any) -> bool:
+    """Return True if `value` is a plugin for this argument."""
+    return isinstance(value, Plugin) and value.argument == argument
+
+
 def _wrong_types(given: Any) -> Iterator[Problem]:
     """Arguments of a wrong type."""
     for name, kind in _TYPES.items():
         value = getattr(given, name)
-        listed = kind is list and isinstance(value, tuple)
-        if value is not None and not isinstance(value, kind) and not listed:
-            known = "True or False" if kind is bool else f"a {kind.__name__}"
+        if value is None:
+            continue
+        if isinstance(kind, str):
+            fits, known = _takes(name, value), f"a {kind} of windlass"
+        else:
+            fits = isinstance(value, kind) or (kind is list and isinstance(value, tuple))
             home = " of windlass" if kind.__module__.startswith("windlass.") else ""
-            fix = f"must be {known}{home}, and is a {type(value).__name__}"
-            yield Problem(f"Accelerator({name}=)", value, fix)
+            known = "True or False" if kind is bool else f"a {kind.__name__}{home}"
+        if not fits:
+            yield Problem(f"Accelerator({name}=)", value, f"must be {known}, and is a {type(value).__name__}")
 
 
-def _named_plugins(given: Any) -> tuple[dict[str, DeepSpeedPlugin], list[Problem]]:
+def _named_plugins(given: Any) -> tuple[dict[str, Plugin], list[Problem]]:
     """The plugins of DeepSpeed by name, that of a single one being ""; and what is wrong with them."""
     several, one = given.deepspeed_plugins, given.deepspeed_plugin
     if several is not None and one is not None:
         fix = "deepspeed_plugin is given too; give one of the two"
         return {}, [Problem("Accelerator(deepspeed_plugins=)", type(several).__name__, fix)]
     found = one if several is None else several
-    if isinstance(found, DeepSpeedPlugin):
+    if _takes("deepspeed_plugin", found):
         return {"": found}, []
     if found is None:
         return {}, []
     origin = "Accelerator(deepspeed_plugin" + ("=)" if several is None else "s=)")
     fit = (
-        isinstance(found, dict)
-        and found
-        and all(isinstance(item, DeepSpeedPlugin) for item in found.values())
+        isinstance(found, dict) and found and all(_takes("deepspeed_plugin", item) for item in found.values())
     )
     if not fit:
         fix = "must be a dict of names and DeepSpeedPlugin objects" + (
@@ -201,7 +219,7 @@ def _named_plugins(given: Any) -> tuple[dict[str, DeepSpeedPlugin], list[Problem
     return {str(name): item for name, item in found.items()}, []
 
 
-def _plan(given: Any, handlers: Handlers, world: World, engine: DeepSpeedPlugin | None) -> Parallel:
+def _plan(given: Any, handlers: Handlers, world: World, engine: Plugin | None) -> Parallel:
     """The plan that the arguments and the launcher's settings result in, with one plugin of DeepSpeed."""
     plugin = given.gradient_accumulation_plugin
     sources = {
@@ -227,11 +245,10 @@ def _handlers(given: list[KwargsHandler]) -> tuple[Handlers, list[Problem]]:
     found: dict[str, Any] = {}
     problems: list[Problem] = []
     for handler in given:
-        kind = _HANDLERS.get(type(handler))
+        kind = handler.handles if isinstance(handler, KwargsHandler) else ""
         name = type(handler).__name__
-        if kind is None:
-            known = ", ".join(known.__name__ for known in _HANDLERS)
-            problems.append(Problem("kwargs_handlers", name, f"is not one of {known}"))
+        if not kind:
+            problems.append(Problem("kwargs_handlers", name, f"is not one of {', '.join(_HANDLERS)}"))
         elif kind in found:
             problems.append(Problem("kwargs_handlers", name, "is given twice; leave one out"))
         else:

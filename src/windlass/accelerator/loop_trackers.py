@@ -12,11 +12,11 @@ from windlass.core.errors import Problem
 from windlass.core.metric_values import python_number
 from windlass.core.redact import redact_value, redacted_argv
 
-Options = Mapping[str, Mapping[str, Any]]
+TrackerOptions = Mapping[str, Mapping[str, Any]]
 
 
 class Trackers:
-    """Opens trackers, and sends values to them.
+    """Opens trackers, and sends values to them; see the methods of `Accelerator`.
 
     Args:
         log_with: names and trackers, as returned by `filter_trackers`.
@@ -31,19 +31,12 @@ class Trackers:
         self.trackers: list[GeneralTracker] = []
 
     def init_trackers(
-        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: Options | None = None
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: TrackerOptions | None = None,
     ) -> None:
-        """Open a run with every tracker of `log_with`. Call it on all processes; only the main one logs.
-
-        Args:
-            project_name: the project of the runs.
-            config: hyperparameters to store with the run.
-            init_kwargs: name of a tracker -> keywords for it, such as `{"wandb": {"tags": ["a"]}}`; those of trackers
-                that are not in `log_with` are ignored.
-
-        Raises:
-            ConfigError: `init_kwargs` has the name of an unknown tracker.
-        """
+        """Open a run with every tracker of `log_with`. Call it on all processes; only the main one logs."""
         options = init_kwargs or {}
         _check_names("init_kwargs", options, [*LOGGER_TYPE_TO_CLASS, *map(_name, self.log_with)])
         opened = [self._build_tracker(item, project_name, options) for item in self.log_with]
@@ -56,7 +49,7 @@ class Trackers:
                 tracker.store_init_configuration(redact_value("config", config))
 
     def _build_tracker(
-        self, item: str | GeneralTracker, project_name: str, options: Options
+        self, item: str | GeneralTracker, project_name: str, options: TrackerOptions
     ) -> GeneralTracker:
         if isinstance(item, GeneralTracker):
             return item
@@ -66,27 +59,17 @@ class Trackers:
         return tracker
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of this name, or with `unwrap` the run of its package (None on other than the main process).
-
-        Before `init_trackers` it is a blank tracker. Raises ConfigError if no tracker of this name was opened.
-        """
+        """The tracker of this name, or with `unwrap` the run of its package."""
         if not self.trackers:
             return GeneralTracker(_blank=True)
         found = {tracker.name: tracker for tracker in self.trackers}
         _check_names("name", [name], list(found))
         return found[name].tracker if unwrap else found[name]  # type: ignore[attr-defined]
 
-    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Options | None = None) -> None:
-        """Send values to every tracker.
-
-        Args:
-            values: name -> number, text, or tensor of one element.
-            step: the update of these values.
-            log_kwargs: name of a tracker -> keywords for its `log`.
-
-        Raises:
-            ConfigError: `log_kwargs` has the name of an unknown tracker.
-        """
+    def log(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: TrackerOptions | None = None
+    ) -> None:
+        """Send values to every tracker."""
         options = log_kwargs or {}
         _check_names("log_kwargs", options, [*LOGGER_TYPE_TO_CLASS, *map(_name, self.trackers)])
         plain = {name: python_number(value) for name, value in values.items()}

@@ -28,17 +28,13 @@ _log = get_logger(__name__)
 
 
 class ModelFiles:
-    """Reads state dicts of models, and writes single files."""
+    """Reads state dicts of models, and writes single files; see the methods of `Accelerator`."""
 
-    def __init__(self, gang: Gang, prepared: Prepared) -> None:
-        self._gang, self._prepared = gang, prepared
+    def __init__(self, all_ranks: Gang, prepared: Prepared) -> None:
+        self._all_ranks, self._prepared = all_ranks, prepared
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's state dict with whole tensors. Collective.
-
-        If the model is sharded, the main process gets the state dict in host memory and the others an empty one.
-        Offloaded weights are read from their storage.
-        """
+        """The model's state dict with whole tensors. Collective."""
         if any(map(has_offloaded_params, model.modules())):
             return dict(get_state_dict_offloaded_model(model))
         strategy = self._prepared.strategy_of(model)
@@ -53,12 +49,7 @@ class ModelFiles:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the model's weights as safetensors files that `from_pretrained` reads. Collective.
-
-        Args:
-            max_shard_size: maximum size of a file ("5GB", "200MB", or bytes); several files get an index.
-            safe_serialization: False is mapped to True with one warning: pickle is never written.
-        """
+        """Write the model's weights as safetensors files that `from_pretrained` reads. Collective."""
         warn_if_unsafe(safe_serialization)
         folder = _local(save_directory)
         limit = convert_file_size_to_int(max_shard_size)
@@ -66,25 +57,15 @@ class ModelFiles:
         read = functools.partial(load_offloaded_parameter, model) if away else None
         state = state_of(model) if away else self.get_state_dict(model)
         try:
-            if self._gang.rank == 0:
+            if self._all_ranks.rank == 0:
                 save_split(folder, state, limit, offloaded=read)
         finally:
-            self._gang.barrier()
+            self._all_ranks.barrier()
 
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write tensors and plain values, on the main process.
-
-        Args:
-            obj: for ".safetensors", a dict of tensors; else a nest of tensors and plain values.
-            f: a file name. One that ends in neither ".safetensors" nor ".json" gets ".json" appended, with one
-                warning; `windlass.utils.load` finds it under the name given here.
-            safe_serialization: no effect, because pickle is never written.
-
-        Raises:
-            CheckpointError: values that cannot be saved; they are named.
-        """
+    def save(self, obj: Any, f: str | os.PathLike[str]) -> None:
+        """Write tensors and plain values, on the main process."""
         path = _local(f)
-        if self._gang.rank == 0:
+        if self._all_ranks.rank == 0:
             save_values(path, obj)
 
 

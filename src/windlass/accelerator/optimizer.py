@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.core.delegate import variable_of
 from windlass.core.errors import ModelError
 from windlass.dist.beacon import AFTER, beacon
 
@@ -71,7 +70,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"PreparedOptimizer({self.optimizer!r})"
 
-    def _refuse_raw_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _refuse_raw_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         if not self._under_way:
             name = type(optimizer).__name__
             raise ModelError(
@@ -81,14 +80,46 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     # --- the user's optimizer -----------------------------------------------------------------------------------------
 
-    state: Any = variable_of("optimizer.state")
-    param_groups: Any = variable_of("optimizer.param_groups")
-    defaults: Any = variable_of("optimizer.defaults")
+    # The base class annotates these as attributes, and assigns to them.
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def defaults(self) -> Any:
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: Any) -> None:
+        self.optimizer.defaults = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
+        """The groups and states of the optimizer.
+
+        Raises:
+            ModelError: DeepSpeed's third stage has taken the parameters of all groups, so states have no numbers.
+        """
+        if self.state and not any(group["params"] for group in self.param_groups):
+            raise ModelError(
+                "DeepSpeed's third stage keeps the parameters of this optimizer, so it has no state of its own: save "
+                "and load it with `accelerator.save_state` and `load_state`"
+            )
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

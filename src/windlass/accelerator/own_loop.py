@@ -16,7 +16,9 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.types import State
 from windlass.dist.beacon import AFTER, beacon
 from windlass.dist.gang import Gang
+from windlass.engine.executor import Executor
 from windlass.engine.normalise import LoopNormaliser, MicroBatch
+from windlass.transforms.alone import Alone
 from windlass.transforms.strategy import Strategy
 
 
@@ -27,10 +29,10 @@ class OwnLoop:
     saves_state = True
 
     def __init__(
-        self, dist: DistPlan, gang: Gang, accumulation: AccumulationState, prepared: Prepared
+        self, dist: DistPlan, loss_ranks: Gang, accumulation: AccumulationState, prepared: Prepared
     ) -> None:
         self.dist, self._accumulation, self._prepared = dist, accumulation, prepared
-        self._normaliser = LoopNormaliser(gang.size, gang.sum_on_device)
+        self._normaliser = LoopNormaliser(loss_ranks.size, loss_ranks.sum_on_device)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -41,24 +43,13 @@ class OwnLoop:
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         beacon().call("backward")
-        micro = self._micro_batch()
-        share = self._normaliser.apply(loss, micro)
-        fused, engine = self._prepared.fused, self._prepared.engine
-        if engine is not None:
-            engine.backward(share, **kwargs)
-        elif fused is None:
-            scaled: Any = self._prepared.scaler.scale(share)
-            scaled.backward(**kwargs)
-        else:
-            fused.backward_in_loop(share, updates=micro.last, discards=self._prepared.discards)
+        micro, executor = self._micro_batch(), self._prepared.executor
+        self._normaliser.scope(micro)
+        share = self._normaliser.apply(loss)
+        executor.backward_in_loop(share, last=micro.last, discards=self._prepared.discards, **kwargs)
         factor = self._normaliser.correction()
         if factor is not None:
-            if fused is not None:
-                raise ModelError(
-                    "LossTerms over several micro-batches are corrected after the last one, but the optimizer updates "
-                    "in the backward: pass their mean, or set gradient_accumulation_steps=1"
-                )
-            self._correct(factor)
+            self._correct(executor, factor)
         beacon().call(f"{AFTER}backward")
 
     def use_learning_rate(self, rate: float) -> None:
@@ -79,17 +70,16 @@ class OwnLoop:
             accumulation.num_steps, accumulation.sync_gradients, here, everywhere, bool(accumulation.models)
         )
 
-    def _correct(self, factor: Tensor) -> None:
+    def _correct(self, executor: Executor, factor: Tensor) -> None:
         """Multiply the gradients of the models that the update accumulated into."""
-        if self._prepared.engine is not None:
-            self._prepared.engine.multiply(factor)
-            return
+        if executor.updates_in_backward:
+            raise ModelError(
+                "LossTerms over several micro-batches are corrected after the last one, but the optimizer updates in "
+                "the backward: pass their mean, or set gradient_accumulation_steps=1"
+            )
         for model in self._accumulation.models:
-            strategy = self._prepared.strategy_of(model)
-            gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            local = gradients if strategy is None else strategy.local(gradients)
-            if local:
-                torch._foreach_mul_(local, factor.to(torch.promote_types(local[0].dtype, torch.float32)))
+            strategy = self._prepared.strategy_of(model) or Alone(model)
+            strategy.multiply([p.grad for p in model.parameters() if p.grad is not None], factor)
 
     def state_dict(self) -> State:
         return self._normaliser.state_dict()

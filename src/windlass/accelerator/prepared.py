@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from typing import Any
@@ -43,7 +44,7 @@ class Prepared:
 
     Args:
         scaler: the loss scaler of all optimizers.
-        world: the number of processes.
+        ranks: how many processes reduce gradients together.
         elsewhere: strategies of models that are updated elsewhere (by a Trainer's run).
 
     Attributes:
@@ -56,7 +57,7 @@ class Prepared:
         self,
         scaler: Scaler,
         device: torch.device,
-        world: int,
+        ranks: int,
         elsewhere: Callable[[], Sequence[Strategy]] = tuple,
     ) -> None:
         self.strategies: list[Strategy] = []
@@ -66,7 +67,7 @@ class Prepared:
         self.custom: list[Stateful] = []
         self.guards: list[Callable[[], None]] = []
         self.scaler = scaler
-        self._device, self._world = device, world
+        self._device, self._ranks = device, ranks
         self._elsewhere, self._discards = elsewhere, False
         self._restorable: list[Strategy] = []  # their models load what they save
         # The number of its parameters, and the executor over them; until the script drops the optimizer.
@@ -133,7 +134,7 @@ class Prepared:
         """Replace the parameters of `optimizer` that were sharded by the resulting ones."""
         before = {id(p): self._before[id(p)][0] for p in parameters_of(optimizer) if self._was_replaced(p)}
         if before:
-            rebind(optimizer, before, self.everything, keeps_others=self._world == 1)
+            rebind(optimizer, before, self.everything, keeps_others=self._ranks == 1)
 
     def updates(self, optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module] = ()) -> bool:
         """Return True if `optimizer` updates a parameter of a prepared model, or of one of `modules`."""
@@ -213,6 +214,17 @@ class Prepared:
         return FusedExecutor(strategy, optimizer, self._device, self.scaler, parameters)
 
     @property
+    def executor(self) -> LoopExecutor:
+        """The executor of a backward, which may reach the parameters of several optimizers: all use one loss scale."""
+        return self.engine or self.fused or self._scaling
+
+    @functools.cached_property
+    def _scaling(self) -> NativeExecutor:
+        """Scales losses, and updates nothing: for optimizers that update after the backward, or are not prepared."""
+        nothing = torch.optim.SGD([{"params": []}], lr=0.0)
+        return NativeExecutor(Alone(nn.Module()), nothing, self._device, self.scaler, [])
+
+    @property
     def fused(self) -> FusedExecutor | None:
         """The executor of the optimizer that updates in the backward; None if there is none. Raises ConfigError if it
         was prepared with other optimizers, with fp16, or after its replicated model.
@@ -253,10 +265,10 @@ class Prepared:
 
     def _allow_loose(self, name: str, count: int) -> None:
         """Raise ModelError on several processes: nothing would average the gradients of tensors of no model."""
-        if self._world > 1:
+        if self._ranks > 1:
             raise ModelError(
                 f"the {name} that was prepared updates {count} tensor(s) that are no parameter of a prepared model, so "
-                f"their gradients would differ between the {self._world} processes: make them parameters of a module, "
+                f"their gradients would differ between the {self._ranks} processes: make them parameters of a module, "
                 "give it to `prepare` too, and build the optimizer from its parameters"
             )
         warn_once(

@@ -45,12 +45,12 @@ _log = get_logger(__name__)
 
 
 class Preparer:
-    """Prepares a script's objects."""
+    """Prepares the objects of a script; see the methods of `Accelerator`."""
 
     def __init__(
         self, setup: Setup, accumulation: AccumulationState, prepared: Prepared, engine: LoopEngine
     ) -> None:
-        self._setup, self._settings, self._gang = setup, setup.settings, setup.gang
+        self._setup, self._settings, self._all_ranks = setup, setup.settings, setup.all_ranks
         self._accumulation, self._prepared, self._engine = accumulation, prepared, engine
         self._unit_was_logged = False
         self._zero = ZeroEngines(setup)
@@ -60,20 +60,7 @@ class Preparer:
         self._zero.divide_new_models()
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Return the objects to use instead of `args`, in the same order. Collective.
-
-        Args:
-            args: models, optimizers, `DataLoader`s and learning-rate schedules, in any number and order; anything else
-                is returned unchanged.
-            device_placement: for each of them, True to move it to this process's device.
-
-        Returns:
-            The prepared object for a single argument, else a tuple of them.
-
-        Raises:
-            ConfigError, ModelError, DataError: an object does not support the settings.
-            RankMismatchError: settings, models, optimizers or data differ between ranks.
-        """
+        """Return the objects to use instead of `args`, in the same order. Collective."""
         placement = [None] * len(args) if device_placement is None else list(device_placement)
         if len(placement) != len(args):
             fix = f"needs one entry for each of the {len(args)} objects"
@@ -88,12 +75,12 @@ class Preparer:
             )
         if new:
             objects = [args[index] for index in new]
-            check_prepared_alike(objects, self._settings, self._setup.dist, self._gang)
+            check_prepared_alike(objects, self._settings, self._setup.dist, self._all_ranks)
         results = list(args)
         # Optimizers first, so that they follow their models; schedules last, because they follow optimizers.
         for index in new:
             if isinstance(args[index], torch.optim.Optimizer):
-                results[index] = self.prepare_optimizer(args[index], placement[index])
+                results[index] = self.prepare_optimizer(args[index])
         models = [index for index in new if isinstance(args[index], nn.Module)]
         spread_models = self._prepare_models([args[i] for i in models], [placement[i] for i in models])
         for index, model in zip(models, spread_models, strict=True):
@@ -120,16 +107,7 @@ class Preparer:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Return the model to call instead of `model`. Collective.
-
-        Args:
-            device_placement: True to move it to this process's device; None: the accelerator's setting.
-            evaluation_mode: the model is not trained: every process has a whole copy, and nothing is reduced; unless
-                DeepSpeed has divided it while it was built.
-
-        Raises:
-            ConfigError, ModelError: the model does not support the settings.
-        """
+        """Return the model to call instead of `model`. Collective."""
         if not self._not_kept([model]):
             return model
         return self._prepare_models([model], [device_placement], evaluation_mode)[0]
@@ -162,7 +140,7 @@ class Preparer:
         return prepared
 
     def _check_model(self, model: nn.Module) -> None:
-        if self.verify_device_map(model) and (self._gang.size > 1 or self._setup.is_fsdp2):
+        if has_device_map(model) and (self._all_ranks.size > 1 or self._setup.is_fsdp2):
             raise ModelError(
                 "a model that is spread over devices by a device_map cannot be spread over processes too: load it "
                 "without device_map, or run one process"
@@ -174,9 +152,8 @@ class Preparer:
         float8 = self._settings.precision.float8
         if float8 is not None and not evaluation_mode and any(p.requires_grad for p in model.parameters()):
             apply_float8(model, float8)
-        if (
-            self._settings.precision.compute != "fp32"
-        ):  # of DeepSpeed too, for inputs of a model with few bits
+        # Under DeepSpeed too: autocast casts the inputs of its half-precision model.
+        if self._settings.precision.compute != "fp32":
             mix_precision(model, self._setup.autocast)
         if self._settings.compile is not None:
             apply_compile(model, self._settings.compile)
@@ -190,7 +167,8 @@ class Preparer:
             return Alone(model)
         if zero is not None:
             return self._divide(model, device)
-        strategy = spread(model, plan, self._gang, device, self._prepared.updates_in_backward(model))
+        loss_ranks, in_backward = self._all_ranks.over("loss"), self._prepared.updates_in_backward(model)
+        strategy = spread(model, plan, loss_ranks, device, in_backward)
         if isinstance(strategy.model, Replicated):
             self._prepared.guards.append(refuse_raw_forward(model, strategy.model))
         if isinstance(strategy, SplitOverDevices):
@@ -201,7 +179,7 @@ class Preparer:
         """Move the model to this process's device, unless sharding does it or its parts have devices of their own."""
         sharding = self._setup.is_fsdp2 and not evaluation_mode and self._setup.device.type != "xla"
         offloaded = any(map(has_offloaded_params, model.modules()))
-        if place and not sharding and not offloaded and not self.verify_device_map(model):
+        if place and not sharding and not offloaded and not has_device_map(model):
             to_device(model, self._setup.device)
 
     def _divide(self, model: nn.Module, device: torch.device) -> Strategy:
@@ -227,19 +205,10 @@ class Preparer:
             return plan
         return dataclasses.replace(plan, shard=dataclasses.replace(plan.shard, ignored=names))
 
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Return True if the model, or a part of it, is spread over several devices by a `device_map`."""
-        return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
-
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the user's own module.
-
-        Args:
-            keep_fp32_wrapper: False removes mixed precision from its forward.
-            keep_torch_compile: False removes compilation, including wrappers made by `torch.compile(model)`.
-        """
+        """Return the user's own module."""
         strategy = self._prepared.strategy_of(model)
         inner = model if strategy is None else strategy.module
         module: Any = extract_model_from_parallel(inner, keep_fp32_wrapper, keep_torch_compile)
@@ -249,14 +218,8 @@ class Preparer:
 
     # --- optimizers and schedules -------------------------------------------------------------------------------------
 
-    def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> PreparedOptimizer:
-        """Return an optimizer whose `step` and `zero_grad` act only in the last micro-batch of an update.
-
-        Args:
-            device_placement: no effect: its state is always moved to the device of its parameters.
-        """
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
+        """Return an optimizer whose `step` and `zero_grad` act only in the last micro-batch of an update."""
         for known in self._prepared.optimizers:
             if optimizer is known or optimizer is known.optimizer:
                 return known
@@ -294,7 +257,7 @@ class Preparer:
         return prepared
 
     def _log_unit(self, unit: str | None) -> None:
-        if self._unit_was_logged or self._gang.rank != 0:
+        if self._unit_was_logged or self._all_ranks.rank != 0:
             return
         self._unit_was_logged = True
         stride = self._accumulation.stride
@@ -318,23 +281,16 @@ class Preparer:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> PreparedLoader:
-        """Return a loader of this process's part of the data. Collective.
-
-        Args:
-            device_placement: True to move batches to this process's device; None: the accelerator's setting.
-            slice_fn_for_dispatch: splits dispatched batches.
-
-        Raises:
-            ConfigError, DataError: the loader does not support the settings.
-        """
+        """Return a loader of this process's part of the data. Collective."""
         place = self._settings.device_placement if device_placement is None else device_placement
+        data_ranks = self._all_ranks.over("data")
         loader = prepare_loader(
             data_loader,
-            world=self._gang.size,
-            rank=self._gang.rank,
+            ranks=data_ranks.size,
+            rank=data_ranks.rank,
             device=self._setup.device if place else None,
             options=self._settings.loader,
-            gang=self._gang,
+            data_ranks=data_ranks,
             start_timeout=start_timeout(os.environ),
             slice_fn=slice_fn_for_dispatch,
         )
@@ -343,16 +299,10 @@ class Preparer:
             self._prepared.loaders.append(loader)
         return loader
 
-    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """Refused: sequences are not split over processes."""
-        fix = "DeepSpeed's sequence parallelism is not supported: prepare the loader instead"
-        raise ConfigError(Problem("deepspeed_ulysses_dl_adapter", type(dl).__name__, fix))
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader whose next pass skips its first `num_batches`, without reading them."""
-        from windlass.data.skip import skip_first_batches
-
-        return skip_first_batches(dataloader, num_batches)
+def has_device_map(model: nn.Module) -> bool:
+    """Return True if the model, or a part of it, is spread over several devices by a `device_map`."""
+    return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
 
 def bring_state_along(optimizer: torch.optim.Optimizer) -> None:

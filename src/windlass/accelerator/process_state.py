@@ -8,8 +8,7 @@ import torch
 
 from windlass.accelerator.engine_choice import NO_ENGINES, EngineChoice
 from windlass.accelerator.ranks import Ranks
-from windlass.config.plugin_words import DistributedType, distributed_type_of
-from windlass.core.delegate import method_of, property_of
+from windlass.config.enums import DistributedType, distributed_type_of
 from windlass.core.device import backend_for, choose_device
 from windlass.dist.gang import Gang, leave
 from windlass.dist.operations import check_operations
@@ -30,11 +29,13 @@ class ProcessState(Ranks):
         debug: compare shapes over processes before each collective.
     """
 
-    def __init__(self, gang: Gang, device: torch.device, debug: bool = False, sharded: bool = False) -> None:
-        self._gang, self.device, self.debug = gang, device, debug
-        self.backend = backend_for(device) if gang.size > 1 else None
+    def __init__(
+        self, all_ranks: Gang, device: torch.device, debug: bool = False, sharded: bool = False
+    ) -> None:
+        self._all_ranks, self.device, self.debug = all_ranks, device, debug
+        self.backend = backend_for(device) if all_ranks.size > 1 else None
         self.distributed_type = (
-            DistributedType.FSDP if sharded else distributed_type_of(device.type, gang.size)
+            DistributedType.FSDP if sharded else distributed_type_of(device.type, all_ranks.size)
         )
 
     @property
@@ -71,8 +72,6 @@ class LoopState(ProcessState):
         mixed_precision: "no", "bf16", "fp16" or "fp8".
         fsdp_plugin: how models are sharded, or None.
         dynamo_plugin, parallelism_config: as given to the `Accelerator`, or None.
-        deepspeed_plugin: how DeepSpeed divides the models that are prepared next, or None.
-        deepspeed_plugins: all plugins by name if the script named several, or None.
         megatron_lm_plugin, torch_tp_plugin: None; they are not supported.
     """
 
@@ -80,7 +79,7 @@ class LoopState(ProcessState):
 
     def __init__(
         self,
-        gang: Gang,
+        all_ranks: Gang,
         device: torch.device,
         debug: bool = False,
         sharded: bool = False,
@@ -90,17 +89,30 @@ class LoopState(ProcessState):
         parallelism_config: Any = None,
         engines: EngineChoice = NO_ENGINES,
     ) -> None:
-        super().__init__(gang, device, debug, sharded)
+        super().__init__(all_ranks, device, debug, sharded)
         if engines.plan is not None:
             self.distributed_type = DistributedType.DEEPSPEED
         self.mixed_precision, self._engines = mixed_precision, engines
         self.fsdp_plugin, self.dynamo_plugin = fsdp_plugin, dynamo_plugin
         self.parallelism_config = parallelism_config
 
-    deepspeed_plugin = property_of("_engines", EngineChoice.plugin)
-    deepspeed_plugins = property_of("_engines", EngineChoice.plugins)
-    get_deepspeed_plugin = method_of("_engines", EngineChoice.get)
-    select_deepspeed_plugin = method_of("_engines", EngineChoice.select)
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The selected plugin, every field filled in; None without DeepSpeed."""
+        return self._engines.plugin
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, Any] | None:
+        """All plugins by name; None if the script named none."""
+        return self._engines.plugins
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """The plugin of this name. Raises ConfigError if there is none."""
+        return self._engines.get(name)
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Use the plugin of this name in the next `prepare`. Raises ConfigError if there is none."""
+        self._engines.select(name)
 
     @property
     def is_fsdp2(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
-from windlass.config.plugins import ProfileKwargs
+from windlass.config.loop_options import ProfileKwargs
 from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger

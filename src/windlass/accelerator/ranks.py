@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.core.delegate import value_of
 from windlass.core.device import choose_device, make_current
 from windlass.core.errors import DataError
 from windlass.core.output import STDOUT
@@ -31,35 +30,50 @@ def select_device(use_cpu: bool, world: World) -> torch.device:
 class Ranks:
     """The rank of this process: the base of `Accelerator` and of the state singletons."""
 
-    _gang: Gang
+    _all_ranks: Gang
 
-    process_index: int = value_of("_gang.rank", "The rank of this process.")
-    local_process_index: int = value_of("_gang.world.local_rank", "The rank of this process on its machine.")
-    is_main_process: bool = value_of("_gang.world.is_main", "True on the first process of the job.")
-    is_local_main_process: bool = value_of(
-        "_gang.world.is_local_main", "True on the first process of each machine."
-    )
-    should_save_model: bool = value_of(
-        "is_main_process", "True on the process that writes the files of `save_model`, which is collective."
-    )
+    @property
+    def process_index(self) -> int:
+        """The rank of this process."""
+        return self._all_ranks.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process on its machine."""
+        return self._all_ranks.world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on the first process of the job."""
+        return self._all_ranks.world.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """True on the first process of each machine."""
+        return self._all_ranks.world.is_local_main
+
+    @property
+    def should_save_model(self) -> bool:
+        """True on the process that writes the files of `save_model`, which is collective."""
+        return self.is_main_process
 
     @property
     def num_processes(self) -> int:
         """The number of processes."""
-        return process_count(self._gang.size)
+        return process_count(self._all_ranks.size)
 
     @property
     def is_last_process(self) -> bool:
-        return self._gang.rank == self._gang.size - 1
+        return self._all_ranks.rank == self._all_ranks.size - 1
 
     @property
     def use_distributed(self) -> bool:
         """True if there is more than one process."""
-        return self._gang.size > 1
+        return self._all_ranks.size > 1
 
     def wait_for_everyone(self) -> None:
         """Return once every process has called this."""
-        self._gang.barrier()
+        self._all_ranks.barrier()
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
         """Context: the main process runs the body before the other processes."""
@@ -76,17 +90,17 @@ class Ranks:
         Args:
             apply_padding: repeat the last element so that all processes get the same number.
         """
-        yield share_of(inputs, self._gang, apply_padding)
+        yield share_of(inputs, self._all_ranks, apply_padding)
 
     @contextlib.contextmanager
     def _first(self, mine: bool) -> Iterator[None]:
         if not mine:
-            self._gang.barrier()
+            self._all_ranks.barrier()
         try:
             yield
         finally:
             if mine:
-                self._gang.barrier()
+                self._all_ranks.barrier()
 
     # --- decorators ---------------------------------------------------------------------------------------------------
 
@@ -129,7 +143,7 @@ class Ranks:
             print(*args, **{"file": STDOUT, **kwargs})
 
 
-def share_of(inputs: Any, gang: Gang, apply_padding: bool = False) -> Any:
+def share_of(inputs: Any, all_ranks: Gang, apply_padding: bool = False) -> Any:
     """This process's part of `inputs`, which are consecutive items. The first processes may get one item more.
 
     Args:
@@ -140,12 +154,12 @@ def share_of(inputs: Any, gang: Gang, apply_padding: bool = False) -> Any:
     Raises:
         DataError: a dict with several lengths, or an unsupported type.
     """
-    if gang.size == 1:
+    if all_ranks.size == 1:
         return inputs
     length = _length(inputs)
-    each, extra = divmod(length, gang.size)
-    start = gang.rank * each + min(gang.rank, extra)
-    stop = start + each + (gang.rank < extra)
+    each, extra = divmod(length, all_ranks.size)
+    start = all_ranks.rank * each + min(all_ranks.rank, extra)
+    stop = start + each + (all_ranks.rank < extra)
     missing = each + (extra > 0) - (stop - start) if apply_padding and length else 0
     return _take(inputs, range(start, stop), missing)
 

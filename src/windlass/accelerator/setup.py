@@ -5,23 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from windlass.accelerator.engine_choice import EngineChoice
 from windlass.accelerator.loop_settings import LoopSettings
-from windlass.accelerator.profiling import profile
+from windlass.config.loop_options import AutocastKwargs
 from windlass.config.plan import DistPlan, ZeroPlan
-from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin, fsdp_plugin_of
-from windlass.config.plugin_parallelism import ParallelismConfig
-from windlass.config.plugin_words import FP8BackendType
-from windlass.config.plugins import AORecipeKwargs, AutocastKwargs, ProfileKwargs
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.mesh import Axis, Mesh
+from windlass.core.outside import find_outside
+from windlass.dist.device_mesh import data_device_mesh
 from windlass.dist.gang import Gang
-from windlass.dist.mesh import data_mesh
 from windlass.precision.autocast import COMPUTE_DTYPES
-from windlass.precision.scaler import Scaler
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Setup:
@@ -29,7 +29,6 @@ class Setup:
 
     Args:
         dist: returns how models are spread over processes.
-        scaler: the loss scaler of the loop's updates.
 
     Attributes:
         engines: the configurations of DeepSpeed.
@@ -38,13 +37,11 @@ class Setup:
     def __init__(
         self,
         settings: LoopSettings,
-        gang: Gang,
+        all_ranks: Gang,
         device: torch.device,
         dist: Callable[[], DistPlan],
-        scaler: Scaler,
     ) -> None:
-        self.settings, self.device, self.gang, self._dist = settings, device, gang, dist
-        self._scaler = scaler
+        self.settings, self.device, self.all_ranks, self._dist = settings, device, all_ranks, dist
         self.engines = EngineChoice(self._zero_plans, settings.precision.compute)
 
     def _zero_plans(self) -> dict[str, ZeroPlan]:
@@ -56,32 +53,8 @@ class Setup:
         """How models are spread over processes."""
         return self._dist()
 
-    @property
-    def mixed_precision(self) -> str:
-        """ "no", "bf16", "fp16" or "fp8"."""
-        return self.settings.precision.word
-
-    @property
-    def fp8_enabled(self) -> bool:
-        """True if linear layers multiply in float8."""
-        return self.settings.precision.float8 is not None
-
-    @property
-    def fp8_backend(self) -> FP8BackendType:
-        """AO (torchao) if linear layers multiply in float8, else NO."""
-        return FP8BackendType.AO if self.fp8_enabled else FP8BackendType.NO
-
-    @property
-    def ao_recipe_handler(self) -> AORecipeKwargs | None:
-        """The options of float8; None without it."""
-        return (self.settings.handlers.float8 or AORecipeKwargs()) if self.fp8_enabled else None
-
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The mixed-precision context of this loop, for code outside a prepared model's forward.
-
-        Args:
-            autocast_handler: replaces the options of the accelerator.
-        """
+        """The mixed-precision context of this loop; see `Accelerator.autocast`."""
         options = autocast_handler or self.settings.handlers.autocast
         dtype = COMPUTE_DTYPES.get(self.settings.precision.compute)
         if dtype is None:
@@ -90,80 +63,51 @@ class Setup:
             self.device.type, dtype=dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
         )
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Context: profile the body. With a `schedule_option`, the body calls the profiler's `step()` after each step.
-
-        If `output_trace_dir` is set, each process writes a Chrome trace to `profile_<rank>.json` there; with a schedule
-        that repeats, the trace of its last whole cycle. Raises ConfigError for an activity that this machine does not
-        support, or unknown options of the schedule.
-        """
-        return profile(profile_handler or self.settings.handlers.profile, self.gang.rank)
-
-    @property
-    def multi_device(self) -> bool:
-        """True if several processes have a device of their own, and models are not sharded."""
-        return self.gang.size > 1 and self.device.type != "cpu" and not self.is_fsdp2
-
     @property
     def is_fsdp2(self) -> bool:
         """True if models are sharded."""
         return self.dist.strategy == "fsdp"
 
     @property
-    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """How models are sharded: the plugin of the script, or one that says the same; None if they are not."""
+    def fsdp_plugin(self) -> Any:
+        """How models are sharded: the plugin of the script, or one with the same settings; None if not sharded."""
         shard = self.dist.shard if self.is_fsdp2 else None
-        return self.settings.fsdp or (fsdp_plugin_of(shard) if shard else None)
+        if self.settings.fsdp is not None or shard is None:
+            return self.settings.fsdp
+        known = find_outside("plugins of FSDP")
+        return None if known is None else known.fsdp_plugin_of(shard)
 
     @property
-    def native_amp(self) -> bool:
-        """True if forwards run in mixed precision."""
-        return self.settings.precision.compute != "fp32"
-
-    @property
-    def scaler(self) -> Any:
-        """The fp16 loss scaler, or None."""
-        return self._scaler if self._scaler.active else None
-
-    @property
-    def step_scheduler_with_optimizer(self) -> bool:
-        """True if prepared schedules advance with updates instead of at every call."""
-        return self.settings.schedule_unit is not None
-
-    @property
-    def torch_device_mesh(self) -> Any:
+    def torch_device_mesh(self) -> DeviceMesh | None:
         """The mesh of processes over which models are sharded; None if they are not."""
-        shard = self.dist.shard
-        return data_mesh(self.device, self.gang, shard.replicas) if self.is_fsdp2 and shard else None
+        shard = self.dist.shard if self.is_fsdp2 else None
+        if shard is None:
+            return None
+        return data_device_mesh(self.all_ranks.mesh.with_replicas(shard.replicas), self.device)
 
-    def _layout(self) -> ParallelismConfig:
+    def _rank_in(self, axis: Axis) -> int:
         if self.settings.parallelism is None:
             fix = "is needed to ask for a rank in it: Accelerator(parallelism_config=ParallelismConfig(...))"
             raise ConfigError(Problem("parallelism_config", None, fix))
-        return self.settings.parallelism
+        mesh: Mesh = self.settings.parallelism.mesh
+        return mesh.index(axis, self.all_ranks.world.rank)
 
     @property
     def data_parallel_rank(self) -> int:
         """Index of the model replica that this process belongs to."""
-        layout = self._layout()
-        return self.gang.rank // layout.size("dp_shard") if layout.dp_replicate_enabled else 0
+        return self._rank_in("replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
         """Index of this process's shard in its replica."""
-        return self.gang.rank % self._layout().size("dp_shard")
+        return self._rank_in("shard")
 
     @property
     def tensor_parallel_rank(self) -> int:
         """0: tensors are not split further."""
-        return self._layout().size("tp") - 1
+        return self._rank_in("tensor")
 
     @property
     def context_parallel_rank(self) -> int:
         """0: sequences are not split."""
-        return self._layout().size("cp") - 1
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """Refused: there is no pipeline."""
-        raise ConfigError(Problem("pipeline_parallel_rank", None, "pipelines are not built"))
+        return self._rank_in("context")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.config.plugin_words import RNGType
+from windlass.config.enums import RNGType
 from windlass.core.errors import ConfigError, Problem
 from windlass.dist.gang import current
 from windlass.dist.operations import broadcast

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared import LoopExecutor, Prepared
-from windlass.config.plugins import DataLoaderConfiguration
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_logger, warn_once
 from windlass.dist.gang import Gang
@@ -26,26 +24,19 @@ _log = get_logger(__name__)
 
 
 class Stepping:
-    """Methods that a training loop calls in every step. `loader` has the default of `join_uneven_inputs`."""
+    """What a training loop calls in every step, on the prepared objects; see the methods of `Accelerator`."""
 
     def __init__(
         self,
-        gang: Gang,
+        data_ranks: Gang,
         accumulation: AccumulationState,
         prepared: Prepared,
-        engine: LoopEngine,
-        loader: DataLoaderConfiguration,
     ) -> None:
-        self._gang, self._accumulation, self._prepared, self._engine = gang, accumulation, prepared, engine
-        self._loader = loader
+        self._data_ranks, self._accumulation, self._prepared = data_ranks, accumulation, prepared
 
     @contextlib.contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Context of one micro-batch.
-
-        Gradients of `models` are reduced, and optimizers step, only in the last one of each update. The end of a
-        prepared loader ends an update too.
-        """
+        """Context of one micro-batch."""
         self._accumulation.advance()
         reduce = self._accumulation.sync_gradients or self._accumulation.plugin.sync_each_batch
         self._accumulation.models = models
@@ -63,17 +54,9 @@ class Stepping:
         return self._micro(model, False)
 
     @contextlib.contextmanager
-    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Context of a loop over unprepared data that may end earlier on some processes than on others.
-
-        Prepared loaders end at the same time on all processes and do not need it.
-
-        Args:
-            joinables: replicated models (and optimizers) that take part.
-            even_batches: False if the data may end unevenly. None: the value of the loader configuration.
-        """
-        even = self._loader.even_batches if even_batches is None else even_batches
-        if even or self._gang.size == 1:
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool) -> Iterator[None]:
+        """Context of a loop over data that may end earlier on some processes, unless `even_batches`."""
+        if even_batches or self._data_ranks.size == 1:
             yield
             return
         if any(s.sharded for s in self._prepared.all_strategies):
@@ -83,24 +66,8 @@ class Stepping:
         with Join(joinables, enable=True, throw_on_early_termination=False):
             yield
 
-    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """`backward(loss)` with this learning rate, for an optimizer that updates in the backward.
-
-        Args:
-            loss: as in `backward`.
-
-        Raises:
-            ConfigError: no such optimizer was prepared.
-        """
-        self._engine.use_learning_rate(learning_rate)
-        self._engine.backward(loss)
-
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide the gradients by the fp16 loss scale, once per update. Clipping and stepping call it.
-
-        Args:
-            optimizer: one or several prepared optimizers; None: all of them.
-        """
+        """Divide the gradients of one, several or (None) all optimizers by the fp16 loss scale."""
         chosen = self._prepared.optimizers if optimizer is None else optimizer
         for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
             self._prepared.executor_of(self._found(one)).unscale()
@@ -112,11 +79,7 @@ class Stepping:
         raise ModelError(f"this {type(optimizer).__name__} was not prepared by this accelerator")
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Scale the gradients of `parameters` down to a global norm of `max_norm`.
-
-        Returns:
-            The norm before clipping: a scalar tensor, the same on every process.
-        """
+        """Scale gradients down to a global norm of `max_norm`, and return the norm before that."""
         chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         executors = self._unscaled_executors(chosen)
         if executors and isinstance(executors[0], ZeroExecutor):
@@ -152,13 +115,6 @@ class Stepping:
         local = executors[0].strategy.local(gradients) if executors else gradients
         for gradient in local:
             gradient.clamp_(-clip_value, clip_value)
-
-    @contextlib.contextmanager
-    def maybe_context_parallel(
-        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
-    ) -> Iterator[None]:
-        """Do nothing: sequences are not split over processes (`parallelism_config.cp_size` above 1 is refused)."""
-        yield
 
 
 def _check_clipped(executor: ZeroExecutor, parameters: list[Any], norm_type: float) -> None:

@@ -69,12 +69,15 @@ class ZeroEngines:
         return Problem(f"{self.plan.origin}.{section}.type", kind, fix)
 
     def _optimizer(self, item: DummyOptim) -> torch.optim.Optimizer:
-        section = self._section("optimizer", {
-            "optimizer.params.lr": (item.lr, "DummyOptim(lr=)"),
-            "optimizer.params.weight_decay": (item.weight_decay, "DummyOptim(weight_decay=)"),
-            "optimizer.params.betas": (item.kwargs.get("betas", (0.9, 0.999)), "DummyOptim(betas=)"),
-            "optimizer.params.eps": (item.kwargs.get("eps", 1e-8), "DummyOptim(eps=)"),
-        })  # fmt: skip
+        section = self._section(
+            "optimizer",
+            {
+                "optimizer.params.lr": (item.lr, "DummyOptim(lr=)"),
+                "optimizer.params.weight_decay": (item.weight_decay, "DummyOptim(weight_decay=)"),
+                "optimizer.params.betas": (item.kwargs.get("betas", (0.9, 0.999)), "DummyOptim(betas=)"),
+                "optimizer.params.eps": (item.kwargs.get("eps", 1e-8), "DummyOptim(eps=)"),
+            },
+        )
         read = {name: value for name, value in section.get("params", {}).items() if name not in _KERNELS}
         options = {"lr": item.lr, "weight_decay": item.weight_decay, **item.kwargs, **read}
         return torch.optim.AdamW(item.params, **options)
@@ -84,11 +87,20 @@ class ZeroEngines:
         if item.lr_scheduler_callable is not None:
             return item.lr_scheduler_callable(optimizer)
         peak = max(group["lr"] for group in optimizer.param_groups)
-        section = self._section("scheduler", {
-            "scheduler.params.warmup_max_lr": (peak, "the optimizer's lr"),
-            "scheduler.params.warmup_num_steps": (item.warmup_num_steps, "DummyScheduler(warmup_num_steps=)"),
-            "scheduler.params.total_num_steps": (item.total_num_steps, "DummyScheduler(total_num_steps=)"),
-        })  # fmt: skip
+        section = self._section(
+            "scheduler",
+            {
+                "scheduler.params.warmup_max_lr": (peak, "the optimizer's lr"),
+                "scheduler.params.warmup_num_steps": (
+                    item.warmup_num_steps,
+                    "DummyScheduler(warmup_num_steps=)",
+                ),
+                "scheduler.params.total_num_steps": (
+                    item.total_num_steps,
+                    "DummyScheduler(total_num_steps=)",
+                ),
+            },
+        )
         return make_schedule(optimizer, section)
 
     def _section(self, name: str, values: dict[str, tuple[Any, str]]) -> dict[str, Any]:
@@ -133,14 +145,16 @@ class ZeroEngines:
         plan = dataclasses.replace(
             self.plan, config=for_engine(config, micro=1), max_norm=config.get("gradient_clipping") or None
         )
-        return ZeroExecutor(model, optimizer, plan, device, self._setup.gang)
+        return ZeroExecutor(model, optimizer, plan, device, self._setup.all_ranks.over("loss"))
 
     def divide_new_models(self) -> None:
         """Let models of transformers be divided while they are built, if the selected configuration says so."""
         setup = self._setup
 
         def divide(plan: ZeroPlan | None) -> Any:
-            return of_plan(setup.settings.precision, plan, lambda: (setup.device, setup.gang))
+            return of_plan(
+                setup.settings.precision, plan, lambda: (setup.device, setup.all_ranks.over("loss"))
+            )
 
         if self.plan is not None:
             setup.engines.divide_new_models(divide)
@@ -149,7 +163,7 @@ class ZeroEngines:
         """Divide the parameters of a model that is not trained. Collective."""
         assert self.plan is not None, "the caller looked"
         compute = self._setup.settings.precision.compute
-        return frozen_model(model, self.plan, compute, device, self._setup.gang)
+        return frozen_model(model, self.plan, compute, device, self._setup.all_ranks.over("loss"))
 
 
 class DummyOptim:

@@ -47,7 +47,7 @@ def build(
     create: OptimizerFactory,
     plan: RunPlan,
     device: torch.device,
-    gang: Gang,
+    loss_ranks: Gang,
     early: torch.optim.Optimizer | None = None,
 ) -> Built:
     """Apply the transforms to the model, then make the optimizer and the executor. Load a checkpoint afterwards.
@@ -65,13 +65,13 @@ def build(
     apply_tf32(plan.precision)
     apply_transforms(model, plan.transforms, plan.precision.float8)
     if plan.dist.zero is not None:
-        return _build_engine(model, create, plan, device, gang)
+        return _build_engine(model, create, plan, device, loss_ranks)
     names = names_of(model)
-    strategy = spread(model, plan.dist, gang, device, plan.optimizer.in_backward)
+    strategy = spread(model, plan.dist, loss_ranks, device, plan.optimizer.in_backward)
     if early is not None and strategy.sharded:
         rebind(early, names, model)
     optimizer, schedule = _created(create, plan, strategy.module)
-    return Built(_executor(strategy, optimizer, plan, device, gang), schedule)
+    return Built(_executor(strategy, optimizer, plan, device, loss_ranks), schedule)
 
 
 def _created(
@@ -88,18 +88,22 @@ def _created(
 
 
 def _build_engine(
-    model: nn.Module, create: OptimizerFactory, plan: RunPlan, device: torch.device, gang: Gang
+    model: nn.Module, create: OptimizerFactory, plan: RunPlan, device: torch.device, loss_ranks: Gang
 ) -> Built:
     """DeepSpeed's engine takes the optimizer of the whole model, and divides both."""
     from windlass.zero.zero_executor import ZeroExecutor
 
     assert plan.dist.zero is not None, "the caller looked"
     optimizer, schedule = _created(create, plan, model)
-    return Built(ZeroExecutor(model, optimizer, plan.dist.zero, device, gang), schedule)
+    return Built(ZeroExecutor(model, optimizer, plan.dist.zero, device, loss_ranks), schedule)
 
 
 def _executor(
-    strategy: Strategy, optimizer: torch.optim.Optimizer, plan: RunPlan, device: torch.device, gang: Gang
+    strategy: Strategy,
+    optimizer: torch.optim.Optimizer,
+    plan: RunPlan,
+    device: torch.device,
+    loss_ranks: Gang,
 ) -> Executor:
     scaler = build_scaler(plan.precision, device)
     if not isinstance(optimizer, PerParameterOptimizer) or not optimizer.in_backward:
@@ -108,7 +112,7 @@ def _executor(
     if device.type == "xla":
         fix = "it updates in the backward, where PyTorch/XLA frees no memory: use adamw_torch or adafactor"
         raise ConfigError(Problem("optim", name, fix))
-    if gang.size > 1 and not plan.optimizer.in_backward:
+    if loss_ranks.size > 1 and not plan.optimizer.in_backward:
         fix = (
             "it updates in the backward, for which gradients are reduced in another way: choose it by `optim`, or pass "
             "it as optimizers=(optimizer, None)"

@@ -1,11 +1,10 @@
-"""The inputs of `resolve` besides the arguments: the process, the data, and what a subclass overrides."""
+"""The inputs of `resolve_run` besides the arguments and the plan of the call: the data, and what a script overrides."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from windlass.config.plan import UpdateSize
-from windlass.core.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +22,22 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the Trainer measures before `resolve` checks it.
+    """What the Trainer measures before `resolve_run` checks it.
 
     Attributes:
-        world: this process among the job's.
         groups_per_epoch: updates in one pass over the training data; None for a stream of unknown length.
         has_training_data: there is a training dataset, or an overridden loader.
         has_evaluation_data: there is an evaluation dataset, or an overridden loader.
         overridden: names of Trainer methods that the subclass overrides.
         resumed: the progress before updates changed their size; None if they did not.
         size: the size of updates; None: that of the arguments.
-        in_backward: the script passed an optimizer that updates in the backward.
         hidden_size: width of the model, as its configuration has it; None if it has none.
     """
 
-    world: World
     groups_per_epoch: int | None
     has_training_data: bool = True
     has_evaluation_data: bool = True
     overridden: frozenset[str] = frozenset()
     resumed: Progress | None = None
     size: UpdateSize | None = None
-    in_backward: bool = False
     hidden_size: int | None = None

@@ -1,19 +1,23 @@
-"""Displays of progress: a rich bar, a plain bar, lines of text, or nothing, all with the same methods."""
+"""Displays of progress: a bar on a terminal, lines of text, or nothing, all with the same methods."""
 
 from __future__ import annotations
 
-import shutil
+import functools
+import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TextIO
 
-from windlass.core.optional import is_available, require
+from windlass.callbacks.log_table import LogTable, clock_text, short_number, words_of
+from windlass.callbacks.rows import Metrics
+from windlass.core.activity import Ticking
 from windlass.core.output import STDOUT, TolerantStream, shown
-from windlass.core.terminal import can_redraw, foot_of
+from windlass.core.terminal import Foot, can_redraw, foot_of, row_width
 
 Clock = Callable[[], float]
+_LEAST_BAR = 8  # columns; a shorter bar shows nothing
 
 
 def open_display(
@@ -21,7 +25,7 @@ def open_display(
 ) -> Display:
     """Return the best display for `file` (default: standard output).
 
-    A terminal gets a bar, rich's if rich is installed; anything else gets whole lines without carriage returns.
+    A terminal gets a bar; anything else gets whole lines without carriage returns.
 
     Args:
         total: steps of the run.
@@ -32,18 +36,8 @@ def open_display(
     if not drawn:
         return QuietDisplay(stream)
     if can_redraw(stream):
-        kind = RichDisplay if is_available("rich") else BarDisplay
-        return kind(total, label, start=start, file=stream)
+        return BarDisplay(total, label, start=start, file=stream)
     return LineDisplay(total, label, start=start, file=TolerantStream(file) if file else STDOUT)
-
-
-def clock_text(seconds: float) -> str:
-    """Return seconds as `m:ss` or `h:mm:ss`; dashes if the time is not known."""
-    if not 0 <= seconds < float("inf"):
-        return "-:--"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class _Pace:
@@ -56,13 +50,53 @@ class _Pace:
         self._clock = clock
         self._began = clock()
 
+    @property
+    def elapsed(self) -> float:
+        return self._clock() - self._began
+
+    @property
+    def left(self) -> float:
+        done = self.step - self._first
+        return self.elapsed / done * (self.total - self.step) if done > 0 else float("inf")
+
+    @property
+    def has_moved(self) -> bool:
+        return self.step != self._first
+
+    def position(self) -> str:
+        """Return for example `train  40/100  40%`, equally long for the whole run."""
+        width = len(str(self.total))
+        share = f" {self.step / self.total:>4.0%}" if self.total > 0 else ""
+        return f"{self.label} {self.step:>{width}}/{self.total}{share}"
+
     def text(self) -> str:
         """Return for example `train 40/100 40% 0:12<0:18`: done, share, elapsed, left."""
-        elapsed = self._clock() - self._began
-        done = self.step - self._first
-        left = elapsed / done * (self.total - self.step) if done > 0 else float("inf")
-        share = f" {self.step / self.total:.0%}" if self.total > 0 else ""
-        return f"{self.label} {self.step}/{self.total}{share} {clock_text(elapsed)}<{clock_text(left)}"
+        return f"{' '.join(self.position().split())} {clock_text(self.elapsed)}<{clock_text(self.left)}"
+
+
+class _Speed:
+    """Samples or tokens per second between two reports, without the time of evaluations.
+
+    Attributes:
+        text: for example `18.4k tokens/s`; empty before it is known.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.text = ""
+        self._clock = clock
+        self._evaluated = 0.0
+        self._last: dict[str, tuple[float, float]] = {}
+
+    def leave_out(self, seconds: float) -> None:
+        self._evaluated += seconds
+
+    def count(self, unit: str, number: float) -> None:
+        """Take the number of samples or tokens since the run began, at this moment."""
+        now = self._clock() - self._evaluated
+        before, then = self._last.get(unit, (number, now))
+        if number > before and now > then:
+            self.text = f"{short_number((number - before) / (now - then))} {unit}/s"
+        self._last[unit] = (number, now)
 
 
 class Display:
@@ -83,6 +117,7 @@ class Display:
         self._pace = _Pace(total, label, start, clock)
         self._inner: _Pace | None = None
         self._last = clock()
+        self._speed = _Speed(clock)
 
     def advance(self, step: int) -> None:
         self._pace.step = step
@@ -97,10 +132,20 @@ class Display:
             self._moved(self._inner)
 
     def end_inner(self) -> None:
+        if self._inner is not None:
+            self._speed.leave_out(self._inner.elapsed)
         self._inner = None
 
-    def write(self, *words: str) -> None:
-        """Print a line of words, which may hold spaces."""
+    def count(self, unit: str, number: float) -> None:
+        """Take how many samples or tokens (`unit`) were trained on since the run began."""
+        self._speed.count(unit, number)
+
+    def report(self, logs: Metrics, max_str_len: int) -> None:
+        """Show logged values as one line."""
+        raise NotImplementedError
+
+    def write(self, text: str) -> None:
+        """Show what happened as one line."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -124,8 +169,12 @@ class LineDisplay(Display):
         super().__init__(*args, **options)
         self._file = file
 
-    def write(self, *words: str) -> None:
-        self._show(self._pace, f" {shown('  '.join(words))}")
+    def report(self, logs: Metrics, max_str_len: int) -> None:
+        speed = [self._speed.text] if "loss" in logs and self._speed.text else []
+        self.write("  ".join([*words_of(logs, max_str_len), *speed]))
+
+    def write(self, text: str) -> None:
+        self._show(self._pace, f" {shown(text)}")
 
     def _show(self, pace: _Pace, message: str = "") -> None:
         self._last = self._clock()
@@ -143,7 +192,10 @@ class QuietDisplay(Display):
         if can_redraw(file):
             foot_of(file).draw(QuietDisplay, ())
 
-    def write(self, *words: str) -> None:
+    def report(self, logs: Metrics, max_str_len: int) -> None:
+        pass
+
+    def write(self, text: str) -> None:
         pass
 
     def _show(self, pace: _Pace) -> None:
@@ -151,14 +203,27 @@ class QuietDisplay(Display):
 
 
 class BarDisplay(Display):
-    """A row for the run, and one for the evaluation within it, at the foot of a terminal."""
+    """A row for the run, and one for the evaluation within it, at the foot of a terminal; reports above them, in
+    columns.
+    """
 
     def __init__(self, *args: Any, file: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._foot, self._owner = foot_of(file), object()
-        # A run that ends in an exception may not call `close`, and what is printed next must not meet the bar.
-        self._rescue = weakref.finalize(self, self._foot.close, self._owner)
+        self._table = LogTable(self._pace.total)
+        self._loss = ""
+        self._ended = False
+        self._style = _style_of(self._foot.stream)
         self._show(self._pace)
+        # The first step may take long: imports, memory, compilation.
+        self._ticking = Ticking(functools.partial(_tick, weakref.ref(self)))
+        # A run that ends in an exception may not call `close`, and what is printed next must not meet the bar.
+        self._rescue = weakref.finalize(self, _put_away, self._ticking, self._foot, self._owner)
+
+    def advance(self, step: int) -> None:
+        if not self._pace.has_moved:
+            self._ticking.stop()
+        super().advance(step)
 
     def begin_inner(self, label: str, total: int) -> None:
         super().begin_inner(label, total)
@@ -169,54 +234,83 @@ class BarDisplay(Display):
             super().end_inner()
             self._show(self._pace)
 
-    def write(self, *words: str) -> None:
-        self._foot.say(_folded([f"step {self._pace.step}", *map(shown, words)], _columns()))
+    def report(self, logs: Metrics, max_str_len: int) -> None:
+        if "loss" not in logs:
+            self._say(self._pace.step, words_of(logs, max_str_len, brief=True))
+            return
+        self._loss = words_of({"loss": logs["loss"]}, max_str_len)[0]
+        self._foot.say(shown("\n".join(self._table.lines(self._pace.step, logs, row_width()))))
+        rest = {name: value for name, value in logs.items() if not isinstance(value, int | float)}
+        if rest:
+            self._say(None, words_of(rest, max_str_len))
+
+    def write(self, text: str) -> None:
+        self._say(None, [text])
 
     def close(self) -> None:
         super().close()
+        self._ticking.stop()
+        self._ended = True
         self._show(self._pace)
         self._rescue()
 
+    def _say(self, step: int | None, words: list[str]) -> None:
+        self._foot.say(self._table.event(step, map(shown, words), row_width()))
+
+    def tick(self) -> None:
+        """Draw the time that passes before the first step."""
+        self._show(self._pace)
+
     def _show(self, pace: _Pace) -> None:
         self._last = self._clock()
-        shown_now = [self._pace, self._inner] if self._inner else [self._pace]
-        self._foot.draw(self._owner, [self._row(pace) for pace in shown_now])
+        speed = "" if self._ended else self._speed.text  # the last one is not that of the whole run
+        rows = [self._row(self._pace, [self._time(), self._loss, speed])]
+        if self._inner:
+            rows.append(self._row(self._inner, [f"{clock_text(self._inner.left)} left"]))
+        self._foot.draw(self._owner, rows)
 
-    def _row(self, pace: _Pace) -> str:
-        text = shown(pace.text())
-        room = _columns() - len(text) - 1
-        return f"{text} {self._bar(pace, room)}" if pace.total > 0 and room > 0 else text[: _columns()]
+    def _time(self) -> str:
+        if self._ended:
+            return f"took {clock_text(self._pace.elapsed)}"
+        if self._pace.has_moved:
+            return f"{clock_text(self._pace.left)} left"
+        return f"first step: {clock_text(self._pace.elapsed)}"
 
-    def _bar(self, pace: _Pace, room: int) -> str:
-        """The share of `pace` that is done, `room` columns wide."""
-        filled = room * min(pace.step, pace.total) // pace.total
-        return "#" * filled + "." * (room - filled)
-
-
-class RichDisplay(BarDisplay):
-    """The same with rich's bar, in colours where the terminal has them."""
-
-    def _bar(self, pace: _Pace, room: int) -> str:
-        console = require("rich.console", "draw a bar").Console(file=self._foot.stream, width=room)
-        bar = require("rich.progress_bar", "draw a bar").ProgressBar(
-            total=pace.total, completed=pace.step, width=room
-        )
-        with console.capture() as drawn:  # rich's own live display would replace `sys.stdout`
-            console.print(bar, end="")
-        return str(drawn.get())
-
-
-def _columns() -> int:
-    """How long a row may be: a full one would begin another in some terminals."""
-    return max(shutil.get_terminal_size().columns - 1, 1)
+    def _row(self, pace: _Pace, facts: list[str]) -> str:
+        """The position, a bar, and those of `facts`, most important first, for which there is room; the first of them
+        is at the right, below that of the other row.
+        """
+        columns, position = row_width(), shown(pace.position())
+        facts = [fact for fact in facts if fact]
+        while facts and columns - len(position) - sum(2 + len(fact) for fact in facts) < _LEAST_BAR + 1:
+            facts.pop()
+        text = "".join(f"  {fact}" for fact in [*facts[1:], *facts[:1]])
+        room = columns - len(position) - len(text) - 1
+        bar = f" {self._style(room, pace.step / pace.total)}" if pace.total > 0 and room >= _LEAST_BAR else ""
+        return f"{position[:columns]}{bar}{text}"
 
 
-def _folded(words: Sequence[str], columns: int) -> str:
-    """Lines of whole words, two spaces between them and at the beginning of every further line."""
-    lines = [words[0]]
-    for word in words[1:]:
-        if len(lines[-1]) + 2 + len(word) > columns:
-            lines.append(f"  {word}")
-        else:
-            lines[-1] += f"  {word}"
-    return "\n".join(lines)
+def _tick(display: weakref.ref[BarDisplay]) -> bool:
+    found = display()
+    if found is not None:
+        found.tick()
+    return found is not None
+
+
+def _put_away(ticking: Ticking, foot: Foot, owner: object) -> None:
+    ticking.stop()
+    foot.close(owner)
+
+
+def _style_of(stream: TolerantStream) -> Callable[[int, float], str]:
+    """Return what draws a bar of so many columns, of which a share is done, as this stream can show it."""
+    full, rest = ("━", "━") if stream.encoding.lower().startswith("utf") else ("#", ".")
+    coloured = not os.environ.get("NO_COLOR")
+
+    def bar(room: int, share: float) -> str:
+        done = int(room * min(share, 1.0))
+        if coloured:
+            return f"\x1b[36m{full * done}\x1b[90m{rest * (room - done)}\x1b[0m"
+        return full * done + (" " if rest == full else rest) * (room - done)
+
+    return bar

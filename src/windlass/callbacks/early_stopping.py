@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.callbacks.rows import Logs
+from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
 from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.events import ExportableState, TrainerCallback, TrainerControl, TrainerState
+from windlass.core.events import ExportableState, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.metric_values import number_in
+from windlass.core.output import say
 
 logger = get_logger(__name__)
 
@@ -44,7 +47,14 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_threshold = threshold
         self.early_stopping_patience_counter = 0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    @property
+    def has_stopped(self) -> bool:
+        """Return True if the run ends, because its last evaluations were no improvement."""
+        return self.early_stopping_patience_counter >= self.early_stopping_patience
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         problems = []
         if args.metric_for_best_model is None:
             fix = "EarlyStoppingCallback requires metric_for_best_model to be defined; set it, for example to 'loss'"
@@ -53,7 +63,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             fix = "EarlyStoppingCallback requires an evaluation strategy of 'steps' or 'epoch'"
             problems.append(Problem("eval_strategy", str(getattr(args.eval_strategy, "value", "no")), fix))
         refuse(problems)
-        if state.global_step and self.early_stopping_patience_counter >= self.early_stopping_patience:
+        if state.global_step and self.has_stopped:
             # Restored from a checkpoint saved after the decision, of a run that was interrupted before it could end.
             logger.warning(
                 "EarlyStoppingCallback has stopped this run already (%d evaluations without improvement). To continue, "
@@ -68,22 +78,31 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             )
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Logs = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Logs = None,
+        **kwargs: Any,
     ) -> None:
-        name = args.metric_for_best_model
-        if not name.startswith("eval_"):
-            name = f"eval_{name}"
+        metric = str(args.metric_for_best_model)  # None is refused when training begins
+        name = metric if metric.startswith("eval_") else f"eval_{metric}"
         if not metrics or name not in metrics:
             # Not an error: with several named evaluation sets only one of them has the metric.
             logger.warning("EarlyStoppingCallback: this evaluation has no %s and is ignored.", name)
             return
-        value = number_in(metrics, name, "metric_for_best_model", args.metric_for_best_model)
+        value = number_in(metrics, name, "metric_for_best_model", metric)
         self.check_metric_value(args, state, control, value)
-        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+        count = self.early_stopping_patience_counter
+        if self.has_stopped:
+            if state.is_world_process_zero and not control.should_training_stop:
+                evaluations = "1 evaluation" if count == 1 else f"{count} evaluations"
+                where = f"{state.global_step} of {state.max_steps}"
+                say(f"stopped at {where}: {name} has not improved for {evaluations}")
             control.should_training_stop = True
 
     def check_metric_value(
-        self, args: Any, state: TrainerState, control: TrainerControl, metric_value: float
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metric_value: float
     ) -> None:
         """Reset the counter after an improvement, else increment it. A NaN is never an improvement on a number."""
         best = state.best_metric

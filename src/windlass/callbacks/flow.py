@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
+from windlass.core.events import TrainerControl, TrainerState
 
 
 class DefaultFlowCallback(TrainerCallback):
@@ -15,7 +17,7 @@ class DefaultFlowCallback(TrainerCallback):
     """
 
     def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         step = state.global_step
         last = step >= state.max_steps
@@ -32,7 +34,7 @@ class DefaultFlowCallback(TrainerCallback):
         return control
 
     def on_epoch_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         if args.logging_strategy == "epoch":
             control.should_log = True

@@ -8,8 +8,10 @@ from typing import Any
 
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.saved_state import export_states, import_states
+from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.events import CONTROL_FLAGS, EVENTS, TrainerCallback, TrainerControl, TrainerState
+from windlass.core.events import CONTROL_FLAGS, EVENTS, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.types import State
 
@@ -45,7 +47,7 @@ def _event(name: str, *payload: str) -> Callable[..., TrainerControl]:
 
     def fire(
         self: CallbackHandler,
-        args: Any,
+        args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
         *values: Any,
@@ -166,7 +168,7 @@ class CallbackHandler:
     # --- the events
 
     def fire(
-        self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Call every listener of `event`, in order, with `call_event`; merge what each returns into `control`.
 
@@ -199,7 +201,7 @@ class CallbackHandler:
         return control
 
     def call_event(
-        self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Call every listener of `event`. Scripts replace it, to give their callbacks other arguments."""
         if len(self.callbacks) != self._known:

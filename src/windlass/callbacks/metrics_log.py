@@ -1,7 +1,8 @@
 """`metrics.jsonl`: all metrics of a run, one JSON object per line, always written.
 
 A row has `event` ("log", "evaluate", "predict", "summary"), `step`, `epoch`, the metrics, and last `timing`: the values
-that depend on the clock, the machine or the process (compilations), so that everything else is bitwise reproducible.
+that depend on the clock, the machine or the process (compilations), so that everything else is bitwise reproducible;
+`wall` is the time of writing, and `elapsed` the seconds since this call of `train()` began.
 Floats are read back with the same bits; those that JSON cannot represent are the strings "NaN", "Infinity" and
 "-Infinity".
 """
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.rows import Row, RowCallback, repeatable, revived
+from windlass.config.arguments import TrainingArguments
+from windlass.core.clock import Moment
 from windlass.core.errors import DataError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_logger
@@ -48,10 +51,14 @@ class MetricsLogCallback(RowCallback):
         self._tail_checked = False
         self._rows_before_training = False  # of this run: an evaluation before `train()`
         self._kept_at_cut: list[Row] = []
+        self._began: Moment | None = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if not state.is_world_process_zero:
             return
+        self._began = Moment()
         if state.global_step > 0:
             self._kept_at_cut = self._cut_back(state.global_step)
         elif not self._rows_before_training:
@@ -77,13 +84,17 @@ class MetricsLogCallback(RowCallback):
             _set_aside(self.path)
             return []
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._kept_at_cut = []
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._kept_at_cut, self._began = [], None
 
-    def take(self, row: Row, args: Any, state: TrainerState) -> None:
+    def take(self, row: Row, args: TrainingArguments, state: TrainerState) -> None:
         if repeatable(row) in self._kept_at_cut:  # a resumed run may log it again
             self._kept_at_cut.remove(repeatable(row))
             return
+        if self._began is not None:
+            row["timing"]["elapsed"] = round(self._began.elapsed(), 4)
         self._waiting.append(row)
         try:
             if not self._tail_checked:

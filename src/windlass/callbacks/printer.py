@@ -5,25 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.callbacks.rows import Logs, Metrics
-from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
+from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.output import say
 
 
-def readable(logs: Metrics, max_str_len: int | None = None) -> dict[str, Any]:
-    """Return the logs with floats to four digits and without the FLOP counter.
-
-    Args:
-        max_str_len: longer strings are cut to this many characters, followed by their length; None for no limit.
-    """
-
-    def short(value: Any) -> Any:
-        if isinstance(value, float):
-            return f"{value:.4g}"
-        if isinstance(value, str) and max_str_len is not None and len(value) > max_str_len:
-            return f"{value[:max_str_len]}... ({len(value)} characters)"
-        return value
-
-    return {name: short(value) for name, value in logs.items() if name != "total_flos"}
+def readable(logs: Metrics) -> dict[str, Any]:
+    """Return the logs with floats to four digits and without the FLOP counter."""
+    return {
+        name: f"{value:.4g}" if isinstance(value, float) else value
+        for name, value in logs.items()
+        if name != "total_flos"
+    }
 
 
 class PrinterCallback(TrainerCallback):
@@ -33,7 +27,12 @@ class PrinterCallback(TrainerCallback):
     """
 
     def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Logs = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Logs = None,
+        **kwargs: Any,
     ) -> None:
         if state.is_local_process_zero and logs is not None:
             say(readable(logs))

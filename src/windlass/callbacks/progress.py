@@ -6,9 +6,14 @@ from collections.abc import Sized
 from typing import Any, TextIO
 
 from windlass.callbacks.displays import Display, open_display
-from windlass.callbacks.printer import readable
 from windlass.callbacks.rows import Logs
-from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
+from windlass.core.activity import Activity
+from windlass.core.events import TrainerControl, TrainerState
+
+# Values of logs that count tokens since the run began, by the most exact first.
+_TOKEN_COUNTS = ("num_tokens", "num_input_tokens_seen")
 
 
 class ProgressCallback(TrainerCallback):
@@ -17,16 +22,23 @@ class ProgressCallback(TrainerCallback):
     Args:
         max_str_len: longer strings among the logged values are cut to this many characters.
         file: by default standard output as it is when training begins.
+
+    Attributes:
+        samples: samples that this run has trained on, for the speed; set by the run before each log.
     """
 
     def __init__(self, max_str_len: int = 100, file: TextIO | None = None) -> None:
         self.max_str_len = max_str_len
         self._file = file
+        self.samples = 0.0
+        self._preparing: Activity | None = None
         self._training: Display | None = None
         self._alone: Display | None = None  # an evaluation or prediction outside training
         self._batches = 0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.close()
         self._training = open_display(
             state.max_steps,
@@ -35,23 +47,41 @@ class ProgressCallback(TrainerCallback):
             file=self._file,
             drawn=state.is_world_process_zero,
         )
+        self._training.count("samples", 0.0)
+        if state.global_step == 0:
+            self._training.count("tokens", 0.0)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self._training is not None:
             self._training.advance(state.global_step)
 
     def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Logs = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Logs = None,
+        **kwargs: Any,
     ) -> None:
         if self._training is not None and logs:
             self._training.advance(state.global_step)
-            shown = readable(logs, self.max_str_len)
-            self._training.write(*(f"{name} {value}" for name, value in shown.items()))
+            if "loss" in logs:
+                tokens = next((logs[name] for name in _TOKEN_COUNTS if name in logs), None)
+                self._training.count(*(("samples", self.samples) if tokens is None else ("tokens", tokens)))
+            self._training.report(logs, self.max_str_len)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._training is not None:
+            self._training.write(f"saved checkpoint-{state.global_step}")
 
     def on_prediction_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        total = _length(kwargs.get("eval_dataloader"))
+        total = length_of(kwargs.get("eval_dataloader"))
         if total is None:
             return
         self._batches += 1
@@ -64,15 +94,24 @@ class ProgressCallback(TrainerCallback):
             self._alone = open_display(total, "evaluate", file=self._file, drawn=state.is_world_process_zero)
         self._alone.advance(self._batches)
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.end_evaluation()
-
-    def on_predict(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.end_evaluation()
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_predict(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.end_evaluation()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self._training is not None:
             self._training.advance(state.global_step)
         self.close()
@@ -86,15 +125,23 @@ class ProgressCallback(TrainerCallback):
             self._alone.close()
             self._alone = None
 
+    def prepare(self) -> None:
+        """Show that a run is being prepared, until it begins or `close` is called."""
+        if self._file is None:
+            self._preparing = Activity("preparing the run")
+
     def close(self) -> None:
         """Remove the bars; also called after an exception, when there is no `on_train_end`."""
         self.end_evaluation()
+        if self._preparing is not None:
+            self._preparing.close()
+            self._preparing = None
         if self._training is not None:
             self._training.close()
             self._training = None
 
 
-def _length(loader: Any) -> int | None:
+def length_of(loader: Any) -> int | None:
     """Return the number of batches; None if the loader has no length (streams)."""
     if not isinstance(loader, Sized):
         return None

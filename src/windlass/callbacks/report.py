@@ -1,128 +1,141 @@
-"""The report of a run: `report.html` during the run, `training.png` at its end."""
+"""The report of a run: `report.html` and `training.png`, made from its folder (`run.json`, `metrics.jsonl`)."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import platform
-import sys
-from collections.abc import Callable, Mapping
-from importlib import metadata
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.picture import draw_training
-from windlass.callbacks.report_page import render_report
-from windlass.config.sections.setting import default_of
-from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.callbacks.report_page import TrainingTime, render_report
+from windlass.callbacks.rows import Row, measured
+from windlass.callbacks.run_record import Record, read_record, read_rows
+from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
+from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
-from windlass.core.optional import is_available, is_imported
-from windlass.core.redact import is_secret_name, redact_command, redact_value
+from windlass.core.optional import install_command, is_available
 from windlass.core.whole_file import write_whole
 
 logger = get_logger(__name__)
 
-Facts = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-
-_PACKAGES = ("windlass", "torch", "numpy", "transformers", "peft", "datasets", "tokenizers", "safetensors")
-
 
 class ReportCallback(TrainerCallback):
-    """Writes `report.html` into the output folder at each save and at the end, and `training.png` at the end.
+    """Writes `report.html` into the output folder at each save and at the end, and `training.png` at the end. A run
+    that is resumed when it is complete leaves them as they are.
 
-    On the main process only. A page that cannot be written is warned of and does not stop training.
+    On the main process only. A report that cannot be written is warned of and does not stop training.
+    `report_to="report"` adds this callback.
 
     Args:
-        output_dir: the run's folder.
-        facts: the contents of the page besides the curves (see `report_page.render_report`), or a function that returns
-            them when the page is written. `title`, `status`, `arguments` and `environment` have defaults.
+        output_dir: the folder of the report; by default the run's.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str], facts: Facts | None = None) -> None:
-        self.folder = Path(output_dir).expanduser().absolute()
-        self._facts = facts
+    def __init__(self, output_dir: str | os.PathLike[str] | None = None) -> None:
+        self._folder = None if output_dir is None else Path(output_dir).expanduser().absolute()
+        self._first_step = 0
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._write(args, state, f"running, step {state.global_step:,} of {state.max_steps:,}", picture=False)
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._first_step = state.global_step
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        status = f"finished after {state.global_step:,} steps"
-        if state.global_step < state.max_steps:
-            status = f"stopped at step {state.global_step:,} of {state.max_steps:,}"
-        self._write(args, state, status, picture=True)
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.write(args, state, runs=True)
 
-    def _write(self, args: Any, state: TrainerState, status: str, *, picture: bool) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        is_written = (self._folder or local_folder(args.output_path)).joinpath("report.html").exists()
+        if state.global_step > self._first_step or not is_written:
+            self.write(args, state)
+
+    def write(self, args: TrainingArguments, state: TrainerState, *, runs: bool = False) -> None:
+        """Write the page; of a run that ended, the picture too."""
         if not state.is_world_process_zero:
             return
+        folder = local_folder(args.output_path)
         try:
-            facts = self._collect(args, status)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / "report.html", render_report(state.log_history, facts))
-            if picture:
-                self._draw(state, str(facts["title"]))
+            write_report(folder, self._folder or folder, runs=runs, picture=not runs)
         except Exception as error:  # a full disk or a broken matplotlib must not end training
-            logger.warning("the report in %s could not be written: %r", self.folder, error)
-
-    def _collect(self, args: Any, status: str) -> dict[str, Any]:
-        given = self._facts() if callable(self._facts) else self._facts or {}
-        found = {"title": self.folder.name, "status": status}
-        facts = {**found, "arguments": changed_arguments(args), "environment": environment(), **given}
-        return dict(redact_value("facts", facts))
-
-    def _draw(self, state: TrainerState, title: str) -> None:
-        if is_available("matplotlib"):
-            draw_training(state.log_history, self.folder / "training.png", title)
-        else:
-            logger.info(
-                "training.png is not written, since matplotlib is not installed; report.html has the curves. Install "
-                'it with: pip install "windlass[report]"'
-            )
+            logger.warning("the report in %s could not be written: %r", self._folder or folder, error)
 
 
-def changed_arguments(args: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from their defaults or have none, without secrets.
+def write_report(run: Path, folder: Path, *, runs: bool | None, picture: bool = True) -> list[Path]:
+    """Write the report of a run into `folder`, from the run's files alone, and return what was written.
 
-    Empty for an object that is not a dataclass.
+    Args:
+        runs: whether the run goes on if it has no end; None if that is not known.
+        picture: also draw `training.png`, if matplotlib is installed.
+
+    Raises:
+        DataError: the run's files are damaged. OSError: they cannot be read, or the folder cannot be written.
     """
-    if not dataclasses.is_dataclass(args):
-        return {}
-    changed = {}
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name, None)
-        shown = field.init and not field.name.startswith("_") and not is_secret_name(field.name)
-        if shown and value != default_of(field):
-            changed[field.name] = redact_value(field.name, getattr(value, "value", value))
-    return changed
+    rows, record = read_rows(run), read_record(run)
+    history = [measured(row) for row in rows]
+    facts: dict[str, Any] = {"title": run.absolute().name, "status": status(record, rows, runs)}
+    if record is not None:
+        facts |= {name: record[name] for name in ("arguments", "data", "environment")}
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / "report.html"]
+    write_whole(written[0], render_report(history, facts, training_time(record, rows)))
+    if picture and is_available("matplotlib"):
+        written.append(folder / "training.png")
+        draw_training(history, written[1], facts["title"])
+    elif picture:
+        logger.info(
+            "training.png is not written, since matplotlib is not installed; report.html has the curves. Install "
+            "it with: %s",
+            install_command("matplotlib"),
+        )
+    return written
 
 
-def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter to a result, as far as they are installed."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+def status(record: Record | None, rows: Sequence[Row], runs: bool | None) -> str:
+    """Return one line: how the run ended and when, or how far it was when it wrote its last row."""
+    step = max((row["step"] for row in rows), default=0)
+    last = f"last row at {_clock(rows[-1]['timing']['wall'])}" if rows else "nothing was logged"
+    if record is None:
+        return f"step {step:,}; {last}"
+    of = f"{step:,} of {record['max_steps']:,}"
+    if (end := record["end"]) is None:
+        kinds = {True: "running, step", False: "killed after step", None: "running or killed, step"}
+        return f"{kinds[runs]} {of}; {last}"
+    when = f"at {_clock(end['time'])}"
+    if end["status"] == "finished":
+        return f"finished after {end['step']:,} steps {when}"
+    reason = f": {end['reason']}" if end["status"] == "failed" else ""
+    return f"{end['status']} at step {end['step']:,} of {record['max_steps']:,} {when}{reason}"
 
 
-def environment() -> dict[str, str]:
-    """Return versions and devices of this process."""
-    return {
-        **package_versions(),
-        "system": platform.platform(terse=True),
-        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
-        **_accelerator(),
-        "command": " ".join(redact_command(sys.argv)),
-    }
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
-def _accelerator() -> dict[str, str]:
-    if not is_imported("torch"):
-        return {}
-    import torch
+def training_time(record: Record | None, rows: Sequence[Row]) -> TrainingTime | None:
+    """Return the time of all sessions of a run; None if it is not recorded.
 
-    if not torch.cuda.is_available():
-        return {"accelerator": "none (CPU)"}
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"accelerator": ", ".join(names), "cuda": str(torch.version.cuda)}
+    A session without an end is counted up to its last row, whose `elapsed` are the seconds since it began.
+    """
+    if record is None:
+        return None
+    sessions, end = record["sessions"], record["end"]
+    trained, step = record["trained"], sessions[-1]["from_step"]
+    seconds, samples = trained["seconds"], None
+    if end is not None:
+        seconds, samples, step = end["trained"]["seconds"], end["trained"]["samples"], end["step"]
+    elif rows and rows[-1]["step"] > step:
+        seconds, step = seconds + rows[-1]["timing"].get("elapsed", 0.0), rows[-1]["step"]
+    return TrainingTime(
+        seconds=seconds,
+        samples=samples,
+        updates=step - trained["from_step"],
+        from_step=trained["from_step"],
+        sessions=len(sessions),
+        repeated=sum(session["repeated"] for session in sessions),
+    )

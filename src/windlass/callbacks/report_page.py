@@ -3,29 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from windlass.callbacks.charts import Point, Series, line_chart, short
-from windlass.callbacks.displays import clock_text
+from windlass.callbacks.log_table import clock_text
 from windlass.callbacks.report_style import STYLE
 from windlass.callbacks.rows import is_timing
 from windlass.core.output import in_html
 
+
+@dataclass(frozen=True, slots=True)
+class TrainingTime:
+    """The time of all sessions of a run, without updates that were repeated.
+
+    Attributes:
+        seconds, samples, updates: since `from_step`; samples are known of a run that ended.
+        from_step: 0, unless the run continues one of which this is not recorded.
+        sessions: calls of `train()`.
+        repeated: updates that were made again after interruptions, as far as they were logged before.
+    """
+
+    seconds: float
+    samples: float | None
+    updates: int
+    from_step: int
+    sessions: int
+    repeated: int
+
+
 History = Sequence[Mapping[str, Any]]
 
+_LARGEST_INTEGER = 2**1023  # the largest that every operation on floats takes
+# Of one session; a tile has that of all.
+_SPEED = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
 _NOT_CURVES = {
-    "step", "epoch", "total_flos", "train_loss", "learning_rate", "grad_norm", "loss", "num_input_tokens_seen",
-}  # fmt: skip
+    "step",
+    "epoch",
+    "total_flos",
+    "train_loss",
+    "learning_rate",
+    "grad_norm",
+    "loss",
+    "num_input_tokens_seen",
+}
 
 
-def render_report(history: History, facts: Mapping[str, Any]) -> str:
+def render_report(history: History, facts: Mapping[str, Any], time: TrainingTime | None = None) -> str:
     """Return a self-contained HTML page, light or dark, that loads nothing and runs no script.
 
     Args:
-        history: the rows of `state.log_history`; each has `step`, most have `epoch`.
-        facts: any of `title`, `status` (one line under the title), `arguments`, `data`, `environment`, `final` (name ->
-            value), `events` (a list of strings or of `{"step": ..., "text": ...}`), `samples` (name -> text).
+        history: the rows of `metrics.jsonl` as metrics; each has `step`, most have `epoch`.
+        facts: any of `title`, `status` (one line under the title), `arguments`, `data`, `environment` (name -> value).
+        time: of all sessions; None if only that of the last one is known, from its summary in `history`.
     """
     title = str(facts.get("title") or "Training run")
     measured = [row for row in history if _event_of(row) is None]
@@ -33,10 +64,10 @@ def render_report(history: History, facts: Mapping[str, Any]) -> str:
         [
             f"<h1>{in_html(title)}</h1>\n",
             f'<p class="sub">{in_html(str(facts.get("status", "")))}</p>\n',
-            _tiles(measured),
+            _tiles(measured, time),
             _charts(measured),
             _evaluations(measured),
-            _tables(measured, {**facts, "events": [*events_of(history), *facts.get("events", ())]}),
+            _tables(measured, facts, _events(history)),
         ]
     )
     return (
@@ -46,10 +77,12 @@ def render_report(history: History, facts: Mapping[str, Any]) -> str:
     )
 
 
-def events_of(history: History) -> list[dict[str, Any]]:
-    """Return the events of a run: rollbacks, skipped updates, micro-batches too large for memory."""
-    texts = [(row.get("step", "?"), _event_of(row)) for row in history]
-    return [{"step": step, "text": text} for step, text in texts if text is not None]
+def _events(history: History) -> dict[str, str]:
+    """Return rollbacks, skipped updates and micro-batches too large for memory, with a number, which distinguishes
+    equal ones.
+    """
+    texts = [(row.get("step", "?"), text) for row in history if (text := _event_of(row)) is not None]
+    return {f"{number}. step {step}": text for number, (step, text) in enumerate(texts, start=1)}
 
 
 def _event_of(row: Mapping[str, Any]) -> str | None:
@@ -57,12 +90,12 @@ def _event_of(row: Mapping[str, Any]) -> str | None:
     if "rolled_back_to" in row:
         left_out = f" and {row['samples_left_out']} samples left out" if "samples_left_out" in row else ""
         to = row["rolled_back_to"]
-        back = f"rolled back from update {row['rolled_back_from']} to the checkpoint of {to}"
+        back = f"rolled back from update {row.get('rolled_back_from')} to the checkpoint of {to}"
         return f"{back}, {row.get('updates_undone')} updates undone{left_out}: {row.get('reason')}"
     if "skipped_update" in row:
         return f"update {row['skipped_update']} skipped: {row.get('reason')}"
     if "micro_batch_too_large" in row:
-        size = f"{row['micro_batches']} x {row['micro_batch_size']} samples"
+        size = f"{row.get('micro_batches')} x {row.get('micro_batch_size')} samples"
         return f"out of memory at micro-batch size {row['micro_batch_too_large']}; continued with {size}"
     return None
 
@@ -81,7 +114,7 @@ def evaluation_losses(history: History) -> list[str]:
 # --- the parts of the page
 
 
-def _tiles(history: History) -> str:
+def _tiles(history: History, time: TrainingTime | None) -> str:
     loss = curve(history, "loss")
     tiles: list[tuple[str, Any, str]] = []
     if loss:
@@ -94,16 +127,34 @@ def _tiles(history: History) -> str:
         steps = max(float(row.get("step", 0)) for row in history)
         tiles.append(("Updates", steps, f"{short(epoch)} epochs" if epoch is not None else ""))
     runtime, speed = _last(history, "train_runtime"), _last(history, "train_samples_per_second")
-    if runtime is not None:
+    if time is not None:
+        tiles.append(("Training time", _duration(time.seconds), ", ".join(_told(time))))
+    elif runtime is not None:
         rate = f"{short(speed)} samples per second" if speed is not None else ""
-        duration = clock_text(runtime) if runtime >= 60 else f"{short(runtime, 3)} s"
-        tiles.append(("Training time", duration, rate))
+        tiles.append(("Training time of the last session", _duration(runtime), rate))
     cells = "".join(
         f'<div class="card tile"><div class="label">{in_html(label)}</div><div class="value">{_cell(value)}</div>'
         f'<div class="more">{in_html(more)}</div></div>'
         for label, value, more in tiles
     )
     return f'<div class="tiles">{cells}</div>\n' if cells else ""
+
+
+def _duration(seconds: float) -> str:
+    return clock_text(seconds) if seconds >= 60 else f"{short(seconds, 3)} s"
+
+
+def _told(time: TrainingTime) -> Iterator[str]:
+    if time.seconds > 0 and time.samples:
+        yield f"{short(time.samples / time.seconds)} samples per second"
+    elif time.seconds > 0 and time.updates:
+        yield f"{short(time.updates / time.seconds)} updates per second"
+    if time.from_step:
+        yield f"since step {time.from_step:,}"
+    if time.sessions > 1:
+        yield f"in {time.sessions} sessions"
+    if time.repeated:
+        yield f"{time.repeated:,} updates repeated"
 
 
 def _charts(history: History) -> str:
@@ -135,14 +186,13 @@ def _evaluations(history: History) -> str:
     return f'<h2>Evaluations</h2>\n<div class="card">{table}</div>\n'
 
 
-def _tables(history: History, facts: Mapping[str, Any]) -> str:
+def _tables(history: History, facts: Mapping[str, Any], events: Mapping[str, str]) -> str:
     cards = [
-        _pairs("Final metrics", facts.get("final") or _final(history)),
+        _pairs("Final metrics", _final(history)),
         _pairs("Arguments that differ from their defaults", facts.get("arguments")),
         _pairs("Data", facts.get("data")),
         _pairs("Environment", facts.get("environment")),
-        _pairs("Events", _events(facts.get("events", ()))),
-        _pairs("Samples", facts.get("samples")),
+        _pairs("Events", events),
     ]
     shown = "".join(cards)
     return f'<h2>Details</h2>\n<div class="columns">{shown}</div>\n' if shown else ""
@@ -159,17 +209,6 @@ def _pairs(title: str, values: Mapping[str, Any] | None) -> str:
     return f'<div class="card">{table}</div>\n'
 
 
-def _events(events: Iterable[Any]) -> dict[str, str]:
-    """Return the events with a number, which distinguishes equal ones."""
-    shown = {}
-    for number, event in enumerate(events, start=1):
-        if isinstance(event, Mapping):
-            shown[f"{number}. step {event.get('step', '?')}"] = str(event.get("text", ""))
-        else:
-            shown[f"{number}."] = str(event)
-    return shown
-
-
 # --- values
 
 
@@ -181,8 +220,8 @@ def _names(history: History) -> list[str]:
 def _final(history: History) -> dict[str, Any]:
     """Return the last value of each metric without a curve."""
     latest = {name: value for row in history for name, value in row.items()}
-    drawn = ("step", "loss", "grad_norm", "learning_rate")
-    return {name: value for name, value in latest.items() if name not in drawn}
+    shown = ("step", "loss", "grad_norm", "learning_rate", *_SPEED)
+    return {name: value for name, value in latest.items() if name not in shown}
 
 
 def _last(history: History, name: str) -> float | None:
@@ -191,7 +230,9 @@ def _last(history: History, name: str) -> float | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, float):
+        return True
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_INTEGER
 
 
 def _cell(value: Any) -> str:

@@ -1,6 +1,34 @@
 """The style sheet of `report.html`. Colours are variables, so that light and dark differ in one place."""
 
-STYLE = """
+# The part that charts need; each rule ends its line.
+CHART_STYLE = """\
+figcaption {
+  font-weight: 600; display: flex; flex-wrap: wrap; gap: 4px 16px;
+  justify-content: space-between; margin-bottom: 6px;
+}
+.legend { font-weight: 400; font-size: 13px; color: var(--soft); display: flex; flex-wrap: wrap; gap: 4px 14px; }
+.key::before {
+  content: ""; display: inline-block; width: 14px; height: 3px; border-radius: 2px;
+  margin-right: 6px; vertical-align: middle; background: var(--c);
+}
+svg { display: block; width: 100%; height: auto; font-size: 11.5px; }
+svg text { fill: var(--faint); font-variant-numeric: tabular-nums; }
+.grid { stroke: var(--line); }
+.axis { stroke: var(--axis); }
+polyline { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+.dot { fill: var(--c); stroke: var(--card); stroke-width: 1.5; }
+.spot { fill: transparent; }
+.spot:hover { fill: var(--c); }
+.s0 { --c: var(--c0); }
+.s1 { --c: var(--c1); }
+.s2 { --c: var(--c2); }
+.s3 { --c: var(--c3); }
+.s4 { --c: var(--c4); }
+.s5 { --c: var(--c5); }
+"""
+
+STYLE = (
+    """
 :root {
   color-scheme: light dark;
   --page: #f4f4f2; --card: #fcfcfb; --ink: #0b0b0b; --soft: #52514e; --faint: #7d7c77;
@@ -40,26 +68,9 @@ h2 { font-size: 17px; margin: 36px 0 12px; }
 .tile .value { font-size: 24px; font-weight: 600; line-height: 1.3; }
 .tile .more { color: var(--faint); font-size: 12.5px; }
 
-figcaption {
-  font-weight: 600; display: flex; flex-wrap: wrap; gap: 4px 16px;
-  justify-content: space-between; margin-bottom: 6px;
-}
-.legend { font-weight: 400; font-size: 13px; color: var(--soft); display: flex; flex-wrap: wrap; gap: 4px 14px; }
-.key::before {
-  content: ""; display: inline-block; width: 14px; height: 3px; border-radius: 2px;
-  margin-right: 6px; vertical-align: middle; background: var(--c);
-}
-svg { display: block; width: 100%; height: auto; font-size: 11.5px; }
-svg text { fill: var(--faint); font-variant-numeric: tabular-nums; }
-.grid { stroke: var(--line); }
-.axis { stroke: var(--axis); }
-polyline { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
-.dot { fill: var(--c); stroke: var(--card); stroke-width: 1.5; }
-.spot { fill: transparent; }
-.spot:hover { fill: var(--c); }
-.s0 { --c: var(--c0); } .s1 { --c: var(--c1); } .s2 { --c: var(--c2); }
-.s3 { --c: var(--c3); } .s4 { --c: var(--c4); } .s5 { --c: var(--c5); }
-
+"""
+    + CHART_STYLE
+    + """
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 caption { text-align: left; font-weight: 600; margin-bottom: 6px; }
 th, td {
@@ -71,3 +82,4 @@ tbody th { font-weight: 400; color: var(--soft); white-space: nowrap; }
 .num { font-variant-numeric: tabular-nums; }
 .wide td { white-space: nowrap; }
 """
+)

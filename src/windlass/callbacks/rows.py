@@ -7,7 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
+from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.metric_values import plain_metrics
 
 Row = dict[str, Any]
@@ -16,9 +18,19 @@ Logs = Metrics | None
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _TIMING_ENDINGS = (
-    "runtime", "_per_second", "_per_sec", "_time", "_seconds", "_wait", "mfu", "memory", "_memory_gb", "_gib",
-    "_compiled_graphs", "_recompilations",  # a resumed run compiles again, for fewer shapes
-)  # fmt: skip
+    "runtime",
+    "_per_second",
+    "_per_sec",
+    "_time",
+    "_seconds",
+    "_wait",
+    "mfu",
+    "memory",
+    "_memory_gb",
+    "_gib",
+    "_compiled_graphs",
+    "_recompilations",  # a resumed run compiles again, for fewer shapes
+)
 _RESERVED = ("event", "step", "epoch", "timing")
 
 
@@ -31,34 +43,51 @@ class RowCallback(TrainerCallback):
     def __init__(self) -> None:
         self._last_row: Row = {}
 
-    def take(self, row: Row, args: Any, state: TrainerState) -> None:
+    def take(self, row: Row, args: TrainingArguments, state: TrainerState) -> None:
         """Write a row, or send it."""
         raise NotImplementedError
 
     def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Logs = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Logs = None,
+        **kwargs: Any,
     ) -> None:
         if logs:
             self._make_row(_kind(logs), args, state, logs)
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Logs = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Logs = None,
+        **kwargs: Any,
     ) -> None:
         self._take_unless_logged("evaluate", args, state, metrics)
 
     def on_predict(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Logs = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Logs = None,
+        **kwargs: Any,
     ) -> None:
         self._take_unless_logged("predict", args, state, metrics)
 
-    def _take_unless_logged(self, event: str, args: Any, state: TrainerState, metrics: Logs) -> None:
+    def _take_unless_logged(
+        self, event: str, args: TrainingArguments, state: TrainerState, metrics: Logs
+    ) -> None:
         if not metrics:
             return
         logged = measured(self._last_row)  # may have more values: counters that the Trainer adds
         if any(logged.get(name) != value for name, value in measured(row_of(event, state, metrics)).items()):
             self._make_row(event, args, state, metrics)
 
-    def _make_row(self, event: str, args: Any, state: TrainerState, metrics: Metrics) -> None:
+    def _make_row(self, event: str, args: TrainingArguments, state: TrainerState, metrics: Metrics) -> None:
         if state.is_world_process_zero:
             self._last_row = row_of(event, state, metrics)
             self.take(self._last_row, args, state)
@@ -113,6 +142,6 @@ def repeatable(row: Row) -> Row:
 
 
 def measured(row: Row) -> Row:
-    """Return the values of a row without its kind and the time of writing."""
-    timing = {name: value for name, value in row.get("timing", {}).items() if name != "wall"}
+    """Return the values of a row without its kind and when it was written."""
+    timing = {name: value for name, value in row.get("timing", {}).items() if name not in ("wall", "elapsed")}
     return {**{name: value for name, value in row.items() if name not in ("event", "timing")}, **timing}

@@ -8,6 +8,7 @@ from typing import Any
 from windlass.callbacks.rows import Row, RowCallback, measured, revived
 from windlass.callbacks.tracker import GeneralTracker, RunFacts
 from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS, filter_trackers
+from windlass.config.arguments import TrainingArguments
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger, warn_once
@@ -46,7 +47,7 @@ class TrackingCallback(RowCallback):
 
     @property
     def names(self) -> list[str]:
-        """Those that were asked for."""
+        """The names of the requested trackers."""
         return [item if isinstance(item, str) else item.name for item in self._wanted]
 
     @property
@@ -55,20 +56,25 @@ class TrackingCallback(RowCallback):
         return list(self._running)
 
     def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
     ) -> None:
         if self._has_trained:
             self._running = []  # a second training is another run; opening it ends the first one
         self._has_trained = True
         self.setup(args, state, model)
 
-    def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
+    def setup(self, args: TrainingArguments, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Open the runs when training begins, and send them the settings. Subclasses of scripts extend it."""
         if state.is_world_process_zero:
             self._ensure_running(args, state)
             self._describe(args, model)
 
-    def take(self, row: Row, args: Any, state: TrainerState) -> None:
+    def take(self, row: Row, args: TrainingArguments, state: TrainerState) -> None:
         self._ensure_running(args, state)
         values = sent_values(row)
         for tracker in self._running:
@@ -77,7 +83,7 @@ class TrackingCallback(RowCallback):
             except Exception as error:  # a lost connection must not end training
                 warn_once(logger, f"{tracker.name} received no metrics; training continues: {error!r}")
 
-    def _ensure_running(self, args: Any, state: TrainerState) -> None:
+    def _ensure_running(self, args: TrainingArguments, state: TrainerState) -> None:
         if self._running:
             return
         for item in self._wanted:
@@ -91,7 +97,7 @@ class TrackingCallback(RowCallback):
             self._running.append(tracker)
         self._run_ids = {}
 
-    def _build(self, name: str, args: Any, state: TrainerState) -> GeneralTracker:
+    def _build(self, name: str, args: TrainingArguments, state: TrainerState) -> GeneralTracker:
         facts = RunFacts(
             project=args.project,
             name=state.trial_name or args.run_name,
@@ -102,7 +108,7 @@ class TrackingCallback(RowCallback):
         )
         return LOGGER_TYPE_TO_CLASS[name].of_run(facts)
 
-    def _describe(self, args: Any, model: Any) -> None:
+    def _describe(self, args: TrainingArguments, model: Any) -> None:
         """Store the arguments and, for a model of transformers, its configuration under `model/`."""
         as_dict = getattr(getattr(model, "config", None), "to_dict", dict)
         simple = {

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint.names import canonical_names
+from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
 from windlass.config.refusal import refuse
 from windlass.core.errors import CheckpointError, ConfigError, Problem
-from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.types import State
 from windlass.dist.sharded import copy_whole_, local, whole_on_first
 
@@ -56,7 +58,12 @@ class SWACallback(TrainerCallback):
     # --- events -------------------------------------------------------------------------------------------------------
 
     def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: Any,
     ) -> None:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         short = canonical_names(named)
@@ -66,7 +73,9 @@ class SWACallback(TrainerCallback):
             self._restore(self._saved)
             self._saved = None
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         since = state.global_step - self.start_step
         if since < 0 or since % self.every:
             return
@@ -79,7 +88,9 @@ class SWACallback(TrainerCallback):
                     mine.lerp_(local(parameter).to(mine.dtype), self.weight_of_next())
         self._count += 1
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._trained, self._average, self._own = {}, {}, {}  # the model keeps what it holds
 
     # --- which weights the parameters hold; called by the executor ----------------------------------------------------
@@ -133,9 +144,8 @@ class SWACallback(TrainerCallback):
         self._own = {name: self._trained[name].detach().clone() for name in trained}
         for target, source in ((self._average, average), (self._own, trained)):
             for name, tensor in source.items():
-                if (
-                    tensor is not None
-                ):  # a state that was copied in this process, of sharded weights: unchanged
+                # None: sharded weights in a state that was copied in this process. They are unchanged.
+                if tensor is not None:
                     copy_whole_(target[name], tensor)
         self._count = state["count"]
 

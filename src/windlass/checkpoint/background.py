@@ -5,25 +5,31 @@ with the counts of its batches. All ranks receive the sums at the same update, a
 
     copied -> every rank writes and seals its files -> all have written: the writer rank of the folder writes the
     manifest, renames, and applies the retention policy -> all know that it is committed: it is announced
+
+Ranks of a loop of the user's own exchange no counters: there the writer rank commits when it sees that all have
+written. `Saver` writes the checkpoints of both; the two ways to commit are `VotedCommit` and `SeenCommit`.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from windlass.checkpoint.background_call import BackgroundCall
 from windlass.checkpoint.content import Content
+from windlass.checkpoint.host_memory import HostMemory
 from windlass.checkpoint.manager import CheckpointManager, costs_one_save
 from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import SaveDropped
 from windlass.core.errors import CheckpointError
+from windlass.dist.gang import Gang
 
 # The writer gives way to what trains, where both want the same core.
 _NICENESS = 10
@@ -113,7 +119,7 @@ class BackgroundSaver:
         pending, begun = self._pending, self._begun
         if pending is None:
             return Counters(begun, begun, False)
-        # A thread notes its failure before its end, so an end that is seen here is told with its failure.
+        # A thread sets its error before it finishes, so a finished thread always reports its error.
         written, settled = begun - (not pending.writing.ended), begun - (not pending.settled)
         return Counters(written, settled, pending.error is not None)
 
@@ -195,7 +201,7 @@ class BackgroundSaver:
         pending, counts = self._pending, Counters(*sums)
         if pending is None:
             return None
-        everyone = self._store.world * self._begun
+        everyone = self._store.ranks * self._begun
         if not pending.agreed:
             if counts.written < everyone:
                 return None
@@ -269,6 +275,135 @@ class BackgroundSaver:
         if not costs_one_save(error):
             raise error
         self._manager.warn(step, error)
+
+
+# --- what a loop uses -------------------------------------------------------------------------------------------------
+
+Ended = Callable[[Path | None], None]
+
+
+class CommitPolicy:
+    """How a checkpoint is committed once all ranks have written their parts, and what a failure means.
+
+    Attributes:
+        raises: a failure of the disk is raised. False: it is logged, costs one checkpoint, and the loop continues.
+    """
+
+    raises = False
+
+    def begun(self, background: BackgroundSaver) -> None:
+        """Called after a save in the background was started."""
+
+    def over(self, background: BackgroundSaver) -> None:
+        """Called after a save in the background has committed or failed."""
+
+
+class VotedCommit(CommitPolicy):
+    """Ranks send the progress of a save with the counts of their data (`Saver.counters`), and all learn at the same
+    update that it is committed (`Saver.agreed`).
+    """
+
+
+class SeenCommit(CommitPolicy):
+    """The writer rank commits when it sees that all ranks have left the lists of their files in the folder. A failure
+    is raised, because nothing saves again.
+    """
+
+    raises = True
+
+    def begun(self, background: BackgroundSaver) -> None:
+        background.commit_when_seen()
+        # If the script ends or fails without waiting, the checkpoint is still committed if possible.
+        atexit.register(background.leave)
+
+    def over(self, background: BackgroundSaver) -> None:
+        atexit.unregister(background.leave)
+
+
+class Saver:
+    """Writes the checkpoints of one folder, at most one at a time.
+
+    Args:
+        memory: for copies, which several savers may use one after the other.
+    """
+
+    def __init__(
+        self, manager: CheckpointManager, all_ranks: Gang, memory: HostMemory, commit: CommitPolicy
+    ) -> None:
+        self.manager, self.memory = manager, memory
+        self._all_ranks, self._commit = all_ranks, commit
+        self._background = BackgroundSaver(manager)
+        self._ended: Ended | None = None
+
+    @property
+    def busy(self) -> bool:
+        """True while a save is under way; the same on every rank."""
+        return self._background.busy
+
+    def save(
+        self,
+        step: int,
+        content: Content,
+        *,
+        meta: Mapping[str, Any],
+        background: bool,
+        ended: Ended,
+        protected: Iterable[Path] = (),
+    ) -> None:
+        """Save, or start to. Collective; no save may be under way.
+
+        Args:
+            background: write a copy while the caller continues, if all ranks have memory for it.
+            ended: called with the folder once it is committed, or with None if the save failed: at once, or from
+                `agreed` or `finish`.
+            protected: folders that retention keeps, besides this save's.
+        """
+        manager, others = self.manager, list(protected)
+        copied = self.memory.try_snapshot(content, self._all_ranks) if background else None
+        if copied is None:
+            write = manager.write if self._commit.raises else manager.save
+            ended(write(step, content, meta=meta, protected=others))
+            return
+        kept = [manager.store.path_for(step), *others]
+        if self._background.begin(step, *copied, meta=meta, protected=kept):
+            self._ended = ended
+            self._commit.begun(self._background)
+        elif self._commit.raises and manager.last_failure is not None:
+            raise manager.last_failure
+        else:
+            ended(None)
+
+    def counters(self) -> Counters:
+        """This rank's progress, to be summed over ranks."""
+        return self._background.counters()
+
+    def agreed(self, counters: Counters) -> None:
+        """Apply what all ranks know of the progress of the save under way."""
+        self._report(self._background.agreed(counters))
+
+    def finish(self) -> None:
+        """Wait for the save under way. Collective."""
+        try:
+            outcome = self._background.finish()
+        except Exception:
+            self._commit.over(self._background)
+            raise
+        self._report(outcome)
+
+    def wait(self) -> None:
+        """Wait until no thread of this rank writes. Not collective."""
+        self._background.wait()
+
+    def leave(self) -> None:
+        """Finish the pending save without collectives; called if the loop ends in an error."""
+        self._background.leave()
+
+    def _report(self, outcome: Outcome | None) -> None:
+        if outcome is not None:
+            ended, self._ended = self._ended, None
+            assert ended is not None
+            self._commit.over(self._background)
+            ended(outcome.folder)
 
 
 def _is_sealed_in_time(pending: _PendingSave) -> bool:

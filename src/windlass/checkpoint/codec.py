@@ -233,7 +233,8 @@ class _Decoder:
             raise CheckpointError(
                 f"state {_show(path)} refers to tensor {str(name)[:100]!r}, which is not in the file"
             )
-        if name in self._taken:  # never written so; read so, a small file could fill the memory
+        # Windlass never writes this. Accepting it would let a small file exhaust memory.
+        if name in self._taken:
             raise CheckpointError(f"state {_show(path)} refers to tensor {name[:100]!r} a second time")
         self._taken.add(name)
         return name

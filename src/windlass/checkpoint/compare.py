@@ -33,11 +33,14 @@ _OWN = ("manifest.json", index_name("model"), index_name(OPTIMIZER))
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that is not the same. `where` is a file, or what holds the tensors; `name` is what differs in it."""
+    """One thing that is not the same. `where` is a file, or what holds the tensors; `name` is what differs in it, and
+    `largest` the largest difference of the elements of two tensors of one shape.
+    """
 
     where: str
     name: str
     what: str
+    largest: float | None = None
 
 
 @dataclass(slots=True)
@@ -83,26 +86,27 @@ def _compare_groups(found: Comparison, where: str, opener: _Opener, first: Folde
         return
     with left as one, right as other:
         for name in sorted({*one.names, *other.names, *one.aliases, *other.aliases}):
-            what = _tensor_difference(one, other, name)
-            if what is None:
+            difference = _tensor_difference(one, other, where, name)
+            if difference is None:
                 found.equal_tensors += 1
             else:
-                found.differences.append(Difference(where, name, what))
+                found.differences.append(difference)
 
 
-def _tensor_difference(one: StoredTensors, other: StoredTensors, name: str) -> str | None:
+def _tensor_difference(one: StoredTensors, other: StoredTensors, where: str, name: str) -> Difference | None:
     left, right = one.aliases.get(name, name), other.aliases.get(name, name)
     if left not in one or right not in other:
-        return "added" if left not in one else "removed"
+        return Difference(where, name, "added" if left not in one else "removed")
     if one.shape(left) != other.shape(right):
-        return f"shape {list(one.shape(left))} became {list(other.shape(right))}"
+        return Difference(where, name, f"shape {list(one.shape(left))} became {list(other.shape(right))}")
     before, after = one.dtype(left), other.dtype(right)
     a, b = one.read(left).reshape(-1), other.read(right).reshape(-1)
     if same_bits(a, b):
         return None
     names = (str(dtype).removeprefix("torch.") for dtype in (before, after))
     changed = "" if before == after else "dtype {} became {}, ".format(*names)
-    return f"{changed}max abs difference {_largest_difference(a, b):.6g}"
+    largest = _largest_difference(a, b)
+    return Difference(where, name, f"{changed}max abs difference {largest:.6g}", largest)
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> float:

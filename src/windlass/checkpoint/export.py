@@ -39,10 +39,21 @@ MAX_SHARD_SIZE = 5 * 10**9  # bytes of tensors
 _CONFIG = "config.json"
 # Further files for `from_pretrained`: configurations, tokenizer or processor. Their code is in `_code_of`.
 _COMPANIONS = (
-    _CONFIG, "generation_config.json", ADAPTER_CONFIG, "*tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template*", "*processor*.json",
-    "README.md", "LICENSE*",
-)  # fmt: skip
+    _CONFIG,
+    "generation_config.json",
+    ADAPTER_CONFIG,
+    "*tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*processor*.json",
+    "README.md",
+    "LICENSE*",
+)
 _MAX_CODE_BYTES = 1 << 24
 # As transformers finds what a module needs from beside it.
 _BESIDE = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)

@@ -35,7 +35,7 @@ _FULL_ERRNOS = frozenset(getattr(errno, name) for name in ("ENOSPC", "EDQUOT") i
 _SETTLED_ERRNOS = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 
-# Of an open file: inode, size, time of the last change to its content and to itself (ns). Whoever changes a byte
+# Of an open file: inode, size, time of the last change to its content and to itself (ns). Changing a byte
 # changes the last, which no program can set.
 Fingerprint = tuple[int, int, int, int]
 
@@ -138,7 +138,7 @@ class Files:
         return os.write(descriptor, piece)
 
     def sync_file(self, path: Path) -> None:
-        """fsync a file that somebody else wrote."""
+        """fsync a file that other code wrote."""
         self.before("fsync", path)
         # Windows refuses to flush a descriptor opened for reading only.
         mode = os.O_RDWR if os.name == "nt" else os.O_RDONLY

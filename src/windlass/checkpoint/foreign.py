@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from pathlib import Path
 from types import ModuleType
@@ -14,14 +13,13 @@ from torch import nn
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manager import Checkpoint
 from windlass.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo
-from windlass.checkpoint.store import Store, is_checkpoint
+from windlass.checkpoint.store import Store, is_checkpoint, no_checkpoint
 from windlass.checkpoint.stored import load_folder
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
+from windlass.core.outside import find_outside
 from windlass.core.types import State
 
-# The format that is read, and one that is only explained: modules of a higher floor, imported once they are needed.
-_READ, _EXPLAINED = "windlass.compat.transformers_checkpoint", "windlass.compat.accelerate_state"
 _logger = get_logger(__name__)
 
 
@@ -85,13 +83,14 @@ def format_of(folder: Path) -> ModuleType | None:
     """The module that reads the checkpoint of another program in `folder`, None for any other folder."""
     if (folder / MANIFEST_NAME).exists():
         return None
-    known = importlib.import_module(_READ)
-    return known if known.is_of_format(folder) else None
+    known = find_outside("checkpoints of transformers")
+    return known if known is not None and known.is_of_format(folder) else None
 
 
 def explain_unread(folder: Path) -> str | None:
     """Who wrote a folder that cannot be read, and what to do; None if that is not known."""
-    explained: str | None = importlib.import_module(_EXPLAINED).explain(folder)
+    known = find_outside("checkpoints of accelerate")
+    explained: str | None = None if known is None else known.explain(folder)
     return explained
 
 
@@ -130,4 +129,4 @@ def find_foreign(store: Store, which: Literal[True] | str | Path) -> Path | None
         if skipped:
             _logger.warning("Continuing from %s; newer folders were skipped:%s", folder, skipped)
         return folder
-    raise CheckpointError(f"No valid checkpoint found in output directory ({store.root}){skipped}")
+    raise CheckpointError(no_checkpoint(str(store.root), skipped))

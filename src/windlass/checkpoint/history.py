@@ -29,11 +29,17 @@ SEGMENT_ROWS = 5000
 SEGMENT_BYTES = 1 << 24
 Row = dict[str, Any]
 _STATE_TYPES: dict[str, tuple[type, ...]] = {
-    "global_step": (int,), "max_steps": (int,), "num_input_tokens_seen": (int,), "total_flos": (int, float),
-    "epoch": (int, float, type(None)), "log_history": (list,), "stateful_callbacks": (dict,),
-    "best_metric": (int, float, type(None)), "best_global_step": (int, type(None)),
+    "global_step": (int,),
+    "max_steps": (int,),
+    "num_input_tokens_seen": (int,),
+    "total_flos": (int, float),
+    "epoch": (int, float, type(None)),
+    "log_history": (list,),
+    "stateful_callbacks": (dict,),
+    "best_metric": (int, float, type(None)),
+    "best_global_step": (int, type(None)),
     "best_model_checkpoint": (str, type(None)),
-}  # fmt: skip
+}
 _PLAIN = (int, float, str, type(None))
 _NEVER_EQUAL = object()
 

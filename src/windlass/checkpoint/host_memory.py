@@ -15,10 +15,12 @@ from torch import Tensor
 from windlass.checkpoint.codec import Encoded, encoded
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.weights import split_aliases
+from windlass.core.logs import get_logger
 from windlass.core.memory import available_memory
 from windlass.core.types import State
 from windlass.dist.gang import Gang
 
+_logger = get_logger(__name__)
 # Of the memory that the host has left, copies take at most this share: training needs some too.
 _SHARE = 0.8
 
@@ -28,10 +30,12 @@ class HostMemory:
 
     Args:
         device: where the tensors lie that are copied.
+        limit: bytes that copies may take; None: a share of what is free on the machine.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
+    def __init__(self, device: torch.device, limit: int | None = None) -> None:
+        self._pinned, self._limit = device.type == "cuda", limit
+        self._warned_too_large = False
         self._blocks: dict[str, Tensor] = {}
         self._taken: set[str] = set()
 
@@ -39,6 +43,39 @@ class HostMemory:
     def nbytes(self) -> int:
         """Bytes held now."""
         return sum(block.numel() * block.element_size() for block in self._blocks.values())
+
+    def free(self) -> None:
+        """Drop the blocks; a snapshot that is still being written keeps its own."""
+        self._blocks = {}
+
+    def try_snapshot(self, content: Content, all_ranks: Gang) -> tuple[Content, Callable[[], None]] | None:
+        """`snapshot`; None if a rank has no memory for it, which is logged. Collective."""
+        copied = None
+        if self._fits(content.tensor_bytes(), all_ranks):
+            try:
+                copied = self.snapshot(content)
+            except (MemoryError, RuntimeError) as error:  # raised, it would leave other ranks waiting
+                _logger.info(
+                    "no copy in host memory (%s): training waits while this checkpoint is written", error
+                )
+        return copied if all_ranks.vote(copied is not None) else None
+
+    def _fits(self, needed: int, all_ranks: Gang) -> bool:
+        """Return True if there is memory for copies of `needed` bytes. Collective."""
+        room = self._limit
+        if room is None:
+            needed, room = room_on_machine(max(needed - self.nbytes, 0), all_ranks)
+        if room is None or needed <= room:
+            return True
+        if not self._warned_too_large:
+            self._warned_too_large = True
+            _logger.warning(
+                "a checkpoint needs %s bytes of host memory to be written in the background, and %s may be used: "
+                "training waits while it is written",
+                f"{needed:,}",
+                f"{room:,}",
+            )
+        return False
 
     def snapshot(self, content: Content) -> tuple[Content, Callable[[], None]]:
         """A copy of `content` that nothing changes any more until the next snapshot, and what to call before it is
@@ -84,13 +121,12 @@ class HostMemory:
         return block.copy_(tensor, non_blocking=True)
 
 
-def room_on_machine(more: int, gang: Gang) -> tuple[int, int | None]:
+def room_on_machine(more: int, all_ranks: Gang) -> tuple[int, int | None]:
     """The bytes that all ranks of this machine need, each `more` beyond what it holds, and those they may take of what
     is free there, if that is known. Collective.
     """
-    told, world = gang.gather_objects([more, available_memory()]), gang.world
-    first = world.rank - world.local_rank
-    here = told[first : first + world.local_size] or told
+    told, machine = all_ranks.gather_objects([more, available_memory()]), all_ranks.on_machine
+    here = told[machine.start : machine.stop] or told
     left = min((free for _, free in here if free is not None), default=None)
     return sum(needed for needed, _ in here), None if left is None else int(left * _SHARE)
 

@@ -231,8 +231,13 @@ class CheckpointManager:
         remaining = self._last_committed()
         advice = f". Make room in {self.store.root} before the next save" if is_full_disk(error) else ""
         _logger.error(
-            "CHECKPOINT %d WAS NOT SAVED on rank %d: %s; %s%s", step, self.store.rank, error, remaining, advice
-        )  # fmt: skip
+            "CHECKPOINT %d WAS NOT SAVED on rank %d: %s; %s%s",
+            step,
+            self.store.rank,
+            error,
+            remaining,
+            advice,
+        )
 
     def _last_committed(self) -> str:
         try:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from windlass.checkpoint.manifest import CheckpointInfo, lies_elsewhere
 from windlass.checkpoint.staged import rank_stem
-from windlass.checkpoint.store import Store
+from windlass.checkpoint.store import Store, no_checkpoint
 from windlass.checkpoint.verified import Handover, hand_over
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
@@ -73,9 +73,7 @@ def _newest_on_all(store: Store) -> CheckpointInfo | None:
             return info
         reasons += problems
     listed = "".join(f"\n  - {why}" for why in reasons)
-    raise CheckpointError(
-        f"No valid checkpoint found in output directory ({store.root}) on all {store.disks.nodes} nodes{listed}"
-    )
+    raise CheckpointError(no_checkpoint(f"{store.root} on all {store.disks.nodes} nodes", listed))
 
 
 def _verify(store: Store, path: Path | None) -> tuple[CheckpointInfo | None, list[_Found]]:
@@ -114,7 +112,7 @@ def _check_files_of_ranks(store: Store, info: CheckpointInfo | None) -> None:
     """Check that every rank finds the files that it will read on its disk."""
     problem = None
     if info is not None and not info.complete:
-        needed = store.disks.members if info.world_size == store.world else range(info.world_size)
+        needed = store.disks.members if info.world_size == store.ranks else range(info.world_size)
         away = next((rank for rank in needed if f"{rank_stem(rank)}.json" not in info.files), None)
         if away is not None:
             name = f"{info.path / rank_stem(away)}.json"

@@ -32,9 +32,9 @@ class Disks:
     members: tuple[int, ...]
 
     @classmethod
-    def shared(cls, world: int) -> Disks:
+    def shared(cls, ranks: int) -> Disks:
         """One disk of all ranks."""
-        return cls(0, 1, tuple(range(world)))
+        return cls(0, 1, tuple(range(ranks)))
 
     @property
     def writer_rank(self) -> int:
@@ -47,7 +47,21 @@ class Disks:
         return self.members[1:]
 
 
-def find_disks(gang: Gang, folder: Path) -> Disks:
+def whole_on_one_disk(disks: Disks, field: str, folder: str) -> ConfigError:
+    """The error of a checkpoint of whole tensors, which one rank writes, in a folder on several disks.
+
+    Args:
+        field: the setting that asks for whole tensors.
+        folder: what the folder is called in the message.
+    """
+    fix = (
+        f"{folder} lies on {disks.nodes} disks, and a checkpoint of whole tensors would lie on the first alone: "
+        f"use SHARDED_STATE_DICT, or a folder that all machines share"
+    )
+    return ConfigError(Problem(field, "FULL_STATE_DICT", fix))
+
+
+def find_disks(all_ranks: Gang, folder: Path) -> Disks:
     """Create `folder` on every machine and detect which ranks see the same one. Collective.
 
     The first rank of each machine creates a file with a random name; ranks that see it share its disk. Ranks that see
@@ -56,24 +70,26 @@ def find_disks(gang: Gang, folder: Path) -> Disks:
     Raises:
         ConfigError: a machine cannot write there; on every rank.
     """
-    if gang.size == 1:
+    if all_ranks.size == 1:
         return Disks.shared(1)
-    seen = _look_for_marks(gang, folder, writes=gang.world.is_local_main)
+    seen = _look_for_marks(all_ranks, folder, writes=all_ranks.world.is_local_main)
     lost = {rank for rank, marks in enumerate(seen) if not marks}
     if lost:
-        more = _look_for_marks(gang, folder, writes=gang.rank in lost)
+        more = _look_for_marks(all_ranks, folder, writes=all_ranks.rank in lost)
         seen = [[*first, *second] for first, second in zip(seen, more, strict=True)]
     groups = _joined(seen)
-    if len(groups) > 1 and gang.rank == 0:
+    if len(groups) > 1 and all_ranks.rank == 0:
         _logger.info(
             "%s lies on %d disks: each keeps the files of its ranks (%s)",
-            folder, len(groups), "; ".join(_ranks(group) for group in groups)
-        )  # fmt: skip
-    node = next(number for number, group in enumerate(groups) if gang.rank in group)
+            folder,
+            len(groups),
+            "; ".join(_ranks(group) for group in groups),
+        )
+    node = next(number for number, group in enumerate(groups) if all_ranks.rank in group)
     return Disks(node, len(groups), tuple(groups[node]))
 
 
-def _look_for_marks(gang: Gang, folder: Path, writes: bool) -> list[list[int]]:
+def _look_for_marks(all_ranks: Gang, folder: Path, writes: bool) -> list[list[int]]:
     """The ranks whose marks each rank sees, by rank. Collective."""
     mark, problem = (folder / f".windlass-disk-{secrets.token_hex(8)}"), None
     try:
@@ -82,7 +98,7 @@ def _look_for_marks(gang: Gang, folder: Path, writes: bool) -> list[list[int]]:
                 _write(mark)
             except OSError as error:
                 problem = str(error.strerror or error)
-        told = gang.gather_objects([mark.name if writes else None, problem])
+        told = all_ranks.gather_objects([mark.name if writes else None, problem])
         if failed := "; ".join(
             f"rank {rank}: {why}" for rank, (_, why) in enumerate(told) if why is not None
         ):
@@ -90,7 +106,7 @@ def _look_for_marks(gang: Gang, folder: Path, writes: bool) -> list[list[int]]:
             raise ConfigError(Problem("output_dir", str(folder), fix))
         names = {rank: name for rank, (name, _) in enumerate(told) if name is not None}
         # A rank that sees all marks need not wait; otherwise separate disks are likely.
-        return gang.gather_objects(_visible(folder, names))
+        return all_ranks.gather_objects(_visible(folder, names))
     finally:
         if writes:
             with contextlib.suppress(OSError):

@@ -21,11 +21,11 @@ _OF_A_RUN = "checkpoint-{step}"
 
 def open_store(
     output_dir: str,
-    gang: Gang | None = None,
+    all_ranks: Gang | None = None,
     disks: Disks | None = None,
     name: str = _OF_A_RUN,
 ) -> Store:
-    """The checkpoints in `output_dir` as this rank of `gang` sees them. Nothing is read or written yet.
+    """The checkpoints in `output_dir` as this rank of `all_ranks` sees them. Nothing is read or written yet.
 
     Args:
         name: of the folder of a checkpoint (see `Store`). Files beside checkpoints are uploaded only with the default,
@@ -34,12 +34,14 @@ def open_store(
     Raises:
         ConfigError: a URL that cannot be opened.
     """
-    gang = gang or Gang()
-    disks = disks or Disks.shared(gang.size)
+    all_ranks = all_ranks or Gang()
+    disks = disks or Disks.shared(all_ranks.size)
     folder = local_folder(output_dir)
     if not is_url(output_dir):
-        return Store(folder, gang=gang, disks=disks, name=name)
-    return MirroredStore(_mirror(output_dir, folder, disks, name), gang=gang, disks=disks, name=name)
+        return Store(folder, all_ranks=all_ranks, disks=disks, name=name)
+    return MirroredStore(
+        _mirror(output_dir, folder, disks, name), all_ranks=all_ranks, disks=disks, name=name
+    )
 
 
 def _mirror(url: str, folder: Path, disks: Disks, name: str = _OF_A_RUN) -> Mirror:
@@ -50,12 +52,12 @@ def _mirror(url: str, folder: Path, disks: Disks, name: str = _OF_A_RUN) -> Mirr
     return Mirror(folder, own, loose=remote if uploads_more else None, name=name)
 
 
-def store_of_checkpoint(url: str, gang: Gang, disks: Disks) -> tuple[Store, str]:
+def store_of_checkpoint(url: str, all_ranks: Gang, disks: Disks) -> tuple[Store, str]:
     """The store that the checkpoint at `url` belongs to, and the checkpoint's path on this machine."""
     parent, name = parent_of(url)
     if re.fullmatch(r"checkpoint-\d+", name) is None:
         raise CheckpointError(f"Can't find a valid checkpoint at {url}: its last part is not checkpoint-N")
-    store = open_store(parent, gang, disks)
+    store = open_store(parent, all_ranks, disks)
     return store, str(store.root / name)
 
 
@@ -69,7 +71,7 @@ def upload_files(output_dir: str) -> None:
         _mirror(output_dir, local_folder(output_dir), Disks.shared(1)).upload_loose()
 
 
-def open_on_all(manager: CheckpointManager, which: Literal[True] | str, gang: Gang) -> Checkpoint:
+def open_on_all(manager: CheckpointManager, which: Literal[True] | str, all_ranks: Gang) -> Checkpoint:
     """Open a checkpoint, for True the newest one that verifies. Collective: the main process, or one process of each
     disk, chooses and verifies for all, so nothing is hashed twice.
 
@@ -79,12 +81,12 @@ def open_on_all(manager: CheckpointManager, which: Literal[True] | str, gang: Ga
     if manager.store.disks.nodes > 1:
         return manager.receive(choose_on_all(manager.store, which))
     chosen, problem = None, None
-    if gang.rank == 0:
+    if all_ranks.rank == 0:
         try:
             chosen = manager.choose(which)
         except (CheckpointError, OSError) as error:
             problem = str(error)
-    chosen, problem = gang.broadcast_object([chosen, problem])
+    chosen, problem = all_ranks.broadcast_object([chosen, problem])
     if problem is not None:
         raise CheckpointError(problem)
     return manager.receive(chosen)

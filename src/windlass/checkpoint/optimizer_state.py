@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +32,16 @@ _PART = (
 )
 
 
-@runtime_checkable
-class KeepsOwnState(Protocol):
+class KeepsOwnState:
     """An optimizer whose state an engine keeps by other tensors than the parameters of the model."""
 
     def split_state(self, model: nn.Module) -> tuple[State, dict[str, Tensor]]:
         """As `split_optimizer_state`."""
-        ...
+        raise NotImplementedError
 
     def take_state(self, model: nn.Module, state: State) -> None:
         """As `load_optimizer_state`."""
-        ...
+        raise NotImplementedError
 
 
 def part_mark(name: str) -> dict[str, str]:
@@ -165,8 +164,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
 def _start_states(
     optimizer: torch.optim.Optimizer, names: dict[int, str], entries: dict[str, Any]
 ) -> dict[Tensor, dict[Any, Any]]:
-    """New states of parameters that have a saved one and none here, from optimizers that can make them before the first
-    update (`start_state`): it shows how tensors of other shapes are sharded, and in which memory they are.
+    """Create the initial state of parameters that have a saved state but none yet, with the optimizer's `start_state`.
+
+    It defines how state tensors are sharded, and on which device they are.
     """
     start: Callable[..., dict[Any, Any]] | None = getattr(optimizer, "start_state", None)
     return {

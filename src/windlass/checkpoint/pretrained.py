@@ -100,8 +100,11 @@ class FileLayout:
                 self._is_invertible = False
                 _logger.debug("converting the names of weights failed", exc_info=error)
             if not self._is_invertible:
-                warn_once(_logger, f"{type(self._model).__name__} is saved with the names that its weights have in "
-                          "memory: what save_pretrained writes for it cannot be loaded into it again")  # fmt: skip
+                warn_once(
+                    _logger,
+                    f"{type(self._model).__name__} is saved with the names that its weights have in "
+                    "memory: what save_pretrained writes for it cannot be loaded into it again",
+                )
         return self._is_invertible
 
     def _comes_back(self, shaped: Mapping[str, Shaped]) -> bool:

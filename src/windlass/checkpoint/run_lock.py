@@ -259,6 +259,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
 
 
+def is_held(folder: Path) -> bool | None:
+    """Return True if a live run holds the lock of the folder; None if this machine cannot know if it lives."""
+    found = _read(folder / LOCK_NAME)
+    return False if found is None else found.lives()
+
+
 # --- the file -------------------------------------------------------------------------------------------------------
 
 

@@ -36,8 +36,8 @@ from windlass.checkpoint.tensor_file import CODES, DTYPES, TensorFile, nbytes, o
 from windlass.checkpoint.weights import fill, stored_state
 from windlass.core.errors import CheckpointError
 from windlass.core.types import State
-from windlass.core.world import World
 from windlass.dist.flat import FlatParts
+from windlass.dist.gang import Gang
 from windlass.dist.sharded import Part, all_holders, holders, is_sharded, local
 
 VERSION = 1
@@ -86,7 +86,7 @@ class RankParts:
 
 
 def parts_of_rank(
-    stem: str, tensors: Mapping[str, Tensor], world: World, members: Sequence[int] | None = None
+    stem: str, tensors: Mapping[str, Tensor], all_ranks: Gang, members: Sequence[int] | None = None
 ) -> RankParts:
     """This rank's parts of `tensors`; the first rank also has the index. Not collective.
 
@@ -96,9 +96,9 @@ def parts_of_rank(
         members: the ranks that write into the same folder; all by default.
     """
     stored, aliases = stored_state(tensors)
-    here = range(world.size) if members is None else members
+    here = range(all_ranks.size) if members is None else members
     # With several disks ranks choose differently, so work is only balanced if all share one.
-    load = dict.fromkeys(here, 0) if len(here) == world.size else {}
+    load = dict.fromkeys(here, 0) if len(here) == all_ranks.size else {}
     by_size = sorted(stored, key=lambda name: -nbytes(stored[name]))  # large ones first: small ones even out
     # Values may differ in size between ranks, which must all choose the same writers.
     writers = {
@@ -113,10 +113,10 @@ def parts_of_rank(
     mine = {
         name: local(stored[name])
         for name, entry in index.items()
-        if any(rank == world.rank for rank, _, _ in entry["parts"])
+        if any(rank == all_ranks.rank for rank, _, _ in entry["parts"])
     }
-    tree = {"version": VERSION, "ranks": world.size, "aliases": aliases, "tensors": index}
-    return RankParts(stem, world.rank, mine, tree if world.rank == here[0] else None)
+    tree = {"version": VERSION, "ranks": all_ranks.size, "aliases": aliases, "tensors": index}
+    return RankParts(stem, all_ranks.rank, mine, tree if all_ranks.rank == here[0] else None)
 
 
 def _writers(tensor: Tensor, here: Sequence[int], load: dict[int, int]) -> list[tuple[int, Part]]:

@@ -52,7 +52,7 @@ class StagedCheckpoint:
         step: int,
         meta: Mapping[str, Any],
         rank: int,
-        world: int,
+        ranks: int,
         files: Files,
         disks: Disks | None = None,
         names: Iterable[str] = (),
@@ -60,8 +60,8 @@ class StagedCheckpoint:
         self.target = target
         self.folder = target.with_name("tmp-" + target.name)
         self.step, self.meta = step, meta
-        self._rank, self._world, self.files = rank, world, files
-        self._disks = disks or Disks.shared(world)
+        self._rank, self._ranks, self.files = rank, ranks, files
+        self._disks = disks or Disks.shared(ranks)
         self._planned = frozenset(names)
         self._written: dict[str, FileEntry] = {}
         self._sealed = False
@@ -158,7 +158,7 @@ class StagedCheckpoint:
         entries = self._written | self._entries_of_others()
         self._check_sizes(entries)
         node, nodes = self._disks.node, self._disks.nodes
-        text = manifest_bytes(self.step, self._world, entries, self.meta, serial, node, nodes)
+        text = manifest_bytes(self.step, self._ranks, entries, self.meta, serial, node, nodes)
         if nodes > 1:
             self.files.write(self.folder / node_manifest_name(node), [text])
         self.files.write(self.folder / MANIFEST_NAME, [text])

@@ -40,9 +40,15 @@ _Order = tuple[int, int]  # serial and step
 _T = TypeVar("_T")
 
 
+def no_checkpoint(where: str, skipped: str = "") -> str:
+    """Describe a folder that a run cannot be resumed from; `skipped` are lines on the folders that were looked at."""
+    fix = 'to start a new run if there is none, resume from "auto" (resume_from_checkpoint="auto", --resume auto)'
+    return f"No valid checkpoint found in output directory ({where}); {fix}{skipped}"
+
+
 def is_checkpoint(path: Path) -> bool:
     """Return True if there is a checkpoint at `path`; its content is not checked."""
-    places = (path, path.with_name("replaced-" + path.name))
+    places = (path, path.parent / f"replaced-{path.name}")
     return any((place / MANIFEST_NAME).is_file() for place in places)
 
 
@@ -63,7 +69,7 @@ class Store:
     """The checkpoints of one run, in `root`.
 
     Args:
-        gang: the ranks that save together; one by default.
+        all_ranks: the ranks that save together; one by default.
         disks: which ranks see the same folder; all by default.
         name: of the folder of a checkpoint; without `{step}` there is one folder, which each save replaces.
     """
@@ -72,7 +78,7 @@ class Store:
         self,
         root: Path,
         *,
-        gang: Gang | None = None,
+        all_ranks: Gang | None = None,
         disks: Disks | None = None,
         files: Files | None = None,
         name: str = "checkpoint-{step}",
@@ -82,10 +88,10 @@ class Store:
         stem = folder_pattern(name)
         self._folder = re.compile(rf"(?:replaced-)?{stem}")
         self._leftover = re.compile(rf"tmp-(?:removed-)?(?:replaced-)?{stem}")
-        gang = gang or Gang()
-        self.rank, self.world = gang.rank, gang.size
-        self.vote, self.barrier, self.gather = gang.vote, gang.barrier, gang.gather_objects
-        self.disks = disks or Disks.shared(gang.size)
+        all_ranks = all_ranks or Gang()
+        self.rank, self.ranks = all_ranks.rank, all_ranks.size
+        self.vote, self.barrier, self.gather = all_ranks.vote, all_ranks.barrier, all_ranks.gather_objects
+        self.disks = disks or Disks.shared(all_ranks.size)
         self._on_all: _Order | None = None
         self.files = files or Files()
         self._folder_watch: OutputFolder | None = None
@@ -216,7 +222,7 @@ class Store:
         info, skipped = self._newest()
         reasons = "".join(f"\n  - {why}" for _, why in skipped)
         if info is None:
-            raise CheckpointError(f"No valid checkpoint found in output directory ({self.root}){reasons}")
+            raise CheckpointError(no_checkpoint(str(self.root), reasons))
         if skipped:
             _logger.warning(
                 "Resuming from %s; folders that are newer, or may be, were skipped:%s", info.path, reasons
@@ -256,8 +262,8 @@ class Store:
             staged.seal()
 
         try:
-            self.agree(step, fill)
-            self.agree(step, lambda: self.commit(staged))
+            self.on_all_ranks(step, fill)
+            self.on_all_ranks(step, lambda: self.commit(staged))
             if self.disks.nodes > 1:
                 self._on_all = staged.serial, step
         except BaseException:
@@ -274,12 +280,12 @@ class Store:
         With several disks, the ranks agree here on the save's serial.
         """
         staged = StagedCheckpoint(
-            self.path_for(step), step, meta, self.rank, self.world, self.files, self.disks, names
+            self.path_for(step), step, meta, self.rank, self.ranks, self.files, self.disks, names
         )
         try:
             if self.disks.nodes > 1:
                 staged.serial = self._agree_on_serial(step)
-            self.agree(step, lambda: self._open(staged, needed))
+            self.on_all_ranks(step, lambda: self._open(staged, needed))
         except BaseException:
             self.drop(staged)
             raise
@@ -287,7 +293,7 @@ class Store:
 
     def _agree_on_serial(self, step: int) -> int:
         """One more than the highest on any disk: a commit that one of them missed counts. Collective."""
-        infos = self.agree(step, lambda: self.committed() if self.is_writer else None)
+        infos = self.on_all_ranks(step, lambda: self.committed() if self.is_writer else None)
         told = self.gather(None if infos is None else [info.order for info in infos])
         of_nodes = [set(orders) for orders in told if orders is not None]
         self._on_all = max(set[_Order].intersection(*of_nodes), default=None)
@@ -326,7 +332,7 @@ class Store:
         if self.is_writer:
             staged.drop()
 
-    def agree(self, step: int, work: Callable[[], _T]) -> _T:
+    def on_all_ranks(self, step: int, work: Callable[[], _T]) -> _T:
         """Call `work` on every rank and go on, with what it gave here, only if it returned on all. An interrupt is
         voted on too: the process that got it ends, the others must not wait for it.
 

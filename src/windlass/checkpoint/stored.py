@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,19 +21,27 @@ from windlass.checkpoint.tensor_file import TensorFile, open_tensors
 from windlass.checkpoint.verified import VerifiedFiles
 from windlass.checkpoint.weights import WEIGHTS_NAME, fill, load_weights, read_aliases
 from windlass.core.errors import CheckpointError
+from windlass.core.outside import load_outside
 from windlass.dist.sharded import Part
 
 OPTIMIZER = "optimizer"
 # The file that holds the weights of a folder, or their index, in order of precedence.
 _WEIGHTS = (
-    index_name("model"), WEIGHTS_NAME, SPLIT_INDEX_NAME, ADAPTER_WEIGHTS, "pytorch_model.bin",
-    "pytorch_model.bin.index.json", "latest", "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt",
-)  # fmt: skip
-# Modules that read weights in another format (`open_weights(path, files)`), by the suffix or the name of the file.
+    index_name("model"),
+    WEIGHTS_NAME,
+    SPLIT_INDEX_NAME,
+    ADAPTER_WEIGHTS,
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "latest",
+    "mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_model_states.pt",
+)
+# What reads weights in another format (`open_weights(path, files)`), by the suffix or the name of the file.
 _READERS = {
-    ".bin": "windlass.compat.torch_file",
-    "latest": "windlass.compat.deepspeed_folder",
-    ".pt": "windlass.compat.deepspeed_folder",
+    ".bin": "files of torch.save",
+    "latest": "folders of DeepSpeed",
+    ".pt": "folders of DeepSpeed",
 }
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _RANK_FILE = re.compile(r"(.+)-rank-\d{5,}\.safetensors")
@@ -163,7 +170,7 @@ def _add_file(tensors: StoredTensors, folder: Folder, name: str, opened: ExitSta
     """Add a file of safetensors or, by its name, of another format."""
     path = folder.path / name
     if reader := _READERS.get(path.suffix or path.name):
-        weights = opened.enter_context(importlib.import_module(reader).open_weights(path, folder.files))
+        weights = opened.enter_context(load_outside(reader).open_weights(path, folder.files))
         aliases = weights.aliases
     else:
         weights = _open_file(folder, name, opened)

@@ -158,9 +158,13 @@ def fill(path: Path, file: TensorSource, aliases: Mapping[str, str], model: nn.M
         _logger.warning("%d weights change dtype as they are loaded: %s", len(changed), shorten(changed))
     read = {name: on_device_of(state[name], values.read(short)) for short, name in raw.items()}
     if customizes_state(module):
-        own = {name: read_like(
-                   tensors.read(sources[short], part(state[name]) if short in kept else None), state[name]
-               ) for name, short in names.items() if short in targets}  # fmt: skip
+        own = {
+            name: read_like(
+                tensors.read(sources[short], part(state[name]) if short in kept else None), state[name]
+            )
+            for name, short in names.items()
+            if short in targets
+        }
         hand_over(path, module, own | read)
         return
     with torch.no_grad():
@@ -199,9 +203,12 @@ def read_aliases(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _resized(
-    module: nn.Module, names: Mapping[str, str], file: TensorSource, targets: Mapping[str, Tensor],
+    module: nn.Module,
+    names: Mapping[str, str],
+    file: TensorSource,
+    targets: Mapping[str, Tensor],
     sources: Mapping[str, str],
-) -> frozenset[str]:  # fmt: skip
+) -> frozenset[str]:
     """Names of the tensors, parameters excluded, whose shape differs in the file and is left to the module's own way to
     load its state, which is compared with the file afterwards.
     """
@@ -209,16 +216,22 @@ def _resized(
         return frozenset()
     parameters = {names.get(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     return frozenset(
-        name for name, tensor in targets.items()
-        if name not in parameters and not is_in_parts(tensor)
-        and sources[name] in file and file.shape(sources[name]) != tuple(tensor.shape)
-    )  # fmt: skip
+        name
+        for name, tensor in targets.items()
+        if name not in parameters
+        and not is_in_parts(tensor)
+        and sources[name] in file
+        and file.shape(sources[name]) != tuple(tensor.shape)
+    )
 
 
 def _check(
-    path: Path, file: TensorSource, targets: Mapping[str, Tensor], sources: Mapping[str, str],
+    path: Path,
+    file: TensorSource,
+    targets: Mapping[str, Tensor],
+    sources: Mapping[str, str],
     resized: AbstractSet[str],
-) -> None:  # fmt: skip
+) -> None:
     shapes = {
         name: file.shape(sources[name]) if name in resized else tuple(tensor.shape)
         for name, tensor in targets.items()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from windlass.cli.command_line import DTYPES
+from windlass.cli.command_line import DTYPES, CommandParser
 from windlass.core.errors import CheckpointError
 
 
 def checkpoint_command(words: list[str]) -> int:
     """Run one of the commands, and return the exit code."""
-    options = _parser().parse_args(words)
+    options = build_parser().parse_args(words)
     module, function = _COMMANDS[options.action]
     try:
         return int(getattr(importlib.import_module(f"windlass.cli.{module}"), function)(options))
@@ -32,30 +32,30 @@ _COMMANDS = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> CommandParser:
+    parser = CommandParser(
         prog="windlass checkpoint",
-        allow_abbrev=False,
+        example="windlass checkpoint ls runs",
         description="List, verify, compare, export, publish and remove checkpoints.",
     )
     actions = parser.add_subparsers(
         dest="action", required=True, metavar="ls | verify | diff | export | push | prune"
     )
-    listing = actions.add_parser("ls", help="list the checkpoints in a run's folder", allow_abbrev=False)
-    listing.add_argument("folder", metavar="DIR", help="a run's output folder, or one checkpoint")
+    listing = actions.add_parser("ls", help="list the checkpoints in a run's folder")
+    listing.add_argument(
+        "folder", metavar="DIR", help="a run's output folder, a folder with runs below it, or one checkpoint"
+    )
     listing.add_argument("--json", action="store_true", help="as one JSON list")
-    verify = actions.add_parser(
-        "verify", help="check every byte; exit code 1 if one is wrong", allow_abbrev=False
+    verify = actions.add_parser("verify", help="check every byte; exit code 1 if one is wrong")
+    verify.add_argument(
+        "folder", metavar="DIR", help="a run's output folder, a folder with runs below it, or one checkpoint"
     )
-    verify.add_argument("folder", metavar="DIR", help="a run's output folder, or one checkpoint")
-    diff = actions.add_parser(
-        "diff", help="compare two checkpoints; exit code 1 if they differ", allow_abbrev=False
-    )
+    diff = actions.add_parser("diff", help="compare two checkpoints; exit code 1 if they differ")
     diff.add_argument("first", metavar="A", help="a checkpoint, or a folder with a model")
     diff.add_argument("second", metavar="B", help="another")
     diff.add_argument("--json", action="store_true", help="as one JSON object")
     _add_export(actions)
-    push = actions.add_parser("push", help="publish a run's newest checkpoint on the Hub", allow_abbrev=False)
+    push = actions.add_parser("push", help="publish a run's newest checkpoint on the Hub")
     push.add_argument(
         "folder", metavar="DIR", help="a run's output folder, one checkpoint, or a folder with a model"
     )
@@ -64,14 +64,16 @@ def _parser() -> argparse.ArgumentParser:
     push.add_argument("--private", action="store_true", help="make a new repository private")
     place = push.add_mutually_exclusive_group()
     place.add_argument(
-        "--model-only", action="store_true",
+        "--model-only",
+        action="store_true",
         help="the model alone: that in the folder itself, else that of its newest checkpoint",
-    )  # fmt: skip
+    )
     place.add_argument(
-        "--own-folder", action="store_true",
+        "--own-folder",
+        action="store_true",
         help="into the folder checkpoint-N of the repository, instead of last-checkpoint",
-    )  # fmt: skip
-    prune = actions.add_parser("prune", help="remove checkpoints", allow_abbrev=False)
+    )
+    prune = actions.add_parser("prune", help="remove checkpoints")
     prune.add_argument("folder", metavar="DIR", help="a run's output folder")
     prune.add_argument("--keep-last", type=_count, metavar="N", help="keep this many of the newest")
     prune.add_argument("--keep-best", type=_count, metavar="N", help="keep this many of the best")
@@ -79,11 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_export(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_export(actions: argparse._SubParsersAction[CommandParser]) -> None:
     export = actions.add_parser(
         "export",
         help="weights or optimizer state as plain safetensors, or for from_pretrained",
-        allow_abbrev=False,
     )
     add = export.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a folder with a model")

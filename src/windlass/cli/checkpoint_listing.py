@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +24,27 @@ HEADERS = ("step", "saved", "size", "ranks", "metric", "marks", "state")
 
 
 def list_command(options: argparse.Namespace) -> int:
-    """Print the checkpoints in a run's folder, or the given one; return the exit code."""
-    found = checkpoints_in(options.folder)
-    is_one = is_one_checkpoint(local_path(options.folder))
-    of_run = survey(Store(found[0].path.resolve().parent)) if is_one else found
-    whole = [one.info for one in of_run if one.info is not None and one.problem is None]
-    notes = notes_of(whole)
-    rows = [_row(one, whole, notes) for one in found]
+    """Print the checkpoints in a run's folder, in the runs below a folder, or the given one; return the exit code."""
+    runs = {
+        folder: _rows(list(found))
+        for folder, found in groupby(checkpoints_in(options.folder), lambda one: one.path.parent)
+    }
     if options.json:
-        say(json.dumps(rows, indent=2))
-    else:
+        say(json.dumps([row for rows in runs.values() for row in rows], indent=2))
+        return 0
+    for number, (folder, rows) in enumerate(runs.items()):
+        if folder != local_path(options.folder) and not is_one_checkpoint(local_path(options.folder)):
+            say(f"{chr(10) if number else ''}{one_line(str(folder))}")
         print_table([HEADERS, *(_cells(row) for row in rows)], str.ljust)
     return 0
+
+
+def _rows(found: list[Found]) -> list[dict[str, Any]]:
+    """Return the values of each row; the marks compare a checkpoint with all of its run."""
+    of_run = survey(Store(found[0].path.resolve().parent))
+    whole = [one.info for one in of_run if one.info is not None and one.problem is None]
+    notes = notes_of(whole)
+    return [_row(one, whole, notes) for one in found]
 
 
 def verify_command(options: argparse.Namespace) -> int:
@@ -53,14 +65,25 @@ def verify_command(options: argparse.Namespace) -> int:
 
 
 def checkpoints_in(folder: str) -> list[Found]:
-    """Return the given checkpoint, or all in a run's folder. Raises CheckpointError if there is none."""
+    """Return the given checkpoint, or all in a run's folder, or all of the runs below. Raises CheckpointError if there
+    is none.
+    """
     path = local_path(folder)
     if is_one_checkpoint(path):
         return [look_at(path)]
-    found = survey(Store(path))
+    found = survey(Store(path)) or [one for run in _runs_below(path) for one in survey(Store(run))]
     if not found:
-        raise CheckpointError(f"{path} has no checkpoints")
+        raise CheckpointError(f"{path} has no checkpoints, nor has a folder below it")
     return found
+
+
+def _runs_below(path: Path) -> Iterator[Path]:
+    """Yield the folders with checkpoints, sorted; hidden folders and those of runs are not searched further."""
+    for place, folders, _ in os.walk(path):
+        if place != str(path) and Store(Path(place)).folders():
+            yield Path(place)
+            folders.clear()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
 
 
 def local_path(word: str) -> Path:

@@ -43,7 +43,7 @@ def push_command(options: argparse.Namespace) -> int:
 
 
 def _connected(publisher: Publisher) -> Publisher:
-    """Open the repository; what fails is told in the words of this command, and not in those of a run's arguments."""
+    """Open the repository. Errors name the options of this command, not the arguments of a run."""
     try:
         publisher.connect()
     except HubError as error:

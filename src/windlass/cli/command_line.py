@@ -1,16 +1,35 @@
-"""Exit codes, names and options that the parser and the commands share."""
+"""Exit codes, names, options and the parser that the commands share."""
 
 from __future__ import annotations
 
+import argparse
+import os
+import re
+import shutil
+import sys
+import textwrap
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from windlass.config.nearest import did_you_mean
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-# Set by `windlass launch` for its processes: its words up to the script, as JSON, for the command that resumes.
+# Set by `windlass launch` for its processes: its command line up to the script, as JSON, for the command that resumes.
 LAUNCH_VARIABLE = "WINDLASS_LAUNCH_COMMAND"
 # Names of torch's dtypes on the command line.
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+
+
+def program() -> list[str]:
+    """Return the words that start this command: `windlass`, or what was typed if that is not on PATH."""
+    typed = Path(sys.argv[0])
+    if typed.name == "__main__.py" and typed.parent.name == "windlass":
+        return [sys.executable, "-m", "windlass"]
+    on_path = shutil.which("windlass")
+    is_other = on_path is None or not typed.exists() or not os.path.samefile(on_path, typed)
+    return [str(typed)] if typed.stem == "windlass" and is_other else ["windlass"]
 
 
 @dataclass(slots=True)
@@ -22,4 +41,64 @@ class TrainOptions:
     output_dir: str | None = None
     resume: Literal[True] | str | None = None
     print_config: bool = False
+    all_keys: bool = False
     dry_run: bool = False
+    tiny: bool = False
+
+
+class _Paragraphs(argparse.HelpFormatter):
+    """Fits descriptions to the terminal by paragraphs; indented ones are printed as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip().split("\n\n")
+        return (
+            "\n\n".join(part if part.startswith(" ") else textwrap.fill(part, width) for part in paragraphs)
+            + "\n"
+        )
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Reports an error in one line: what is wrong, the nearest known word, and an example. Flags are not abbreviated,
+    so that a command that works keeps its meaning when a flag is added.
+
+    Attributes:
+        example: a command that works, for errors about missing words.
+    """
+
+    # "argument COMMAND: invalid choice: 'trian' (choose from 'train', 'run')", in the spellings of all versions
+    _CHOICE = re.compile(
+        r"argument (?P<name>.+): invalid choice: (?P<word>.+) \(choose from (?P<known>.+)\)", re.DOTALL
+    )
+
+    def __init__(self, *, example: str = "", **options: Any) -> None:
+        super().__init__(**{"formatter_class": _Paragraphs, "allow_abbrev": False, **options})
+        self.example = example
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        if choice := self._CHOICE.fullmatch(message):
+            word, known = choice["word"].strip("'"), re.findall(r"[\w.-]+", choice["known"])
+            is_flag = choice["name"].startswith("-")
+            what = (
+                f"{choice['name']}={word}: must be one of" if is_flag else f"unknown command {word!r}; known:"
+            )
+            message = f"{what} {', '.join(known)}{did_you_mean(word, known)}"
+        elif message.startswith("the following arguments are required: "):
+            message = f"{message.partition(': ')[2]} missing" + (
+                f"; example: {self.example}" if self.example else ""
+            )
+        else:
+            unknown = [word.partition("=")[0] for word in message.partition("; ")[0].split()]
+            flags = self.flags()
+            message += "".join(
+                did_you_mean(word, flags) for word in unknown if word.startswith("-") and word not in flags
+            )
+        self.exit(EXIT_USER_ERROR, f"{self.prog}: {message}; see: {self.prog} --help\n")
+
+    def flags(self) -> list[str]:
+        """Return the flags that the help lists."""
+        return [flag for action in self.arguments() for flag in action.option_strings]
+
+    def arguments(self) -> list[argparse.Action]:
+        """Return the arguments that the help lists."""
+        return [action for action in self._actions if action.help != argparse.SUPPRESS]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from windlass.cli.command_line import CommandParser
+from windlass.cli.launching.from_files import from_file
+from windlass.cli.launching.launch_file import basic_settings, default_file, find_file, updated, write_file
 from windlass.cli.prompts import LinePrompter, ask_until, prompter
-from windlass.config.launch_file import basic_settings, default_file, find_file, updated, write_file
 from windlass.config.parallel import rows_launch, rows_training
-from windlass.config.parallel.from_files import from_file
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.config.refusal import refuse
@@ -98,7 +98,7 @@ def _devices() -> int:
 
 def config_command(words: list[str]) -> int:
     """Write or update a launch file, and return the exit code."""
-    options = _parser().parse_args(words)
+    options = build_parser().parse_args(words)
     path = Path(options.config_file or default_file(os.environ)).expanduser()
     if options.action == "update":
         _update(options.config_file)
@@ -114,10 +114,9 @@ def config_command(words: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> CommandParser:
+    parser = CommandParser(
         prog="windlass config",
-        allow_abbrev=False,
         description="Ask how training is distributed, and write the file that `windlass launch` reads.",
     )
     add = parser.add_argument

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from windlass.cli import convert_keys as keys
+from windlass.cli.command_line import CommandParser
+from windlass.cli.schema import Recipe, field_names
 from windlass.cli.training import training_arguments, training_fields
 from windlass.config.documents import loads, one_line
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
+from windlass.core.outside import load_outside
 from windlass.core.plain_text import read_text
 
 _HELP = """\
@@ -25,39 +26,23 @@ Turn a configuration of TRL, Axolotl or LLaMA-Factory into a recipe, and list wh
 """
 
 
-@dataclass(slots=True)
-class Conversion:
-    """The recipe under construction.
-
-    Attributes:
-        recipe: sections and their values.
-        lost: key of the file -> value and reason, for what the recipe does not have.
-    """
-
-    recipe: dict[str, Any] = field(default_factory=lambda: {"task": "sft"})
-    lost: dict[str, tuple[Any, str]] = field(default_factory=dict)
-
-    def put(self, dotted: str, value: Any) -> None:
-        """Set a key of the recipe; later ones win."""
-        *sections, last = dotted.split(".")
-        place = self.recipe
-        for name in sections:
-            place = place.setdefault(name, {})
-        place[last] = value
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="windlass convert-config", description=_HELP, example="windlass convert-config trl.yaml"
+    )
+    parser.add_argument("file", metavar="FILE", help="the configuration, in YAML")
+    parser.add_argument(
+        "--output", metavar="RECIPE.yaml", help="write the recipe there instead of printing it"
+    )
+    return parser
 
 
 def convert_command(arguments: Sequence[str]) -> int:
     """Run `windlass convert-config`, and return the exit code."""
-    parser = argparse.ArgumentParser(
-        "windlass convert-config", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", metavar="FILE")
-    parser.add_argument(
-        "--output", metavar="RECIPE.yaml", help="write the recipe there instead of printing it"
-    )
-    options = parser.parse_args(list(arguments))
-    source, made = convert(_read(Path(options.file)))
-    text = render(made, f"From {Path(options.file).name}, a configuration of {source}.")
+    options = build_parser().parse_args(list(arguments))
+    path = Path(options.file)
+    made = convert(_read(path), path.parent)
+    text = render(made, f"From {path.name}, a configuration of {made.program}.")
     if options.output is None:
         say(text, end="")
         return 0
@@ -75,57 +60,27 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(Problem("FILE", str(path), f"cannot be read: {error.strerror}")) from error
 
 
-def convert(values: Mapping[str, Any]) -> tuple[str, Conversion]:
-    """Return the name of the program whose configuration this is, and the recipe. Raises ConfigError if it is of none
-    of the three, or not of supervised fine-tuning.
+def convert(values: Mapping[str, Any], folder: Path = Path()) -> Any:
+    """Return the conversion of a configuration (`compat.conversion.made.Conversion`), with a recipe that is accepted.
+
+    Raises:
+        ConfigError: it is of none of the three programs, or not of supervised fine-tuning.
     """
-    source = keys.source_of(values)
-    made = Conversion()
-    for name, reason in keys.other_training(source, values):
-        raise ConfigError(Problem(name, values[name], reason))
-    table, known = keys.TABLES[source], set(training_fields())
-    for name, value in values.items():
-        if value is None or name in keys.MEANINGLESS[source]:
-            continue
-        if name in table:
-            _apply(made, name, value, table[name])
-        elif name in known:
-            made.put(f"training.{name}", value)
-        else:
-            made.lost[name] = value, keys.REASONS.get(name, "a recipe has no such key")
-    keys.settle(source, values, made.put, lambda name, why: made.lost.__setitem__(name, (values[name], why)))
-    if not _evaluates(made.recipe):
-        made.put("data.eval_fraction", 0)  # a recipe holds out a part of the data by default
-    if "task_type" not in made.recipe.get("adapter", {}):  # without an adapter, its options have no effect
-        made.recipe.pop("adapter", None)
-        if "quantization" in made.recipe:
-            made.lost["quantization"] = (
-                made.recipe.pop("quantization"),
-                "needs an adapter, which is trained instead",
-            )
+    programs = load_outside("configurations of other programs")
+    made = programs.convert(values, set(training_fields()), folder)
+    for section in made.recipe.keys() - set(field_names(Recipe)):
+        made.lost[section] = made.recipe.pop(section), "a recipe has no such section"
     _drop_what_is_refused(made)
-    return source, made
+    return made
 
 
-def _evaluates(recipe: Mapping[str, Any]) -> bool:
-    data, strategy = recipe.get("data", {}), recipe.get("training", {}).get("eval_strategy", "no")
-    return bool({"eval", "eval_split", "eval_fraction"} & data.keys()) or strategy not in ("no", False)
-
-
-def _apply(made: Conversion, name: str, value: Any, rule: Any) -> None:
-    try:
-        for dotted, converted in rule(value) if callable(rule) else ((rule, value),):
-            made.put(dotted, converted)
-    except ValueError as error:
-        made.lost[name] = value, str(error)
-
-
-def _drop_what_is_refused(made: Conversion) -> None:
+def _drop_what_is_refused(made: Any) -> None:
     """Move values of `training` that Windlass refuses to the list."""
     training = made.recipe.get("training", {})
     while True:
         try:
-            training_arguments(training, "sft")
+            with warnings.catch_warnings(record=True):  # of a value that is dropped in the next turn
+                training_arguments(training, made.recipe["task"])
         except ConfigError as error:
             wrong = {problem.field.partition(".")[0]: problem for problem in error.problems}
             found = [name for name in wrong if name in training]
@@ -137,7 +92,7 @@ def _drop_what_is_refused(made: Conversion) -> None:
             return
 
 
-def render(made: Conversion, head: str) -> str:
+def render(made: Any, head: str) -> str:
     """Return the recipe as YAML, with a list of what is not in it."""
     lines = [f"# {head}"]
     if made.lost:

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
+
+from windlass.cli.command_line import CommandParser
 
 _COMMANDS = {"show": ("data_show", "show_command"), "prepare": ("data_prepare", "prepare_command")}
 
 
 def data_command(words: list[str]) -> int:
     """Run one of the commands, and return the exit code."""
-    options = _parser().parse_args(words)
+    options = build_parser().parse_args(words)
     module, function = _COMMANDS[options.action]
     return int(getattr(importlib.import_module(f"windlass.cli.{module}"), function)(options))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> CommandParser:
+    parser = CommandParser(
         prog="windlass data",
-        allow_abbrev=False,
+        example="windlass data show data.jsonl",
         description="Show what a model would be trained on, or prepare it before training.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="show | prepare")
     show = actions.add_parser(
-        "show", help="print samples as text, with the trained tokens marked", allow_abbrev=False
+        "show", help="print samples as the model gets them, with the trained tokens marked"
     )
     prepare = actions.add_parser(
         "prepare",
         help="tokenize a dataset, and keep the result for training",
         description="Tokenize a dataset, and keep the result for training in $WINDLASS_HOME/text, else in "
         "~/.cache/windlass/text.",
-        allow_abbrev=False,
     )
     for action in (show, prepare):
         action.add_argument("source", metavar="RECIPE.yaml | FILE", help="a recipe, or a file with data")
@@ -43,6 +43,6 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--rows", type=int, default=3, metavar="N", help="how many (default: 3)")
     show.add_argument("--start", type=int, default=0, metavar="N", help="the first of them (default: 0)")
     show.add_argument(
-        "--split", default="train", help="train or eval; of a mixture 'train FILE' (default: train)"
+        "--split", default="train", help="train, eval or test; of a mixture 'train FILE' (default: train)"
     )
     return parser

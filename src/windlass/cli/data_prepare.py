@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from windlass.cli.data_source import open_source
+from windlass.cli.schema import Recipe
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
 from windlass.finetuning.prepared_text import prepare_kept
@@ -17,7 +18,7 @@ _BAR = 40
 def prepare_command(options: argparse.Namespace) -> int:
     """Prepare each split, and print its counts and the lengths of its rows."""
     source = open_source(options.source, options.overrides)
-    if not source.is_kept:
+    if isinstance(source, Recipe):
         fix = "tokenizes its text when training starts, which reads nothing that was prepared; use task sft"
         raise ConfigError(Problem("task", options.source, fix))
     if source.tokenizer is None:

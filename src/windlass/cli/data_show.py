@@ -1,50 +1,82 @@
-"""`windlass data show`: samples as text, with the trained tokens in colour or in brackets."""
+"""`windlass data show`: what a model gets of some samples, with the trained tokens in colour or in brackets."""
 
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from windlass.cli.data_source import open_source
+from windlass.cli.marked_text import marked, terminal_marks
+from windlass.cli.schema import Recipe
+from windlass.cli.tasks import TASKS
+from windlass.cli.text_source import DataSource
+from windlass.cli.training import training_arguments
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.core.output import STDOUT, say, shown
-from windlass.core.terminal import can_redraw
-from windlass.text.encoder import IGNORED
+from windlass.core.output import STDOUT, say
 from windlass.text.forms import recognise_form, standardised
 from windlass.text.located_rows import LocatedRows
 from windlass.text.prepare_text import prepare_text
 from windlass.text.text_options import TextOptions
 
-_COLOUR, _PLAIN = "\x1b[32m", "\x1b[0m"
-_BRACKETS = ("⟦", "⟧")
+_Split = TypeVar("_Split")
 
 
 def show_command(options: argparse.Namespace) -> int:
-    """Print the form of a dataset, some samples, and what the marks mean."""
+    """Print some samples of a dataset, and what the marks mean."""
     source = open_source(options.source, options.overrides)
-    split = source.splits.get(options.split)
-    if split is None:
-        raise DataError(f"there is no split {options.split!r}; there is: {', '.join(source.splits)}")
+    if isinstance(source, Recipe):
+        _print_samples(source, options)
+    else:
+        _print_rows(source, options)
+    return 0
+
+
+def _print_samples(recipe: Recipe, options: argparse.Namespace) -> None:
+    """Print samples as the collator or the model gets them."""
+    task, marks = TASKS[recipe.task], terminal_marks()
+    parts = task.build_parts(recipe, training_arguments(recipe.training, recipe.task))
+    splits = {"train": parts.train, "eval": parts.evaluation, "test": parts.test}
+    samples = _chosen({name: split for name, split in splits.items() if split is not None}, options.split)
+    kinds = f", classes: {', '.join(parts.labels)}" if parts.labels else ""
+    say(f"{len(samples):,} samples for task {task.name}{kinds}")
+    for number in _span(options, len(samples)):
+        say(f"--- sample {number}")
+        # Not `say`, which would make the colours visible as text.
+        STDOUT.write("".join(f"{line}\n" for line in task.sample_lines(parts, samples[number], marks)))
+    if task.marked_tokens:
+        STDOUT.write(f"--- {marks[0]}marked{marks[1]} {task.marked_tokens}\n")
+
+
+def _print_rows(source: DataSource, options: argparse.Namespace) -> None:
+    """Print the form of rows of text, and rows as a trainer prepares them."""
+    split = _chosen(source.splits, options.split)
     rows, settings = split.rows, split.options
-    span = slice(options.start, options.start + options.rows) if options.start >= 0 else slice(0)
+    numbers = _span(options, len(rows))
+    span = slice(numbers.start, numbers.stop)
     chosen = LocatedRows(rows[span], rows.places[span])
-    if not chosen:
-        raise ConfigError(
-            Problem("--start", options.start, f"must be less than the number of rows, {len(rows)}")
-        )
     form = recognise_form(chosen[0], settings.dataset_text_field)
     say(f"{len(rows):,} rows, {form.value}")
-    if source.tokenizer is None:
-        for number, row in enumerate(chosen, options.start):
-            say(f"--- row {number}")
-            say("\n".join(_described(standardised(row, form, settings.dataset_text_field, True))))
-        say("Set tokenizer=NAME to see the tokens that a model is trained on.")
-        return 0
-    _print_tokens(chosen, source.tokenizer, settings, options.start)
-    return 0
+    if source.tokenizer is not None:
+        _print_tokens(chosen, source.tokenizer, settings, options.start)
+        return
+    for number, row in enumerate(chosen, options.start):
+        say(f"--- row {number}")
+        say("\n".join(_described(standardised(row, form, settings.dataset_text_field, True))))
+    say("Set tokenizer=NAME to see the tokens that a model is trained on.")
+
+
+def _chosen(splits: Mapping[str, _Split], name: str) -> _Split:
+    if name not in splits:
+        raise DataError(f"there is no split {name!r}; there is: {', '.join(splits)}")
+    return splits[name]
+
+
+def _span(options: argparse.Namespace, count: int) -> range:
+    if not 0 <= options.start < count or options.rows < 1:
+        fix = f"must be less than the number of rows, {count}"
+        raise ConfigError(Problem("--start", options.start, fix))
+    return range(options.start, min(options.start + options.rows, count))
 
 
 def _described(row: Mapping[str, Any]) -> Iterator[str]:
@@ -57,8 +89,7 @@ def _described(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _print_tokens(rows: LocatedRows, tokenizer: Any, options: TextOptions, first: int) -> None:
-    coloured = can_redraw(STDOUT) and not os.environ.get("NO_COLOR")
-    marks = (_COLOUR, _PLAIN) if coloured else _BRACKETS
+    marks = terminal_marks()
     for number, (row, place) in enumerate(zip(rows, rows.places, strict=True), first):
         found = prepare_text(LocatedRows([row], [place]), tokenizer, options.of_tokens())
         (ids, labels), summary = found.dataset[0].values(), found.summary
@@ -69,13 +100,3 @@ def _print_tokens(rows: LocatedRows, tokenizer: Any, options: TextOptions, first
         STDOUT.write(marked(ids, labels, tokenizer, marks) + "\n")
     sample = f"{marks[0]}trained{marks[1]}"
     STDOUT.write(f"--- {sample} tokens have a label; all others are read, and have no loss\n")
-
-
-def marked(ids: Sequence[int], labels: Sequence[int], tokenizer: Any, marks: tuple[str, str]) -> str:
-    """Return the text of a row, with `marks` around what has a label. Control characters are shown escaped."""
-    pairs = zip(ids, labels, strict=True)
-    pieces = []
-    for trained, group in groupby(pairs, key=lambda pair: pair[1] != IGNORED):
-        text = shown(tokenizer.decode([token for token, _ in group], clean_up_tokenization_spaces=False))
-        pieces.append(f"{marks[0]}{text}{marks[1]}" if trained else text)
-    return "".join(pieces)

@@ -17,13 +17,15 @@ from windlass.assemble.resolve import resolve_cadence
 from windlass.callbacks.printer import PrinterCallback
 from windlass.checkpoint.remote import check_remote
 from windlass.cli.estimate_memory import in_words
-from windlass.cli.recipe_parts import RecipeParts, build_parts, build_trainer
+from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.schema import Recipe
 from windlass.cli.screen import describe_run, duration
+from windlass.cli.tasks import TASKS
 from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
 from windlass.config.plan import CadencePlan
-from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.locations import is_url
 from windlass.core.world import world_from_environment
 from windlass.trainer.run_folder import check_writable
@@ -40,14 +42,20 @@ class StepClock(TrainerCallback):
         self.save = 0.0
         self._since = 0.0
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._since = _now()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.steps.append(_now() - self._since)
         self._since = _now()
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.save = _now() - self._since
 
 
@@ -72,7 +80,7 @@ def dry_run(recipe: Recipe, args: TrainingArguments, say: Callable[[str], None])
         _try_output_folder(run_folder(args), str(args.output_dir))
         if is_url(str(args.output_dir)):
             check_remote(str(args.output_dir))
-    parts = build_parts(recipe, args)
+    parts = TASKS[recipe.task].build_parts(recipe, args)
     with tempfile.TemporaryDirectory(prefix="windlass-dry-run-") as folder:
         say(_estimate(args, _rehearse(recipe, parts, folder, say)))
 
@@ -87,7 +95,8 @@ def _try_output_folder(folder: Path, shown: str) -> None:
 
 def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[str], None]) -> Findings:
     small = training_arguments({**recipe.training, **_small(folder)}, recipe.task)
-    trainer, clock = _quiet(build_trainer(parts, small)), StepClock()
+    task, clock = TASKS[recipe.task], StepClock()
+    trainer = _quiet(task.open_trainer(parts, small))
     full = training_arguments(recipe.training, recipe.task)
     *_, steps = trainer.set_initial_training_values(full, trainer.get_train_dataloader())
     trainer.add_callback(clock)
@@ -96,10 +105,9 @@ def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[st
     evaluation = _evaluate(trainer, parts, small)
     checkpoint = Path(folder) / f"checkpoint-{trainer.state.global_step}"
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
-    _quiet(build_trainer(parts, small)).train(resume_from_checkpoint=str(checkpoint))
-    return Findings(
-        int(steps), min(clock.steps), evaluation, clock.save, size
-    )  # the first step also warms up
+    _quiet(task.open_trainer(parts, small)).train(resume_from_checkpoint=str(checkpoint))
+    # The fastest step: the first one also warms up.
+    return Findings(int(steps), min(clock.steps), evaluation, clock.save, size)
 
 
 def _quiet(trainer: Any) -> Any:

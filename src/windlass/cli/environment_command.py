@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+from pathlib import Path
 
-from windlass.callbacks.report import environment
-from windlass.config.launch_file import find_file
-from windlass.config.parallel import from_environment, from_file, merge
+from windlass import __version__
+from windlass.callbacks.run_record import environment
+from windlass.cli.command_line import CommandParser
+from windlass.cli.launching.from_files import from_file
+from windlass.cli.launching.launch_file import find_file
+from windlass.config.parallel.from_launcher import from_environment
+from windlass.config.parallel.settings import merge
 from windlass.core.errors import ConfigError
-from windlass.core.optional import require
+from windlass.core.optional import DISTRIBUTION, require, version_of
 from windlass.core.output import say
 
 
 def environment_command(words: list[str]) -> int:
     """Print versions, devices, and the settings of a launch; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="windlass env", description="Print versions, devices and launch settings."
-    )
-    parser.parse_args(words)
+    build_parser().parse_args(words)
     require("torch", "train")
     facts: dict[str, object] = {name: value for name, value in environment().items() if name != "command"}
-    facts |= _launch_facts()
+    facts["windlass"] = f"{__version__} ({Path(__file__).parents[1]})"
+    facts |= _other_distribution() | _launch_facts()
     width = max(map(len, facts))
     for name, value in facts.items():
         say(f"{name:<{width}}  {value}")
     return 0
+
+
+def build_parser() -> CommandParser:
+    return CommandParser(prog="windlass env", description="Print versions, devices and launch settings.")
+
+
+def _other_distribution() -> dict[str, object]:
+    """Return what to do about a distribution of another name whose package is `windlass` too."""
+    if (found := version_of("windlass")) is None:
+        return {}
+    fix = f"remove both, then install again: pip uninstall windlass {DISTRIBUTION}"
+    return {"conflict": f"the distribution windlass {found} writes into the same package: {fix}"}
 
 
 def _launch_facts() -> dict[str, object]:

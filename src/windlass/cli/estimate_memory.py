@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from windlass.cli.command_line import CommandParser
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.core.output import say
+from windlass.core.outside import load_outside
 
 # Bits of a parameter when loaded, and bytes of a parameter in training with Adam (None: not a dtype for training):
 # weights, gradients and two moments in fp32 are 16; autocast adds a 16-bit copy of the weights.
@@ -20,22 +22,74 @@ DTYPES: dict[str, tuple[int, int | None]] = {
     "int8": (8, None),
     "int4": (4, None),
 }
+# Options that only count in the table of a training.
+_DETAILS = {
+    "length": 1024,
+    "weights": "float32",
+    "precision": "no",
+    "lora_r": None,
+    "quantization": None,
+    "recompute": False,
+    "num_processes": 1,
+    "sharding": "none",
+}
+_WHY_MORE = (
+    "With bf16 or fp16, weights, gradients and moments stay in float32, and autocast\n"
+    "adds a 16-bit copy of the weights: more memory for weights, less for\n"
+    "activations. A small batch may thus need more than in float32."
+)
+_NOT_COUNTED = (
+    "Activations: the tensors that autograd saves in a forward of this size, with\n"
+    "attention that keeps no scores. Not counted: what the device's runtime and its\n"
+    "allocator reserve, and the temporary tensors of the backward."
+)
 HEADERS = ("dtype", "largest layer", "whole model", "training with Adam")
 
 
 def estimate_memory_command(words: list[str]) -> int:
     """Print the table for one model; return the exit code."""
-    options = _parser().parse_args(words)
+    options = build_parser().parse_args(words)
     if options.library_name not in (None, "transformers"):
         fix = "only models of transformers can be built from a config alone"
         raise ConfigError(Problem("--library_name", options.library_name, fix))
+    detailed = [name for name, default in _DETAILS.items() if getattr(options, name) != default]
+    if options.batch_size is None and detailed:
+        fix = f"is needed with --{detailed[0]}: samples of one process in a forward"
+        raise ConfigError(Problem("--batch_size", None, fix))
     model = build_empty(options.model, options.trust_remote_code)
-    rows = [HEADERS, *estimate(model, options.dtypes)]
     parameters = sum(param.numel() for param in model.parameters())
     say(f"{type(model).__name__} of {options.model}: {parameters:,} parameters")
+    if options.batch_size is not None:
+        _print_training(model, options)
+        return 0
+    rows = [HEADERS, *estimate(model, options.dtypes)]
     print_table(rows, str.rjust)
-    say("Training: weights, gradients and Adam's moments, without activations, which depend on the batch.")
+    say(
+        "Training: weights, gradients and Adam's moments of all parameters;\nwith --batch_size also activations."
+    )
+    if {"float16", "bfloat16"} & set(options.dtypes):
+        say(_WHY_MORE)
     return 0
+
+
+def _print_training(model: Any, options: argparse.Namespace) -> None:
+    from windlass.cli.training_memory import Training, training_rows
+
+    training = Training(
+        options.batch_size,
+        options.length,
+        options.weights,
+        options.precision,
+        options.lora_r,
+        options.quantization,
+        options.recompute,
+        options.num_processes,
+        options.sharding,
+    )
+    print_table([(name, in_words(size)) for name, size in training_rows(model, training)], str.ljust)
+    say(_NOT_COUNTED)
+    if options.precision != "no" and options.weights == "float32" and options.quantization is None:
+        say(_WHY_MORE)
 
 
 def print_table(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str]) -> None:
@@ -45,16 +99,29 @@ def print_table(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], s
         say("  ".join(map(justify, row, widths)).rstrip())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> CommandParser:
+    parser = CommandParser(
         prog="windlass estimate-memory",
-        allow_abbrev=False,
+        example="windlass estimate-memory config.json",
         description="Estimate the memory of a model by dtype. The model is built from its config without weights.",
     )
     add = parser.add_argument
+    shown = f"the dtypes to show, of {', '.join(DTYPES)} (default: all)"
     add("model", help="a config.json, a folder with one, or a model's name on the Hub")
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), metavar="DTYPE", help=shown)
+    parser.set_defaults(**_DETAILS)
+    add_to = parser.add_argument_group("training with Adam, in detail").add_argument
+    add_to("--batch_size", type=int, metavar="N", help="samples of one process in a forward")
+    add_to("--length", type=int, metavar="N", help="tokens in a sample (default: 1024)")
+    add_to("--weights", choices=("float32", "bfloat16", "float16"), help="their dtype (default: float32)")
+    add_to("--precision", choices=("no", "bf16", "fp16"), help="of autocast (default: no)")
+    add_to("--lora_r", type=int, metavar="R", help="train adapters of this rank on all linear layers")
+    add_to("--quantization", choices=("nf4", "fp4", "int8"), help="of the base below adapters (QLoRA)")
+    add_to("--recompute", action="store_true", help="with activation checkpointing")
+    add_to("--num_processes", type=int, metavar="N", help="processes that train together (default: 1)")
+    sharding = "what they divide: none; grad: gradients and optimizer state; full: weights too, as FSDP (default: none)"
+    add_to("--sharding", choices=("none", "grad", "full"), help=sharding)
     add("--library_name", help="transformers (the default)")
-    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="the dtypes to show (default: all)")
     add("--trust_remote_code", action="store_true", help="run the modelling code that comes with the model")
     return parser
 
@@ -64,8 +131,6 @@ def build_empty(name: str, trust_remote_code: bool = False) -> Any:
 
     Raises ModelError if there is no such config.
     """
-    from windlass.compat.meta import init_empty_weights
-
     transformers = require("transformers", "build a model from its config")
     path = Path(name)
     if path.suffix == ".json" and not path.is_file():
@@ -77,7 +142,7 @@ def build_empty(name: str, trust_remote_code: bool = False) -> Any:
         config = transformers.AutoConfig.from_pretrained(
             str(source) if source.exists() else name, trust_remote_code=trust_remote_code
         )
-        with init_empty_weights():
+        with load_outside("models without data").init_empty_weights():
             model = _constructor(transformers, config, trust_remote_code)(config)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
@@ -95,9 +160,7 @@ def _constructor(transformers: Any, config: Any, trust_remote_code: bool) -> Any
 
 def estimate(model: Any, dtypes: list[str]) -> list[tuple[str, str, str, str]]:
     """Return a row for each dtype: its name, and the sizes of the largest layer, the model and training."""
-    from windlass.compat.module_sizes import calculate_maximum_sizes
-
-    whole, (largest, _) = calculate_maximum_sizes(model)
+    whole, (largest, _) = load_outside("sizes of modules").calculate_maximum_sizes(model)
     rows = []
     for dtype in dtypes:
         bits, training = DTYPES[dtype]

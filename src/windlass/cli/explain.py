@@ -1,57 +1,198 @@
-"""`windlass explain KEY`: the meaning of a setting, the source of its value, and all its spellings."""
+"""`windlass explain NAME`: what an argument or a setting means, the source of its value, and all its spellings."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import shutil
+import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from windlass.cli.argument_table import Argument, all_arguments, find_arguments
+from windlass.cli.command_line import CommandParser
+from windlass.cli.launching.launch import launch_settings
+from windlass.cli.launching.launch_flags import add_setting_flags
+from windlass.cli.recipe import check_draft, read_draft
+from windlass.cli.recipe_draft import RecipeDraft
+from windlass.cli.schema import Recipe
+from windlass.cli.tasks import TASKS
+from windlass.cli.training import training_arguments
+from windlass.config.arguments import TrainingArguments, describe
 from windlass.config.deepspeed import explained
-from windlass.config.launch import launch_settings
-from windlass.config.launch_flags import add_setting_flags
 from windlass.config.nearest import did_you_mean
-from windlass.config.parallel import dtype_plans, from_arguments, merge
+from windlass.config.parallel.from_script import from_arguments
 from windlass.config.parallel.keys import Key
+from windlass.config.parallel.parallel_plan import dtype_plans
 from windlass.config.parallel.rows_deepspeed import CONFIG
 from windlass.config.parallel.rows_training import PRECISION
-from windlass.config.parallel.settings import Setting, Settings
+from windlass.config.parallel.settings import Setting, Settings, merge
 from windlass.config.parallel.spelling import spellings
 from windlass.config.parallel.table import FLAGS, SPELLINGS
+from windlass.config.renamed import OLD_NAMES
+from windlass.config.sections.setting import default_of, rules_in
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.output import say
+from windlass.core.output import STDOUT, is_terminal, say
 from windlass.precision.dtypes import dtypes_of
+
+_HELP = """\
+Print what an argument or a setting means, its value, and where the value was set: by a recipe with overrides, a flag, a
+launch file or the environment. Any spelling will do.
+
+  windlass explain learning_rate
+  windlass explain data.block_size --recipe shakespeare
+  windlass explain precision --config_file two.yaml --mixed_precision bf16
+"""
+# Pages on the arguments of a section.
+_PAGES = {
+    "OptimisationSection": "training.md, optimizers.md",
+    "ComputeSection": "training.md, low-memory.md",
+    "ReportingSection": "logging.md",
+    "EvaluationSection": "training.md",
+    "SavingSection": "checkpoints.md, hub.md",
+    "RunningSection": "training.md, data.md, distributed.md",
+    "GenerationSection": "seq2seq.md",
+    "SFTConfig": "fine-tuning.md, text.md",
+}
 
 
 def explain_command(words: list[str]) -> int:
-    """Print one setting, or all that are set; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="windlass explain",
-        allow_abbrev=False,
-        description="Print the source of a setting's value. The flags and the launch file are those of a launch.",
-    )
-    add = parser.add_argument
-    add("key", nargs="?", help="a setting in any of its spellings (default: all that are set)")
-    add("--recipe", metavar="FILE", help="a recipe that is to be trained")
-    add_setting_flags(parser)
-    options = parser.parse_args(words)
-    settings = launch_settings(options, os.environ)
+    """Print one argument or setting, or all that are set; return the exit code."""
+    parser = build_parser()
+    options = parser.parse_intermixed_args(words)
+    overrides = [word for word in options.words if "=" in word]
+    names = [word for word in options.words if "=" not in word]
+    if len(names) > 1 or (overrides and options.recipe is None):
+        parser.error(f"one name at a time: {' '.join(names)}" if names[1:] else "overrides need --recipe")
+    settings, given = launch_settings(options, os.environ), None
     if options.recipe:
-        settings = merge(_of_recipe(options.recipe), settings)
-    say("\n".join(_all(settings) if options.key is None else explain(find_key(options.key), settings)))
+        given = GivenRecipe.read(options.recipe, overrides)
+        settings = merge(from_arguments(given.training), settings)
+    lines = _one(names[0], settings, given) if names else _all(settings, given)
+    width = shutil.get_terminal_size().columns if is_terminal(STDOUT) else None
+    for line in lines:
+        say(line if width is None else textwrap.fill(line, width, subsequent_indent=" " * 12))
     return 0
 
 
-def find_key(word: str) -> Key:
-    """Return the setting with this name, flag, variable, key of a launch file or field of arguments."""
+def build_parser() -> CommandParser:
+    usage = "windlass explain [NAME] [--recipe FILE [key=value ...]] [FLAGS]"
+    parser = CommandParser(prog="windlass explain", usage=usage, description=_HELP)
+    add = parser.add_argument
+    add(
+        "words",
+        nargs="*",
+        metavar="NAME | key=value",
+        help="an argument or setting (default: all that are set), and overrides of keys of the recipe",
+    )
+    add("--recipe", metavar="FILE", help="a recipe that is to be trained; its data need not exist")
+    add_setting_flags(parser)
+    return parser
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRecipe:
+    """A checked recipe, its arguments, and where each key was set."""
+
+    recipe: Recipe
+    training: TrainingArguments
+    draft: RecipeDraft
+
+    @classmethod
+    def read(cls, path: str, overrides: list[str]) -> GivenRecipe:
+        """Read a recipe file. Raises ConfigError with all problems, except missing files."""
+        draft = read_draft(path, overrides)
+        recipe = check_draft(draft, opens_files=False)
+        return cls(recipe, training_arguments(recipe.training, recipe.task), draft)
+
+    def value(self, argument: Argument) -> Any:
+        """Return the value of a key; None below a section that is absent."""
+        if argument.is_training:
+            return {name: value for name, value, _ in describe(self.training)}[argument.keys[-1]]
+        value: Any = self.recipe
+        for name in argument.keys:
+            value = getattr(value, name, None)
+        return value
+
+    def has(self, argument: Argument) -> bool:
+        """Return True if the task of the recipe reads a key, and the recipe has its section."""
+        is_absent = len(argument.keys) > 1 and getattr(self.recipe, argument.keys[0]) is None
+        return not is_absent and (not argument.readers or self.recipe.task in argument.readers)
+
+
+def find_setting(word: str) -> Key | None:
+    """Return the setting of a launch with this name, flag, variable, key of a launch file or field of arguments."""
     spelling = word.lstrip("-").replace("-", "_").removeprefix("TrainingArguments.").removeprefix("parallel.")
-    last = spelling.rpartition(".")[2]
-    key = SPELLINGS.get(spelling) or FLAGS.get(last)
-    if key is None:
-        hint = did_you_mean(spelling, SPELLINGS) or "; see: windlass launch --help"
-        raise ConfigError(Problem("KEY", word, f"there is no such setting{hint}"))
-    return key
+    return SPELLINGS.get(spelling) or FLAGS.get(spelling.rpartition(".")[2])
+
+
+def _one(word: str, settings: Settings, given: GivenRecipe | None) -> Iterator[str]:
+    spelling = word.replace("-", "_")
+    found = _arguments(spelling, given)
+    old = OLD_NAMES.get(spelling)
+    if (key := find_setting(word)) is not None:
+        yield from explain(key, settings)
+    elif found:
+        for argument in found:
+            yield from _explain_argument(argument, given)
+    elif old is not None:
+        yield f"{spelling} {old.note}"
+    else:
+        known = list(all_arguments())
+        names = [*SPELLINGS, *(one.dotted for one in known), *(one.keys[-1] for one in known)]
+        hint = did_you_mean(spelling, names) or "; docs/support.md lists them"
+        raise ConfigError(Problem("NAME", word, f"there is no such argument or setting{hint}"))
+
+
+def _arguments(word: str, given: GivenRecipe | None) -> list[Argument]:
+    """Return the arguments of this name; of several, those that the recipe has, if it has one."""
+    inside = word.partition(".")[2]  # of a class, such as TrainingArguments.seed
+    if given is not None:
+        task = given.recipe.task
+        found = find_arguments(word, task) or find_arguments(inside, task)
+        if own := [argument for argument in found if given.has(argument)]:
+            return own
+    return find_arguments(word) or find_arguments(inside)
+
+
+def _explain_argument(argument: Argument, given: GivenRecipe | None) -> Iterator[str]:
+    name, rules = argument.keys[-1], rules_in(argument.field)
+    if given is None or not given.has(argument):
+        yield f"{argument.dotted} = {_text(argument.default)}"
+        yield "  from      its default"
+        yield from _other_defaults(argument)
+    else:
+        value, origin = given.value(argument), given.draft.origin(*argument.keys)
+        yield f"{argument.dotted} = {_text(value)}"
+        unset = "its default" if value == argument.default else "derived from other keys, or set by the task"
+        yield f"  from      {origin or unset}"
+        yield f"  default   {_text(argument.default)}"
+    yield f"  means     {argument.doc}"
+    yield f"  type      {argument.type_in_words()}"
+    if values := argument.values():
+        yield f"  values    {', '.join(values)}"
+    for title, note in (("refused", rules.refused), ("but", rules.mapped)):
+        if note:
+            yield f"  {title:<9} {note}"
+    if argument.readers:
+        yield f"  tasks     {', '.join(argument.readers)}"
+    if argument.is_training:
+        yield f"  python    {argument.owner.__name__}.{name}"
+    yield f"  recipe    {argument.dotted}"
+    if argument.earlier_names:
+        yield f"  earlier   {', '.join(argument.earlier_names)}"
+    declaring = next(kind for kind in argument.owner.__mro__ if name in vars(kind).get("__annotations__", {}))
+    pages = _PAGES.get(declaring.__name__, "recipes.md").split(", ")
+    yield f"  page      {', '.join(f'docs/{page}' for page in pages)}"
+
+
+def _other_defaults(argument: Argument) -> Iterator[str]:
+    """Yield the defaults in the arguments of tasks that have others."""
+    for kind in dict.fromkeys(task.arguments for task in TASKS.values() if argument.is_training):
+        for item in fields(kind):
+            if item.name == argument.keys[-1] and default_of(item) != argument.default:
+                yield f"  {kind.__name__:<9} {_text(default_of(item))}"
 
 
 def explain(key: Key, settings: Settings) -> Iterator[str]:
@@ -80,9 +221,14 @@ def explain(key: Key, settings: Settings) -> Iterator[str]:
         yield f"  problem   {problem}"
 
 
-def _all(settings: Settings) -> Iterator[str]:
-    if not settings:
+def _all(settings: Settings, recipe: GivenRecipe | None) -> Iterator[str]:
+    if not settings and recipe is None:
         yield "no settings given; all defaults apply"
+    if recipe is not None:
+        for argument in all_arguments(recipe.recipe.task):
+            value, origin = recipe.value(argument), recipe.draft.origin(*argument.keys)
+            if origin is not None and not is_dataclass(value):
+                yield f"{argument.dotted} = {_text(value)}  # {origin}"
     for name in sorted(settings):
         given = settings[name]
         yield f"{name} = {_text(given.value)}  # {given.origin}{_note(given)}"
@@ -94,13 +240,5 @@ def _note(given: Setting) -> str:
     return " (written by a tool by default; any other source overrides it)" if given.implicit else ""
 
 
-def _of_recipe(path: str) -> Settings:
-    from windlass.cli.recipe import load_recipe
-    from windlass.cli.training import training_arguments
-
-    recipe = load_recipe(path)
-    return from_arguments(training_arguments(recipe.training, recipe.task))
-
-
 def _text(value: Any) -> str:
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
+    return json.dumps(list(value) if isinstance(value, tuple) else value, default=str)

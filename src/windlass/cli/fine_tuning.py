@@ -1,18 +1,19 @@
-"""The task sft of a recipe: the small base that is trained first, the adapter, the trainer."""
+"""Supervised fine-tuning by a recipe: the small base that is trained first, the adapter, the trainer."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
-from windlass.cli.modelling import build_model
+from windlass.cli.modelling import TextShape, base_config, build_model, check_model_type
+from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.samples import pack
 from windlass.cli.schema import BaseSpec, ModelSpec, Recipe
-from windlass.cli.tuning_data import Rows, tuning_texts
+from windlass.cli.tuning_data import first_rows, tuning_texts
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
@@ -25,28 +26,34 @@ logger = get_job_logger(__name__)
 
 FOLDER = "base"
 _SETTINGS = "base_recipe.json"
-_SMALL = {
-    "model_type": "llama", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": True,
-    "initializer_range": 0.06,
-}  # fmt: skip
 
 
-def build_sft_trainer(recipe: Recipe, tokenizer: Any, train: Any, evaluation: Any, args: Any) -> Any:
+def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     """Return an `SFTTrainer` for the recipe's model, or for a base that is trained now, unless it was before."""
+    from windlass.finetuning.sft_config import SFTConfig
     from windlass.finetuning.sft_trainer import SFTTrainer
 
+    assert isinstance(args, SFTConfig)
+    recipe = parts.recipe
     name = recipe.model.name
+    check_model_type(recipe.model)
     if name is None:
-        name = str(_trained_base(recipe, tokenizer, train, args))
-    args.model_init_kwargs = {"dtype": recipe.model.dtype, **(args.model_init_kwargs or {})}
+        name = str(_trained_base(recipe, parts.tokenizer, parts.train, args))
+    options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
+    args.model_init_kwargs = {"dtype": recipe.model.dtype, **options}
     return SFTTrainer(
-        name, args, train_dataset=train, eval_dataset=evaluation, processing_class=tokenizer,
-        peft_config=_adapter(recipe), quantization_config=_quantization(recipe),
-    )  # fmt: skip
+        name,
+        args,
+        train_dataset=parts.train,
+        eval_dataset=parts.evaluation,
+        processing_class=parts.tokenizer,
+        peft_config=build_adapter(recipe),
+        quantization_config=_quantization(recipe),
+    )
 
 
-def _adapter(recipe: Recipe) -> Any:
+def build_adapter(recipe: Recipe) -> Any:
+    """The adapter's configuration; None without one. Raises ConfigError for keys and values that peft does not know."""
     if recipe.adapter is None:
         return None
     peft = peft_library("train an adapter")
@@ -70,9 +77,10 @@ def _quantization(recipe: Recipe) -> Any:
 # --- the base ---------------------------------------------------------------------------------------------------------
 
 
-def _trained_base(recipe: Recipe, tokenizer: Any, rows: Rows, args: Any) -> Path:
+def _trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArguments) -> Path:
     """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists."""
     from windlass.trainer.trainer import Trainer
+    from windlass.zero.building import DividedBuilding
 
     spec = recipe.base or BaseSpec()
     folder = Path(args.output_path) / FOLDER
@@ -80,30 +88,40 @@ def _trained_base(recipe: Recipe, tokenizer: Any, rows: Rows, args: Any) -> Path
         {**asdict(spec), "data": asdict(recipe.data), "vocabulary": len(tokenizer)}, sort_keys=True
     )
     found = folder / _SETTINGS
-    if (
-        found.is_file() and found.read_text(encoding="utf-8") == settings
-    ):  # written last: the folder is complete
+    # This file is written last, so the folder is complete if it exists.
+    if found.is_file() and found.read_text(encoding="utf-8") == settings:
         return folder
     logger.warning(
         "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
     )
-    kind = spec.config.get("model_type", _SMALL["model_type"])
-    config = {**(_SMALL if kind == _SMALL["model_type"] else {}), **spec.config}
-    model_recipe = replace(
-        recipe, task="causal-lm", model=ModelSpec(config=config),
-        data=replace(recipe.data, block_size=spec.block_size),
-    )  # fmt: skip
+    config = base_config(spec.config)
+    text = TextShape(tokenizer, spec.block_size, "base.block_size")
     set_seed(args.seed)
     base_args = TrainingArguments(
-        str(folder), max_steps=spec.max_steps, per_device_train_batch_size=spec.batch_size,
-        learning_rate=spec.learning_rate, lr_scheduler_type="cosine", warmup_steps=0.05, weight_decay=0.1,
-        logging_steps=50, save_strategy="no", seed=args.seed, use_cpu=args.use_cpu, report_to="none",
-        disable_tqdm=args.disable_tqdm, log_level="warning",
-    )  # fmt: skip
+        str(folder),
+        max_steps=spec.max_steps,
+        per_device_train_batch_size=spec.batch_size,
+        learning_rate=spec.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.05,
+        weight_decay=0.1,
+        logging_steps=50,
+        save_strategy="no",
+        seed=args.seed,
+        use_cpu=args.use_cpu,
+        report_to="none",
+        disable_tqdm=args.disable_tqdm,
+        log_level="warning",
+    )
+    with DividedBuilding.paused():
+        model = build_model(ModelSpec(config=config), "AutoModelForCausalLM", [], text.implied_config(), text)
     trainer = Trainer(
-        build_model(model_recipe, tokenizer, []), base_args, default_data_collator,
-        pack(list(tuning_texts(rows, recipe.data.text_column)), tokenizer, spec.block_size), processing_class=tokenizer,
-    )  # fmt: skip
+        model,
+        base_args,
+        default_data_collator,
+        pack(list(tuning_texts(first_rows(rows), recipe.data.text_column)), tokenizer, spec.block_size),
+        processing_class=tokenizer,
+    )
     trainer.train()
     trainer.save_model()
     if world_from_environment().is_main:

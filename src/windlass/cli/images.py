@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from windlass.cli.schema import Recipe
+from windlass.cli.schema import DataSpec
 from windlass.cli.splits import hold_out
 from windlass.core.errors import DataError
 from windlass.core.optional import require
@@ -54,11 +54,10 @@ def _read(path: Path, size: int | None) -> np.ndarray[Any, Any]:
         raise DataError(f"{path}: not a readable image ({error})") from None
 
 
-def load_images(recipe: Recipe, seed: int) -> tuple[Images, Images | None, list[str]]:
+def load_images(data: DataSpec, seed: int) -> tuple[Images, Images | None, list[str]]:
     """Return the training images, those of the evaluation (None without any), and the names of the classes. Raises
     DataError if a folder has no images, or the evaluation has another class.
     """
-    data = recipe.data
     if data.format == "digits":
         found = require("sklearn.datasets", "read its images of digits").load_digits()
         sources = [np.asarray(image)[None] for image in found.images][: data.max_samples]

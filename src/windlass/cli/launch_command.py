@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from windlass.cli.command_line import LAUNCH_VARIABLE
-from windlass.config.launch_checks import Machine
-from windlass.config.nearest import did_you_mean
+from windlass.cli.command_line import LAUNCH_VARIABLE, CommandParser, program
+from windlass.cli.launching.launch_checks import Machine
+from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError
 from windlass.core.optional import require
 from windlass.core.output import say
+from windlass.core.outside import load_outside
 
 if TYPE_CHECKING:
     import torch
@@ -36,56 +36,43 @@ the process that failed first, 128 + the signal if it was killed.
 
 def launch_command(words: Sequence[str]) -> int:
     """Launch the job of a command line, and return its exit code."""
+    options = build_parser().parse_args(words)
     # Torch's store warns with C++ stacks when another machine has gone; the report has it in one line. The level of the
     # processes does not change.
     unset = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    require("torch", "launch")
-    from windlass.cli.launching.engines import engine
-    from windlass.config.launch import resolve_launch
+    with Activity("preparing the launch"):
+        require("torch", "launch")
+        from windlass.cli.launching.engines import engine
+        from windlass.cli.launching.launch import resolve_launch
 
-    if unset:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]
-    options = _parser().parse_args(words)
-    plan = resolve_launch(options, os.environ, this_machine())
-    own = words[: len(words) - len(plan.arguments)]  # without the script's arguments, which may hold secrets
-    added = {LAUNCH_VARIABLE: json.dumps([word for word in own if word != "--print"])}
-    if options.compat:
-        from windlass.compat.import_hook import environment
-
-        added |= environment(os.environ)
-    plan = replace(plan, environment={**plan.environment, **added})
-    chosen = engine(plan.engine)
+        if unset:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+        plan = resolve_launch(options, os.environ, this_machine())
+        # Without the script's arguments, which may hold secrets.
+        own = words[: len(words) - len(plan.arguments)]
+        added = {
+            LAUNCH_VARIABLE: json.dumps([*program(), "launch", *(word for word in own if word != "--print")])
+        }
+        if options.compat:
+            added |= load_outside("imports of other libraries").environment(os.environ)
+        plan = replace(plan, environment={**plan.environment, **added})
+        chosen = engine(plan.engine)
     if options.print:
         say(chosen.show(plan))
         return 0
     return chosen.run(plan)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line, without the long usage."""
+def build_parser() -> CommandParser:
+    from windlass.cli.launching.launch_flags import add_launch_flags
 
-    def error(self, message: str) -> NoReturn:
-        flags = [name.lstrip("-") for name in self._option_string_actions]
-        unknown = [word for word in message.split() if word.startswith("--")]
-        hints = "".join(did_you_mean(word.lstrip("-").split("=")[0], flags) for word in unknown)
-        self.exit(2, f"windlass launch: {message}{hints}; `windlass launch --help` lists the flags\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    from windlass.config.launch_flags import add_launch_flags
-
-    parser = _Parser(
+    parser = CommandParser(
         prog="windlass launch",
+        usage="windlass launch [FLAGS] SCRIPT [ITS ARGUMENTS]",
         description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        example="windlass launch --num_processes 2 train.py",
     )
-    parser.add_argument("--print", action="store_true", help="show the job that would run, and start nothing")
-    compat = (
-        "the script's imports of transformers' trainer and of accelerate get Windlass, as in `windlass run`"
-    )
-    parser.add_argument("--compat", action="store_true", help=compat)
     add_launch_flags(parser)
     return parser
 

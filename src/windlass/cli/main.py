@@ -6,11 +6,15 @@ import argparse
 import contextlib
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
 from windlass import __version__
-from windlass.cli.command_line import EXIT_INTERRUPTED, EXIT_USER_ERROR, TrainOptions
+from windlass.cli.built_in_recipes import is_recipe
+from windlass.cli.command_line import EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandParser, TrainOptions
+from windlass.cli.quiet import quiet_libraries
+from windlass.config.nearest import nearest
 from windlass.core.errors import WindlassError
 from windlass.core.job_signals import surviving_hangup
 from windlass.core.output import flush_standard_streams, say
@@ -20,7 +24,7 @@ Train a model as a recipe configures it. Without a recipe: a small language mode
 installation carries, in under two minutes on two CPU cores.
 
   windlass train
-  windlass train recipes/shakespeare.yaml data.train=my.txt training.max_steps=500
+  windlass train shakespeare data.train=my.txt training.max_steps=500
   windlass train my.yaml --resume
 """
 
@@ -28,8 +32,13 @@ installation carries, in under two minutes on two CPU cores.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 2 for a user error, 75 if preempted, 130 if interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # These two run a user's script, here or in other processes.
+    quiet = contextlib.nullcontext() if arguments[:1] in (["run"], ["launch"]) else quiet_libraries()
     try:
-        with surviving_hangup() if arguments[:1] in (["train"], ["launch"]) else contextlib.nullcontext():
+        with (
+            quiet,
+            surviving_hangup() if arguments[:1] in (["train"], ["launch"]) else contextlib.nullcontext(),
+        ):
             return _dispatch(arguments)
     except WindlassError as error:
         say(f"windlass: {error}", error=True)
@@ -43,38 +52,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush_standard_streams()
 
 
-# Commands that parse their arguments themselves: module, function, and help.
-_COMMANDS = {
+# Commands that parse their arguments themselves: module, function, and help. A module has a `build_parser()` as well.
+COMMANDS = {
+    "recipes": ("recipes_command", "recipes_command", "list the built-in recipes"),
+    "init": ("init_command", "init_command", "copy a built-in recipe into a file of your own"),
+    "generate": ("generate_command", "generate_command", "continue a prompt with a trained model"),
+    "chat": ("chat_command", "chat_command", "talk to a trained model"),
     "launch": ("launch_command", "launch_command", "start a script in many processes"),
     "run": ("run_command", "run_command", "run a script of transformers or accelerate on this engine"),
     "config": ("config_command", "config_command", "write the file that a launch reads"),
     "convert-config": ("convert_config", "convert_command", "turn a TRL, Axolotl or LLaMA-Factory file into a recipe"),
-    "explain": ("explain", "explain_command", "print the source of a setting's value"),
+    "explain": ("explain", "explain_command", "print what an argument means, its value and its source"),
     "test": ("selftest", "selftest_command", "check that this installation trains in two processes"),
-    "estimate-memory": ("estimate_memory", "estimate_memory_command", "estimate the memory of a model"),
+    "estimate-memory": ("estimate_memory", "estimate_memory_command", "estimate the memory that a model needs"),
     "checkpoint": ("checkpoint", "checkpoint_command", "list, verify, compare, export and remove checkpoints"),
     "data": ("data_command", "data_command", "show or prepare what a model is trained on"),
+    "report": ("report_command", "report_command", "write the report of a run from its folder"),
     "merge-weights": ("merge_weights", "merge_weights_command", "merge sharded weights into one file"),
+    "completion": ("completion", "completion_command", "print the completions of a shell"),
     "env": ("environment_command", "environment_command", "print versions and devices, for a bug report"),
 }  # fmt: skip
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if arguments and arguments[0] in _COMMANDS:
-        module, function, _ = _COMMANDS[arguments[0]]
+    if arguments and arguments[0] in COMMANDS:
+        module, function, _ = COMMANDS[arguments[0]]
         command = getattr(importlib.import_module(f"windlass.cli.{module}"), function)
         return int(command(arguments[1:]))
-    parser, train = _parsers()
+    parser, train = parsers()
     options, rest = parser.parse_known_args(arguments)
-    flags = [word for word in rest if word.startswith("-")]
-    if flags or (rest and options.command != "train"):
-        (train if options.command == "train" else parser).error(
-            f"unrecognized arguments: {' '.join(flags or rest)}"
-        )
     if options.command == "train":
+        chosen = _train_options(options, rest, arguments, train)
         from windlass.cli.train import train_command
 
-        return train_command(_train_options(options, rest, train), arguments)
+        return train_command(chosen, arguments)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "version":
         say(f"windlass {__version__}")
     else:
@@ -82,19 +95,19 @@ def _dispatch(arguments: list[str]) -> int:
     return 0
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    description = "Train PyTorch models, and never lose a step."
-    parser = argparse.ArgumentParser(prog="windlass", description=description)
+def parsers() -> tuple[CommandParser, CommandParser]:
+    """Return the parser of `windlass`, in which other commands have a name and a help only, and that of `train`."""
+    parser = CommandParser(prog="windlass", description="Train PyTorch models, and never lose a step.")
     parser.add_argument("--version", action="version", version=f"windlass {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     train = commands.add_parser(
         "train",
         help="train a model as a recipe configures it",
         description=TRAIN_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = train.add_argument
-    add("words", nargs="*", metavar="RECIPE.yaml | key=value", help="a recipe, and overrides of its keys")
+    recipe = "a recipe (a file, or a name that `windlass recipes` lists), and overrides of its keys"
+    add("words", nargs="*", metavar="RECIPE | key=value", help=recipe)
     add("--output-dir", metavar="DIR", help="where checkpoints, metrics and the report go")
     add(
         "--resume",
@@ -104,27 +117,37 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
         help="resume from the newest complete checkpoint of the output folder, or from the one given; "
         "auto: from the newest, or start if there is none",
     )
-    add("--print-config", action="store_true", help="print the complete recipe, and exit")
+    add("--print-config", action="store_true", help="print the recipe with comments on its keys, and exit")
+    add("--all", action="store_true", help="with --print-config: also the keys that are seldom set")
     rehearse = "build everything, run two steps, an evaluation, a save and a load, and estimate the full run"
     add("--dry-run", action="store_true", help=rehearse)
-    for name, (_, _, help_) in _COMMANDS.items():
+    tiny = "try the recipe here, in seconds: a tiny model with random weights, few rows and steps, on the CPU"
+    add("--tiny", action="store_true", help=tiny)
+    for name, (_, _, help_) in COMMANDS.items():
         commands.add_parser(name, help=help_, add_help=False)
     commands.add_parser("version", help="print the version of Windlass")
     return parser, train
 
 
 def _train_options(
-    options: argparse.Namespace, rest: list[str], train: argparse.ArgumentParser
+    options: argparse.Namespace, rest: list[str], arguments: Sequence[str], train: CommandParser
 ) -> TrainOptions:
+    if flags := [word for word in rest if word.startswith("-")]:
+        train.error(f"unrecognized arguments: {' '.join(flags)}{_as_keys(flags, arguments, train)}")
     # argparse collects positional arguments up to the first option only.
     words = [*options.words, *rest]
     resume = options.resume
     # `--resume key=value` and `--resume recipe.yaml` name no checkpoint.
-    is_word = isinstance(resume, str) and (resume.endswith((".yaml", ".yml")) or "=" in resume)
+    is_word = isinstance(resume, str) and (is_recipe(resume) or "=" in resume)
     if is_word and not os.path.isdir(resume):
         words.append(resume)
         resume = True
     recipes = [word for word in words if "=" not in word]
+    from windlass.cli.formats import is_data
+
+    for word in recipes:
+        if is_data(word):
+            train.error(f"{word} is data and not a recipe: write data.train={word}")
     if len(recipes) > 1:
         train.error(f"one recipe at a time: {' '.join(recipes)}")
     return TrainOptions(
@@ -132,6 +155,25 @@ def _train_options(
         overrides=[word for word in words if "=" in word],
         output_dir=options.output_dir,
         resume=resume,
-        print_config=options.print_config,
+        print_config=options.print_config or options.all,
+        all_keys=options.all,
         dry_run=options.dry_run,
+        tiny=options.tiny,
     )
+
+
+def _as_keys(flags: list[str], arguments: Sequence[str], train: CommandParser) -> str:
+    """Return how a recipe spells flags that are similar to its keys, to append to an error; empty for other flags."""
+    from windlass.cli.recipe import find_key
+
+    keys = []
+    for flag in flags:
+        name, equals, value = flag.lstrip("-").partition("=")
+        key = None if nearest(f"--{name}", train.flags()) else find_key(name.replace("-", "_"))
+        if not equals:
+            following = arguments[arguments.index(flag) + 1 :][:1]
+            value = next(
+                (word for word in following if not word.startswith("-") and "=" not in word), "VALUE"
+            )
+        keys += [f"{'.'.join(key)}={shlex.quote(value)}"] if key else []
+    return f"; keys of a recipe have no dashes: write {' '.join(keys)}" if keys else ""

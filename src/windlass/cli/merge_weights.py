@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from windlass.cli.command_line import CommandParser
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.output import say
 
 
 def merge_weights_command(words: list[str]) -> int:
     """Merge one checkpoint, and return the exit code."""
-    options = _parser().parse_args(words)
+    options = build_parser().parse_args(words)
     if options.unsafe_serialization:
         fix = "weights are written as safetensors only; leave it out"
         raise ConfigError(Problem("--unsafe_serialization", True, fix))
@@ -38,10 +38,9 @@ def merge_weights_command(words: list[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> CommandParser:
+    parser = CommandParser(
         prog="windlass merge-weights",
-        allow_abbrev=False,
         description="Merge the weights that each process wrote, one tensor at a time.",
     )
     add = parser.add_argument

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from windlass.cli.checks import PLAIN_TEXT
-from windlass.cli.schema import Recipe
+from windlass.cli.schema import ModelSpec
 from windlass.config.nearest import did_you_mean
 from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, ModelError, Problem
@@ -14,49 +15,116 @@ from windlass.core.optional import require
 
 # Determined by the data of the recipe.
 DERIVED = ("num_labels", "id2label", "label2id")
-AUTO_CLASSES = {
-    "causal-lm": "AutoModelForCausalLM",
-    "classification": "AutoModelForSequenceClassification",
-    "masked-lm": "AutoModelForMaskedLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "image-classification": "AutoModelForImageClassification",
+# The base of a fine-tuning that names no model.
+_SMALL = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.06,
 }
 
 
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """What a language model reads.
+
+    Attributes:
+        tokenizer: makes its ids.
+        length: most tokens of a sample.
+        key: dotted key of the recipe with that length, for errors.
+    """
+
+    tokenizer: Any
+    length: int
+    key: str
+
+    def implied_config(self) -> dict[str, Any]:
+        """Return the defaults of a new model's config."""
+        return {
+            "vocab_size": len(self.tokenizer),
+            "max_position_embeddings": self.length,
+            "pad_token_id": self.tokenizer.pad_token_id,
+            "bos_token_id": self.tokenizer.bos_token_id,
+            "eos_token_id": self.tokenizer.eos_token_id,
+        }
+
+    def check(self, config: Any) -> None:
+        """Raise ConfigError if a model with `config` has too few embeddings or positions."""
+        problems, entries = [], len(self.tokenizer)
+        if getattr(config, "vocab_size", entries) < entries:
+            fix = f"the tokenizer has {entries} entries; leave it out or give at least that"
+            problems.append(Problem("model.config.vocab_size", config.vocab_size, fix))
+        most = getattr(config, "max_position_embeddings", None)
+        if most is not None and self.length > most:
+            fix = f"the model has {most} positions (max_position_embeddings)"
+            problems.append(Problem(self.key, self.length, fix))
+        refuse(problems)
+
+
 def build_model(
-    recipe: Recipe, tokenizer: Any, labels: list[str], image_shape: tuple[int, int, int] | None = None
+    spec: ModelSpec,
+    auto_class: str,
+    labels: Sequence[str],
+    implied: dict[str, Any],
+    text: TextShape | None = None,
 ) -> Any:
     """Return a `PreTrainedModel` on the CPU; new weights are drawn from the current default generator.
 
     Args:
-        tokenizer: None for images.
-        labels: names of the classes, in the order of their ids; empty for a language model.
-        image_shape: channels, height and width of the images; None for text.
+        auto_class: the class of transformers that loads or builds it.
+        labels: names of the classes, in the order of their ids; empty without classes.
+        implied: defaults of a new model's config that follow from the data.
+        text: what a language model reads; None for images.
 
     Raises:
         ConfigError: unknown or impossible keys in `model.config`, all at once.
         ModelError: a named model that cannot be loaded.
     """
-    transformers = require("transformers", "run a recipe")
-    auto = getattr(transformers, AUTO_CLASSES[recipe.task])
-    torch_dtype = getattr(require("torch", "train"), recipe.model.dtype)
+    auto = getattr(require("transformers", "run a recipe"), auto_class)
+    torch_dtype = getattr(require("torch", "train"), spec.dtype)
     head = _head(labels)
-    implied = _of_text(recipe, tokenizer) if image_shape is None else _of_images(image_shape)
-    if recipe.model.name is not None:
-        model = _loaded(auto, recipe.model.name, {**head, "dtype": torch_dtype})
-        _check_against_tokens(recipe, model.config, tokenizer)
+    if spec.name is not None:
+        check_model_type(spec)
+        model = _loaded(auto, spec.name, {**head, "dtype": torch_dtype})
+        if text is not None:
+            text.check(model.config)
         return model
-    assert recipe.model.config is not None  # `checks.py` asks for one of the two
-    config = _config(recipe, tokenizer, head, implied)
+    assert spec.config is not None  # a task asks for one of the two
+    config = config_of(spec.config, {**implied, **head})
+    if text is not None:
+        text.check(config)
     try:
         return auto.from_config(config, dtype=torch_dtype)
     except ValueError as error:
         reason = str(error).splitlines()[0]
-        fix = f"cannot be built for {recipe.task}: {reason}"
-        raise ConfigError(Problem("model.config", recipe.model.config, fix)) from error
+        fix = f"cannot be built for this task ({auto_class}): {reason}"
+        raise ConfigError(Problem("model.config", spec.config, fix)) from error
 
 
-def _head(labels: list[str]) -> dict[str, Any]:
+def check_model_type(spec: ModelSpec) -> None:
+    """Raise ConfigError if the named model has another type than the recipe says, ModelError if it has no config."""
+    if spec.name is None or spec.model_type is None:
+        return
+    found = model_type_of(spec.name)
+    if found != spec.model_type:
+        raise ConfigError(Problem("model.model_type", spec.model_type, f"{spec.name} is of type {found}"))
+
+
+def model_type_of(name: str) -> str:
+    """Return the type in the config of a named model. Raises ModelError if it cannot be read."""
+    transformers = require("transformers", "run a recipe")
+    try:
+        return str(transformers.AutoConfig.from_pretrained(name).model_type)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the config of the model {name!r} cannot be read: {error}") from error
+
+
+def _head(labels: Sequence[str]) -> dict[str, Any]:
     if not labels:
         return {}
     return {
@@ -72,74 +140,47 @@ def _loaded(auto: Any, name: str, options: dict[str, Any]) -> Any:
         raise ModelError(f"the model {name!r} cannot be loaded: {error}") from error
 
 
-def _config(recipe: Recipe, tokenizer: Any, head: dict[str, Any], implied: dict[str, Any]) -> Any:
+def base_config(of_recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole config of a base that is trained first: that of a small llama, unless it is another model."""
+    kind = of_recipe.get("model_type", _SMALL["model_type"])
+    return {**(_SMALL if kind == _SMALL["model_type"] else {}), **of_recipe}
+
+
+def config_of(of_recipe: dict[str, Any], implied: dict[str, Any], section: str = "model.config") -> Any:
+    """Return the config of a new model: `of_recipe`, with `implied` as defaults.
+
+    Args:
+        section: dotted key of `of_recipe` in the recipe, for errors.
+
+    Raises:
+        ConfigError: unknown or impossible keys, all at once.
+    """
     transformers = require("transformers", "run a recipe")
-    given = dict(recipe.model.config or {})
+    given = dict(of_recipe)
     model_type = given.pop("model_type")
-    kind = _config_class(transformers, model_type)
-    known = _keywords(kind)
+    kind = config_class(transformers, model_type, section)
+    known = config_keywords(kind)
     no_such = f"{model_type} has no such setting"
     faults = {key: f"{no_such}{did_you_mean(key, sorted(known))}" for key in given if key not in known}
     faults |= {key: "is taken from the data; leave it out" for key in DERIVED if key in given}
-    refuse(Problem(f"model.config.{key}", given[key], fix) for key, fix in faults.items())
+    refuse(Problem(f"{section}.{key}", given[key], fix) for key, fix in faults.items())
     implied = {key: value for key, value in implied.items() if key in known}
     try:
-        config = kind(**{**implied, **head, **given})
+        return kind(**{**implied, **given})
     except Exception as error:  # strict config classes raise types of their own
         reason = " ".join(str(error).split())
-        raise ConfigError(Problem("model.config", recipe.model.config, reason)) from error
-    _check_against_tokens(recipe, config, tokenizer)
-    return config
+        raise ConfigError(Problem(section, of_recipe, reason)) from error
 
 
-def _config_class(transformers: Any, model_type: str) -> Any:
+def config_class(transformers: Any, model_type: str, section: str) -> Any:
     mapping = transformers.CONFIG_MAPPING
     if model_type not in mapping:
         fix = f"transformers has no such model{did_you_mean(model_type, mapping)}"
-        raise ConfigError(Problem("model.config.model_type", model_type, fix))
+        raise ConfigError(Problem(f"{section}.model_type", model_type, fix))
     return mapping[model_type]
 
 
-def _keywords(kind: Any) -> set[str]:
+def config_keywords(kind: Any) -> set[str]:
     """Return the keys of a config class, whose constructor would accept any other key silently."""
     names = set(inspect.signature(kind.__init__).parameters) | set(kind.attribute_map) | set(DERIVED)
     return names - {"self", "kwargs"}
-
-
-def _of_text(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
-    """Return the defaults that follow from tokenizer and data."""
-    length = getattr(recipe.data, _length_key(recipe))
-    implied = {
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": length,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    if recipe.task == "seq2seq":
-        implied |= {"decoder_start_token_id": tokenizer.pad_token_id, "forced_eos_token_id": None}
-    return implied
-
-
-def _of_images(shape: tuple[int, int, int]) -> dict[str, Any]:
-    channels, height, width = shape
-    return {"num_channels": channels, "image_size": height if height == width else [height, width]}
-
-
-def _length_key(recipe: Recipe) -> str:
-    return "block_size" if recipe.task in PLAIN_TEXT else "max_length"
-
-
-def _check_against_tokens(recipe: Recipe, config: Any, tokenizer: Any) -> None:
-    if tokenizer is None:
-        return
-    problems = []
-    if getattr(config, "vocab_size", len(tokenizer)) < len(tokenizer):
-        fix = f"the tokenizer has {len(tokenizer)} entries; leave it out or give at least that"
-        problems.append(Problem("model.config.vocab_size", config.vocab_size, fix))
-    key = _length_key(recipe)
-    length, most = getattr(recipe.data, key), getattr(config, "max_position_embeddings", None)
-    if most is not None and length > most:
-        fix = f"the model has {most} positions (max_position_embeddings)"
-        problems.append(Problem(f"data.{key}", length, fix))
-    refuse(problems)

@@ -11,7 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.checks import format_of
+from windlass.cli.arranged_rows import columns_read
+from windlass.cli.formats import format_of
 from windlass.cli.schema import DataSpec
 from windlass.core.errors import DataError
 from windlass.core.plain_text import parse_json
@@ -114,6 +115,8 @@ def _table(path: Path, data: DataSpec, *, delimiter: str, quoting: Any) -> Itera
 
 
 def _header(path: Path, cells: list[str], data: DataSpec) -> list[str]:
+    if data.rename or data.messages or data.prompt_format:
+        return cells  # what these name is checked row by row
     pair = [name for name in (data.prompt_column, data.completion_column) if name is not None]
     if not all(name in cells for name in pair or [data.text_column]) and (pair or not has_form(cells)):
         shown = ", ".join(cell[:40] for cell in cells)
@@ -166,7 +169,7 @@ def _parquet(path: Path, data: DataSpec) -> Iterator[Record]:
         data.prompt_column,
         data.completion_column,
     )
-    rows = parquet_rows(path, {*COLUMNS, *(name for name in named if name is not None)})
+    rows = parquet_rows(path, {*COLUMNS, *columns_read(data), *(name for name in named if name is not None)})
     for row, values in enumerate(rows, 1):
         yield f"{path}: row {row}", values
 

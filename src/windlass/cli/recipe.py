@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.checks import find_conflicts
+from windlass.cli.argument_table import all_arguments
+from windlass.cli.built_in_recipes import DEFAULT
+from windlass.cli.checks import ask_libraries, evaluates, find_conflicts
+from windlass.cli.formats import BUILT_IN, PATHLESS
 from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import NESTED, Recipe, field_names
-from windlass.cli.training import coerced, merge_parallel, training_fields, training_problems
+from windlass.cli.tasks import TASKS
+from windlass.cli.training import coerced, merge_parallel, training_problems
 from windlass.config.documents import Keys
+from windlass.config.kinds import number
 from windlass.config.nearest import nearest
 from windlass.config.refusal import refuse
 from windlass.config.sections.setting import rules_in
@@ -21,46 +26,79 @@ from windlass.core.errors import Problem
 
 
 def load_recipe(
-    path: str | Path | None, overrides: Sequence[str] = (), output_dir: str | None = None
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    output_dir: str | None = None,
+    *,
+    tiny: bool = False,
+    asks_libraries: bool = True,
 ) -> Recipe:
-    """Read a recipe file (the built-in one for None), apply `key=value` overrides, and check the result.
+    """Read a recipe, apply `key=value` overrides, and check the result.
 
     Args:
-        path: YAML file; data paths in it are relative to the working directory.
+        path: YAML file, or the name of a built-in recipe; None: the default one. Data paths in it are relative to the
+            working directory.
         overrides: dotted keys, such as `data.train=my.txt` or `training.learning_rate=1e-3`.
         output_dir: overrides `training.output_dir`; the default is `runs/<name of the recipe>`.
+        tiny: shrink the recipe, so that it runs anywhere in seconds; see `tiny`.
+        asks_libraries: let the libraries check the parts that they read, if nothing else is wrong.
 
     Raises:
         ConfigError: with all problems found.
     """
-    draft = RecipeDraft.read(path)
+    draft = read_draft(path, overrides, output_dir)
+    if tiny:
+        from windlass.cli.tiny import shrink
+
+        shrink(draft)
+    return check_draft(draft, asks_libraries=asks_libraries)
+
+
+def read_draft(
+    path: str | Path | None, overrides: Sequence[str] = (), output_dir: str | None = None
+) -> RecipeDraft:
+    """Return the values of a recipe and where each was set, unchecked; the arguments are those of `load_recipe`."""
+    draft = RecipeDraft.read(path or DEFAULT)
     draft.override(overrides)
     if output_dir is not None:
         draft.put(("training", "output_dir"), output_dir)
-    own = _own_data(draft, overrides) if path is None else None
-    _name_the_run(draft, Path(path or own or "python-docs").stem)
+    own = _own_data(draft)
+    _name_the_run(draft, Path(path or own or DEFAULT).stem)
+    return draft
+
+
+def check_draft(draft: RecipeDraft, *, opens_files: bool = True, asks_libraries: bool = False) -> Recipe:
+    """Return the checked recipe; without `opens_files` the data and models that it names need not exist. Raises
+    ConfigError with all problems found.
+    """
     problems = list(draft.problems)
     recipe: Recipe = _section(Recipe, draft.values, (), draft, problems)
     training, unfit = merge_parallel(recipe.training, recipe.parallel, draft)
     problems += unfit
-    if recipe.task == "seq2seq":
-        training.setdefault("predict_with_generate", recipe.metric is not None)
-    recipe = replace(recipe, training=training)
-    problems += [conflict for conflict in find_conflicts(recipe, draft) if not _follows(conflict, problems)]
+    defaults = TASKS[recipe.task].training_defaults(recipe)
+    if recipe.early_stopping is not None and evaluates(training):
+        defaults = {"load_best_model_at_end": True, **defaults}
+    recipe = replace(recipe, training={**defaults, **training})
+    conflicts = find_conflicts(recipe, draft, opens_files)
+    problems += [conflict for conflict in conflicts if not _follows(conflict, problems)]
     problems += training_problems(recipe.training, recipe.task, draft)
     refuse(problems)
+    if asks_libraries:
+        refuse(ask_libraries(recipe, draft))
     return replace(recipe, training=coerced(recipe.training, recipe.task))
 
 
-def _own_data(draft: RecipeDraft, overrides: Sequence[str]) -> str | None:
-    """Let data given as an override replace the text of the built-in recipe; return its path, or None."""
+def _own_data(draft: RecipeDraft) -> str | None:
+    """Let a file that is given as an override replace data that is not a file; return its path, or None without one."""
     data = draft.values.get("data")
-    own = data.get("train") if isinstance(data, dict) else None
-    if not own:
+    if not isinstance(data, dict) or not data.get("train") or not draft.is_overridden("data", "train"):
         return None
-    if not any(override.startswith("data.format=") for override in overrides):
-        draft.put(("data", "format"), "auto")
-    return str(own)
+    own, kind = str(data["train"]), data.get("format")
+    if kind in BUILT_IN or (kind in PATHLESS and Path(own).exists()):
+        for key in ("format", "subset", "split", "eval_split"):
+            if not draft.is_overridden("data", key):
+                data.pop(key, None)
+    return own
 
 
 def _follows(conflict: Problem, problems: list[Problem]) -> bool:
@@ -99,7 +137,7 @@ def _section(
                 keys = ", ".join(field_names(NESTED[kind, key]))
                 problems.append(Problem(label, value, f"must be a section with keys out of: {keys}"))
         else:
-            value = float(value) if hints[key] is float and not type_fault(value, float) else value
+            value = number(value) if hints[key] is float and not type_fault(value, float) else value
             if fix := _mismatch(value, hints[key], known[key]):
                 problems.append(Problem(label, value, fix))
             else:
@@ -110,22 +148,18 @@ def _section(
 def _unknown(key: str, path: Keys, known: Iterable[str]) -> str:
     if close := nearest(key, known):
         return f"no such key; did you mean {'.'.join((*path, close))}?"
-    everywhere: dict[str, Keys] = {}
-    sections = [*_all_keys(Recipe, ()), *(("training", name) for name in training_fields())]
-    for keys in sorted(sections, key=lambda keys: keys[0] == "base"):  # which repeats keys of `training`
-        everywhere.setdefault(keys[-1], keys)
-    elsewhere = everywhere.get(key) or everywhere.get(nearest(key, everywhere) or "")
-    if elsewhere:
+    if elsewhere := find_key(key):
         return f"no such key here; did you mean {'.'.join(elsewhere)}?"
     return f"no such key; known here: {', '.join(known)}"
 
 
-def _all_keys(kind: type, path: Keys) -> Iterator[Keys]:
-    for name in field_names(kind):
-        yield (*path, name)
-    for name in field_names(kind):
-        if (kind, name) in NESTED:
-            yield from _all_keys(NESTED[kind, name], (*path, name))
+def find_key(name: str) -> Keys | None:
+    """Return the key whose last part is `name`, else the one that is most similar; None if none is similar."""
+    everywhere: dict[str, Keys] = {}
+    # Keys of `base` last: they repeat some of `training`.
+    for argument in sorted(all_arguments(), key=lambda found: (found.keys[0] == "base", found.is_training)):
+        everywhere.setdefault(argument.keys[-1], argument.keys)
+    return everywhere.get(name) or everywhere.get(nearest(name, everywhere) or "")
 
 
 def _mismatch(value: Any, hint: Any, item: Field[Any]) -> str | None:
@@ -134,6 +168,8 @@ def _mismatch(value: Any, hint: Any, item: Field[Any]) -> str | None:
         is_number = hint is str and isinstance(value, int | float)
         return f"{fault}; quote it to make it text" if is_number else fault
     choices, bounds = item.metadata.get("choices"), rules_in(item).bounds
+    if item.name == "task":
+        choices = tuple(TASKS)  # the schema does not know the tasks, which know it
     if choices:
         return None if value is None else choice_fault(value, choices)
     return bounds.words if bounds and value is not None and not bounds.holds(value) else None

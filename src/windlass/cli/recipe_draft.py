@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from windlass.cli.built_in_recipes import recipe_path
 from windlass.cli.schema import SHORTHANDS
-from windlass.config.documents import Document, Keys, load, loads, parse_override
+from windlass.config.documents import Document, Keys, load, parse_override
 from windlass.core.errors import ConfigError, Problem
 
-# `model=NAME` replaces the whole section of the file; `data=FILE` only its first key.
-REPLACED = ("model", "tokenizer")
-BUILT_IN = Path(__file__).with_name("default.yaml")
+# A name that is given as an override replaces what the file has in its place.
+ALTERNATIVES: dict[Keys, Keys] = {
+    ("model", "name"): ("config", "model_type"),
+    ("tokenizer", "name"): ("train",),
+}
 
 
 class RecipeDraft:
@@ -26,18 +29,17 @@ class RecipeDraft:
     def __init__(self, document: Document) -> None:
         self.values: dict[str, Any] = document.values
         self.problems: list[Problem] = []
-        self._document = document
+        self._source, self._lines = document.source, dict(document.lines)
         self._overridden: set[Keys] = set()
         for section, key in SHORTHANDS.items():
             if isinstance(self.values.get(section), str):
                 self.values[section] = {key: self.values[section]}
+                self._lines[section, key] = self._lines[section,]
 
     @classmethod
-    def read(cls, path: str | Path | None) -> RecipeDraft:
-        """Read the recipe at `path`, or the built-in one. Raises ConfigError if it is not a YAML mapping."""
-        if path is None:
-            return cls(loads(BUILT_IN.read_text(encoding="utf-8"), "built-in recipe"))
-        return cls(load(path))
+    def read(cls, path: str | Path) -> RecipeDraft:
+        """Read a recipe, or the built-in one of this name. Raises ConfigError if it is not a YAML mapping."""
+        return cls(load(recipe_path(path)))
 
     def override(self, overrides: Sequence[str]) -> None:
         """Apply `key=value` overrides; those that cannot be read are added to `problems`."""
@@ -47,16 +49,29 @@ class RecipeDraft:
             except ConfigError as error:
                 self.problems += error.problems
                 continue
-            short = SHORTHANDS.get(keys[0]) if len(keys) == 1 and isinstance(value, str) else None
-            if short is None:
-                self.put(keys, value)
-            elif keys[0] in REPLACED:
-                self.put(keys, {short: value})
-            else:
-                self.put((*keys, short), value)
+            if len(keys) == 1 and isinstance(value, str) and keys[0] in SHORTHANDS:
+                keys = (*keys, SHORTHANDS[keys[0]])
+            self.put(keys, value)
+            section = self.values.get(keys[0])
+            for other in ALTERNATIVES.get(keys, ()):
+                if isinstance(section, dict) and not self.is_overridden(keys[0], other):
+                    section.pop(other, None)
+
+    def section(self, name: str) -> Any:
+        """Return the values of a section; an empty mapping if the recipe has none."""
+        return self.values.get(name) or {}
 
     def put(self, keys: Keys, value: Any) -> None:
-        """Set one value, creating its sections."""
+        """Set one value as an override, creating its sections."""
+        self._set(keys, value)
+        self._overridden.add(keys)
+
+    def amend(self, keys: Keys, value: Any) -> None:
+        """Set one value, creating its sections, unless it is an override."""
+        if not self.is_overridden(*keys):
+            self._set(keys, value)
+
+    def _set(self, keys: Keys, value: Any) -> None:
         node = self.values
         for key in keys[:-1]:
             inner = node.setdefault(key, {})
@@ -66,14 +81,23 @@ class RecipeDraft:
                 return  # not a section: reported by the check of the whole
             node = inner
         node[keys[-1]] = value
-        self._overridden.add(keys)
+
+    def origin(self, *keys: str) -> str | None:
+        """Return where a value was set: `recipe.yaml:12` or `the command line`; None if it was not."""
+        if self.is_overridden(*keys):
+            return "the command line"
+        return f"{self._source}:{self._lines[keys]}" if keys in self._lines else None
+
+    def is_overridden(self, *keys: str) -> bool:
+        """Return True if this value, or a section around it, was given as an override."""
+        return any(keys[:depth] in self._overridden for depth in range(1, len(keys) + 1))
 
     def label(self, *keys: str) -> str:
         """Return the name of a value in errors: `recipe.yaml:12: data.train`, or `data.train` of an override."""
-        if not any(keys[:depth] in self._overridden for depth in range(1, len(keys) + 1)):
-            # A shorthand or a missing key has the line of its section.
+        if not self.is_overridden(*keys):
+            # A missing key has the line of its section.
             for depth in range(len(keys), 0, -1):
-                line = self._document.lines.get(keys[:depth])
+                line = self._lines.get(keys[:depth])
                 if line is not None:
-                    return f"{self._document.source}:{line}: {'.'.join(keys)}"
+                    return f"{self._source}:{line}: {'.'.join(keys)}"
         return ".".join(keys)

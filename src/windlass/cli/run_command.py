@@ -8,7 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from windlass.cli.command_line import CommandParser
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.outside import load_outside
 
 _HELP = """\
 Run a script that imports transformers' Trainer or accelerate, without changing it: those names are Windlass's, and
@@ -22,22 +24,21 @@ Windlass's names too. For several processes: `windlass launch --compat`.
 
 def run_command(words: Sequence[str]) -> int:
     """Replace this process by Python running the script. Raises ConfigError if there is no such script."""
-    from windlass.compat.import_hook import environment
-
-    parser = argparse.ArgumentParser(
-        prog="windlass run",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
-    )
-    options = parser.parse_args(words)
+    options = build_parser().parse_args(words)
     if not options.module and not Path(options.script).is_file():
         raise ConfigError(Problem("SCRIPT", options.script, "there is no such file"))
     command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
     sys.stdout.flush()
-    os.execve(sys.executable, command, {**os.environ, **environment(os.environ)})
+    added = load_outside("imports of other libraries").environment(os.environ)
+    os.execve(sys.executable, command, {**os.environ, **added})
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser(prog="windlass run", description=_HELP, example="windlass run train.py")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
+    rest = parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
+    )
+    rest.required = False  # argparse would report it as missing with the script
+    return parser

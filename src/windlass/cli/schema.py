@@ -11,10 +11,20 @@ from typing import Any
 
 from windlass.config.sections.setting import Range, at_least, between, setting
 
-TASKS = ("causal-lm", "classification", "masked-lm", "seq2seq", "image-classification", "sft")
 FORMATS = (
-    "auto", "jsonl", "json", "csv", "tsv", "txt", "parquet", "folder", "hub", "python-docs", "parallel", "digits",
-)  # fmt: skip
+    "auto",
+    "jsonl",
+    "json",
+    "csv",
+    "tsv",
+    "txt",
+    "parquet",
+    "folder",
+    "hub",
+    "python-docs",
+    "parallel",
+    "digits",
+)
 METRICS = ("bleu", "rouge")
 ALGORITHMS = ("auto", "bpe", "wordpiece")
 QUANTIZATIONS = ("nf4", "fp4", "int8")
@@ -23,39 +33,52 @@ _NOT_NEGATIVE = Range(lambda number: number >= 0, "must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
+class MessagesSpec:
+    """Conversations under names of their own."""
+
+    column: str = setting("messages", "column (jsonl key) with the list of messages")
+    role: str = setting("role", "key of a message with the role")
+    content: str = setting("content", "key of a message with the text")
+    roles: dict[str, str] | None = setting(None, "role in the data -> user, assistant, system or tool")
+
+
+@dataclass(frozen=True, slots=True)
 class DataSpec:
     """The source of the samples, and their length."""
 
     train: str = setting("", "file, folder or hub name")
-    mixture: dict[str, float] | None = setting(
-        None, "file -> weight: several files in these shares, instead of train; sft only"
+    mixture: dict[str, float] | list[str] | None = setting(
+        None, "several files instead of train: a list (all their rows), or file -> weight (in these shares)"
     )
     eval: str | None = setting(None, "the same for evaluation; without it a part of train is held out")
     eval_fraction: float = setting(
         0.05, "share of train held out when eval is not given; 0 = no evaluation", bounds=between(0, 1)
     )
-    test: str | None = setting(None, "measured once, after training; seq2seq only")
+    test: str | None = setting(None, "measured once, after training")
     format: str = setting("auto", "auto follows the file's ending", choices=FORMATS)
     columns: list[str] | None = setting(
         None, "names of the columns of a csv/tsv file that has no header line"
     )
     text_column: str = setting("text", "column (jsonl key) with the text")
-    label_column: str = setting("label", "column (jsonl key) with the class; classification only")
-    target_column: str = setting("target", "column (jsonl key) with the text to generate; seq2seq only")
-    prompt_column: str | None = setting(None, "column (jsonl key) with the prompt; sft only")
-    completion_column: str | None = setting(None, "column (jsonl key) with the answer to it; sft only")
-    block_size: int = setting(256, "tokens in a sample; causal-lm and masked-lm only", bounds=at_least(2))
-    max_length: int = setting(
-        128, "longer texts are cut to so many tokens; classification and seq2seq only", bounds=at_least(4)
+    label_column: str = setting("label", "column (jsonl key) with the class")
+    target_column: str = setting("target", "column (jsonl key) with the text to generate")
+    prompt_column: str | None = setting(None, "column (jsonl key) with the prompt")
+    completion_column: str | None = setting(None, "column (jsonl key) with the answer to it")
+    prompt_format: str | list[str] | None = setting(
+        None, "the prompt as text with {column}; of a list, the first whose columns all have a value"
     )
-    mlm_probability: float = setting(
-        0.15, "share of the tokens that are hidden; masked-lm only", bounds=between(0, 1)
-    )
-    image_size: int | None = setting(
-        None, "width and height that images are scaled to; image-classification only", bounds=at_least(1)
-    )
+    rename: dict[str, str] | None = setting(None, "column of the file -> name that it is read under")
+    messages: MessagesSpec | None = setting(None, "where conversations are, if under other names than usual")
+    block_size: int = setting(256, "tokens in a sample", bounds=at_least(2))
+    max_length: int = setting(128, "longer texts are cut to so many tokens", bounds=at_least(4))
+    mlm_probability: float = setting(0.15, "share of the tokens that are hidden", bounds=between(0, 1))
+    image_size: int | None = setting(None, "width and height that images are scaled to", bounds=at_least(1))
     max_samples: int | None = setting(
         None, "use only the first so many records of each source", bounds=at_least(1)
+    )
+    streaming: bool = setting(False, "read train while training, without loading it into memory")
+    eval_rows: int | None = setting(
+        None, "streaming only: so many rows at the beginning of train are held out", bounds=at_least(1)
     )
     subset: str | None = setting(None, "hub only: configuration of the dataset")
     split: str = setting("train", "hub only: split to train on")
@@ -67,6 +90,9 @@ class ModelSpec:
     """The model: a name to load, or a config to start from fresh weights."""
 
     name: str | None = setting(None, "local folder or hub name of a pretrained model")
+    model_type: str | None = setting(
+        None, "that of its config.json; checked when it is loaded, and what `--tiny` builds instead"
+    )
     config: dict[str, Any] | None = setting(
         None, "model_type and sizes of a new model, as in its config.json"
     )
@@ -96,7 +122,7 @@ class TokenizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class BaseSpec:
-    """A small model that is trained on the same text first, as the model to tune; sft without a model only."""
+    """A small model that is trained on the same text first, as the model to tune."""
 
     config: dict[str, Any] = setting({}, "as in its config.json; replaces keys of a small llama")
     block_size: int = setting(256, "tokens in a training sample", bounds=at_least(2))
@@ -106,8 +132,16 @@ class BaseSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyStoppingSpec:
+    """When a run ends because `training.metric_for_best_model` no longer improves."""
+
+    patience: int = setting(1, "evaluations in a row without improvement", bounds=at_least(1))
+    threshold: float = setting(0.0, "the least improvement that counts", bounds=_NOT_NEGATIVE)
+
+
+@dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """The text generated before and after training; not for classification."""
+    """The text generated before and after training."""
 
     prompt: str | None = setting(None, "text to continue; null = generate nothing")
     max_new_tokens: int = setting(40, "length of the continuation, in tokens", bounds=at_least(1))
@@ -116,25 +150,27 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that `windlass train` needs. `training` has any field of `TrainingArguments`; for the task sft, of
-    `SFTConfig`.
+    """Everything that `windlass train` needs. `training` has any field of the task's arguments.
+
+    Keys that not every task reads are listed by the tasks that do (`Task.own_keys`).
     """
 
-    task: str = setting("causal-lm", "what the model learns", choices=TASKS)
+    task: str = setting("causal-lm", "what the model learns")
     data: DataSpec = field(default_factory=DataSpec)
     model: ModelSpec = field(default_factory=ModelSpec)
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
-    metric: str | None = setting(
-        None, "of generated text, and for load_best_model_at_end; seq2seq only", choices=METRICS
-    )
+    metric: str | None = setting(None, "of generated text, and for load_best_model_at_end", choices=METRICS)
     base: BaseSpec | None = setting(
-        None, "sft without model.name: a small one is trained first; with it, no effect"
+        None, "without model.name a small one is trained first; with it, no effect"
     )
     adapter: dict[str, Any] | None = setting(
-        None, "sft only: train a LoRA adapter; options of peft.LoraConfig, such as {r: 8}"
+        None, "train a LoRA adapter; options of peft.LoraConfig, such as {r: 8}"
     )
     quantization: str | None = setting(
-        None, "sft only: load the model in few bits (bitsandbytes)", choices=QUANTIZATIONS
+        None, "load the model in few bits (bitsandbytes)", choices=QUANTIZATIONS
+    )
+    early_stopping: EarlyStoppingSpec | None = setting(
+        None, "end when training.metric_for_best_model no longer improves, such as {patience: 3}"
     )
     sample: SampleSpec = field(default_factory=SampleSpec)
     parallel: dict[str, Any] = setting(
@@ -155,9 +191,11 @@ SHORTHANDS = {
 # Sections that may be absent (null) and are still mappings when given.
 NESTED: dict[tuple[type, str], type] = {
     (Recipe, "data"): DataSpec,
+    (DataSpec, "messages"): MessagesSpec,
     (Recipe, "model"): ModelSpec,
     (Recipe, "tokenizer"): TokenizerSpec,
     (Recipe, "base"): BaseSpec,
+    (Recipe, "early_stopping"): EarlyStoppingSpec,
     (Recipe, "sample"): SampleSpec,
     (TokenizerSpec, "train"): TokenizerTraining,
 }

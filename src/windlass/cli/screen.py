@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,13 +9,15 @@ from typing import Any
 
 from windlass.cli.images import Images
 from windlass.cli.recipe_parts import RecipeParts
+from windlass.cli.resume_point import shown_path
 from windlass.cli.samples import Blocks, MaskedBlocks
 from windlass.cli.text_metrics import PREDICTIONS, ROUGE
-from windlass.core.locations import local_folder
+from windlass.core.locations import is_url, local_folder
+from windlass.core.output import STDOUT
+from windlass.core.terminal import row_width
 from windlass.core.types import TrainOutput
 from windlass.finetuning.peft_adapters import count_parameters, describe_trained, is_peft_model
 
-WIDTH = 100
 MARGIN = 15
 SHOWN = ("eval_loss", "eval_accuracy", "test_loss")
 TEXT_METRICS = ("bleu", *ROUGE)
@@ -37,7 +38,7 @@ class RunOutcome:
         first_step: the step at which this process began.
         evaluation: metrics of the final weights; empty without evaluation.
         before, after: texts generated before and after training.
-        command: the command line that resumes the run.
+        command: the command line that resumes the run; None if nothing was saved to resume from.
     """
 
     parts: RecipeParts
@@ -47,7 +48,7 @@ class RunOutcome:
     evaluation: dict[str, float]
     before: str | None
     after: str | None
-    command: str
+    command: str | None
 
 
 def _prepared(trainer: Any) -> str:
@@ -64,19 +65,33 @@ def describe_run(parts: RecipeParts, trainer: Any) -> str:
     if parts.evaluation is not None:
         held = f"{_amount(parts.evaluation)} held out for evaluation"
     vocabulary = "" if parts.tokenizer is None else f", vocabulary {len(parts.tokenizer):,}"
+    output = trainer.args.output_path
+    place = trainer.args.output_dir if is_url(output) else shown_path(local_folder(output))
     adapter = f"Adapter     {describe_trained(trainer.model)}\n" if is_peft_model(trainer.model) else ""
-    return (
+    text = (
         f"Model       {config.model_type}, {count(size)} parameters{vocabulary}\n"
         f"{adapter}"
         f"Data        {_amount(parts.train)}, {held}\n"
         f"{_prepared(trainer)}"
-        f"Output      {trainer.args.output_dir}"
+        f"Output      {place}"
+    )
+    return "\n".join(folded(line, 12) for line in text.split("\n"))
+
+
+def folded(text: str, indent: int = 0) -> str:
+    """Return one line as lines of whole words that fit the terminal, further ones indented; as it is elsewhere."""
+    if not STDOUT.isatty():
+        return text
+    return textwrap.fill(
+        text, row_width(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
 
 
 def _amount(data: Any) -> str:
     if isinstance(data, Blocks | MaskedBlocks):
         return f"{data.tokens:,} tokens in {len(data):,} blocks"
+    if not hasattr(data, "__len__"):
+        return "a stream of texts"
     return f"{len(data):,} {'images' if isinstance(data, Images) else 'texts'}"
 
 
@@ -97,13 +112,14 @@ def duration(seconds: float) -> str:
 
 def render_screen(outcome: RunOutcome) -> str:
     """Return the final screen."""
-    rule, indent = "-" * 72, " " * MARGIN
+    rule = "-" * 72
     texts = [
-        textwrap.fill(text, WIDTH, initial_indent=f"{name:<{MARGIN}}", subsequent_indent=indent)
+        folded(f"{name:<{MARGIN}}{text}", MARGIN)
         for name, text in (("before", outcome.before), ("after", outcome.after))
         if text
     ]
-    rows = [*_results(outcome), *_files(outcome), ("resume", outcome.command)]
+    resume = [] if outcome.command is None else [("resume", outcome.command)]
+    rows = [*_results(outcome), *_files(outcome), *resume]
     return "\n".join(["", rule, *texts, *(f"{name:<{MARGIN}}{value}" for name, value in rows), rule])
 
 
@@ -151,10 +167,9 @@ def _files(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     folder = local_folder(args.output_path)
     checkpoint = folder / f"checkpoint-{state.global_step}"
     if args.load_best_model_at_end and state.best_model_checkpoint:
-        best = os.path.relpath(state.best_model_checkpoint)
-        yield "model", f"{best} (the best by {args.metric_for_best_model})"
+        yield "model", f"{shown_path(state.best_model_checkpoint)} (the best by {args.metric_for_best_model})"
     else:
-        yield "model", str(checkpoint if checkpoint.is_dir() else folder)
+        yield "model", shown_path(checkpoint if checkpoint.is_dir() else folder)
     for name, file in FILES:
         if (folder / file).is_file():
-            yield name, str(folder / file)
+            yield name, shown_path(folder / file)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
+from windlass.cli.command_line import CommandParser
 from windlass.cli.launch_command import launch_command
 from windlass.core.output import say
 
 
 def selftest_command(words: Sequence[str]) -> int:
     """Run the check with the launch configuration of this machine; return the launcher's exit code."""
-    options, flags = _parser().parse_known_args(words)
+    options, flags = build_parser().parse_known_args(words)
     processes = [] if options.config_file or options.num_processes else ["--num_processes", "2", "--cpu"]
     if options.config_file:
         processes += ["--config_file", options.config_file]
@@ -23,8 +23,8 @@ def selftest_command(words: Sequence[str]) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> CommandParser:
+    parser = CommandParser(
         prog="windlass test",
         description="Check that processes connect, and that a replicated update, a sharded update and a checkpoint are "
         "correct. Takes the flags of `windlass launch`; the default is two processes on the CPU.",

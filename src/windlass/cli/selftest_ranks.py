@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.accelerator import Accelerator
-from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
+from windlass.config.loop_options import Plugin
 from windlass.core.output import say
+from windlass.core.outside import load_outside
 from windlass.dist.beacon import beacon
 from windlass.dist.operations import gather_object
 
@@ -31,9 +32,7 @@ def main() -> int:
     checks: dict[str, Callable[[], str | None]] = {
         "values reach every process": exchanges,
         "a replicated update equals that of one process": update,
-        "a sharded update equals that of one process": lambda: update(
-            FullyShardedDataParallelPlugin(fsdp_version=2)
-        ),
+        "a sharded update equals that of one process": lambda: update(_sharded()),
     }
     several_machines = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     if not several_machines:
@@ -50,6 +49,11 @@ def main() -> int:
     return min(failed, 1)
 
 
+def _sharded() -> Plugin:
+    plugin: Plugin = load_outside("plugins of FSDP").FullyShardedDataParallelPlugin(fsdp_version=2)
+    return plugin
+
+
 def exchanges() -> str | None:
     """Gather the number of each rank."""
     accelerator = Accelerator()
@@ -58,7 +62,7 @@ def exchanges() -> str | None:
     return None if found == list(range(accelerator.num_processes)) else f"gathered {found}"
 
 
-def update(plugin: FullyShardedDataParallelPlugin | None = None) -> str | None:
+def update(plugin: Plugin | None = None) -> str | None:
     """Compare an update by all processes on shares of a batch with one on the whole batch."""
     accelerator = Accelerator(fsdp_plugin=plugin)
     model, inputs, targets = _problem()
@@ -69,7 +73,7 @@ def update(plugin: FullyShardedDataParallelPlugin | None = None) -> str | None:
 
 def checkpoint() -> str | None:
     """Save a sharded model, overwrite it, and load it."""
-    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    accelerator = Accelerator(fsdp_plugin=_sharded())
     with tempfile.TemporaryDirectory() as own:
         folder = Path(str(gather_object([own])[0])) / "state"
         model = _updated_together(accelerator, *_problem())

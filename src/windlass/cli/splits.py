@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
-from windlass.cli.checks import PLAIN_TEXT
 from windlass.cli.readers import Record, column, read_records, texts
-from windlass.cli.schema import Recipe
+from windlass.cli.schema import DataSpec
 from windlass.core.errors import DataError
 from windlass.core.rng import STREAM_ORDER, derive_seed
 
@@ -15,9 +15,12 @@ from windlass.core.rng import STREAM_ORDER, derive_seed
 ENOUGH_DOCUMENTS = 200
 
 
-def load_records(recipe: Recipe, seed: int) -> tuple[list[Record], list[Record]]:
-    """Return the (train, evaluation) records of a recipe; the second is empty without evaluation."""
-    data = recipe.data
+def load_records(data: DataSpec, seed: int, *, cut_texts: bool) -> tuple[list[Record], list[Record]]:
+    """Return the (train, evaluation) records of a recipe; the second is empty without evaluation.
+
+    Args:
+        cut_texts: of a few texts, the end of each is held out.
+    """
     train = read_records(data.train, data, data.split)
     if data.eval is not None:
         return train, read_records(data.eval, data, data.eval_split or data.split)
@@ -25,8 +28,8 @@ def load_records(recipe: Recipe, seed: int) -> tuple[list[Record], list[Record]]
         return train, read_records(data.train, data, data.eval_split)
     if data.eval_fraction == 0:
         return train, []
-    is_text = data.prompt_column is None and all(data.text_column in values for _, values in train)
-    if recipe.task in PLAIN_TEXT and is_text and len(train) < ENOUGH_DOCUMENTS:
+    is_text = data.completion_column is None and all(data.text_column in values for _, values in train)
+    if cut_texts and is_text and len(train) < ENOUGH_DOCUMENTS:
         return _hold_out_tails(train, data.text_column, data.eval_fraction)
     return hold_out(train, f"{data.train}: {len(train)} records", data.eval_fraction, seed)
 
@@ -75,7 +78,7 @@ def label_names(train: list[Record], name: str) -> list[str]:
     return names
 
 
-def label_ids(records: list[Record], name: str, names: list[str]) -> list[int]:
+def label_ids(records: list[Record], name: str, names: Sequence[str]) -> list[int]:
     """Return the class of each record as its index in `names`. Raises DataError for an unknown class."""
     ids = {label: index for index, label in enumerate(names)}
     found = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +13,59 @@ from windlass.core.optional import require
 
 END_OF_TEXT = "<|endoftext|>"
 PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
-CLASSIFIER_TOKENS = {
-    "pad_token": PAD, "unk_token": UNKNOWN, "cls_token": CLASS, "sep_token": SEPARATOR, "mask_token": MASK,
-}  # fmt: skip
-TRANSLATOR_TOKENS = {"pad_token": PAD, "unk_token": UNKNOWN, "eos_token": END_OF_TEXT}
-WRITER_TOKENS = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
-SPECIAL_TOKENS = {
-    "causal-lm": WRITER_TOKENS,
-    "sft": WRITER_TOKENS,
-    "classification": CLASSIFIER_TOKENS,
-    "masked-lm": CLASSIFIER_TOKENS,
-    "seq2seq": TRANSLATOR_TOKENS,
-}
-# What is put around a text, and around a pair of them.
-TEMPLATES = {
-    "classification": (f"{CLASS} $A {SEPARATOR}", f"{CLASS} $A {SEPARATOR} $B:1 {SEPARATOR}:1"),
-    "seq2seq": (f"$A {END_OF_TEXT}", f"$A $B:1 {END_OF_TEXT}:1"),
+_READER_TOKENS = {
+    "pad_token": PAD,
+    "unk_token": UNKNOWN,
+    "cls_token": CLASS,
+    "sep_token": SEPARATOR,
+    "mask_token": MASK,
 }
 
 
-def build_tokenizer(recipe: Recipe, texts: Iterable[str], saved: Path | None = None) -> Any:
+@dataclass(frozen=True, slots=True)
+class TokenizerKind:
+    """A tokenizer to train.
+
+    Attributes:
+        algorithm: the one for `tokenizer.train.algorithm: auto`.
+        special_tokens: name of transformers -> token.
+        around: templates of the tokens around a text and around a pair of them; None: no tokens are added.
+    """
+
+    algorithm: str
+    special_tokens: Mapping[str, str]
+    around: tuple[str, str] | None = None
+
+
+WRITER = TokenizerKind("bpe", {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "pad_token": END_OF_TEXT})
+TRANSLATOR = TokenizerKind(
+    "bpe",
+    {"pad_token": PAD, "unk_token": UNKNOWN, "eos_token": END_OF_TEXT},
+    (f"$A {END_OF_TEXT}", f"$A $B:1 {END_OF_TEXT}:1"),
+)
+READER = TokenizerKind("wordpiece", _READER_TOKENS)
+CLASSIFIER = TokenizerKind(
+    "wordpiece", _READER_TOKENS, (f"{CLASS} $A {SEPARATOR}", f"{CLASS} $A {SEPARATOR} $B:1 {SEPARATOR}:1")
+)
+
+
+def build_tokenizer(
+    recipe: Recipe, kind: TokenizerKind, texts: Iterable[str], saved: Path | None = None
+) -> Any:
     """Return a `PreTrainedTokenizerFast` for `recipe`.
 
     Args:
+        kind: what is trained, if the recipe trains one.
         texts: the *training* text only: a tokenizer trained on the evaluation text lowers its loss. Read only if one
             is trained.
         saved: checkpoint with the tokenizer of this run, used instead of training a new one.
     """
     transformers = require("transformers", "run a recipe")
     training = recipe.tokenizer.train
-    if recipe.task == "sft":
-        training = _of_base(recipe)
     if training is not None and saved is not None:
         return transformers.AutoTokenizer.from_pretrained(str(saved))
     if training is not None:
-        return _trained(training, list(texts), recipe.task)
+        return train_tokenizer(training, kind, list(texts))
     name = recipe.tokenizer.name or recipe.model.name
     assert name is not None  # `checks.py` asks for one of the two
     try:
@@ -56,13 +75,15 @@ def build_tokenizer(recipe: Recipe, texts: Iterable[str], saved: Path | None = N
     return _with_padding(tokenizer)
 
 
-def _of_base(recipe: Recipe) -> TokenizerTraining | None:
-    """The new tokenizer of a base that is trained first. A model that is named has its own, and a ready recipe, whose
-    sections on the base apply without a name, can be used on it.
-    """
-    if recipe.model.name is not None or recipe.tokenizer.name is not None:
+def saved_tokenizer(folder: Path, resume: bool | str | None) -> Path | None:
+    """Return the checkpoint with the tokenizer of a resumed run, or None if it has none."""
+    from windlass.checkpoint.store import Store
+
+    if not resume:
         return None
-    return recipe.tokenizer.train or TokenizerTraining()
+    by_path = isinstance(resume, str) and resume != "auto"
+    path = Path(str(resume)) if by_path else Store(folder).newest_verified()[0]
+    return path if path is not None and (path / "tokenizer.json").is_file() else None
 
 
 def _with_padding(tokenizer: Any) -> Any:
@@ -74,21 +95,19 @@ def _with_padding(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _trained(training: TokenizerTraining, texts: Sequence[str], task: str) -> Any:
-    algorithm = training.algorithm
-    if algorithm == "auto":
-        algorithm = "bpe" if task in ("causal-lm", "seq2seq", "sft") else "wordpiece"
-    special = SPECIAL_TOKENS[task]
-    specials = list(dict.fromkeys(special.values()))
+def train_tokenizer(training: TokenizerTraining, kind: TokenizerKind, texts: Sequence[str]) -> Any:
+    """Return a `PreTrainedTokenizerFast` of this kind that is trained on `texts`."""
+    algorithm = kind.algorithm if training.algorithm == "auto" else training.algorithm
+    specials = list(dict.fromkeys(kind.special_tokens.values()))
     if algorithm == "bpe":
         tokenizer = _byte_level_bpe(texts, training.vocab_size, specials)
     else:
         tokenizer = _wordpiece(texts, training, specials)
-    if task in TEMPLATES:
-        _add_special_tokens(tokenizer, *TEMPLATES[task])
+    if kind.around is not None:
+        _add_special_tokens(tokenizer, *kind.around)
     transformers = require("transformers", "run a recipe")
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **kind.special_tokens
     )
 
 

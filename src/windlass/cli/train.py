@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import os
-import shlex
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.command_line import EXIT_INTERRUPTED, LAUNCH_VARIABLE, TrainOptions
+from windlass.callbacks.early_stopping import EarlyStoppingCallback
+from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
 from windlass.cli.print_config import render_config
 from windlass.cli.recipe import load_recipe
+from windlass.cli.resume_point import (
+    check_folder,
+    find_resume_point,
+    past_the_end,
+    resume_command,
+    shown_path,
+)
 from windlass.cli.schema import Recipe
+from windlass.cli.tasks import TASKS
+from windlass.cli.tokenizing import saved_tokenizer
 from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
+from windlass.core.activity import Activity
 from windlass.core.errors import EXIT_PREEMPTED, Preempted
-from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
-from windlass.core.optional import require
+from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.optional import check_installed
 from windlass.core.output import say
 from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
@@ -29,16 +35,19 @@ if TYPE_CHECKING:
     from windlass.cli.recipe_parts import RecipeParts
 
 
-# Libraries that report at import what they found of optional parts of their own.
-_CHATTY = ("torchao", "bitsandbytes", "torch.utils._pytree")
-
-
 def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
     """Run `windlass train`; `arguments` is the command line, for the command that resumes."""
-    recipe = load_recipe(options.recipe, options.overrides, options.output_dir)
+    recipe = load_recipe(
+        options.recipe,
+        options.overrides,
+        options.output_dir,
+        tiny=options.tiny,
+        asks_libraries=not options.print_config,
+    )
     if options.print_config:
-        say(render_config(recipe), end="")
+        say(render_config(recipe, everything=options.all_keys), end="")
         return 0
+    check_installed("transformers", "train by a recipe", extra="train")
     args = training_arguments(recipe.training, recipe.task)
     resume = options.resume or args.resume_from_checkpoint or None
     command = resume_command(arguments)
@@ -59,59 +68,35 @@ def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
 class RunEnds(TrainerCallback):
     """Attributes:
     first_step: the step at which this process began: 0, or that of the checkpoint that it resumed from.
-    interrupted: the run ended before its last step. Recipes do not stop early, so the user interrupted it (Ctrl-C).
+    interrupted: the user ended the run before its last step (Ctrl-C).
+
+    Args:
+        early: ends the run early if the recipe asks for it.
     """
 
     first_step = 0
     interrupted = False
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def __init__(self, early: EarlyStoppingCallback | None) -> None:
+        self._early = early
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.first_step = state.global_step
+        if state.global_step > state.max_steps:
+            raise past_the_end(args, state.max_steps, state.global_step)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.interrupted = control.should_training_stop and state.global_step < state.max_steps
-
-
-def resume_command(arguments: Sequence[str]) -> str:
-    """Return the command line that resumes this one, quoted for a shell."""
-    kept, skip = [], False
-    for index, word in enumerate(arguments):
-        if skip:
-            skip = False
-        elif word == "--resume":
-            # The checkpoint after it is older than the newest one.
-            following = arguments[index + 1] if index + 1 < len(arguments) else "-"
-            is_option = following.startswith("-")
-            skip = not (is_option or "=" in following or following.endswith((".yaml", ".yml")))
-        elif not word.startswith("--resume=") and word != "--dry-run":
-            kept.append(word)
-    return shlex.join([*_launcher(), *kept, "--resume"])
-
-
-def _launcher() -> list[str]:
-    """The words before "train" in the command that started this process."""
-    launched = json.loads(os.environ.get(LAUNCH_VARIABLE, "[]"))
-    if launched and Path(launched[-1]).name == "windlass":  # and not a script that started this command
-        return ["windlass", "launch", *launched]
-    world = world_from_environment()
-    if not world.is_distributed:
-        return ["windlass"]
-    nodes = [] if world.local_size == world.size else ["--nnodes", str(world.size // world.local_size)]
-    return ["torchrun", *nodes, "--nproc-per-node", str(world.local_size), "-m", "windlass"]
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        stopped = control.should_training_stop and state.global_step < state.max_steps
+        self.interrupted = stopped and not (self._early and self._early.has_stopped)
 
 
 def _speaker() -> Callable[[str], None]:
     """Return a function that prints on the first process only."""
     return say if world_from_environment().is_main else lambda text: None
-
-
-def _quieten_libraries() -> None:
-    """Keep the screen for the run: no remarks of imports, and no bars of carriage returns in a log file."""
-    for name in _CHATTY:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # of peft
-    if not sys.stderr.isatty():
-        require("transformers.utils.logging", "run a recipe").disable_progress_bar()
 
 
 def _downloaded(resume: bool | str | None, args: TrainingArguments) -> bool | str | None:
@@ -131,20 +116,31 @@ def _downloaded(resume: bool | str | None, args: TrainingArguments) -> bool | st
 
 def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, command: str) -> int:
     say = _speaker()
-    _quieten_libraries()
-    say("Preparing: reading the data, building tokenizer and model ...")
-    from windlass.cli.recipe_parts import build_parts, build_trainer, continue_prompt, saved_tokenizer
-    from windlass.cli.screen import RunOutcome, describe_run, render_screen
-
-    resume = _downloaded(resume, args)
-    parts = build_parts(recipe, args, saved_tokenizer(run_folder(args), resume))
-    trainer, ends = build_trainer(parts, args), RunEnds()
-    trainer.add_callback(ends)
+    check_folder(args)
+    with Activity("looking for a checkpoint"):
+        resume = _downloaded(resume, args)
+        point = find_resume_point(resume, args)
+    if point is not None:
+        say(f"Continuing from {shown_path(point.path)}, step {point.step:,}")
+    with Activity("importing libraries"):
+        from windlass.cli.continuation import continue_prompt
+        from windlass.cli.screen import RunOutcome, describe_run, folded, render_screen
+    task, early = TASKS[recipe.task], _early_stopping(recipe)
+    ends = RunEnds(early)
+    saved = saved_tokenizer(run_folder(args), resume if point is None else str(point.path))
+    with Activity("reading the data"):
+        parts = task.build_parts(recipe, args, saved)
+    with Activity("building the model"):
+        trainer = task.open_trainer(parts, args)
+    for callback in (ends, early):
+        if callback is not None:
+            trainer.add_callback(callback)
     say(describe_run(parts, trainer))
     # The weights of a resumed model are not loaded yet.
-    before = None if resume else continue_prompt(parts, trainer.model)
+    with Activity("generating text with the untrained model"):
+        before = None if resume else continue_prompt(parts, trainer)
     if before:
-        say(f"\nBefore training, the model writes: {before}\n")
+        say(f"\n{folded(f'Before training, the model writes: {before}')}\n")
     output = trainer.train(resume_from_checkpoint=resume)
     if ends.interrupted:
         return _interrupted(args, command)
@@ -160,11 +156,16 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
         first_step=ends.first_step,
         evaluation=evaluation,
         before=before,
-        after=continue_prompt(parts, trainer.model),
-        command=command,
+        after=continue_prompt(parts, trainer),
+        command=None if args.save_strategy == "no" else command,
     )
     say(render_screen(outcome))
     return 0
+
+
+def _early_stopping(recipe: Recipe) -> EarlyStoppingCallback | None:
+    spec = recipe.early_stopping
+    return None if spec is None else EarlyStoppingCallback(spec.patience, spec.threshold)
 
 
 def _write_predictions(trainer: Any, parts: RecipeParts, args: TrainingArguments) -> dict[str, float]:
@@ -211,6 +212,10 @@ def _interrupted(args: TrainingArguments, command: str) -> int:
 
 
 def _say_how_to_resume(newest: Path | None, command: str) -> None:
-    state = f"{newest} is complete. Resume with:\n  {command}" if newest else "there is no checkpoint yet."
+    state = (
+        f"{shown_path(newest)} is complete. Resume with:\n  {command}"
+        if newest
+        else "there is no checkpoint yet."
+    )
     if world_from_environment().is_main:
         say(f"\nInterrupted: {state}", error=True)

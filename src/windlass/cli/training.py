@@ -7,43 +7,36 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from windlass.cli.launching.from_files import from_recipe
 from windlass.cli.recipe_draft import RecipeDraft
+from windlass.cli.tasks import TASKS
 from windlass.config.arguments import TrainingArguments
-from windlass.config.documents import coerce
-from windlass.config.parallel import from_recipe
 from windlass.config.parallel.rows_deepspeed import CONFIG, FIELDS
 from windlass.config.parallel.rows_training import STRATEGY
 from windlass.config.parallel.settings import Setting
 from windlass.config.parallel.spelling import to_arguments
 from windlass.config.parallel.table import KEYS
-from windlass.config.sft import SFTConfig
+from windlass.config.values import coerce
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import local_folder
-from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments
 
 _ONLY_AT_LAUNCH = "is set when the processes are started: `windlass launch` with the flag or a launch file"
-# The tasks with arguments of their own.
-_KINDS: dict[str, type[TrainingArguments]] = {"sft": SFTConfig, "seq2seq": Seq2SeqTrainingArguments}
 
 
 def training_fields() -> list[str]:
     """Return the keys of the `training` section of any task."""
-    kinds: list[type[TrainingArguments]] = [TrainingArguments, *_KINDS.values()]
+    kinds: list[type[TrainingArguments]] = [TrainingArguments, *(task.arguments for task in TASKS.values())]
     return list(dict.fromkeys(item.name for kind in kinds for item in fields(kind) if item.init))
-
-
-def _kind_of(task: str) -> type[TrainingArguments]:
-    return _KINDS.get(task, TrainingArguments)
 
 
 def coerced(values: Mapping[str, Any], task: str) -> dict[str, Any]:
     """Convert text to the number or bool that a field requires."""
-    return coerce(_kind_of(task), values)
+    return coerce(TASKS[task].arguments, values)
 
 
 def training_arguments(values: Mapping[str, Any], task: str) -> TrainingArguments:
     """Return the arguments of a checked recipe, of the class that the task has."""
-    return _kind_of(task)(**coerced(values, task))
+    return TASKS[task].arguments(**coerced(values, task))
 
 
 def run_folder(args: TrainingArguments) -> Path:
@@ -54,7 +47,7 @@ def run_folder(args: TrainingArguments) -> Path:
 
 def training_problems(values: Mapping[str, Any], task: str, draft: RecipeDraft) -> list[Problem]:
     """Return the problems that the task's arguments report, with the place in the recipe."""
-    foreign = values.keys() & set(training_fields()) - {item.name for item in fields(_kind_of(task))}
+    foreign = values.keys() & set(training_fields()) - {item.name for item in fields(TASKS[task].arguments)}
     if foreign:
         fix = f"has no meaning for task {task}; leave it out"
         return [Problem(draft.label("training", name), values[name], fix) for name in sorted(foreign)]

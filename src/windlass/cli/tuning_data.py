@@ -1,4 +1,4 @@
-"""The data of the task sft: its rows, as they are or of a mixture of files, and its tokenizer."""
+"""The data of supervised fine-tuning by a recipe: its rows, as they are or of a mixture of files, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,41 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.readers import Record, texts
-from windlass.cli.schema import DataSpec, Recipe
+from windlass.cli.arranged_rows import arranged
+from windlass.cli.formats import format_of
+from windlass.cli.readers import Record, read_records, texts
+from windlass.cli.schema import DataSpec, Recipe, TokenizerTraining
 from windlass.cli.splits import load_records
-from windlass.cli.tokenizing import build_tokenizer
+from windlass.cli.text_source import DataSource, SourceSplit
+from windlass.cli.tokenizing import WRITER, build_tokenizer
 from windlass.core.errors import DataError
+from windlass.finetuning.base_model import set_special_tokens
+from windlass.finetuning.prepared_text import text_options
+from windlass.finetuning.sft_config import SFTConfig
+from windlass.finetuning.sft_data import trains_on_completions
+from windlass.finetuning.templates import take_over_template
+from windlass.text.forms import Form, is_conversational_row, recognise_form, standardised
 from windlass.text.located_rows import LocatedRows
 from windlass.text.mixture import DatasetMixture
+from windlass.text.tables import is_stream, open_stream
 
 Rows = Sequence[Mapping[str, Any]] | DatasetMixture
+_FIRST_ROWS = 1000
+# Of a new tokenizer: the name of each role and its text, up to an end token.
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}:\n{{ message['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TuningData:
-    """The rows to tune on and to evaluate on, as `SFTTrainer` takes them; `evaluation` is None without any."""
+    """The rows to tune on (`Rows`, or a stream) and to evaluate on, as `SFTTrainer` takes them; `evaluation` is None
+    without any.
+    """
 
     tokenizer: Any
-    train: Rows
+    train: Any
     evaluation: LocatedRows | None
 
 
@@ -38,10 +56,11 @@ def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = N
         DataError, ConfigError, ModelError: with the file, the line or the key.
     """
     data = recipe.data
-    mixed = data.mixture or {data.train: 1.0}
+    if data.streaming:
+        return _open_stream(recipe, saved_tokenizer)
+    mixed = data.mixture or [data.train]
     parts = {
-        path: load_records(replace(recipe, data=replace(data, train=path, mixture=None)), seed)
-        for path in mixed
+        path: load_records(replace(data, train=path, mixture=None), seed, cut_texts=True) for path in mixed
     }
     sources = {path: tuning_rows(train, data) for path, (train, _) in parts.items()}
     # One file of evaluation data, or a part of each source.
@@ -54,38 +73,127 @@ def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = N
             f"the files of data.mixture have different columns ({shown}), and are not evaluated as one dataset: name "
             "data.eval, or set data.eval_fraction=0"
         )
-    train = DatasetMixture(sources, mixed, seed) if data.mixture else sources[data.train]
-    tokenizer = build_tokenizer(recipe, tuning_texts(train, data.text_column), saved_tokenizer)
-    return TuningData(tokenizer, train, held or None)
+    # A list has no weights: an epoch is all rows of all sources, once.
+    weights = data.mixture if isinstance(data.mixture, dict) else None
+    train = DatasetMixture(sources, weights, seed) if data.mixture else sources[data.train]
+    return TuningData(_tokenizer(recipe, train, saved_tokenizer), train, held or None)
+
+
+def _open_stream(recipe: Recipe, saved_tokenizer: Path | None) -> TuningData:
+    data = recipe.data
+    rows = open_stream(data.train, format_of(data.train, data) or "", data.subset, data.split)
+    held = LocatedRows([], [])
+    if data.eval is not None or data.eval_split is not None:
+        source, split = data.eval or data.train, data.eval_split or data.split
+        held = tuning_rows(read_records(source, data, split), data)
+    elif data.eval_rows is not None:
+        first = list(rows.take(data.eval_rows))
+        held = LocatedRows(first, (f"{data.train}: row {row}" for row in range(1, len(first) + 1)))
+        rows = rows.skip(data.eval_rows)
+    if data.max_samples is not None:
+        rows = rows.take(data.max_samples)
+    return TuningData(_tokenizer(recipe, rows, saved_tokenizer), rows, held or None)
+
+
+def first_rows(rows: Any) -> Any:
+    """Return the rows that a new tokenizer and a base are trained on: of a stream those at its beginning."""
+    return rows.take(_FIRST_ROWS) if is_stream(rows) else rows
+
+
+def _tokenizer(recipe: Recipe, rows: Any, saved: Path | None) -> Any:
+    """Return the tokenizer of the model, or a new one for a base that is trained first.
+
+    A named model has its own, so that a recipe with sections on the base can be used on it.
+    """
+    spec, column = recipe.tokenizer, recipe.data.text_column
+    builds_base = recipe.model.name is None and spec.name is None
+    training = (spec.train or TokenizerTraining()) if builds_base else None
+    recipe = replace(recipe, tokenizer=replace(spec, train=training))
+    tokenizer = build_tokenizer(recipe, WRITER, tuning_texts(first_rows(rows), column), saved)
+    if builds_base and tokenizer.chat_template is None and takes_turns(rows, column):
+        tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
+
+
+def tuning_source(recipe: Recipe, args: SFTConfig) -> DataSource:
+    """Return what `SFTTrainer` will prepare, with the same options, so that it finds the result."""
+    data = load_tuning_data(recipe, args.seed)
+    if recipe.data.streaming:  # what is shown
+        first = list(first_rows(data.train))
+        data = replace(data, train=LocatedRows(first, (f"row {row}" for row in range(1, len(first) + 1))))
+    take_over_template(args.chat_template_path, data.tokenizer)
+    set_special_tokens(data.tokenizer, args)
+
+    def split(rows: Any, packing: bool) -> SourceSplit:
+        return SourceSplit(
+            rows, text_options(args, packing, trains_on_completions(args, rows, formatted=False))
+        )
+
+    sources: Mapping[str, Any] = {"train": data.train}
+    if isinstance(data.train, DatasetMixture):
+        sources = {f"train {name}": rows for name, rows in data.train.sources.items()}
+    splits = {name: split(rows, args.packing) for name, rows in sources.items()}
+    if data.evaluation:
+        splits["eval"] = split(data.evaluation, args.packs_evaluation)
+    return DataSource(splits, data.tokenizer)
 
 
 def tuning_rows(records: Sequence[Record], data: DataSpec) -> LocatedRows:
-    """Return the rows to tune on: prompts with completions if the recipe names their columns, else rows as they are.
-
-    A prompt that does not end with a blank is ended by a line feed, so that its last token is the same without the
-    completion.
-    """
+    """Return the rows to tune on: prompts with completions if the recipe names their columns, else rows as they are."""
     places = [where for where, _ in records]
+    if data.rename or data.messages or data.prompt_format:
+        records = [(where, arranged(where, values, data)) for where, values in records]
+    if data.prompt_format is not None and data.completion_column is not None:
+        answers = texts(list(records), data.completion_column)
+        pairs = zip(records, answers, strict=True)
+        return LocatedRows(
+            ({"prompt": row["prompt"], "completion": answer} for (_, row), answer in pairs), places
+        )
     if data.prompt_column is None or data.completion_column is None:
         return LocatedRows((values for _, values in records), places)
     prompts, answers = (texts(list(records), name) for name in (data.prompt_column, data.completion_column))
     rows = [
-        {"prompt": prompt if prompt[-1:].isspace() else f"{prompt}\n", "completion": answer}
+        {"prompt": ended_prompt(prompt, data), "completion": answer}
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
     return LocatedRows(rows, places)
 
 
-def tuning_texts(rows: Rows, text_column: str) -> Iterator[str]:
+def ended_prompt(prompt: str, data: DataSpec) -> str:
+    """Return a prompt as a model reads it: one of a named column that does not end with a blank is ended by a line
+    feed, so that its last token is the same without the completion.
+    """
+    return prompt if data.prompt_column is None or prompt[-1:].isspace() else f"{prompt}\n"
+
+
+def tuning_texts(rows: Any, text_column: str) -> Iterator[str]:
     """Yield the whole text of each row, for a tokenizer and a base that are trained on them. Raises DataError for rows
-    of another form, such as conversations.
+    without text.
     """
     for row in rows:
-        text = row["prompt"] + row["completion"] if "prompt" in row else row.get(text_column)
-        if not isinstance(text, str):
+        form = recognise_form(row, text_column)
+        if form is Form.TOKENIZED:
             have = ", ".join(map(str, row))
             raise DataError(
                 f"rows with the columns {have} need a model with its tokenizer: set model.name. A new tokenizer and a "
                 f"small base are trained on text alone (data.text_column is {text_column!r})"
             )
-        yield text
+        found = standardised(row, form, text_column, has_template=False)
+        parts = found.get("messages") or [found.get(name, "") for name in ("text", "prompt", "completion")]
+        yield "".join(_words(part) for part in parts)
+
+
+def _words(part: Any) -> str:
+    """Return a text, or that of one or several messages, a line each."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, list):
+        return "".join(map(_words, part))
+    return f"{_words(part.get('text') or part.get('content') or '')}\n"
+
+
+def takes_turns(rows: Any, text_column: str) -> bool:
+    """Return True if the first row is a conversation."""
+    first = next(iter(first_rows(rows)))
+    form = recognise_form(first, text_column)
+    return is_conversational_row(standardised(first, form, text_column, has_template=False))

@@ -11,8 +11,9 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from windlass.config.arguments import TrainingArguments
+from windlass.core.events import TrainerState
 from windlass.core.logs import get_logger, warn_once
 
 PREFIX_CHECKPOINT_DIR = "checkpoint"
@@ -97,7 +98,9 @@ def remove_dummy_checkpoint(
             Path(output_dir, name).unlink(missing_ok=True)
 
 
-def compare_trainer_and_checkpoint_args(training_args: Any, trainer_state: Any) -> None:
+def compare_trainer_and_checkpoint_args(
+    training_args: TrainingArguments, trainer_state: TrainerState
+) -> None:
     """Warn of each setting that is another one now than in the state of a checkpoint."""
     pairs = {
         name: (getattr(training_args, name, None), getattr(trainer_state, name, None)) for name in _COMPARED

@@ -28,17 +28,39 @@ from windlass.core.errors import ConfigError, Problem
 _MAIN = "__main__"
 _GLOBAL_READS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
 _CODE_PARTS = (
-    "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_nlocals", "co_stacksize", "co_flags", "co_code",
-    "co_consts", "co_names", "co_varnames", "co_filename", "co_name", "co_qualname", "co_firstlineno",
-    "co_linetable", "co_exceptiontable", "co_freevars", "co_cellvars",
-)  # fmt: skip
+    "co_argcount",
+    "co_posonlyargcount",
+    "co_kwonlyargcount",
+    "co_nlocals",
+    "co_stacksize",
+    "co_flags",
+    "co_code",
+    "co_consts",
+    "co_names",
+    "co_varnames",
+    "co_filename",
+    "co_name",
+    "co_qualname",
+    "co_firstlineno",
+    "co_linetable",
+    "co_exceptiontable",
+    "co_freevars",
+    "co_cellvars",
+)
 _FUNCTION_PARTS = (
-    "__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__module__", "__qualname__",
-)  # fmt: skip
+    "__defaults__",
+    "__kwdefaults__",
+    "__annotations__",
+    "__doc__",
+    "__module__",
+    "__qualname__",
+)
 # Classes that are found in the module `types` alone: those of Python itself do not know where they are.
 _OF_TYPES: dict[type, str] = {
-    types.CellType: "CellType", types.CodeType: "CodeType", types.MappingProxyType: "MappingProxyType",
-}  # fmt: skip
+    types.CellType: "CellType",
+    types.CodeType: "CodeType",
+    types.MappingProxyType: "MappingProxyType",
+}
 # Made by the class statement itself, or set when the class is made.
 _CLASS_LEAVES = {"__dict__", "__weakref__", "__slots__", "_abc_impl"}
 
@@ -209,10 +231,11 @@ def _submodules(found: Mapping[str, Any], code: types.CodeType) -> list[str]:
     read = _attributes_read(code)
     packages = tuple(f"{m.__name__}." for m in found.values() if isinstance(m, types.ModuleType))
     return [
-        name for name in sorted(sys.modules)
+        name
+        for name in sorted(sys.modules)
         for package in packages
         if name.startswith(package) and read.issuperset(name.removeprefix(package).split("."))
-    ]  # fmt: skip
+    ]
 
 
 def _is_main(name: str | None) -> bool:

@@ -40,6 +40,7 @@ MODULES = {
         for name in (
             "trainer_utils", "trainer_callback", "trainer_pt_utils", "training_args", "optimization",
             "trainer_seq2seq", "training_args_seq2seq", "debug_utils", "hf_argparser",
+            "utils.notebook",
         )
     },
     "transformers.integrations.deepspeed": "windlass.zero.building",

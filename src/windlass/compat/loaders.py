@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from windlass.compat.seeds import synchronize_rng_states
 from windlass.compat.state import GradientState, PartialState
-from windlass.config.plugins import DataLoaderConfiguration
+from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.choice import ReaderChoice
 from windlass.data.passthrough_reader import PassthroughReader
@@ -71,7 +71,7 @@ class DataLoaderShard(PreparedLoader, metaclass=_ReplacedByPrepared):
             loader,
             ShardReader(loader, world),
             rank=rank,
-            world=world,
+            ranks=world,
             device=None if device is None else torch.device(device),
             non_blocking=_non_blocking,
             restores_position=use_stateful_dataloader,
@@ -135,15 +135,15 @@ class DataLoaderDispatcher(DataLoaderShard):
         iteration: int = 0,
         **options: Any,
     ) -> None:
-        loader, state, gang = DataLoader(dataset, **options), PartialState(), current()
-        seed = int(gang.broadcast_object(int(torch.empty((), dtype=torch.int64).random_())))
-        choice = ReaderChoice(loader, seed=seed, split=split_batches, seedable=False, gang=gang)
+        loader, state, data_ranks = DataLoader(dataset, **options), PartialState(), current().over("data")
+        seed = int(data_ranks.broadcast_object(int(torch.empty((), dtype=torch.int64).random_())))
+        choice = ReaderChoice(loader, seed=seed, split=split_batches, seedable=False, data_ranks=data_ranks)
         self._construct(
             loader,
-            choice.reader(gang.size, gang.rank, dispatch=True, slice_fn=slice_fn),
+            choice.reader(data_ranks.size, data_ranks.rank, dispatch=True, slice_fn=slice_fn),
             seed=seed,
-            rank=gang.rank,
-            world=gang.size,
+            rank=data_ranks.rank,
+            ranks=data_ranks.size,
             device=state.device,
             non_blocking=_non_blocking,
             restores_position=use_stateful_dataloader,
@@ -177,8 +177,8 @@ def prepare_data_loader(
         rng_types: no effect: all processes draw one order.
         torch_device_mesh: no effect.
     """
-    gang = current()
-    world = gang.size if num_processes is None else num_processes
+    data_ranks = current().over("data")
+    ranks = data_ranks.size if num_processes is None else num_processes
     options = DataLoaderConfiguration(
         split_batches=split_batches,
         dispatch_batches=dispatch_batches,
@@ -190,11 +190,11 @@ def prepare_data_loader(
     )
     loader = prepare_loader(
         dataloader,
-        world=world,
-        rank=gang.rank if process_index is None else process_index,
+        ranks=ranks,
+        rank=data_ranks.rank if process_index is None else process_index,
         device=device if put_on_device else None,
         options=options,
-        gang=gang if world == gang.size else Gang(),
+        data_ranks=data_ranks if ranks == data_ranks.size else Gang(),
         start_timeout=start_timeout(os.environ),
         slice_fn=slice_fn_for_dispatch,
     )
@@ -205,30 +205,30 @@ def prepare_data_loader(
 class ShardReader(PassthroughReader):
     """The batches of a loader that deals samples to processes itself, with the share of each process."""
 
-    def __init__(self, loader: DataLoader[Any], world: int) -> None:
+    def __init__(self, loader: DataLoader[Any], ranks: int) -> None:
         super().__init__(loader)
-        self._dataset, self._batches, self._world = loader.dataset, loader.batch_sampler, world
+        self._dataset, self._batches, self._ranks = loader.dataset, loader.batch_sampler, ranks
 
     @property
     def total_batch_size(self) -> int | None:
         """Samples of a whole batch over all processes."""
         size: int | None = getattr(self._batches, "batch_size", None)
-        return size if size is None or getattr(self._batches, "split_batches", False) else size * self._world
+        return size if size is None or getattr(self._batches, "split_batches", False) else size * self._ranks
 
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
         inner = getattr(self._batches, "batch_sampler", None)
         samplers = (getattr(part, "sampler", None) for part in (self._batches, inner))
         set_epochs(wanted.epoch, self._batches, inner, *samplers, self._dataset)
         for dealt in super().read(wanted):
-            yield dealt if self._world == 1 else replace(dealt, shares=self._shares(dealt))
+            yield dealt if self._ranks == 1 else replace(dealt, shares=self._shares(dealt))
 
     def _shares(self, dealt: DealtBatch) -> tuple[int, ...]:
         total = self.total_batch_size
         if total is None:  # batches of several sizes, of which only this process's is known
-            return dealt.shares * self._world
-        own = total // self._world
+            return dealt.shares * self._ranks
+        own = total // self._ranks
         left = len(self._dataset) % total if dealt.last else 0  # type: ignore[arg-type]
-        return tuple(min(max((left or total) - rank * own, 0), own) for rank in range(self._world))
+        return tuple(min(max((left or total) - rank * own, 0), own) for rank in range(self._ranks))
 
 
 class DataLoaderStateMixin:

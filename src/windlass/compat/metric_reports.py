@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.trainer.reports import readable
-from windlass.trainer.trainer_names import TrainerNames
+from windlass.trainer.trainer import Trainer
 
-log_metrics = TrainerNames.log_metrics
-save_metrics = TrainerNames.save_metrics
-save_state = TrainerNames.save_state
-get_num_trainable_parameters = TrainerNames.get_num_trainable_parameters
-get_learning_rates = TrainerNames.get_learning_rates
-get_optimizer_group = TrainerNames.get_optimizer_group
+log_metrics = Trainer.log_metrics
+save_metrics = Trainer.save_metrics
+save_state = Trainer.save_state
+get_num_trainable_parameters = Trainer.get_num_trainable_parameters
+get_learning_rates = Trainer.get_learning_rates
+get_optimizer_group = Trainer.get_optimizer_group
 
 
 def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.callbacks.flow import DefaultFlowCallback
+from windlass.callbacks.notebook import NotebookProgressCallback
 from windlass.callbacks.progress import ProgressCallback
+from windlass.config.callback_interface import TrainerCallback
 from windlass.config.enums import Choice
-from windlass.config.parallel.kinds import flag
-from windlass.core.events import TrainerCallback
+from windlass.config.kinds import flag
 from windlass.core.logs import get_logger, log_levels
 from windlass.core.optional import is_imported
+from windlass.core.output import in_notebook
 from windlass.core.rng import set_seed
 from windlass.data.collate_default import default_data_collator
 from windlass.data.collate_pad import Framework, pad_quietly
@@ -32,7 +34,9 @@ from windlass.data.columns import ColumnCollator
 _logger = get_logger(__name__)
 
 DEFAULT_CALLBACKS: list[type[TrainerCallback]] = [DefaultFlowCallback]
-DEFAULT_PROGRESS_CALLBACK: type[TrainerCallback] = ProgressCallback
+DEFAULT_PROGRESS_CALLBACK: type[TrainerCallback] = (
+    NotebookProgressCallback if in_notebook() else ProgressCallback
+)
 trainer_log_levels = {**log_levels, "passive": -1}  # "passive" leaves the level as it is
 InputDataClass = Any
 DataCollator = Callable[[list[Any]], Any]

@@ -8,7 +8,7 @@ import torch
 
 from windlass.accelerator.shared_rng import share_rng_states
 from windlass.compat.state import PartialState
-from windlass.config.plugin_words import RNGType
+from windlass.config.enums import RNGType
 from windlass.core import rng
 
 

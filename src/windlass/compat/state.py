@@ -15,8 +15,8 @@ import torch
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.process_state import GRADIENTS, LOOP, PROCESS, LoopState, ProcessState
 from windlass.accelerator.ranks import select_device
+from windlass.config.loop_options import GradientAccumulationPlugin
 from windlass.config.parallel.from_launcher import from_environment
-from windlass.config.plugins import GradientAccumulationPlugin
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join
@@ -24,9 +24,16 @@ from windlass.dist.operations import check_operations, operations_are_checked
 
 _GROUP_OPTIONS = ("backend", "init_method", "timeout")
 _ATTRIBUTES = (
-    "device", "distributed_type", "backend", "mixed_precision", "fsdp_plugin", "dynamo_plugin",
-    "parallelism_config", "deepspeed_plugin", "deepspeed_plugins",
-)  # fmt: skip
+    "device",
+    "distributed_type",
+    "backend",
+    "mixed_precision",
+    "fsdp_plugin",
+    "dynamo_plugin",
+    "parallelism_config",
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+)
 _NO_LOOP = AccumulationState(GradientAccumulationPlugin())
 
 
@@ -66,7 +73,7 @@ class PartialState(ProcessState):
         check_operations(value)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _ATTRIBUTES and name != "_gang":
+        if name not in _ATTRIBUTES and name != "_all_ranks":
             raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
         raise AttributeError(
             f"{type(self).__name__}.{name} is not set: the state was reset; create an Accelerator or a PartialState"

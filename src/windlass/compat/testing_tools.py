@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.compat.state import AcceleratorState
-from windlass.config.parallel.kinds import flag
+from windlass.config.kinds import flag
 from windlass.core.device import visible_devices
 from windlass.core.optional import is_available
 from windlass.core.output import say
@@ -35,8 +35,11 @@ def memory_allocated_func() -> int:
 
 def get_launch_command(**kwargs: Any) -> list[str]:
     """The command that starts a script with these settings: `["windlass", "launch", "--num_processes=2"]`."""
-    flags = [f"--{name}" if value is True else f"--{name}={value}" for name, value in kwargs.items()
-             if value is not None and value is not False]  # fmt: skip
+    flags = [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in kwargs.items()
+        if value is not None and value is not False
+    ]
     return ["windlass", "launch", *flags]
 
 

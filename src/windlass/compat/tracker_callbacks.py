@@ -106,10 +106,16 @@ class WandbCallback(_TrackerCallback):
 INTEGRATION_TO_CALLBACK: dict[str, type[TrackingCallback]] = {
     cls.name: cls
     for cls in (
-        ClearMLCallback, CometCallback, DVCLiveCallback, MLflowCallback, SwanLabCallback, TensorBoardCallback,
-        TrackioCallback, WandbCallback,
+        ClearMLCallback,
+        CometCallback,
+        DVCLiveCallback,
+        MLflowCallback,
+        SwanLabCallback,
+        TensorBoardCallback,
+        TrackioCallback,
+        WandbCallback,
     )
-}  # fmt: skip
+}
 
 
 def get_available_reporting_integrations() -> list[str]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from windlass.config.loop_options import DataLoaderConfiguration, GradientAccumulationPlugin
 from windlass.config.nearest import did_you_mean
 from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
-from windlass.config.plugins import DataLoaderConfiguration, GradientAccumulationPlugin
 from windlass.config.refusal import refuse
 from windlass.config.sections.setting import setting
 from windlass.core.errors import ConfigError, Problem
@@ -84,21 +84,24 @@ class AcceleratorConfig:
             use_stateful_dataloader=True,
         )
 
-    def batch_size(self, field: str, size: int, world: int) -> int:
+    def batch_size(self, field: str, size: int, ranks: int) -> int:
         """Samples of one process's batch.
 
         Args:
-            field, size: the argument and its value: of each process, or of all `world` together if batches are split.
+            field, size: the argument and its value: of each process, or of all `ranks` together if batches are split.
 
         Raises:
             ConfigError: the processes do not divide it.
         """
-        if not self.split_batches:
-            return size
-        if size % world:
-            fix = f"with split_batches=True it is the batch of all processes, and {world} do not divide it"
-            raise ConfigError(Problem(field, size, fix))
-        return size // world
+        return share_of_batch(field, size, ranks) if self.split_batches else size
+
+
+def share_of_batch(field: str, size: int, ranks: int) -> int:
+    """Samples of one process, of a batch of `size` that all split. Raises ConfigError if they do not divide it."""
+    if size % ranks:
+        fix = f"with split_batches=True it is the batch of all processes, and {ranks} do not divide it"
+        raise ConfigError(Problem(field, size, fix))
+    return size // ranks
 
 
 def read(value: Any) -> AcceleratorConfig:

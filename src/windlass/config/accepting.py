@@ -10,12 +10,13 @@ import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from windlass.config.nearest import did_you_mean
 from windlass.config.refusal import refuse
 from windlass.config.renamed import OLD_NAMES, TWINS, translate, twin_problems
 from windlass.config.sections.setting import default_of, rules_of
+from windlass.config.values import hints
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import warn_of_argument
 
@@ -35,11 +36,15 @@ HABITS = {
 }
 
 
+Instance = TypeVar("Instance")
+
+
 class AcceptsOldNames(type):
     """`cls(**names)` translates old names, refuses unknown ones, and raises all problems together."""
 
-    def __call__(cls, *args: Any, **given: Any) -> Any:
-        signature = _signature(cls)
+    # Annotated so that type checkers read the arguments from the dataclass.
+    def __call__(cls: type[Instance], *args: Any, **given: Any) -> Instance:
+        signature = _signature(cls)  # type: ignore[arg-type]
         given, clashes = _with_own_names(cls, given)
         positional = dict(zip(signature.positional, args, strict=False))
         everything = {**positional, **given, **_old_fields(cls, given)}
@@ -58,7 +63,7 @@ class AcceptsOldNames(type):
             arguments = {name: value for name, value in arguments.items() if name in names}
         keywords = {name: v for name, v in arguments.items() if name not in positional or name in given}
         try:
-            instance = super().__call__(*args, **keywords)
+            instance: Instance = type.__call__(cls, *args, **keywords)
         except ConfigError as error:
             raise ConfigError([*problems, *error.problems]) from None
         refuse(problems)
@@ -68,6 +73,20 @@ class AcceptsOldNames(type):
         if not copied:
             _log_notes(cls, everything)
         return instance
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The fields with types and defaults: `help`, notebooks and editors would show the one of `__call__`."""
+        types, made = hints(cls), {}
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            if field.default_factory is not dataclasses.MISSING:
+                made[field.name] = field.default_factory()
+        return inspect.Signature(
+            [
+                p.replace(annotation=types.get(p.name, p.annotation), default=made.get(p.name, p.default))
+                for p in _parameters(cls)
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +98,13 @@ class _Signature:
     takes_anything: bool
 
 
+def _parameters(cls: Any) -> list[inspect.Parameter]:
+    return list(inspect.signature(cls.__init__).parameters.values())[1:]
+
+
 @functools.cache
 def _signature(cls: Any) -> _Signature:
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    parameters = _parameters(cls)
     return _Signature(
         tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)),
         tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD),

@@ -7,39 +7,25 @@ It makes no folder, touches no device and does not write the environment. Script
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.config.accepting import AcceptsOldNames
+from windlass.config.described import described
 from windlass.config.helpers import Helpers
 from windlass.config.refusal import refuse
 from windlass.config.renamed import BOTH_WAYS, OLD_NAMES, announce, translate
-from windlass.config.sections.compute import ComputeSection
-from windlass.config.sections.evaluation import EvaluationSection
-from windlass.config.sections.optimisation import OptimisationSection
-from windlass.config.sections.reporting import ReportingSection
-from windlass.config.sections.running import RunningSection
-from windlass.config.sections.saving import SavingSection
 from windlass.config.sections.setting import default_of, rules_of
 from windlass.config.setters import Setters
 from windlass.config.validate import check
 from windlass.core.locations import working_folder
 
 
+@described()
 @dataclass(repr=False)
-class TrainingArguments(
-    # A dataclass has the fields of its last base first, so the sections are in reverse order: `output_dir` is first.
-    RunningSection,
-    SavingSection,
-    EvaluationSection,
-    ReportingSection,
-    ComputeSection,
-    OptimisationSection,
-    Setters,
-    Helpers,
-    metaclass=AcceptsOldNames,
-):
-    """The settings of a run; `docs/support.md` lists each name. Scripts may subclass it as a dataclass.
+class TrainingArguments(Helpers, Setters, metaclass=AcceptsOldNames):
+    """The settings of a run. Scripts may subclass it as a dataclass.
 
     Names of earlier versions (`evaluation_strategy`, `warmup_ratio`, ...) are accepted with one warning each, also when
     read or assigned later.
@@ -56,7 +42,7 @@ class TrainingArguments(
         check(self)
         self.__dict__["_dividing"] = self._divide_new_models()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def _assign(self, name: str, value: Any) -> None:
         if name in OLD_NAMES and name not in self.__dataclass_fields__:
             self._assign_old(name, value)
             return
@@ -72,7 +58,7 @@ class TrainingArguments(
                 object.__setattr__(self, BOTH_WAYS[name], value)
         object.__setattr__(self, name, value)
 
-    def __getattr__(self, name: str) -> Any:
+    def _read_old(self, name: str) -> Any:
         # Only called for names that are not attributes: an old name reads the field that replaced it.
         old = OLD_NAMES.get(name)
         if old is None:
@@ -80,6 +66,10 @@ class TrainingArguments(
         if old.new is None:
             return self.__dict__.get("_old", {}).get(name, old.default)
         return old.back(getattr(self, old.new))
+
+    if not TYPE_CHECKING:  # type checkers would take every misspelled name for an attribute
+        __setattr__ = _assign
+        __getattr__ = _read_old
 
     def is_given(self, name: str) -> bool:
         """Return True if `name` was given to the constructor, or assigned later, with whatever value. False in a copy
@@ -101,11 +91,14 @@ class TrainingArguments(
             self, old.new, old.carry(value, {f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
         )
 
+    def __repr__(self) -> str:
+        """The arguments that differ from their defaults; `str(args)` lists all."""
+        given = ", ".join(f"{name}={value!r}" for name, value, default in describe(self) if not default)
+        return f"{type(self).__name__}({given})"
+
     def __str__(self) -> str:
         lines = "".join(f"  {name}={value!r},\n" for name, value in sorted(self.to_dict().items()))
         return f"{type(self).__name__}(\n{lines})"
-
-    __repr__ = __str__
 
 
 TrainingArguments._VALID_DICT_FIELDS = [
@@ -119,7 +112,7 @@ def describe(args: TrainingArguments) -> list[tuple[str, Any, bool]]:
     A value that was derived from other arguments counts as default.
     """
     values = args.to_dict()
-    plain = type(args)().to_dict() if _needs_nothing(type(args)) else {}
+    plain = next(cls for cls in type(args).__mro__ if _needs_nothing(cls))().to_dict()
     derived = args.__dict__.get("_derived", {})
     return [(n, v, n in derived or (n in plain and plain[n] == v)) for n, v in values.items()]
 
@@ -132,4 +125,7 @@ def shared_arguments(args: TrainingArguments) -> dict[str, Any]:
 
 
 def _needs_nothing(cls: type) -> bool:
-    return all(default_of(f) is not dataclasses.MISSING for f in dataclasses.fields(cls) if f.init)
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(
+        p.default is not p.empty or p.kind in optional for p in inspect.signature(cls).parameters.values()
+    )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from enum import Enum
-from numbers import Integral, Real
 from typing import Any
 
 from windlass.config import accelerator_config
 from windlass.config.enums import METRIC_DRIVEN, DebugOption
 from windlass.config.json_document import read_document
+from windlass.config.kinds import as_declared
 from windlass.config.renamed import TWINS
+from windlass.config.sections.fields import Fields
 from windlass.config.sections.setting import STRIDE, Rules, rules_of
 from windlass.config.values import hints, members
 from windlass.core.errors import ConfigError
@@ -21,7 +21,7 @@ from windlass.core.logs import get_verbosity
 DEFAULT_OUTPUT_DIR = "trainer_output"
 
 
-def normalise(args: Any) -> None:
+def normalise(args: Fields) -> None:
     """Normalise `args`. May be called again after any assignment, and then derives values again."""
     values = args.__dict__
     for name, said in values.get("_derived", {}).items():
@@ -32,7 +32,7 @@ def normalise(args: Any) -> None:
     _documents(values, rules, getattr(type(args), "_VALID_DICT_FIELDS", ()))
     _words(values)
     for name, hint in hints(type(args)).items():
-        values[name] = _plain(values[name], members(hint))
+        values[name] = as_declared(values[name], members(hint))
     _strides(values, rules)
     _lists(values)
     _twins(values)
@@ -83,22 +83,6 @@ def _words(values: dict[str, Any]) -> None:
         values["debug"] = [known.get(str(option), option) for option in values["debug"]]
 
 
-def _plain(value: Any, kinds: tuple[Any, ...]) -> Any:
-    """Convert words to members of an enum, NumPy numbers to Python's, and 8.0 to 8 if the type is int."""
-    for kind in kinds:
-        if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str):
-            return next((member for member in kind if member.value == str(value)), value)
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, Integral) and (int in kinds or float in kinds):
-        return int(value)
-    if int in kinds and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if float in kinds and isinstance(value, Real) and not isinstance(value, int):
-        return float(value)
-    return value
-
-
 def _strides(values: dict[str, Any], rules: Mapping[str, Rules]) -> None:
     for name in (name for name, rule in rules.items() if rule.bounds is STRIDE):
         value = values[name]
@@ -131,7 +115,7 @@ def _twins(values: dict[str, Any]) -> None:
         values["activation_checkpointing"] = values["gradient_checkpointing"] = False
 
 
-def _derive(args: Any) -> None:
+def _derive(args: Fields) -> None:
     """Set fields that follow from others, and keep their given values so that they can be derived again."""
     values = args.__dict__
 

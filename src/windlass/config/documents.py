@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -12,9 +11,7 @@ from typing import Any
 
 import yaml
 
-from windlass.config.parallel.kinds import flag
 from windlass.config.plain_yaml import load_yaml
-from windlass.config.values import hints, members
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.plain_text import parse_json, read_text
 
@@ -188,21 +185,3 @@ def parse_override(text: str) -> tuple[Keys, Any]:
         raise ConfigError(Problem(".".join(keys), value, "is not a valid value; quote it")) from None
     finally:
         loader.dispose()
-
-
-def coerce(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert text values of fields that are numbers or bools; leave all others unchanged."""
-    types = hints(cls) if dataclasses.is_dataclass(cls) else {}
-    return {name: _coerced(value, members(types.get(name, Any))) for name, value in values.items()}
-
-
-def _coerced(value: Any, kinds: tuple[Any, ...]) -> Any:
-    if not isinstance(value, str) or str in kinds or Any in kinds:
-        return value
-    for kind, read in ((bool, flag), (int, int), (float, float)):
-        if kind in kinds:
-            try:
-                return read(value)
-            except ValueError:
-                continue
-    return value

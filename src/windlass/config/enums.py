@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum, StrEnum
+from enum import Enum, EnumMeta, StrEnum
 from typing import NoReturn
 
 from windlass.config.nearest import did_you_mean
@@ -130,3 +130,88 @@ class ParallelMode(Enum):
     NOT_DISTRIBUTED = "not_distributed"
     DISTRIBUTED = "distributed"
     TPU = "tpu"
+
+
+class _Contains(EnumMeta):
+    """Let `"fp16" in PrecisionType` test for a value, as Python does from 3.12 on."""
+
+    def __contains__(cls, item: object) -> bool:
+        return isinstance(item, cls) or item in [member.value for member in cls]  # type: ignore[var-annotated]
+
+
+class Word(Choice, metaclass=_Contains):
+    """A choice with a list of its values and a test for them."""
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """All values, in order of definition."""
+        return [str(member.value) for member in cls]
+
+
+class DistributedType(Word):
+    """The kind of a job: one process, several on one kind of device, or an engine that distributes the model."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+
+
+def distributed_type_of(device: str, processes: int) -> DistributedType:
+    """The kind of a job of `processes` processes on devices of type `device` ("cpu", "cuda", "xpu", ...)."""
+    if device == "xla":
+        return DistributedType.XLA  # one process, and all its devices
+    if processes == 1:
+        return DistributedType.NO
+    kind = {"cuda": "GPU"}.get(device, device.upper())
+    return DistributedType(f"MULTI_{kind}")
+
+
+class FP8BackendType(Word):
+    """Libraries of eight-bit training."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
+
+
+class LoggerType(Word):
+    """Experiment trackers; `all` is all that are installed."""
+
+    ALL = "all"
+    AIM = "aim"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+
+
+class RNGType(Word):
+    """Random generators that can be synchronised over processes: torch's, that of a device, or that of a sampler."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    MLU = "mlu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    NPU = "npu"
+    XLA = "xla"
+    XPU = "xpu"
+    HPU = "hpu"
+    NEURON = "neuron"
+    GENERATOR = "generator"

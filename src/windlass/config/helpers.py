@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import json
 import logging
-import math
 import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -14,48 +13,32 @@ from enum import Enum
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from windlass.config import accelerator_config
 from windlass.config.enums import ParallelMode
-from windlass.config.parallel import from_arguments, merge
 from windlass.config.parallel.from_launcher import OWN_VARIABLE, from_environment
+from windlass.config.parallel.from_script import from_arguments
 from windlass.config.parallel.parallel_plan import dtype_plans
 from windlass.config.parallel.rows_training import PRECISION
-from windlass.config.plugin_engines import DeepSpeedPlugin, plugin_of
-from windlass.config.turns import main_process_first
+from windlass.config.parallel.settings import merge
+from windlass.config.plan import SchedulePlan
+from windlass.config.sections.fields import Fields
 from windlass.core.locations import anchored, is_url, lies_in, working_folder
-from windlass.core.logs import log_levels
+from windlass.core.logs import get_verbosity, log_levels
+from windlass.core.outside import load_outside
 from windlass.core.process_count import process_count
 from windlass.core.redact import is_secret_name, redact_text
+from windlass.core.turns import main_process_first
 from windlass.core.world import World, world_from_environment
 
 if TYPE_CHECKING:
     import torch
 
-# Named only, since it is of a higher floor: scripts reach it through the arguments, and nothing here uses it.
-_STATE = "windlass.compat.state"
-# Also of a higher floor: imported once arguments ask for a stage of DeepSpeed that divides models.
+# Named only, since it is of a higher floor: imported once arguments ask for a stage of DeepSpeed that divides models.
 _BUILDING = "windlass.zero.building"
 
 
-class Helpers:
-    """The mixin of `TrainingArguments` with them. Each process drives one device."""
-
-    if TYPE_CHECKING:
-        per_device_train_batch_size: int
-        per_device_eval_batch_size: int
-        accelerator_config: Any
-        use_cpu: bool
-        ddp_timeout: int
-        ddp_backend: str | None
-        log_level: str
-        log_level_replica: str
-        log_on_each_node: bool
-        save_on_each_node: bool
-        bf16: bool
-        fp16: bool
-        fp8: bool
-        warmup_steps: float
-        output_dir: str | None
-        deepspeed: dict[str, Any] | str | None
+class Helpers(Fields):
+    """All fields, and these methods. Each process drives one device."""
 
     # A run reads `deepspeed` itself. Scripts look if there is one.
     hf_deepspeed_config: ClassVar[None] = None
@@ -90,20 +73,20 @@ class Helpers:
         """Samples of a training loader's batch: of each process; with `split_batches`, of all together."""
         return self.per_device_train_batch_size
 
-    def train_batch_size_of(self, world: int) -> int:
-        """Samples per process in one forward and backward, in a job of `world` processes."""
+    def train_batch_size_of(self, ranks: int) -> int:
+        """Samples per process in one forward and backward, of `ranks` with different samples."""
         size, field = self.per_device_train_batch_size, "per_device_train_batch_size"
-        return int(self.accelerator_config.batch_size(field, size, world))
+        return accelerator_config.read(self.accelerator_config).batch_size(field, size, ranks)
 
     @property
     def eval_batch_size(self) -> int:
         """Samples of an evaluation loader's batch: of each process; with `split_batches`, of all together."""
         return self.per_device_eval_batch_size
 
-    def eval_batch_size_of(self, world: int) -> int:
-        """Samples per process in one evaluation batch, in a job of `world` processes."""
+    def eval_batch_size_of(self, ranks: int) -> int:
+        """Samples per process in one evaluation batch, of `ranks` with different samples."""
         size, field = self.per_device_eval_batch_size, "per_device_eval_batch_size"
-        return int(self.accelerator_config.batch_size(field, size, world))
+        return accelerator_config.read(self.accelerator_config).batch_size(field, size, ranks)
 
     @property
     def ddp_timeout_delta(self) -> timedelta:
@@ -153,7 +136,7 @@ class Helpers:
     @property
     def distributed_state(self) -> Any:
         """The `PartialState` of this process; the first call joins the process group (imports torch)."""
-        state = importlib.import_module(_STATE)
+        state = load_outside("the state singletons")
         options = {"timeout": self.ddp_timeout_delta, "backend": self.ddp_backend}
         return state.PartialState(cpu=self.use_cpu, **options)
 
@@ -163,13 +146,15 @@ class Helpers:
         return bool(self.deepspeed or launched or "ACCELERATE_USE_DEEPSPEED" in os.environ)
 
     @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+    def deepspeed_plugin(self) -> Any:
         """How DeepSpeed divides the model, for scripts that look; None if it does not."""
         if not self._names_deepspeed:
             return None
         settings = merge(from_arguments(self), from_environment(os.environ))
         precision, dist = dtype_plans(settings)
-        return None if settings.problems or dist.zero is None else plugin_of(dist.zero, precision.compute)
+        if settings.problems or dist.zero is None:
+            return None
+        return load_outside("plugins of DeepSpeed").plugin_of(dist.zero, precision.compute)
 
     def _divide_new_models(self) -> Any:
         """Let models of transformers be divided while they are built, for as long as the returned object lives; None
@@ -185,9 +170,9 @@ class Helpers:
         return None
 
     def get_process_log_level(self) -> int:
-        """The logging level of this process; by default INFO on the main process and WARNING on the others."""
+        """The logging level of this process; by default the present one on the main process, WARNING on the others."""
         if self.should_log:
-            return log_levels.get(self.log_level, logging.INFO)
+            return log_levels.get(self.log_level, get_verbosity())
         return log_levels.get(self.log_level_replica, logging.WARNING)
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
@@ -201,15 +186,13 @@ class Helpers:
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Return the updates of warm-up in a run of `num_training_steps` updates."""
-        if self.warmup_steps >= 1:
-            return int(self.warmup_steps)
-        return math.ceil(num_training_steps * self.warmup_steps)
+        return SchedulePlan(warmup=self.warmup_steps).warmup_steps(num_training_steps)
 
     # --- as plain data ---
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON values, with `<NAME>` for secrets; `cls(**args.to_dict())` makes equal arguments."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        fields = dataclasses.fields(self)
         return {f.name: _plain(f.name, getattr(self, f.name)) for f in fields if f.init}
 
     def to_json_string(self) -> str:

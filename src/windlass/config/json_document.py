@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from windlass.config.kinds import typed_words
 from windlass.core.plain_text import parse_json, read_text
 
 
@@ -22,19 +23,10 @@ def read_document(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"holds JSON of type {type(value).__name__}, not an object")
     # A command line cannot quote types inside JSON easily, so words that look like numbers become numbers.
-    return {key: _typed(item) for key, item in value.items()} if source is not None else value
+    return {key: typed_words(item) for key, item in value.items()} if source is not None else value
 
 
-def _typed(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _typed(item) for key, item in value.items()}
-    if not isinstance(value, str):
-        return value
-    if value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value
+def mapping(value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """A copy of an argument that may be given as JSON; `check` has read its text by now."""
+    assert not isinstance(value, str), "`check` refuses text that cannot be read"
+    return dict(value or {})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from windlass.core.mesh import Mesh
 from windlass.core.types import State
 
 NonFinitePolicy = Literal["raise", "skip", "rollback"]
@@ -16,20 +18,21 @@ class UpdateSize:
     """The batches of an update.
 
     Attributes:
-        micro, accumulation, world: samples of a micro-batch, micro-batches of an update, processes.
+        micro, accumulation: samples of a micro-batch, micro-batches of an update.
+        ranks: how many ranks have different samples.
         asked: `gradient_accumulation_steps` of the arguments, from which `accumulation` may have been derived.
         asked_micro: `per_device_train_batch_size` of the arguments, if only smaller micro-batches fit in memory.
     """
 
     micro: int
     accumulation: int
-    world: int
+    ranks: int
     asked: int
     asked_micro: int | None = None
 
     @property
     def samples(self) -> int:
-        return self.micro * self.accumulation * self.world
+        return self.micro * self.accumulation * self.ranks
 
     def within(self, limit: int) -> UpdateSize:
         """The same update, in micro-batches of at most `limit` samples."""
@@ -41,22 +44,45 @@ class UpdateSize:
         return replace(self, micro=micro, accumulation=samples // micro, asked_micro=asked)
 
     def to_dict(self) -> State:
-        return asdict(self)
+        """For a checkpoint, which has `ranks` under its first name, "world"."""
+        return {"world" if name == "ranks" else name: value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, saved: State) -> UpdateSize:
+        """Return what `to_dict` saved. Raises TypeError or KeyError if that is something else."""
+        return cls(ranks=saved["world"], **{name: value for name, value in saved.items() if name != "world"})
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """The batches of a loader on rank `rank`; sizes in samples, `accumulation` in micro-batches."""
+    """The batches that the arguments ask for; sizes in samples of one process.
+
+    Attributes:
+        ranks, rank: how many ranks have different samples, and which of them this is.
+        micro, eval: samples of a micro-batch, and of a batch of an evaluation.
+        accumulation: micro-batches of an update, of which `asked` are those of the arguments.
+        fixed: `global_batch_size` decides the samples of an update, also of one that is resumed.
+        finds: the largest micro-batch that fits in memory is found, and kept by a run that is resumed.
+        split: the sizes of the arguments are those of all processes together.
+    """
 
     micro: int
     accumulation: int
-    world: int
+    ranks: int
     rank: int
     eval: int
+    asked: int = 1
+    fixed: bool = False
+    finds: bool = False
+    split: bool = False
 
     @property
     def update(self) -> int:
-        return self.micro * self.accumulation * self.world
+        return self.size.samples
+
+    @property
+    def size(self) -> UpdateSize:
+        return UpdateSize(self.micro, self.accumulation, self.ranks, self.asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +100,7 @@ class OptimizerPlan:
 
     Attributes:
         groups: pattern that is searched for in names of parameters -> the options of their group.
+        targets: the modules whose gradients an optimizer projects, as `optim_target_modules` names them.
         layer_decay: the learning rate of a layer is that of the layer above times this.
         in_backward: it updates each parameter in the backward.
     """
@@ -85,23 +112,28 @@ class OptimizerPlan:
     epsilon: float = 1e-8
     options: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    targets: str | list[str] | None = None
     layer_decay: float = 1.0
     in_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulePlan:
-    """The schedule of a run whose number of updates is known.
+    """The schedule, which is planned before the number of updates is known.
 
     Attributes:
         name: a key of the registry of schedules.
         options: of that schedule.
-        warmup_steps: updates of linear warm-up.
+        warmup: linear warm-up, in updates; below 1 as a share of all updates.
     """
 
     name: str = "linear"
     options: dict[str, Any] = field(default_factory=dict)
-    warmup_steps: int = 0
+    warmup: float = 0
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Updates of warm-up in a run of `total_steps` updates."""
+        return int(self.warmup) if self.warmup >= 1 else math.ceil(total_steps * self.warmup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +286,6 @@ class SavePlan:
         max_failures: failed saves in a row at which the run ends; None: never.
     """
 
-    output_dir: str
     cadence: CadencePlan
     total_limit: int | None = None
     metric: str | None = None
@@ -411,22 +442,45 @@ class DistPlan:
     comm_options: dict[str, Any] = field(default_factory=dict)
     reduce_each: bool = False
 
+    def mesh(self, ranks: int) -> Mesh:
+        """The axes of a job of `ranks` ranks. Raises ConfigError if they do not divide into the replicas."""
+        return Mesh(replicate=ranks).with_replicas(ranks if self.shard is None else self.shard.replicas)
+
 
 @dataclass(frozen=True, slots=True)
-class RunPlan:
-    """The complete configuration of a run."""
+class CallPlan:
+    """The configuration of one call of a Trainer, as far as it does not depend on the length of the data. Loaders,
+    optimizer, schedule, evaluations and preemption are made from its sections.
+
+    Attributes:
+        evaluations: how each evaluation runs.
+    """
 
     seed: int
-    batch: UpdateSize
-    duration: DurationPlan
+    batches: BatchPlan
     optimizer: OptimizerPlan
     schedule: SchedulePlan
     precision: PrecisionPlan
     transforms: TransformPlan
     stability: StabilityPlan
     data: DataPlan
+    evaluations: EvaluationPlan
+    preemption: PreemptionPlan
+    dist: DistPlan
+    reports: ReportPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan(CallPlan):
+    """The complete configuration of a run: the plan of its call, and what depends on the length of the data.
+
+    Attributes:
+        batch: the size of updates.
+        logging, evaluation: when they happen.
+    """
+
+    batch: UpdateSize
+    duration: DurationPlan
     logging: CadencePlan
     evaluation: CadencePlan
     save: SavePlan
-    dist: DistPlan
-    reports: ReportPlan

@@ -7,13 +7,18 @@ import re
 from windlass.core.errors import ConfigError, Problem
 
 _SECONDS = {
-    "s": 1, "sec": 1, "secs": 1, "m": 60, "min": 60, "mins": 60,
-    "h": 3600, "hour": 3600, "hours": 3600, "d": 86400, "day": 86400, "days": 86400,
-}  # fmt: skip
-_BYTES = {
-    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
+    word: length
+    for words, length in (
+        ("s sec secs", 1),
+        ("m min mins", 60),
+        ("h hour hours", 3600),
+        ("d day days", 86400),
+    )
+    for word in words.split()
+}
+_BYTES = {"b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _BYTES |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*")
 
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from windlass.config.plugin_words import LoggerType
+from windlass.config.enums import LoggerType
 
-_WRITTEN = "metrics.jsonl is always written, and ReportCallback adds report.html"
+REPORT = "report"  # in `report_to`: a page and a picture of the run, beside trackers
+_WRITTEN = "metrics.jsonl is always written, and report_to='report' adds report.html"
 TRACKER_NOTE = f"is not built; {_WRITTEN}; a callback or a GeneralTracker of your own can send logs on"
 
 PROJECTING_OPTIMIZERS = (
-    "galore_adamw", "galore_adafactor", "galore_adamw_layerwise", "galore_adafactor_layerwise", "galore_adamw_8bit",
-    "galore_adamw_8bit_layerwise", "apollo_adamw", "apollo_adamw_layerwise",
-)  # fmt: skip
+    "galore_adamw",
+    "galore_adafactor",
+    "galore_adamw_layerwise",
+    "galore_adafactor_layerwise",
+    "galore_adamw_8bit",
+    "galore_adamw_8bit_layerwise",
+    "apollo_adamw",
+    "apollo_adamw_layerwise",
+)
 IN_BACKWARD_OPTIMIZERS = (
     "lomo",
     "adalomo",
@@ -53,8 +60,8 @@ def unbuilt_trackers(report_to: list[str]) -> Iterator[tuple[str, str]]:
     for name in report_to:
         if name in UNBUILT_TRACKERS:
             yield name, TRACKER_NOTE
-        elif name not in (*TRACKERS, "all"):
-            yield name, f"is not a tracker; known names: all, none, {', '.join(TRACKERS)}"
+        elif name not in (*TRACKERS, REPORT, "all"):
+            yield name, f"is not a tracker; known names: all, none, {REPORT}, {', '.join(TRACKERS)}"
 
 
 METHODS_REFUSED = {

@@ -17,10 +17,11 @@ from typing import Any
 from windlass.config import accelerator_config
 from windlass.config.canonical import normalise
 from windlass.config.enums import METRIC_DRIVEN, DebugOption
-from windlass.config.json_document import read_document
+from windlass.config.json_document import mapping, read_document
 from windlass.config.parallel.from_script import FIELDS, from_arguments
 from windlass.config.parallel.xla_checks import absent_xla
 from windlass.config.refusal import refuse
+from windlass.config.sections.fields import Fields
 from windlass.config.sections.setting import default_of, rules_of
 from windlass.config.support_rows import PROJECTING_OPTIMIZERS, unbuilt_optimizer, unbuilt_trackers
 from windlass.config.values import hints, value_fault
@@ -45,7 +46,7 @@ class Conflict:
     def __init__(self, fix: str, **values: Any) -> None:
         self.values, self._fix = values, fix
 
-    def problems(self, args: Any) -> Iterator[Problem]:
+    def problems(self, args: Fields) -> Iterator[Problem]:
         if all(_matches(getattr(args, name), wanted) for name, wanted in self.values.items()):
             name = next(iter(self.values))
             value = getattr(args, name)
@@ -60,14 +61,14 @@ def _matches(value: Any, wanted: Any) -> bool:
     return bool(value in wanted if isinstance(wanted, tuple) else value == wanted)
 
 
-def check(args: Any) -> None:
+def check(args: Fields) -> None:
     """Normalise `args` in place and raise if anything is wrong. To be called again before each run. Raises ConfigError
     with every problem.
     """
     refuse(problems(args))
 
 
-def problems(args: Any) -> list[Problem]:
+def problems(args: Fields) -> list[Problem]:
     """Normalise `args` in place and list all that is wrong. What reads a wrong value is not checked further."""
     normalise(args)
     found = list(_wrong_values(args))
@@ -84,7 +85,7 @@ def problems(args: Any) -> list[Problem]:
 # --- one option at a time --------------------------------------------------------------------------------------------
 
 
-def _wrong_values(args: Any) -> Iterator[Problem]:
+def _wrong_values(args: Fields) -> Iterator[Problem]:
     fields = {f.name: f for f in dataclasses.fields(args)}
     rules = rules_of(type(args))
     for name, hint in hints(type(args)).items():
@@ -188,14 +189,14 @@ def _rule(*reads: str) -> Callable[[Check], Check]:
 
 
 @_rule("push_to_hub", "output_dir")
-def _publishes_from_a_disk(args: Any) -> Iterator[Problem]:
+def _publishes_from_a_disk(args: Fields) -> Iterator[Problem]:
     if args.push_to_hub and is_url(str(args.output_dir)):
         fix = "uploads from a folder of this machine: set output_dir to one, or use `windlass checkpoint push` later"
         yield Problem("push_to_hub", True, fix)
 
 
 @_rule("num_train_epochs")
-def _some_length(args: Any) -> Iterator[Problem]:
+def _some_length(args: Fields) -> Iterator[Problem]:
     # A max_steps that is wrong by itself does not set a length either, so both are reported at once.
     enough = isinstance(args.max_steps, int) and args.max_steps > 0
     if not enough and args.num_train_epochs <= 0:
@@ -204,7 +205,7 @@ def _some_length(args: Any) -> Iterator[Problem]:
 
 
 @_rule("preemption_signals")
-def _signals(args: Any) -> Iterator[Problem]:
+def _signals(args: Fields) -> Iterator[Problem]:
     words = str(args.preemption_signals).split()
     known = [word for word in words if word.startswith("SIG") and hasattr(signal, word)]
     refused = {"SIGKILL", "SIGSTOP", "SIGINT"}.intersection(words)
@@ -217,8 +218,8 @@ def _signals(args: Any) -> Iterator[Problem]:
 
 
 @_rule("optim_groups")
-def _groups(args: Any) -> Iterator[Problem]:
-    for pattern, options in (args.optim_groups or {}).items():
+def _groups(args: Fields) -> Iterator[Problem]:
+    for pattern, options in mapping(args.optim_groups).items():
         field = f"optim_groups[{pattern!r}]"
         try:
             re.compile(pattern)
@@ -236,26 +237,26 @@ def _groups(args: Any) -> Iterator[Problem]:
 
 
 @_rule("optim", "report_to")
-def _unbuilt_words(args: Any) -> Iterator[Problem]:
+def _unbuilt_words(args: Fields) -> Iterator[Problem]:
     """Words of honoured fields whose feature is not built."""
     reason = unbuilt_optimizer(str(args.optim))
     if reason is not None:
         yield Problem("optim", str(args.optim), reason)
     elif str(args.optim) == "adamw_torch_xla" and not xla.is_selected():
         yield Problem("optim", str(args.optim), f"{xla.NEEDED}; elsewhere use adamw_torch")
-    for tracker, why in unbuilt_trackers(args.report_to):
+    for tracker, why in unbuilt_trackers(list(args.report_to or ())):
         yield Problem("report_to", tracker, why)
 
 
 @_rule("debug")
-def _debugging_aids(args: Any) -> Iterator[Problem]:
+def _debugging_aids(args: Fields) -> Iterator[Problem]:
     if DebugOption.TPU_METRICS_DEBUG in args.debug:
         fix = "print torch_xla.debug.metrics.metrics_report() in a callback's on_evaluate, and leave it out"
         yield Problem("debug", str(DebugOption.TPU_METRICS_DEBUG), fix)
 
 
 @_rule("optim", "optim_target_modules")
-def _projection(args: Any) -> Iterator[Problem]:
+def _projection(args: Fields) -> Iterator[Problem]:
     projects, targets = str(args.optim) in PROJECTING_OPTIMIZERS, args.optim_target_modules
     if projects and not targets:
         fix = f"{args.optim} needs the linear layers to project: parts of their names, or 'all-linear'"
@@ -266,27 +267,28 @@ def _projection(args: Any) -> Iterator[Problem]:
 
 
 @_rule(*FIELDS)
-def _distribution(args: Any) -> Iterator[Problem]:
+def _distribution(args: Fields) -> Iterator[Problem]:
     settings = from_arguments(args)
     for problem in (*settings.problems, *absent_xla(settings)):
         yield dataclasses.replace(problem, field=problem.field.removeprefix("TrainingArguments."))
 
 
 @_rule("accelerator_config", "gradient_accumulation_steps")
-def _accelerator(args: Any) -> Iterator[Problem]:
-    yield from accelerator_config.objections(args.accelerator_config, args.gradient_accumulation_steps)
+def _accelerator(args: Fields) -> Iterator[Problem]:
+    config = accelerator_config.read(args.accelerator_config)
+    yield from accelerator_config.objections(config, args.gradient_accumulation_steps)
 
 
 @_rule("activation_checkpointing_kwargs")
-def _recompute_options(args: Any) -> Iterator[Problem]:
-    every = (args.activation_checkpointing_kwargs or {}).get("every_n_layers", 1)
+def _recompute_options(args: Fields) -> Iterator[Problem]:
+    every = mapping(args.activation_checkpointing_kwargs).get("every_n_layers", 1)
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         fix = "must be a whole number of at least 1"
         yield Problem("activation_checkpointing_kwargs.every_n_layers", every, fix)
 
 
 @_rule("local_rank")
-def _launcher_agrees(args: Any) -> Iterator[Problem]:
+def _launcher_agrees(args: Fields) -> Iterator[Problem]:
     of_launcher = os.environ.get("LOCAL_RANK")
     if args.local_rank > 0 and of_launcher != str(args.local_rank):
         fix = f"disagrees with the environment (LOCAL_RANK={of_launcher}); leave it out, and start with torchrun"
@@ -294,7 +296,7 @@ def _launcher_agrees(args: Any) -> Iterator[Problem]:
 
 
 @_rule()
-def _unbuilt_fields(args: Any) -> Iterator[Problem]:
+def _unbuilt_fields(args: Fields) -> Iterator[Problem]:
     fields = {field.name: field for field in dataclasses.fields(args)}
     for name, rules in rules_of(type(args)).items():
         if rules.refused and not _is_neutral(fields[name], getattr(args, name)):

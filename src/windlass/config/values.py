@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from windlass.config.kinds import from_text
 from windlass.config.nearest import did_you_mean
 from windlass.config.sections.setting import Rules, Truth
 
@@ -43,6 +45,12 @@ def members(hint: Any) -> tuple[Any, ...]:
     return tuple(bool if kind == Truth else kind for kind in kinds)
 
 
+def coerce(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert text values of fields that are numbers or bools; leave all others unchanged."""
+    types = hints(cls) if dataclasses.is_dataclass(cls) else {}
+    return {name: from_text(value, members(types.get(name, Any))) for name, value in values.items()}
+
+
 def value_fault(value: Any, hint: Any, rules: Rules, choices: Any = None) -> str | None:
     """Why `value` breaks the type or the rules of its field; None if it does not."""
     fault = type_fault(value, hint)
@@ -62,7 +70,19 @@ def type_fault(value: Any, hint: Any) -> str | None:
     kinds = members(hint)
     if any(_is_a(value, kind) for kind in kinds):
         return _enum_fault(value, kinds)
-    return f"must be {_describe(kinds)}, and is {type(value).__name__}"
+    fault = f"must be {_describe(kinds)}, and is {type(value).__name__}"
+    return f"{fault}; use {_as_number(value)}" if _as_number(value) and {int, float} & set(kinds) else fault
+
+
+def _as_number(value: Any) -> str | None:
+    """The call that makes a number of a text that holds one, such as "1e-4"; None for anything else."""
+    for kind in (int, float):
+        try:
+            if isinstance(value, str) and kind(value) is not None:
+                return f'{kind.__name__}("{value}")'
+        except ValueError:
+            continue
+    return None
 
 
 def _is_a(value: Any, kind: Any) -> bool:
@@ -73,6 +93,8 @@ def _is_a(value: Any, kind: Any) -> bool:
         return value in get_args(kind)
     if origin is list:
         return isinstance(value, list) and all(_is_item(item, get_args(kind)[0]) for item in value)
+    if origin is tuple:  # files have lists only
+        return isinstance(value, list | tuple)
     if kind in (int, float) and isinstance(value, bool):
         return False
     return isinstance(value, (int, float) if kind is float else origin or kind)
@@ -114,7 +136,9 @@ def _describe(kinds: tuple[Any, ...]) -> str:
         origin = get_origin(kind) or kind
         if _is_enum(kind):
             words.append("one of " + ", ".join(str(member.value) for member in kind))
-        elif origin is not Literal:
+        elif origin is Literal:
+            words.append("one of " + ", ".join(map(str, get_args(kind))))
+        else:
             words.append(_TYPE_WORDS.get(origin) or f"a {origin.__name__}")
     return " or ".join(dict.fromkeys(words))
 

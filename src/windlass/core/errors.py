@@ -56,7 +56,8 @@ class RankMismatchError(WindlassError, ValueError):
         super().__init__(
             f"these differ between the ranks of the job, and must be the same on all of them:{listed}\n"
             "Give every rank the same values: look for a setting that is computed from the rank, from the host or "
-            "from an environment variable that only some of them have."
+            "from an environment variable that only some of them have, and for data that is drawn without a seed or "
+            "divided by the script."
         )
 
 

@@ -1,4 +1,4 @@
-"""What a callback sees and returns: the state of a run, the control flags, and the sixteen events.
+"""What a callback sees and returns: the state of a run, the control flags, and the names of the sixteen events.
 
 On the ground floor because the engine fires these events and the subscribers in `callbacks/` answer them, and the two
 must not know each other.
@@ -20,10 +20,23 @@ from windlass.core.plain_text import parse_json
 from windlass.core.whole_file import write_whole
 
 EVENTS = (
-    "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",
-    "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_evaluate", "on_predict",
-    "on_prediction_step", "on_save", "on_log", "on_push_begin",
-)  # fmt: skip
+    "on_init_end",
+    "on_train_begin",
+    "on_train_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_step_begin",
+    "on_substep_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_step_end",
+    "on_evaluate",
+    "on_predict",
+    "on_prediction_step",
+    "on_save",
+    "on_log",
+    "on_push_begin",
+)
 
 
 class ExportableState:
@@ -88,7 +101,7 @@ class TrainerState:
         if not isinstance(self.stateful_callbacks, dict):
             self.stateful_callbacks = _states_of(self.stateful_callbacks or ())
 
-    def compute_steps(self, args: Any, max_steps: int) -> None:
+    def compute_steps(self, args: object, max_steps: int) -> None:
         """Set `logging_steps`, `eval_steps` and `save_steps` from `args`; a share of the run becomes updates."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
             steps = getattr(args, name)
@@ -184,7 +197,7 @@ class TrainerControl(ExportableState):
         self.should_epoch_stop = False
 
     def new_step(self) -> None:
-        """What was due after the last update has been done."""
+        """Reset the flags of the previous step."""
         self.should_save = self.should_evaluate = self.should_log = False
 
     def state(self) -> dict[str, Any]:
@@ -210,83 +223,3 @@ class TrainerControl(ExportableState):
 
 
 CONTROL_FLAGS = tuple(f.name for f in dataclasses.fields(TrainerControl))
-
-
-class TrainerCallback:
-    """Inspects a run and decides; never changes the loop itself.
-
-    Every event receives `(args, state, control, **kwargs)`; kwargs hold `model`, `optimizer`, `lr_scheduler`,
-    `train_dataloader`, `eval_dataloader`, `processing_class`, and `logs` / `metrics` where the event has them. An
-    event may return nothing, the control object (mutated or new), or a dict of control flags such as
-    `{"should_training_stop": True}`.
-
-    A callback with state gives it as `state()` -> {"args": {...}, "attributes": {...}}, or as `state_dict` /
-    `load_state_dict`; it travels in the checkpoint.
-
-    The events, in the order in which a run fires them::
-
-        on_init_end
-        on_train_begin
-        for each epoch:
-            on_epoch_begin
-            for each update:
-                on_step_begin
-                for each micro-batch but the last: on_substep_end
-                on_pre_optimizer_step        after clipping, before the update
-                on_optimizer_step            after the update, before gradients are cleared
-                on_step_end
-                on_log, on_prediction_step..., on_evaluate, on_save     when due, in this order
-            on_epoch_end                     then on_log, on_evaluate, on_save when due
-        on_log                               the summary
-        on_train_end
-    """
-
-    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
-
-    def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any: ...
-
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
-
-    def on_epoch_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any: ...
-
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
-
-    def on_step_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any: ...
-
-    def on_substep_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any: ...
-
-    def on_pre_optimizer_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any: ...
-
-    def on_optimizer_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any: ...
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
-
-    def on_predict(
-        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any
-    ) -> Any: ...
-
-    def on_prediction_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any: ...
-
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
-
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
-
-    def on_push_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any: ...

@@ -15,7 +15,7 @@ def wait_for_foreign_threads(patience: float = 0.05) -> bool:
     """Wait until every thread that Python did not start sleeps, at most `patience` seconds; return True if all do.
 
     To be called right before a fork. A thread of a process group that frees a tensor enters Python; if the fork comes
-    between, the child inherits a lock that nobody will release (CPython before 3.11.10 takes it in `os.fork` itself).
+    between, the child inherits a lock that no thread will release. (CPython before 3.11.10 takes it in `os.fork`.)
     Such a thread sleeps before a collective and again once it has freed what belonged to it.
 
     Where the system has no list of threads (no `/proc`), returns True at once.

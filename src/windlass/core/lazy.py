@@ -38,6 +38,51 @@ def loader_of(
     return load
 
 
+def lazy_names(
+    module: str, reasons: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` of a module whose names are defined elsewhere.
+
+    The table of its names is the stub beside it (`.pyi`): type checkers and editors read the same imports that are made
+    here at the first use of a name.
+
+    Args:
+        reasons: as for `loader_of`; by default those for the names of other libraries.
+    """
+    homes = stub_homes(module)
+
+    def load(name: str) -> Any:
+        home = homes.get(name)
+        if home == module:
+            return importlib.import_module(f"{module}.{name}")
+        if home is not None or reasons is not None:
+            return loader_of(module, homes, reasons)(name)
+        from windlass.core.outside import find_outside
+
+        refused = find_outside("refused names")
+        return loader_of(module, {}, {} if refused is None else refused.WHY)(name)
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[module]), *homes})
+
+    return load, names, sorted(name for name, home in homes.items() if home != module)
+
+
+def stub_homes(module: str) -> dict[str, str]:
+    """Name -> home of the imports in a module's stub, each written as `from home import name as name`. Submodules have
+    the module itself as home.
+    """
+    spec: Any = sys.modules[module].__spec__
+    # By its loader, for packages in archives.
+    stub = spec.loader.get_data(f"{spec.origin.removesuffix('c')}i").decode()
+    homes: dict[str, str] = {}
+    # No syntax tree: the module that makes it costs more than everything else that `import windlass` loads.
+    for statement in f"\n{stub}".split("\nfrom ")[1:]:
+        home, _, aliases = statement.partition(" import ")
+        homes |= {alias.split()[-1]: home for alias in aliases.strip("(,)\n").split(",") if alias.strip()}
+    return homes
+
+
 def _import(module: str) -> Any:
     """Import with the garbage collector held off: a collection over all that torch made costs a third of the import."""
     collecting = gc.isenabled()

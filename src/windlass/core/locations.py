@@ -23,6 +23,11 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return _URL.fullmatch(os.fspath(path)) is not None
 
 
+def is_folder_name(model: str) -> bool:
+    """Return True if a model's name can only be a folder: on the Hub it is `NAME` or `OWNER/NAME`."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1
+
+
 def scheme_of(url: str) -> str:
     """`s3` of `s3://bucket/run`."""
     match = _URL.fullmatch(url)
@@ -35,6 +40,17 @@ def parent_of(url: str) -> tuple[str, str]:
     """The folder that a URL's last part lies in, and that part."""
     parent, _, name = url.rstrip("/").rpartition("/")
     return parent, name
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder in which programs of this user cache files."""
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+
+
+def home_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder of Windlass's own files of this user: `$WINDLASS_HOME`, else `~/.cache/windlass`."""
+    home = environ.get("WINDLASS_HOME") or cache_folder(environ) / "windlass"
+    return Path(home).expanduser()
 
 
 def working_folder() -> str:

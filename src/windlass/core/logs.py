@@ -6,12 +6,14 @@ import contextlib
 import functools
 import logging
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from logging import CRITICAL, DEBUG, ERROR, FATAL, INFO, NOTSET, WARN, WARNING
 from pathlib import Path
 
-from windlass.core.output import STDERR, shown
+from windlass.core.output import STDERR, STDOUT, in_notebook, shown
+from windlass.core.terminal import row_width
 from windlass.core.world import world_from_environment
 
 __all__ = [
@@ -43,11 +45,20 @@ class _Clean(logging.Filter):
         return True
 
 
-_FORMATTER = logging.Formatter("%(name)s: %(message)s")
+class _Folding(logging.Formatter):
+    """Folds a line at spaces if it is longer than the terminal is wide; stacks and lists stay as they are."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if "\n" in text or not STDERR.isatty():
+            return text
+        return textwrap.fill(text, row_width(), break_long_words=False, break_on_hyphens=False)
+
+
+_FORMATTER = _Folding("windlass: %(message)s")
 _clean = _Clean()
-_HANDLER = logging.StreamHandler(
-    STDERR
-)  # whatever `sys.stderr` is at the time: notebooks and tests replace it
+# `STDERR` writes to the current `sys.stderr`, which tests replace. Notebooks show it in red, like errors.
+_HANDLER = logging.StreamHandler(STDOUT if in_notebook() else STDERR)
 _HANDLER.setFormatter(_FORMATTER)
 _ROOT = logging.getLogger("windlass")
 _ROOT.addHandler(_HANDLER)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ EXTRA_STATE = "_extra_state"
 _ELSEWHERE = "_state_elsewhere"  # an attribute of modules
 
 
-class ElsewhereState(Protocol):
+class ElsewhereState:
     """The values of parameters that an engine keeps outside the module, which computes with copies of them.
 
     Attributes:
@@ -33,15 +33,16 @@ class ElsewhereState(Protocol):
     """
 
     @property
-    def values(self) -> Mapping[Tensor, Tensor]: ...
+    def values(self) -> Mapping[Tensor, Tensor]:
+        raise NotImplementedError
 
     def loaded(self) -> None:
         """Called after `values` were loaded: update the parameters. Collective."""
-        ...
+        raise NotImplementedError
 
     def let_go(self) -> None:
         """Called before another engine takes the module. Collective."""
-        ...
+        raise NotImplementedError
 
 
 def keep_elsewhere(module: nn.Module, state: ElsewhereState | None) -> None:

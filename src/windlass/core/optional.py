@@ -5,16 +5,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from importlib import metadata
 from types import ModuleType
 
 from windlass.core.errors import MissingDependencyError
 
-# import name -> the extra of the `windlass` distribution that brings it
+DISTRIBUTION = "windlass-trainer"  # `windlass` on the package index is another project
+# import name -> the extra of the distribution that brings it
 EXTRAS = {
     "transformers": "hf",
     "tokenizers": "hf",
     "datasets": "datasets",
-    "rich": "rich",
     "matplotlib": "report",
     "pyarrow": "parquet",
     "submitit": "slurm",
@@ -29,6 +30,7 @@ EXTRAS = {
     "rouge_score": "metrics",
     "sklearn": "images",
     "PIL": "images",
+    "shtab": "completion",
 }
 
 
@@ -44,6 +46,26 @@ def is_imported(name: str) -> bool:
     return sys.modules.get(name) is not None
 
 
+def version_of(distribution: str) -> str | None:
+    """Return the version of a distribution by its metadata; None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def install_command(package: str, extra: str | None = None) -> str:
+    """Return the command that installs a package: by `extra`, by the extra that brings it, or by its own name."""
+    extra = extra or EXTRAS.get(package)
+    return f'pip install "{DISTRIBUTION}[{extra}]"' if extra else f"pip install {package}"
+
+
+def check_installed(name: str, purpose: str, extra: str | None = None) -> None:
+    """Raise MissingDependencyError if package `name` is not installed. Does not import it."""
+    if not is_available(name):
+        raise _missing(name, purpose, extra)
+
+
 def require(name: str, purpose: str) -> ModuleType:
     """Import optional package `name`, or raise with the command that installs it.
 
@@ -55,8 +77,11 @@ def require(name: str, purpose: str) -> ModuleType:
         top = name.split(".")[0]
         if error.name is not None and error.name.split(".")[0] != top:
             raise  # the package is there and is itself broken: its own message says more
-        extra = EXTRAS.get(top)
-        target = f'"windlass[{extra}]"' if extra else top
-        raise MissingDependencyError(
-            f"{top} is needed to {purpose}, and it is not installed. Install it with: pip install {target}"
-        ) from error
+        raise _missing(top, purpose) from error
+
+
+def _missing(name: str, purpose: str, extra: str | None = None) -> MissingDependencyError:
+    command = install_command(name, extra)
+    return MissingDependencyError(
+        f"{name} is needed to {purpose}, and it is not installed. Install it with: {command}"
+    )

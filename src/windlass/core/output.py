@@ -64,6 +64,12 @@ def is_terminal(stream: Any) -> bool:
         return False
 
 
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, whose cells show pages."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
 class TolerantStream:
     """A text stream whose write errors are reported once and never raised.
 

@@ -1,4 +1,4 @@
-"""The folder that a run writes to, while somebody may remove it or its disk may go away."""
+"""The folder that a run writes to, which may be removed, or whose disk may be detached, at any time."""
 
 from __future__ import annotations
 

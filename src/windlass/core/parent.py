@@ -1,4 +1,4 @@
-"""Processes that end when the process that started them dies: nobody else would be left to end them."""
+"""Processes that end when the process that started them dies, because nothing else would end them."""
 
 from __future__ import annotations
 

@@ -32,9 +32,8 @@ def watched_process_count(use: CountUse) -> Iterator[None]:
     earlier, _watch = _watch, use
     try:
         yield
-    except (
-        TypeError
-    ) as error:  # of PyTorch, which takes it for the whole size in `torch.zeros(num_processes, 3)`
+    except TypeError as error:
+        # In `torch.zeros(num_processes, 3)` PyTorch takes the watched number for the whole size.
         error.add_note(
             "The number of processes is watched here: as one of several sizes give int(num_processes)."
         )
@@ -52,7 +51,7 @@ class _Watched:
     """Dispatched by PyTorch, as a tensor subclass is: its operations are called with the plain number instead."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
         scales = getattr(func, "__name__", "").rstrip("_") in _SCALING  # as `mul_` does
         if _watch is not None and scales and getattr(result, "requires_grad", False):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+_LARGEST_PID = 2**31 - 1  # what the system's calls take
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
@@ -43,7 +45,11 @@ class ProcessIdentity:
         pid, started = values.get("pid"), values.get("started")
         if not isinstance(texts[0], str) or any(not isinstance(text, str | None) for text in texts):
             return None
-        if type(pid) is not int or pid < 1 or not (started is None or type(started) is int):
+        if (
+            type(pid) is not int
+            or not 1 <= pid <= _LARGEST_PID
+            or not (started is None or type(started) is int)
+        ):
             return None
         return cls(texts[0], texts[1], texts[2], pid, started)
 

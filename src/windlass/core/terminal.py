@@ -1,6 +1,6 @@
 """A terminal with rows at its foot that are drawn again and again, while anybody writes lines above them.
 
-The cursor rests at the beginning of an empty line, and the rows are below it. So whoever writes only has to erase what
+The cursor rests at the beginning of an empty line, and the rows are below it. So a writer only has to erase what
 is below the cursor first; a process that does not know of the rows writes one clean line, and no copy of them is left
 behind. Nothing else on the screen is moved: a process that is killed leaves the terminal as usable as before.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,11 @@ _NEW_LINE = f"\r{_ERASE}"
 def can_redraw(stream: Any) -> bool:
     """Whether `stream` is a terminal that obeys more than newlines."""
     return is_terminal(stream) and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
+def row_width() -> int:
+    """How long a row may be: a full one would begin another in some terminals."""
+    return max(shutil.get_terminal_size().columns - 1, 1)
 
 
 def foot_of(stream: Any) -> Foot:
@@ -60,6 +66,10 @@ class Foot:
         """Whether anybody has rows here."""
         return bool(self._rows)
 
+    def is_shared(self, owner: object) -> bool:
+        """Whether anybody but `owner` has rows here."""
+        return any(rows for other, rows in [*self._rows.items()] if other is not owner)
+
     def draw(self, owner: object, rows: Sequence[str]) -> None:
         """Show these rows of `owner`, each shorter than the terminal is wide, in place of its rows before."""
         with self.lock:
@@ -91,7 +101,7 @@ class Foot:
 
     def write(self, stream: TolerantStream, text: str) -> None:
         """Write `text` above the rows, to `stream`, which leads to this terminal."""
-        if not self._rows:  # somebody kept a stream of ours
+        if not self._rows:  # other code still holds this stream
             self._write(stream, text)
             return
         begin = _ERASE if self._mid_line else _NEW_LINE

@@ -44,8 +44,11 @@ def warn_of_other_threads(meta: Mapping[str, Any], device_type: str, folder: obj
         logger.warning(
             "%s was saved with %s thread(s) per process, this process has %d: sums are split differently, so results "
             "agree to rounding and not to the bit. Set OMP_NUM_THREADS=%s to continue with the same bits",
-            folder, saved, here, saved,
-        )  # fmt: skip
+            folder,
+            saved,
+            here,
+            saved,
+        )
 
 
 class LoadWatch:
@@ -72,6 +75,8 @@ class LoadWatch:
         if others < 1 or load < cores + 1:
             return
         self._enabled = False
-        logger.warning(
-            "load average %.1f on %d core(s): other programs use the cores, so every step takes longer", load, cores
-        )  # fmt: skip
+        logger.info(
+            "load average %.1f on %d core(s): other programs use the cores, so every step takes longer",
+            load,
+            cores,
+        )

@@ -4,7 +4,7 @@ Containers keep their type: mappings (subclasses of dict with attributes of thei
 and their subclasses. If the constructor of a type does not take the items, a plain dict, list or tuple is made.
 Everything else is a leaf.
 
-Most names are those that scripts know. Nothing here speaks to another process; `dist/operations.py` does.
+Most names are those that scripts know. Nothing here communicates with another process; `dist/operations.py` does.
 """
 
 from __future__ import annotations

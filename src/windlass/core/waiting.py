@@ -108,7 +108,7 @@ def shorten_waits() -> Callable[[], None] | None:
     made, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        # The threads of a parallel region stay until the thread that began it ends. Theirs is to call free(NULL).
+        # OpenMP keeps the threads of a region until its first thread exits. They run free(NULL), which does nothing.
         library.GOMP_parallel(free, None, count, ctypes.c_uint(0))
         made.set()
         over.wait()

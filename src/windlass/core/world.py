@@ -35,6 +35,16 @@ class World:
     def is_distributed(self) -> bool:
         return self.size > 1
 
+    @property
+    def machines(self) -> int:
+        """The number of machines, if each has as many processes as this one."""
+        return max(self.size // self.local_size, 1)
+
+    @property
+    def machine(self) -> int:
+        """The index of this machine, if each has as many processes as this one."""
+        return self.rank // self.local_size
+
 
 def world_from_environment() -> World:
     """Read `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` as torchrun and its kin set them."""

@@ -18,7 +18,7 @@ class AgreedStream:
     Args:
         common: this rank's share of the stream that all ranks read.
         part: everything that this rank reads.
-        gang: the ranks. They compare their first samples once.
+        data_ranks: the ranks. They compare their first samples once.
         lockstep: with own parts, every rank gets as many batches as the longest part has. Otherwise a rank's batches
             end with its part, and the caller keeps the ranks in step.
         counted: the sizes of the common stream's batches are known only to the rank that reads them.
@@ -35,18 +35,18 @@ class AgreedStream:
         self,
         common: SharedStream,
         part: SharedStream,
-        gang: Gang,
+        data_ranks: Gang,
         *,
         lockstep: bool,
         counted: bool = False,
         may_be_empty: bool = False,
     ) -> None:
-        self._common, self._part, self._gang = common, part, gang
+        self._common, self._part, self._data_ranks = common, part, data_ranks
         self._counted, self._may_be_empty = counted, may_be_empty
-        self._shared: BatchReader = LockstepReader(common, gang) if counted else common
-        self._own: BatchReader = LockstepReader(part, gang, own_parts=True) if lockstep else part
+        self._shared: BatchReader = LockstepReader(common, data_ranks) if counted else common
+        self._own: BatchReader = LockstepReader(part, data_ranks, own_parts=True) if lockstep else part
         self._reader: BatchReader = self._shared
-        self.agreed = gang.size == 1
+        self.agreed = data_ranks.size == 1
 
     @property
     def own_parts(self) -> bool:
@@ -87,7 +87,7 @@ class AgreedStream:
             return (self._part if own_parts else self._common).read(wanted)
 
         own_parts, rows = begin_together(
-            begin, self._gang, self._common.dataset, may_be_empty=self._may_be_empty
+            begin, self._data_ranks, self._common.dataset, may_be_empty=self._may_be_empty
         )
         self.agreed = True
         if own_parts:
@@ -103,11 +103,11 @@ class AgreedStream:
                 "splits itself by rank now, and returned all samples on every rank before. Begin the pass again, "
                 "continue on one process, or let it return all samples on every rank."
             )
-        size, world = self._common.total_batch_size, self._gang.size
-        if self._part.total_batch_size * world != size:
+        size, ranks = self._common.total_batch_size, self._data_ranks.size
+        if self._part.total_batch_size * ranks != size:
             fix = (
                 f"{name} splits itself, so every rank cuts its own batches, and a batch size of {size} is not a "
-                f"multiple of {world} processes"
+                f"multiple of {ranks} processes"
             )
             raise ConfigError(Problem("split_batches", True, fix))
 

@@ -15,11 +15,11 @@ class DealtBatch:
     """One batch of this rank, as a part of the batch that all ranks hold together.
 
     Attributes:
-        batch: the collated samples, in host memory.
+        batch: the collated samples, in host memory; None until they are read.
         shares: samples of each rank in this batch, in rank order.
         end: position of the pass after this batch, in the reader's unit.
         last: no batch follows in this pass, on any rank.
-        ids: positions of this rank's samples in the dataset; empty if unknown, and in a filler.
+        ids: positions in the dataset of the samples in `batch`; empty if unknown.
         bookmark: lets a later pass begin at `end` without reading the samples before; None if not needed or not
             available.
         filler: this rank has no sample here. `batch` holds samples of another rank or of an earlier batch, and must

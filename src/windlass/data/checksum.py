@@ -21,9 +21,8 @@ def checksum(sample: Any, begun: int = 0) -> int:
         return begun
     if isinstance(sample, (list, tuple)):
         try:
-            return zlib.crc32(
-                array("q", sample), begun
-            )  # token ids, at a thirtieth of the cost of one by one
+            # Token ids as one array take a thirtieth of the time that they take one by one.
+            return zlib.crc32(array("q", sample), begun)
         except (TypeError, OverflowError):
             pass
         for value in sample:

@@ -33,7 +33,7 @@ from windlass.data.passthrough_reader import PassthroughReader
 from windlass.data.same_stream import splits_itself
 from windlass.data.samplers import SeedableOrder
 from windlass.data.source import Source
-from windlass.data.stream import SharedStream
+from windlass.data.stream import RowCutter, SharedStream
 from windlass.data.workers import START_TIMEOUT
 from windlass.dist.gang import Gang
 
@@ -46,7 +46,7 @@ class ReaderChoice:
     Args:
         split: the loader's batch size is that of all ranks together.
         seedable: replace a random sampler by the seedable one.
-        gang: the ranks.
+        data_ranks: the ranks.
         start_timeout: seconds after which a worker that has not started is replaced.
     """
 
@@ -57,16 +57,16 @@ class ReaderChoice:
         seed: int,
         split: bool,
         seedable: bool,
-        gang: Gang,
+        data_ranks: Gang,
         start_timeout: float = START_TIMEOUT,
     ) -> None:
         self._loader, self._dataset = loader, loader.dataset
-        self._seed, self._split, self._seedable, self._gang = seed, split, seedable, gang
+        self._seed, self._split, self._seedable, self._data_ranks = seed, split, seedable, data_ranks
         self._unbatched = loader.batch_sampler is None and loader.batch_size is None
         self._plan = _plan(loader, seed, start_timeout)
 
     def reader(
-        self, world: int, rank: int, *, dispatch: bool = False, slice_fn: Callable[..., Any] | None = None
+        self, ranks: int, rank: int, *, dispatch: bool = False, slice_fn: Callable[..., Any] | None = None
     ) -> BatchReader:
         """The reader of `rank`.
 
@@ -74,48 +74,48 @@ class ReaderChoice:
             ConfigError: an option that this loader cannot have.
             DataError: its batches cannot be dealt.
         """
-        self._refuse_contradictions(world, dispatch)
-        if dispatch and world > 1:
+        self._refuse_contradictions(ranks, dispatch)
+        if dispatch and ranks > 1:
             alone = copy.copy(self)
-            alone._gang = Gang()
+            alone._data_ranks = Gang()
             is_stream = isinstance(self._dataset, IterableDataset) and not _iterates_in_its_own_way(
                 self._loader
             )
             return Dispatched(
                 alone.reader(1, 0),
-                self._gang,
+                self._data_ranks,
                 split=self._split,
                 drop_last=self._plan.drop_last,
                 stream=self._shared(1, 1, 0) if is_stream else None,
                 slice_fn=slice_fn,
             )
         if _iterates_in_its_own_way(self._loader):
-            return self._own_iteration(world)
+            return self._own_iteration(ranks)
         if isinstance(self._dataset, IterableDataset):
-            return self._stream(world, rank)
-        return self._map(world, rank)
+            return self._stream(ranks, rank)
+        return self._map(ranks, rank)
 
-    def _map(self, world: int, rank: int) -> BatchReader:
+    def _map(self, ranks: int, rank: int) -> BatchReader:
         loader, seed = self._loader, self._seed
         if not self._unbatched:
             fetch = Fetch(self._dataset, _collate(loader), seed)
-            return MapReader(self._rows(world), Source(fetch, self._plan), rank)
+            return MapReader(self._rows(ranks), Source(fetch, self._plan), rank)
         many = isinstance(loader.sampler, BatchSampler)
         source = Source(FetchItem(self._dataset, loader.collate_fn, seed, many), self._plan)
         if many:
-            return MapReader(self._batch_rows(loader.sampler, world), source, rank)
-        rows = SampleRows(self._order(loader.sampler), world, world, drop_last=False)
-        return LockstepReader(MapReader(rows, source, rank), self._gang)
+            return MapReader(self._batch_rows(loader.sampler, ranks), source, rank)
+        rows = SampleRows(self._order(loader.sampler), ranks, ranks, drop_last=False)
+        return LockstepReader(MapReader(rows, source, rank), self._data_ranks)
 
-    def _rows(self, world: int) -> Rows:
+    def _rows(self, ranks: int) -> Rows:
         sampler = self._loader.batch_sampler
         if type(sampler) is not BatchSampler:
-            return self._batch_rows(sampler, world)
+            return self._batch_rows(sampler, ranks)
         order = self._order(sampler.sampler)
-        return SampleRows(order, self._row(sampler.batch_size, world), world, sampler.drop_last)
+        return SampleRows(order, self._row(sampler.batch_size, ranks), ranks, sampler.drop_last)
 
-    def _row(self, batch_size: int, world: int) -> int:
-        return batch_size if self._split else batch_size * world
+    def _row(self, batch_size: int, ranks: int) -> int:
+        return batch_size if self._split else batch_size * ranks
 
     def _order(self, sampler: Any) -> Order:
         if type(sampler) is SequentialSampler:
@@ -125,51 +125,52 @@ class ReaderChoice:
         if type(sampler) is RandomSampler and _is_plain(sampler):
             return RandomOrder(len(sampler), self._seed)
         order = SamplerOrder(sampler, self._seed)
-        if self._gang.size > 1:
+        if self._data_ranks.size > 1:
             self._compare(sampler, order.of(0).tolist())
         return order
 
-    def _batch_rows(self, sampler: Any, world: int) -> BatchRows:
-        rows = BatchRows(sampler, self._seed, world, self._split)
-        if self._gang.size > 1:
+    def _batch_rows(self, sampler: Any, ranks: int) -> BatchRows:
+        rows = BatchRows(sampler, self._seed, ranks, self._split)
+        if self._data_ranks.size > 1:
             self._compare(sampler, rows.of(0))
         return rows
 
     def _compare(self, sampler: Any, order: list[Any]) -> None:
         """Raise if the ranks' samplers differ, as with a generator that is not seeded alike: samples would be lost."""
-        if len(set(self._gang.gather_objects(checksum(order)))) > 1:
+        if len(set(self._data_ranks.gather_objects(checksum(order)))) > 1:
             raise DataError(
                 f"{type(sampler).__name__} returns different orders on the ranks. Let it draw from PyTorch's, NumPy's "
                 "or Python's default generator, which are seeded alike, or seed its own the same on every rank."
             )
 
-    def _stream(self, world: int, rank: int) -> BatchReader:
-        if world > 1 and splits_itself(self._dataset):
+    def _stream(self, ranks: int, rank: int) -> BatchReader:
+        if ranks > 1 and splits_itself(self._dataset):
             name = type(self._dataset).__name__
             logger.info(f"{name} was split by node: every rank reads its own part, in an order of its own")
-            return LockstepReader(self._part(world), self._gang)
+            return LockstepReader(self._part(ranks), self._data_ranks)
         size = self._loader.batch_size
-        common = self._shared(world if size is None else self._row(size, world), world, rank)
-        if world > 1 and self._gang.size > 1:
-            return AgreedStream(common, self._part(world), self._gang, lockstep=True, counted=size is None)
-        return LockstepReader(common, self._gang) if size is None else common
+        common = self._shared(ranks if size is None else self._row(size, ranks), ranks, rank)
+        if ranks > 1 and self._data_ranks.size > 1:
+            return AgreedStream(
+                common, self._part(ranks), self._data_ranks, lockstep=True, counted=size is None
+            )
+        return LockstepReader(common, self._data_ranks) if size is None else common
 
-    def _shared(self, row: int, world: int, rank: int) -> SharedStream:
+    def _shared(self, row: int, ranks: int, rank: int) -> SharedStream:
         collate = self._loader.collate_fn
         if self._loader.batch_size is None:
             collate = functools.partial(_convert_single, collate)
-        return SharedStream(
-            self._dataset, collate, self._plan, row=row, world=world, rank=rank, may_be_empty=True
-        )
+        cutter = RowCutter(self._dataset, collate, self._plan, row, ranks, rank)
+        return SharedStream(cutter, self._plan, may_be_empty=True)
 
-    def _part(self, world: int) -> SharedStream:
+    def _part(self, ranks: int) -> SharedStream:
         """Everything that this rank reads of a stream that splits itself."""
         size = self._loader.batch_size
-        row = 1 if size is None else max(size // world, 1) if self._split else size
+        row = 1 if size is None else max(size // ranks, 1) if self._split else size
         return self._shared(row, 1, 0)
 
-    def _own_iteration(self, world: int) -> BatchReader:
-        if world > 1:
+    def _own_iteration(self, ranks: int) -> BatchReader:
+        if ranks > 1:
             raise DataError(
                 f"{type(self._loader).__name__} has an __iter__ of its own, so its samples cannot be dealt to ranks. "
                 "Set dispatch_batches=True to let the main process iterate it for all, or do not prepare it if every "
@@ -177,17 +178,17 @@ class ReaderChoice:
             )
         return PassthroughReader(self._loader, self._plan.start_timeout)
 
-    def _refuse_contradictions(self, world: int, dispatch: bool) -> None:
+    def _refuse_contradictions(self, ranks: int, dispatch: bool) -> None:
         problems = []
         split_by_node = splits_itself(self._dataset)
         if self._split and self._unbatched and not isinstance(self._loader.sampler, BatchSampler):
             fix = "the loader has no batch size (batch_size=None), so there is nothing to split; leave it out"
             problems.append(Problem("split_batches", True, fix))
         size = self._loader.batch_size
-        if self._split and world > 1 and split_by_node and size is not None and size % world:
-            fix = f"every rank reads its own part of the data, and a batch size of {size} is not a multiple of {world}"
+        if self._split and ranks > 1 and split_by_node and size is not None and size % ranks:
+            fix = f"every rank reads its own part of the data, and a batch size of {size} is not a multiple of {ranks}"
             problems.append(Problem("split_batches", True, fix))
-        if dispatch and world > 1 and split_by_node:
+        if dispatch and ranks > 1 and split_by_node:
             fix = "the dataset was split by node, so the main process has only a part of it; pass the whole dataset"
             problems.append(Problem("dispatch_batches", True, fix))
         if problems:

@@ -22,6 +22,13 @@ def unknown_framework(return_tensors: object) -> ValueError:
     )
 
 
+def auto_collate(samples: list[Any]) -> Any:
+    """Dict samples as `default_data_collator` makes them; tuples, tensors and numbers as PyTorch's
+    `default_collate` does.
+    """
+    return default_data_collator(samples) if isinstance(samples[0], Mapping) else plain_collate(samples)
+
+
 def default_data_collator(features: Features, return_tensors: str = "pt") -> Batch:
     """Stack the values of each key; `label` (a number) and `label_ids` (a list) become `labels`.
 
@@ -36,10 +43,13 @@ def default_data_collator(features: Features, return_tensors: str = "pt") -> Bat
         key -> tensor or array of shape (batch, *shape of the value).
     """
     samples = features if isinstance(features[0], Mapping) else [vars(feature) for feature in features]
-    if return_tensors == "pt":
-        return _collated(samples, _stack_torch, _torch_labels)
-    if return_tensors == "np":
-        return _collated(samples, _stack_numpy, _numpy_labels)
+    try:
+        if return_tensors == "pt":
+            return _collated(samples, _stack_torch, _torch_labels)
+        if return_tensors == "np":
+            return _collated(samples, _stack_numpy, _numpy_labels)
+    except KeyError as error:
+        raise _lacking(samples) or error from error
     raise unknown_framework(return_tensors)
 
 
@@ -65,6 +75,18 @@ def _collated(
         if name not in ("label", "label_ids") and value is not None and not isinstance(value, str):
             batch[name] = _stacked(name, [sample[name] for sample in samples], stack)
     return batch
+
+
+def _lacking(samples: Features) -> DataError | None:
+    """The error of the first sample that lacks a column of the batch's first; None if none does."""
+    for number, sample in enumerate(samples):
+        missing = [name for name in samples[0] if name not in sample]
+        if missing:
+            return DataError(
+                f"sample {number} of a batch has no column {missing[0]!r}, which its first sample has: give every row "
+                "the same columns"
+            )
+    return None
 
 
 def _stacked(name: str, values: list[Any], stack: Callable[[list[Any]], Any]) -> Any:

@@ -75,14 +75,12 @@ class ColumnCollator:
         if self._keep and isinstance(samples[0], Mapping):
             if not self.message_logged:
                 self.message_logged = bool(_unused(samples[0], self.columns, self.what, self.logger))
-            samples = [self._kept(sample) for sample in samples]
+            keep = self._keep
+            samples = [
+                s if keep.issuperset(s) else {name: value for name, value in s.items() if name in keep}
+                for s in samples
+            ]
         return self.collate(samples)
-
-    def _kept(self, sample: Any) -> Any:
-        keep = self._keep
-        if keep.issuperset(sample):
-            return sample
-        return {name: value for name, value in sample.items() if name in keep}
 
 
 def _unused(present: Iterable[str], columns: list[str], what: str, log: Any = logger) -> list[str]:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 
-def share(count: int, world: int, rank: int) -> tuple[int, int]:
-    """The half-open range of `count` items that `rank` of `world` gets."""
-    base, extra = divmod(count, world)
+def share(count: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The half-open range of `count` items that `rank` of `ranks` gets."""
+    base, extra = divmod(count, ranks)
     low = rank * base + min(rank, extra)
     return low, low + base + (rank < extra)
 
 
-def shares_of(count: int, world: int) -> tuple[int, ...]:
+def shares_of(count: int, ranks: int) -> tuple[int, ...]:
     """How many of `count` items each rank gets."""
-    base, extra = divmod(count, world)
-    return tuple(base + (rank < extra) for rank in range(world))
+    base, extra = divmod(count, ranks)
+    return tuple(base + (rank < extra) for rank in range(ranks))
 
 
-def dealt(ids: list[int], world: int) -> list[list[int]]:
+def dealt(ids: list[int], ranks: int) -> list[list[int]]:
     """The runs of `ids` that the ranks get."""
-    if world == 1:
+    if ranks == 1:
         return [ids]
-    return [ids[low:high] for low, high in (share(len(ids), world, rank) for rank in range(world))]
+    return [ids[low:high] for low, high in (share(len(ids), ranks, rank) for rank in range(ranks))]

@@ -12,7 +12,7 @@ from windlass.core.errors import DataError
 from windlass.core.types import State
 from windlass.data.batch_reader import DealtBatch
 from windlass.data.bookmark import Bookmark
-from windlass.data.group import Group, GroupSource
+from windlass.data.update_batch import GroupSource, UpdateBatch
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class LoaderPosition:
     Attributes:
         epoch: the current pass, or the next one.
         consumed: position in it, in the reader's unit.
-        resume: where the next pass of plain iteration begins, once; 0 after that.
+        resume: where the next pass of a user's loop begins, once; 0 after that.
         bookmark: lets a stream be entered at `consumed`, or where the loaded state was taken.
         running: passes under way.
     """
@@ -82,6 +82,24 @@ class DealtLoader(DataLoader[Any], GroupSource):
         """Where a `state_dict` was taken, in the unit of `count`."""
         raise NotImplementedError
 
+    def load_state_dict(self, state: State) -> None:
+        """Continue where `state` was taken, with its seed; warn if that is another place, or other samples follow."""
+        place, seed = self._place, int(state["seed"])
+        if seed != place.seed:
+            self._reseed(seed)
+            place.seed = seed
+        place.epoch, place.bookmark = int(state["epoch"]), state.get("bookmark")
+        place.consumed = place.resume = self.position_in(state)
+        self._compare(state)
+
+    def _reseed(self, seed: int) -> None:
+        """Read with another seed from now on."""
+        raise NotImplementedError
+
+    def _compare(self, state: State) -> None:
+        """Warn if reading does not continue as it would have where the loaded `state` was taken."""
+        raise NotImplementedError
+
     def groups_per_epoch(self, accumulation: int) -> int | None:
         """Updates of a pass; None for a stream without a length."""
         count = self.count(self.epoch)
@@ -92,7 +110,7 @@ class DealtLoader(DataLoader[Any], GroupSource):
         count = self.count(int(position["epoch"]), self.position_in(position))
         return None if count is None else -(-count // accumulation)
 
-    def groups(self, accumulation: int) -> Iterator[Group]:
+    def groups(self, accumulation: int) -> Iterator[UpdateBatch]:
         """The groups from the current position to the end of its pass, in host memory.
 
         The next call continues with the next pass. All ranks get the same number of groups.
@@ -124,12 +142,12 @@ class DealtLoader(DataLoader[Any], GroupSource):
         place.epoch, place.consumed = (epoch + 1, 0) if row.last else (epoch, row.end)
         place.bookmark = row.bookmark
 
-    def _group(self, rows: list[DealtBatch], epoch: int) -> Group:
+    def _group(self, rows: list[DealtBatch], epoch: int) -> UpdateBatch:
         own = [row for row in rows if not row.filler]
-        return Group(
+        return UpdateBatch(
             batches=[row.batch for row in own or rows[:1]],
-            ids=[row.ids for row in own or rows[:1]],
-            samples=0 if self.own_parts else sum(sum(row.shares) for row in rows),
+            ids=[row.ids for row in own] or [[]],
+            dealt_samples=0 if self.own_parts else sum([sum(row.shares) for row in rows]),
             epoch=epoch,
             last_in_epoch=rows[-1].last,
             filler=not own,

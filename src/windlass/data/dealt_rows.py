@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from windlass.core.errors import DataError
+from windlass.data.batch_reader import DealtBatch
 from windlass.data.cut import dealt
 from windlass.data.order import Order, RebalancedOrder, own_generators, run_sampler
 from windlass.data.rebalance import balanced_batches
@@ -28,29 +29,12 @@ class Row(NamedTuple):
     last: bool
 
 
-class RankRow(NamedTuple):
-    """One rank's part of a row.
-
-    Attributes:
-        ids: positions of the samples to read; in a filler, one that belongs to another rank.
-        shares: number of samples of each rank.
-        end, last: as in `Row`.
-        filler: this rank has no sample in this row.
-    """
-
-    ids: list[int]
-    shares: tuple[int, ...]
-    end: int
-    last: bool
-    filler: bool
-
-
-def rank_rows(rows: Iterator[Row], rank: int) -> Iterator[RankRow]:
-    """What `rank` reads of each row."""
+def rank_rows(rows: Iterator[Row], rank: int) -> Iterator[DealtBatch]:
+    """What `rank` is to read of each row: batches without their data."""
     for parts, end, last in rows:
         own = parts[rank]
         ids = own or next(part for part in parts if part)[:1]
-        yield RankRow(ids, tuple(map(len, parts)), end, last, filler=not own)
+        yield DealtBatch(None, tuple(map(len, parts)), end, last, ids, filler=not own)
 
 
 class SampleRows:
@@ -61,8 +45,8 @@ class SampleRows:
 
     unit = "samples"
 
-    def __init__(self, order: Order, size: int, world: int, drop_last: bool) -> None:
-        self._order, self.total_batch_size, self._world, self._drop_last = order, size, world, drop_last
+    def __init__(self, order: Order, size: int, ranks: int, drop_last: bool) -> None:
+        self._order, self.total_batch_size, self._ranks, self._drop_last = order, size, ranks, drop_last
 
     def rows(self, epoch: int, start: int) -> Iterator[Row]:
         order, length, size = self._order.of(epoch), self.length(epoch), self.total_batch_size
@@ -70,7 +54,7 @@ class SampleRows:
             ids = order[first : min(first + size * _ROWS_AT_ONCE, length)].tolist()
             for begin in range(0, len(ids), size):
                 end = min(first + begin + size, length)
-                yield Row(dealt(ids[begin : begin + size], self._world), end, end == length)
+                yield Row(dealt(ids[begin : begin + size], self._ranks), end, end == length)
 
     def count(self, epoch: int, start: int = 0) -> int:
         return max(-(-(self.length(epoch) - start) // self.total_batch_size), 0)
@@ -90,8 +74,8 @@ class SampleRows:
 class BalancedRows(SampleRows):
     """Rows of an order whose updates, of `update` rows each, are dealt to ranks and micro-batches by padded cost."""
 
-    def __init__(self, order: RebalancedOrder, size: int, world: int, drop_last: bool, update: int) -> None:
-        super().__init__(order, size, world, drop_last)
+    def __init__(self, order: RebalancedOrder, size: int, ranks: int, drop_last: bool, update: int) -> None:
+        super().__init__(order, size, ranks, drop_last)
         self._lengths, self._update = order.lengths, update
 
     def rows(self, epoch: int, start: int) -> Iterator[Row]:
@@ -99,7 +83,7 @@ class BalancedRows(SampleRows):
         for begin in range(start, length, size * self._update):
             ids = order[begin : min(begin + size * self._update, length)].tolist()
             end, rows = begin, -(-len(ids) // size)
-            for parts in balanced_batches(ids, self._lengths[ids].tolist(), rows, self._world):
+            for parts in balanced_batches(ids, self._lengths[ids].tolist(), rows, self._ranks):
                 end += sum(map(len, parts))
                 yield Row(parts, end, end == length)
 
@@ -116,9 +100,9 @@ class BatchRows:
 
     unit = "batches"
 
-    def __init__(self, sampler: Any, seed: int, world: int, split: bool) -> None:
-        self._sampler, self._seed, self._world = sampler, seed, world
-        self._per_row = 1 if split else world
+    def __init__(self, sampler: Any, seed: int, ranks: int, split: bool) -> None:
+        self._sampler, self._seed, self._ranks = sampler, seed, ranks
+        self._per_row = 1 if split else ranks
         self._split = split
         self._drop_last = bool(getattr(sampler, "drop_last", False))
         size = getattr(sampler, "batch_size", None)
@@ -142,9 +126,9 @@ class BatchRows:
         self._seed = seed
 
     def _parts(self, batches: list[list[int]]) -> list[list[int]]:
-        if len(batches) == self._world and not self._split:
+        if len(batches) == self._ranks and not self._split:
             return batches
-        return dealt([position for batch in batches for position in batch], self._world)
+        return dealt([position for batch in batches for position in batch], self._ranks)
 
     def of(self, epoch: int) -> list[list[int]]:
         """All batches of a pass, over all ranks."""

@@ -42,16 +42,16 @@ class Dispatched:
     def __init__(
         self,
         reader: BatchReader,
-        gang: Gang,
+        data_ranks: Gang,
         *,
         split: bool,
         drop_last: bool = False,
         stream: SharedStream | None = None,
         slice_fn: Callable[..., Any] | None = None,
     ) -> None:
-        self._reader, self._gang, self._drop_last = reader, gang, drop_last
+        self._reader, self._data_ranks, self._drop_last = reader, data_ranks, drop_last
         self._split, self._slice = split, slice_fn or _cut
-        self._per_row = 1 if split else gang.size
+        self._per_row = 1 if split else data_ranks.size
         self._uncompared = stream
         self._under_way: list[tuple[Any, torch.Tensor]] = []
         self.unit = reader.unit
@@ -61,13 +61,15 @@ class Dispatched:
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
         stream, self._uncompared = self._uncompared, None
         if stream is None or wanted.start:
-            return self._receive() if self._gang.rank != _MAIN else self._send(self._reader.read(wanted))
-        if self._gang.rank != _MAIN:
+            return (
+                self._receive() if self._data_ranks.rank != _MAIN else self._send(self._reader.read(wanted))
+            )
+        if self._data_ranks.rank != _MAIN:
             first_marks = partial(stream.first_marks, wanted.epoch)
-            check_dispatched(first_marks(), first_marks, self._gang, stream.dataset)
+            check_dispatched(first_marks(), first_marks, self._data_ranks, stream.dataset)
             return self._receive()
         begun = BegunPass(self._reader.read(wanted))
-        check_dispatched(begun.marks, list, self._gang, stream.dataset)
+        check_dispatched(begun.marks, list, self._data_ranks, stream.dataset)
         return self._send(begun.rows())
 
     def accepts(self, unit: str) -> bool:
@@ -103,7 +105,9 @@ class Dispatched:
             row, last = next(rows, ([], True))
             return row, last, self._parcels(row, last)
         except Exception as error:
-            self._send_to_all([pack(None, {"error": f"{type(error).__name__}: {error}"})] * self._gang.size)
+            self._send_to_all(
+                [pack(None, {"error": f"{type(error).__name__}: {error}"})] * self._data_ranks.size
+            )
             raise
 
     def _rows(self, reading: Iterator[DealtBatch]) -> Iterator[tuple[list[DealtBatch], bool]]:
@@ -121,7 +125,7 @@ class Dispatched:
     def _parcels(self, row: list[DealtBatch], last: bool) -> list[torch.Tensor]:
         """The message for each rank; one without shares means that there is no batch at all."""
         if not row:
-            return [pack(None, {"shares": []})] * self._gang.size
+            return [pack(None, {"shares": []})] * self._data_ranks.size
         pieces, shares = self._cut(row[0]) if self._split else self._deal(row)
         notes = {"shares": shares, "end": row[-1].end, "last": last}
         try:
@@ -130,31 +134,31 @@ class Dispatched:
             raise DataError(f"{error}, or let every rank read for itself: dispatch_batches=False") from None
 
     def _deal(self, row: list[DealtBatch]) -> tuple[Pieces, list[int]]:
-        idle = self._gang.size - len(row)
+        idle = self._data_ranks.size - len(row)
         sizes = [batch_size_of(dealt.batch) or sum(dealt.shares) for dealt in row]
         return [dealt.batch for dealt in row] + [row[0].batch] * idle, sizes + [0] * idle
 
     def _cut(self, whole: DealtBatch) -> tuple[Pieces, list[int]]:
-        count, world = batch_size_of(whole.batch), self._gang.size
+        count, ranks = batch_size_of(whole.batch), self._data_ranks.size
         if count is None:
             raise DataError(
                 "split_batches=True cuts the first axis of a batch's tensors, and this batch has none. Let whole "
                 "batches be dealt instead: split_batches=False."
             )
         pieces = []
-        for rank in range(world):
-            low, high = share(count, world, rank)
+        for rank in range(ranks):
+            low, high = share(count, ranks, rank)
             part = slice(low, high) if high > low else slice(0, 1)  # the latter for a filler
-            pieces.append(self._slice(whole.batch, part, process_index=rank, num_processes=world))
-        return pieces, list(shares_of(count, world))
+            pieces.append(self._slice(whole.batch, part, process_index=rank, num_processes=ranks))
+        return pieces, list(shares_of(count, ranks))
 
     def _send_to_all(self, parcels: list[torch.Tensor]) -> None:
         self._wait_for_sends()
-        group = self._gang.host_group
+        group = self._data_ranks.host_group
         for rank, parcel in enumerate(parcels):
             if rank != _MAIN:
                 for content in (torch.tensor([parcel.numel()]), parcel):
-                    self._under_way.append((dist.isend(content, rank, group=group), content))
+                    self._under_way.append((dist.isend(content, group=group, group_dst=rank), content))
 
     def _wait_for_sends(self) -> None:
         """Wait for the messages under way: one is lost if its work object is dropped."""
@@ -163,12 +167,12 @@ class Dispatched:
         self._under_way.clear()
 
     def _receive(self) -> Iterator[DealtBatch]:
-        group = self._gang.host_group
+        group = self._data_ranks.host_group
         while True:
             size = torch.zeros(1, dtype=torch.int64)
-            dist.recv(size, _MAIN, group=group)
+            dist.recv(size, group=group, group_src=_MAIN)
             parcel = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(parcel, _MAIN, group=group)
+            dist.recv(parcel, group=group, group_src=_MAIN)
             batch, notes = unpack(parcel)
             if "error" in notes:
                 raise DataError(f"the main process failed while reading data for all ranks: {notes['error']}")
@@ -180,7 +184,9 @@ class Dispatched:
 
     def _dealt(self, batch: Any, notes: dict[str, Any]) -> DealtBatch:
         shares = tuple(notes["shares"])
-        return DealtBatch(batch, shares, notes["end"], notes["last"], filler=not shares[self._gang.rank])
+        return DealtBatch(
+            batch, shares, notes["end"], notes["last"], filler=not shares[self._data_ranks.rank]
+        )
 
 
 def _cut(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:

@@ -14,10 +14,10 @@ from windlass.core.trees import tensors_in
 from windlass.core.types import State
 from windlass.data.bookmark import plain_copy
 from windlass.data.checksum import checksum
-from windlass.data.group import Group
 from windlass.data.order import own_generators
 from windlass.data.seeding import Sandbox, rewind, set_epochs
 from windlass.data.skip import skips_unread, with_batch_sampler
+from windlass.data.update_batch import UpdateBatch
 from windlass.data.workers import START_TIMEOUT, Reader, read_batches
 
 logger = get_logger(__name__)
@@ -106,10 +106,10 @@ class ForeignLoader:
             "seed": self.seed,
             "epoch": epoch,
             "batches": updates * accumulation,
-            "world": self.batch.world,
+            "world": self.batch.ranks,
         }
 
-    def groups(self, accumulation: int | None = None) -> Iterator[Group]:
+    def groups(self, accumulation: int | None = None) -> Iterator[UpdateBatch]:
         epoch, size = self.epoch, accumulation or self.batch.accumulation
         batches = self._batches(epoch)
         coming = next(batches, _END)
@@ -139,7 +139,7 @@ class ForeignLoader:
             "seed": self.seed,
             "epoch": self.epoch,
             "batches": self.taken,
-            "world": self.batch.world,
+            "world": self.batch.ranks,
             "loader": here.state,
             "reason": here.reason,
             "mark": here.mark,
@@ -149,24 +149,24 @@ class ForeignLoader:
         self.seed, self.epoch, self.taken = int(state["seed"]), int(state["epoch"]), self._taken_by(state)
         self._here = _Entry(state.get("loader"), state.get("reason", ""), state.get("mark"))
         self._restored = True
-        then = state.get("world", self.batch.world)
-        if then != self.batch.world:
+        then = state.get("world", self.batch.ranks)
+        if then != self.batch.ranks:
             self._here = _Entry(None, "its state is that of one process among others", None)
-        if then != self.batch.world and state["batches"]:
+        if then != self.batch.ranks and state["batches"]:
             logger.warning(
-                f"{type(self.loader).__name__} dealt its batches to {then} processes, and there are {self.batch.world} "
+                f"{type(self.loader).__name__} dealt its batches to {then} processes, and there are {self.batch.ranks} "
                 f"now: each continues after its own first {self.taken}. Only the loader knows which samples those are"
             )
 
     def _taken_by(self, position: State) -> int:
         """Batches that a rank has taken at `position`; under another number of ranks, as many over all of them."""
-        return int(position["batches"]) * int(position.get("world", self.batch.world)) // self.batch.world
+        return int(position["batches"]) * int(position.get("world", self.batch.ranks)) // self.batch.ranks
 
-    def _group(self, batches: list[Any], epoch: int, last: bool) -> Group:
-        return Group(
+    def _group(self, batches: list[Any], epoch: int, last: bool) -> UpdateBatch:
+        return UpdateBatch(
             batches=batches,
             ids=[[] for _ in batches],
-            samples=0,
+            dealt_samples=0,
             epoch=epoch,
             last_in_epoch=last,
             position=self.state_dict(),

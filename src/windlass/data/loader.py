@@ -16,16 +16,16 @@ from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
 from windlass.data.dealt_loader import DealtLoader
 from windlass.data.dealt_rows import BalancedRows, SampleRows
 from windlass.data.fetch import Fetch
-from windlass.data.group import Group
 from windlass.data.map_reader import MapReader
 from windlass.data.order import Order, RebalancedOrder
 from windlass.data.source import Source
+from windlass.data.update_batch import UpdateBatch
 
 logger = get_logger(__name__)
 
 
 class Loader(DealtLoader):
-    """A PyTorch `DataLoader` for user code, and a source of `Group`s for the engine.
+    """A PyTorch `DataLoader` for user code, and a source of `UpdateBatch`es for the engine.
 
     Its whole state is (seed, epoch, samples consumed over all ranks). Only `groups` moves it. Plain iteration is a
     full pass of this rank's micro-batches, in the order of the current epoch, then of the following ones.
@@ -73,7 +73,7 @@ class Loader(DealtLoader):
     @property
     def total_batch_size(self) -> int:
         """Samples that one micro-batch of every rank holds together."""
-        return self.batch.micro * self.batch.world
+        return self.batch.micro * self.batch.ranks
 
     @property
     def num_samples(self) -> int | None:
@@ -91,7 +91,7 @@ class Loader(DealtLoader):
         consumed = updates * self.total_batch_size * accumulation
         return {"seed": self.seed, "epoch": epoch, "consumed": consumed, "length": self._length(epoch)}
 
-    def groups(self, accumulation: int | None = None) -> Iterator[Group]:
+    def groups(self, accumulation: int | None = None) -> Iterator[UpdateBatch]:
         """As `DealtLoader.groups`, with the accumulation of `batch` by default.
 
         NumPy's and PyTorch's generators are left unchanged; two numbers are drawn from Python's for each micro-batch,
@@ -140,16 +140,11 @@ class Loader(DealtLoader):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Continue where `state` was taken, with its seed, in any world and with any batch size."""
-        place, self._passes = self._place, 0
-        place.epoch, place.consumed = int(state["epoch"]), int(state["consumed"])
-        if int(state["seed"]) != place.seed:
-            logger.warning(
-                f"the data order continues with the checkpoint's seed {state['seed']}, not with {place.seed}"
-            )
-            place.seed = int(state["seed"])
-            self._reseed(place.seed)
-        then, now = state.get("length"), self._length(place.epoch)
+        self._passes = 0
+        super().load_state_dict(state)
+
+    def _compare(self, state: State) -> None:
+        then, now = state.get("length"), self._length(self.epoch)
         if None not in (then, now) and then != now:
             logger.warning(
                 f"the dataset has {now} samples, and had {then} when the checkpoint was written: this epoch's "
@@ -167,7 +162,7 @@ class Loader(DealtLoader):
         raise NotImplementedError
 
     def _reseed(self, seed: int) -> None:
-        raise NotImplementedError
+        logger.warning(f"the data order continues with the checkpoint's seed {seed}, not with {self.seed}")
 
 
 class MapLoader(Loader):
@@ -192,6 +187,7 @@ class MapLoader(Loader):
     ) -> None:
         super().__init__(dataset, batch, plan, collate, sampler=order, passes_alike=passes_alike)
         self._order = order
+        self._whole = self._rows(1)  # counts samples; a reader cuts its own rows
         self._source = Source(Fetch(dataset, collate, plan.seed), plan)
         # An evaluation of nothing is reported when it runs.
         if not passes_alike and not self._length(0):
@@ -207,15 +203,15 @@ class MapLoader(Loader):
         row = self.total_batch_size
         return (
             f"the dataset has {count} samples, and dataloader_drop_last=True drops an incomplete batch of "
-            f"{row} (batch size {self.batch.micro} x {self.batch.world} processes), so nothing is left. "
-            f"Use dataloader_drop_last=False or a batch size of at most {max(1, count // self.batch.world)}."
+            f"{row} (batch size {self.batch.micro} x {self.batch.ranks} processes), so nothing is left. "
+            f"Use dataloader_drop_last=False or a batch size of at most {max(1, count // self.batch.ranks)}."
         )
 
     def _rows(self, update: int) -> SampleRows:
-        order, size, world, drop_last = self._order, self.total_batch_size, self.batch.world, self.drop_last
+        order, size, ranks, drop_last = self._order, self.total_batch_size, self.batch.ranks, self.drop_last
         if isinstance(order, RebalancedOrder):
-            return BalancedRows(order, size, world, drop_last, update)
-        return SampleRows(order, size, world, drop_last)
+            return BalancedRows(order, size, ranks, drop_last, update)
+        return SampleRows(order, size, ranks, drop_last)
 
     def _reader(self, update: int) -> MapReader:
         return MapReader(self._rows(update), self._source, self.batch.rank)
@@ -225,9 +221,14 @@ class MapLoader(Loader):
             self._order.set_epoch(epoch)
         return super()._read(epoch, start, update, private)
 
+    def resize(self, micro: int, accumulation: int) -> None:
+        super().resize(micro, accumulation)
+        self._whole = self._rows(1)
+
     def _length(self, epoch: int) -> int:
-        return self._rows(1).length(epoch)
+        return self._whole.length(epoch)
 
     def _reseed(self, seed: int) -> None:
+        super()._reseed(seed)
         self._order.seed = seed
         self._source.reseed(seed)

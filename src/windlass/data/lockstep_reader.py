@@ -36,7 +36,7 @@ class LockstepReader:
 
     Args:
         reader: this rank's batches.
-        gang: the ranks that go in step.
+        data_ranks: the ranks that go in step.
         own_parts: `reader` reads this rank's part of a stream that splits itself; positions include that.
 
     Raises:
@@ -44,13 +44,13 @@ class LockstepReader:
             (the failing rank raises its own error).
     """
 
-    def __init__(self, reader: BatchReader, gang: Gang, *, own_parts: bool = False) -> None:
-        self._reader, self._gang, self._own_parts = reader, gang, own_parts
+    def __init__(self, reader: BatchReader, data_ranks: Gang, *, own_parts: bool = False) -> None:
+        self._reader, self._data_ranks, self._own_parts = reader, data_ranks, own_parts
 
     @property
     def unit(self) -> str:
         """Batches of every process; on another number of processes they hold other samples."""
-        return f"batches of {self._gang.size} processes{', each of its own part' if self._own_parts else ''}"
+        return f"batches of {self._data_ranks.size} processes{', each of its own part' if self._own_parts else ''}"
 
     def accepts(self, unit: str) -> bool:
         return unit == self.unit
@@ -63,7 +63,7 @@ class LockstepReader:
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
         epoch, start = wanted.epoch, wanted.start
         mine = self._reader.read(wanted.at(self._reader.position(epoch, start)))
-        rounds = Lockstep[_Read](self._gang)
+        rounds = Lockstep[_Read](self._data_ranks)
         for _ in range(_AHEAD):
             self._begin(rounds, mine)
         done, stand_in = start, None
@@ -75,14 +75,14 @@ class LockstepReader:
                 following = self._checked(rounds)
                 self._begin(rounds, mine)
                 done, stand_in = done + 1, current.item.dealt or stand_in or self._any(epoch)
-                shares = tuple(map(int, current.sums[: self._gang.size]))
+                shares = tuple(map(int, current.sums[: self._data_ranks.size]))
                 yield replace(
                     stand_in,
                     shares=shares,
                     end=done,
                     last=not following.going_on,
                     ids=[],
-                    filler=not shares[self._gang.rank],
+                    filler=not shares[self._data_ranks.rank],
                 )
                 current = following
         finally:
@@ -111,7 +111,7 @@ class LockstepReader:
 
     def _placed(self, value: float) -> list[float]:
         """Zeros but for this rank's value: their sum is the list of all ranks' values."""
-        return [value if rank == self._gang.rank else 0.0 for rank in range(self._gang.size)]
+        return [value if rank == self._data_ranks.rank else 0.0 for rank in range(self._data_ranks.size)]
 
     def _checked(self, rounds: Lockstep[_Read]) -> Round[_Read]:
         """The next round, in which no rank failed."""
@@ -124,7 +124,7 @@ class LockstepReader:
         return ended
 
     def _ranks_in(self, state: float, ended: Round[_Read]) -> list[int]:
-        return [rank for rank, value in enumerate(ended.sums[self._gang.size :]) if value == state]
+        return [rank for rank, value in enumerate(ended.sums[self._data_ranks.size :]) if value == state]
 
     def _refuse_rank_without_any(self, first: Round[_Read]) -> None:
         """Raise on all ranks: a rank without a batch has no filler, so it would leave the others waiting."""
@@ -139,5 +139,5 @@ class LockstepReader:
         """A batch of this rank to use as a filler, if it has none left after a resume."""
         dealt = next(self._reader.read(PassRequest(epoch)), None)
         if dealt is None:
-            raise DataError(f"rank {self._gang.rank} has no batch to read, while others have some.")
+            raise DataError(f"rank {self._data_ranks.rank} has no batch to read, while others have some.")
         return dealt

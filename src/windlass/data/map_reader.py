@@ -23,10 +23,7 @@ class MapReader:
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
         tasks = rank_rows(self._rows.rows(wanted.epoch, wanted.start), self._rank)
         isolated = wanted.update if wanted.start else 0
-        for row, batch in self._source.batches(wanted.epoch, tasks, wanted.private, isolated):
-            yield DealtBatch(
-                batch, row.shares, row.end, row.last, [] if row.filler else row.ids, filler=row.filler
-            )
+        return self._source.batches(wanted.epoch, tasks, wanted.private, isolated)
 
     def accepts(self, unit: str) -> bool:
         return unit == self.unit

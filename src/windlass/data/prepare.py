@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.errors import DataError
 from windlass.core.types import Collator
-from windlass.data.collate_default import default_data_collator, plain_collate
+from windlass.data.collate_default import auto_collate
 from windlass.data.loader import Loader, MapLoader
 from windlass.data.order import SequentialOrder, as_order, build_order, refuse_order_of_stream
 from windlass.data.stream_loader import StreamLoader
@@ -68,13 +68,6 @@ def build_eval_loader(
     _refuse_unreadable(dataset, needs_length=sampler is None)
     order = SequentialOrder(len(dataset), plan.seed) if sampler is None else as_order(sampler, plan.seed)
     return MapLoader(dataset, order, batch, plan, collate, passes_alike=True)
-
-
-def auto_collate(samples: list[Any]) -> Any:
-    """Dict samples as `default_data_collator` makes them; tuples, tensors and numbers as PyTorch's
-    `default_collate` does.
-    """
-    return default_data_collator(samples) if isinstance(samples[0], Mapping) else plain_collate(samples)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from windlass.config.plugins import DataLoaderConfiguration
+from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.core.errors import DataError
 from windlass.data.choice import ReaderChoice
 from windlass.data.order import own_generators
@@ -21,11 +21,11 @@ from windlass.dist.gang import Gang
 def prepare_loader(
     loader: Any,
     *,
-    world: int,
+    ranks: int,
     rank: int,
     device: torch.device | None,
     options: DataLoaderConfiguration,
-    gang: Gang,
+    data_ranks: Gang,
     start_timeout: float = START_TIMEOUT,
     slice_fn: Callable[..., Any] | None = None,
 ) -> PreparedLoader:
@@ -33,12 +33,12 @@ def prepare_loader(
 
     Args:
         loader: a `DataLoader`, which is not changed; one that was prepared already is returned.
-        world, rank: over how many ranks the samples are dealt, and which of them this is.
+        ranks, rank: over how many ranks the samples are dealt, and which of them this is.
         device: of the returned batches; None leaves them on the host.
         options: `even_batches` has no effect: the tail is always divided without repeating a sample, and every rank
             always gets the same number of batches.
-        gang: for what ranks must agree on; with streams that split themselves and dispatched batches it must have
-            `world` ranks.
+        data_ranks: for what ranks must agree on; with streams that split themselves and dispatched batches it must have
+            `ranks` ranks.
         start_timeout: seconds after which a worker that has not started is replaced.
         slice_fn: how dispatched batches are cut: `slice_fn(batch, slice, process_index=, num_processes=)`.
 
@@ -55,21 +55,21 @@ def prepare_loader(
         raise DataError(
             f"{type(loader).__name__} is not a torch.utils.data.DataLoader, so it cannot be prepared."
         )
-    seed = _agreed_seed(loader, options, gang)
+    seed = _agreed_seed(loader, options, data_ranks)
     reader = ReaderChoice(
         loader,
         seed=seed,
         split=options.split_batches,
         seedable=options.use_seedable_sampler,
-        gang=gang,
+        data_ranks=data_ranks,
         start_timeout=start_timeout,
-    ).reader(world, rank, dispatch=bool(options.dispatch_batches), slice_fn=slice_fn)
+    ).reader(ranks, rank, dispatch=bool(options.dispatch_batches), slice_fn=slice_fn)
     dealt = PreparedLoader(
         loader,
         reader,
         seed=seed,
         rank=rank,
-        world=world,
+        ranks=ranks,
         device=device,
         non_blocking=options.non_blocking or wants_pinning(loader.pin_memory),
         restores_position=options.use_stateful_dataloader,
@@ -77,7 +77,7 @@ def prepare_loader(
     return dealt.skipping(skipped) if skipped else dealt
 
 
-def _agreed_seed(loader: DataLoader[Any], options: DataLoaderConfiguration, gang: Gang) -> int:
+def _agreed_seed(loader: DataLoader[Any], options: DataLoaderConfiguration, data_ranks: Gang) -> int:
     """Rank 0's seed, also for the loader's own generators.
 
     Every rank draws, so that their generators stay in step.
@@ -88,7 +88,7 @@ def _agreed_seed(loader: DataLoader[Any], options: DataLoaderConfiguration, gang
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     generators = own_generators(loader, *samplers)
     here = [_seed(options), [first for _, first in generators], _length(loader.dataset)]
-    everywhere = gang.gather_objects(here)
+    everywhere = data_ranks.gather_objects(here)
     lengths = [length for _, _, length in everywhere]
     if len(set(lengths)) > 1:
         raise DataError(

@@ -51,7 +51,7 @@ class PreparedLoader(DealtLoader):
     Args:
         loader: the user's.
         reader: of the batches.
-        rank, world: this rank's place among those that have data of their own.
+        rank, ranks: this rank's place among those that have data of their own.
         restores_position: `load_state_dict` restores the position within a pass; otherwise its start.
     """
 
@@ -62,15 +62,15 @@ class PreparedLoader(DealtLoader):
         *,
         seed: int,
         rank: int,
-        world: int,
+        ranks: int,
         device: torch.device | None,
         non_blocking: bool = False,
         restores_position: bool = False,
     ) -> None:
-        super().__init__(loader.dataset, seed, **_options(loader, reader, world))
+        super().__init__(loader.dataset, seed, **_options(loader, reader, ranks))
         self.loader, self.device = loader, device
         self.follower: Follower | None = None
-        self._reader, self._rank, self._world = reader, rank, world
+        self._reader, self._rank, self._ranks = reader, rank, ranks
         self._non_blocking, self._restores_position = non_blocking, restores_position
         self._drops_last = _drops_last(loader)
         self._skip = 0
@@ -160,7 +160,7 @@ class PreparedLoader(DealtLoader):
     def _enter(self) -> None:
         self.end_of_dataloader = False
         self._ids: list[int] = []
-        self.shares: tuple[int, ...] = (0,) * self._world
+        self.shares: tuple[int, ...] = (0,) * self._ranks
         self.remainder = self._known_remainder()
 
     def _known_remainder(self) -> int:
@@ -231,15 +231,12 @@ class PreparedLoader(DealtLoader):
             "bookmark": place.bookmark,
         }
 
-    def load_state_dict(self, state: State) -> None:
-        """Restore the position at which `state` was taken, or else the start of its pass."""
-        place = self._place
-        if int(state["seed"]) != place.seed:
-            place.seed = int(state["seed"])
-            self._reader.reseed(place.seed)
-        place.epoch, place.bookmark = int(state["epoch"]), state.get("bookmark")
-        place.resume = place.consumed = self.position_in(state)
-        if place.consumed != state.get("consumed", place.consumed):
+    def _reseed(self, seed: int) -> None:
+        self._reader.reseed(seed)
+
+    def _compare(self, state: State) -> None:
+        consumed = self._place.consumed
+        if consumed != state.get("consumed", consumed):
             reason = (
                 f"positions are counted in {self._reader.unit} here"
                 if self._restores_position
@@ -258,11 +255,11 @@ class PreparedLoader(DealtLoader):
         return int(state["consumed"]) if enterable else 0
 
 
-def _options(loader: DataLoader[Any], reader: BatchReader, world: int) -> dict[str, Any]:
+def _options(loader: DataLoader[Any], reader: BatchReader, ranks: int) -> dict[str, Any]:
     """Public attributes of a `DataLoader`, as in the user's, with the batch size of one rank."""
     total = reader.total_batch_size
     options: dict[str, Any] = {
-        "batch_size": None if total is None else max(total // world, 1),
+        "batch_size": None if total is None else max(total // ranks, 1),
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,

@@ -11,26 +11,26 @@ from windlass.data.cut import share
 _QUADRATIC = 0.001
 
 
-def balanced_batches(ids: list[int], lengths: list[int], rows: int, world: int) -> list[list[list[int]]]:
-    """Deal `ids` into `rows` micro-batches for each of `world` ranks, minimising the largest cost.
+def balanced_batches(ids: list[int], lengths: list[int], rows: int, ranks: int) -> list[list[list[int]]]:
+    """Deal `ids` into `rows` micro-batches for each of `ranks` ranks, minimising the largest cost.
 
     Samples are sorted by falling length and cut into contiguous groups; the cheapest cut under a cost limit
     is greedy, and the smallest feasible limit is found by bisection. Groups are dealt by falling cost: the
-    `world` most expensive ones make row 0, so that the ranks of one row cost alike.
+    `ranks` most expensive ones make row 0, so that the ranks of one row cost alike.
 
     Returns:
-        `rows` lists of `world` lists of ids; empty lists only if there are fewer samples than `rows * world`.
+        `rows` lists of `ranks` lists of ids; empty lists only if there are fewer samples than `rows * ranks`.
     """
     by_length = sorted(zip(lengths, ids, strict=True), key=lambda pair: -pair[0])
     costs = [n + _QUADRATIC * n * n for n, _ in by_length]
-    sizes = _sizes(costs, rows * world)
+    sizes = _sizes(costs, rows * ranks)
     groups, start = [], 0
     for size in sizes:
         price = size * costs[start] if size else 0.0
         groups.append((price, [i for _, i in by_length[start : start + size]]))
         start += size
     groups.sort(key=lambda group: -group[0])
-    return [[members for _, members in groups[row * world : (row + 1) * world]] for row in range(rows)]
+    return [[members for _, members in groups[row * ranks : (row + 1) * ranks]] for row in range(rows)]
 
 
 def _sizes(costs: list[float], count: int) -> list[int]:

@@ -29,7 +29,11 @@ class NoSampleError(DataError):
 
 
 def begin_together(
-    begin: Callable[[bool], Iterator[DealtBatch]], gang: Gang, dataset: Any, *, may_be_empty: bool = False
+    begin: Callable[[bool], Iterator[DealtBatch]],
+    data_ranks: Gang,
+    dataset: Any,
+    *,
+    may_be_empty: bool = False,
 ) -> tuple[bool, Iterator[DealtBatch]]:
     """Begin a pass, and find out if the ranks read the same stream. Collective: one exchange if they do.
 
@@ -46,15 +50,15 @@ def begin_together(
             none. On a rank that failed to read, the dataset's own error.
     """
     common = BegunPass(begin(False))
-    everywhere = common.gather_marks(gang)
+    everywhere = common.gather_marks(data_ranks)
     if all(marks == everywhere[0] for marks in everywhere):
         if common.nothing is not None:
             raise common.nothing
         return False, common.rows()
     common.close()
     own = BegunPass(begin(True))
-    everywhere = own.gather_marks(gang)
-    if not all(gang.gather_objects(own.begins_like(common))):
+    everywhere = own.gather_marks(data_ranks)
+    if not all(data_ranks.gather_objects(own.begins_like(common))):
         raise DataError(_UNREPEATABLE.format(type(dataset).__name__))
     idle = [rank for rank, marks in enumerate(everywhere) if not marks]
     if idle and not may_be_empty:
@@ -67,7 +71,9 @@ def begin_together(
     return True, own.rows()
 
 
-def check_dispatched(marks: list[int], read_again: Callable[[], list[int]], gang: Gang, dataset: Any) -> None:
+def check_dispatched(
+    marks: list[int], read_again: Callable[[], list[int]], data_ranks: Gang, dataset: Any
+) -> None:
     """Raise on all ranks if a stream that the main process reads for all of them splits itself by rank. Collective.
 
     Other ranks may have no stream at all, or one that returns other samples in each pass: the main process's counts.
@@ -79,11 +85,11 @@ def check_dispatched(marks: list[int], read_again: Callable[[], list[int]], gang
     Raises:
         ConfigError: the stream of another rank begins with other samples, and with the same ones when read again.
     """
-    first, *others = gang.gather_objects(marks)
+    first, *others = data_ranks.gather_objects(marks)
     differ = {rank for rank, their in enumerate(others, 1) if any(map(operator.ne, their, first))}
     if not differ:
         return
-    repeated = gang.gather_objects(gang.rank in differ and read_again() == marks)
+    repeated = data_ranks.gather_objects(data_ranks.rank in differ and read_again() == marks)
     parts = [rank for rank in sorted(differ) if repeated[rank]]
     if parts:
         fix = (
@@ -127,9 +133,9 @@ class BegunPass:
     def marks(self) -> list[int]:
         return [] if self._first is None else self._first.marks
 
-    def gather_marks(self, gang: Gang) -> list[list[int]]:
+    def gather_marks(self, data_ranks: Gang) -> list[list[int]]:
         """The first samples' checksums on every rank. Collective; if reading failed on one, all raise."""
-        everywhere = gang.gather_objects(_FAILED if self._error is not None else self.marks)
+        everywhere = data_ranks.gather_objects(_FAILED if self._error is not None else self.marks)
         if self._error is not None:
             raise self._error
         failed = [rank for rank, marks in enumerate(everywhere) if marks == _FAILED]

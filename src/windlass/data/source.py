@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from windlass.config.plan import DataPlan
-from windlass.data.dealt_rows import RankRow
+from windlass.data.batch_reader import DealtBatch
 from windlass.data.fetch import Fetch, FetchItem
 from windlass.data.pin import pin, wants_pinning
 from windlass.data.workers import Reader, TaskBoard, read_batches
@@ -33,13 +33,13 @@ class Source:
         return {**vars(self), "_pool": None, "_idle": None}  # a copy starts worker processes of its own
 
     def batches(
-        self, epoch: int, tasks: Iterator[RankRow], private: bool, isolated: int = 0
-    ) -> Iterator[tuple[RankRow, Any]]:
-        """Each task with its batch.
+        self, epoch: int, tasks: Iterator[DealtBatch], private: bool, isolated: int = 0
+    ) -> Iterator[DealtBatch]:
+        """The tasks, with their data read.
 
         Args:
             epoch: part of the seeds.
-            tasks: which samples make which batch.
+            tasks: batches of which only the samples are known.
             private: use separate workers, and leave Python's generator unchanged.
             isolated: leave Python's generator unchanged during the first so many batches. The run that is resumed has
                 read them already, and its draws are part of the generator's saved state.
@@ -57,7 +57,7 @@ class Source:
         self.fetch.reseed(seed)
         self._pool = self._idle = None
 
-    def _private(self, epoch: int, tasks: Iterator[RankRow]) -> Iterator[tuple[RankRow, Any]]:
+    def _private(self, epoch: int, tasks: Iterator[DealtBatch]) -> Iterator[DealtBatch]:
         """Persistent workers are kept for the next private pass once all batches are read; passes at the same time
         have workers of their own.
         """
@@ -67,12 +67,13 @@ class Source:
         self._idle = pool if persistent else None
 
     def _in_process(
-        self, epoch: int, tasks: Iterator[RankRow], private: bool, isolated: int
-    ) -> Iterator[tuple[RankRow, Any]]:
+        self, epoch: int, tasks: Iterator[DealtBatch], private: bool, isolated: int
+    ) -> Iterator[DealtBatch]:
         fetch, pinned = self.fetch, wants_pinning(self._plan.pin_memory)
         for number, task in enumerate(tasks):
             batch = fetch(epoch, task.ids, private or number < isolated)
-            yield task, pin(batch) if pinned else batch
+            task.batch = pin(batch) if pinned else batch
+            yield task
 
 
 class WorkerPool:
@@ -83,10 +84,10 @@ class WorkerPool:
         self._loader: DataLoader[Any] = DataLoader(
             _Tasks(fetch, self._board), sampler=self._queue, **worker_options(plan, persistent)
         )
-        self._under_way: dict[int, tuple[int, RankRow]] = {}
+        self._under_way: dict[int, tuple[int, DealtBatch]] = {}
         self._reader = Reader(plan.purpose, plan.start_timeout, self._task_of)
 
-    def run(self, epoch: int, tasks: Iterator[RankRow]) -> Iterator[tuple[RankRow, Any]]:
+    def run(self, epoch: int, tasks: Iterator[DealtBatch]) -> Iterator[DealtBatch]:
         under_way = self._under_way
         under_way.clear()
 
@@ -95,9 +96,11 @@ class WorkerPool:
                 under_way[number] = epoch, task
                 yield number, epoch, task.ids
 
-        def received() -> Iterator[tuple[int, tuple[RankRow, Any]]]:
+        def received() -> Iterator[tuple[int, DealtBatch]]:
             for number, batch in read_batches(self._loader, self._reader):
-                yield number, (under_way.pop(number)[1], batch)
+                _, task = under_way.pop(number)
+                task.batch = batch
+                yield number, task
 
         self._board.clear()
         self._queue.tasks = queued()

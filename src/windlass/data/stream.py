@@ -34,28 +34,16 @@ class SharedStream:
     or, sample by sample, the randomness.
 
     Args:
-        row: samples of a whole batch over all ranks.
-        plan: seed, workers, `drop_last`.
-        world, rank: between how many ranks rows are dealt, and which of them this is; one for a part of its own.
+        cutter: cuts this rank's part of each row.
+        plan: the workers.
         may_be_empty: a pass without a batch is not an error, unless the stream had samples in an earlier pass.
     """
 
     unit = "samples"
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Collator,
-        plan: DataPlan,
-        *,
-        row: int,
-        world: int,
-        rank: int,
-        may_be_empty: bool = False,
-    ) -> None:
-        self.dataset, self.total_batch_size = dataset, row
-        self._cutter = RowCutter(dataset, collate, plan, row, world, rank)
-        self._plan, self._may_be_empty = plan, may_be_empty
+    def __init__(self, cutter: RowCutter, plan: DataPlan, *, may_be_empty: bool = False) -> None:
+        self.dataset, self.total_batch_size = cutter.dataset, cutter.row
+        self._cutter, self._plan, self._may_be_empty = cutter, plan, may_be_empty
         self._pool: DataLoader[Any] | None = None
         self._idle: DataLoader[Any] | None = None  # persistent workers of private passes, between two of them
         self._held: tuple[tuple[int, int], Iterator[DealtBatch]] | None = None
@@ -178,15 +166,20 @@ class RowCutter:
 
     Always seeds, because a sample cannot be read a second time.
 
-    Args:
+    Attributes:
         row: samples of a row, over all ranks.
+        seed: of collation; at first that of the plan.
+
+    Args:
+        plan: seed and `drop_last`.
+        ranks, rank: between how many ranks rows are dealt, and which of them this is; one for a part of its own.
     """
 
     def __init__(
-        self, dataset: Any, collate: Collator, plan: DataPlan, row: int, world: int, rank: int
+        self, dataset: Any, collate: Collator, plan: DataPlan, row: int, ranks: int, rank: int
     ) -> None:
         self.dataset, self._collate = dataset, collate
-        self._row, self._world, self._rank = row, world, rank
+        self.row, self._ranks, self._rank = row, ranks, rank
         self._drop_last = plan.drop_last
         self.seed = plan.seed
         self._sandbox = Sandbox()
@@ -212,7 +205,7 @@ class RowCutter:
             self.seed,
             epoch,
             start,
-            stretch=self._row,
+            stretch=self.row,
             bookmark=bookmark,
             log=worker == 0,
         )
@@ -227,7 +220,7 @@ class RowCutter:
             number, raw = following_number, following
 
     def _raw_rows(self, reading: Reading, start: int, keep: bool) -> Iterator[_Raw]:
-        size, position = self._row, start
+        size, position = self.row, start
         while samples := reading.take(size):
             if len(samples) < size and self._drop_last:
                 return
@@ -237,7 +230,7 @@ class RowCutter:
                 return
 
     def _own(self, samples: list[Any], position: int, place: StreamPlace | None) -> _Raw:
-        low, high = share(len(samples), self._world, self._rank)
+        low, high = share(len(samples), self._ranks, self._rank)
         ids = list(range(position + low, position + high))
         own, head = samples[low:high] or samples[:1], samples[:WITNESSES]
         return _Raw(ids, own, head, position, position + len(samples), place)
@@ -259,7 +252,7 @@ class RowCutter:
                 raise
         return DealtBatch(
             batch,
-            shares_of(raw.end - raw.first, self._world),
+            shares_of(raw.end - raw.first, self._ranks),
             raw.end,
             following is None,
             raw.ids,

@@ -15,7 +15,7 @@ from windlass.data.bookmark import belongs
 from windlass.data.dispatch import Dispatched
 from windlass.data.loader import Loader
 from windlass.data.same_stream import splits_itself
-from windlass.data.stream import SharedStream
+from windlass.data.stream import RowCutter, SharedStream
 from windlass.dist.gang import Gang
 
 logger = get_logger(__name__)
@@ -33,11 +33,11 @@ class StreamLoader(Loader):
         self, dataset: Any, batch: BatchPlan, plan: DataPlan, collate: Collator, *, passes_alike: bool = False
     ) -> None:
         super().__init__(dataset, batch, plan, collate, passes_alike=passes_alike)
-        self._gang, self._sizes = Gang(), [_size(dataset)]
-        self._stream = self._opened(batch.world > 1 and splits_itself(dataset))
+        self._data_ranks, self._sizes = Gang(), [_size(dataset)]
+        self._stream = self._opened(batch.ranks > 1 and splits_itself(dataset))
         self._dispatched: Dispatched | None = None  # once the ranks have met
 
-    def agree(self, gang: Gang, position: State | None = None) -> None:
+    def agree(self, data_ranks: Gang, position: State | None = None) -> None:
         """Find out if the ranks read the same stream, or a part each. Collective; done once.
 
         Args:
@@ -48,9 +48,9 @@ class StreamLoader(Loader):
             DataError: on all ranks: they read different samples that cannot be read again.
             ConfigError: the main process is to read a stream for all that was split by node.
         """
-        if gang.size == 1 or self._gang.size > 1:
+        if data_ranks.size == 1 or self._data_ranks.size > 1:
             return
-        self._gang = gang
+        self._data_ranks = data_ranks
         if self.plan.dispatch:
             self._dispatched = self._new_dispatched()
             return
@@ -63,10 +63,10 @@ class StreamLoader(Loader):
     def _opened(self, own_parts: bool) -> AgreedStream:
         batch = self.batch
         stream = AgreedStream(
-            self._shared(batch.world, batch.rank),
+            self._shared(batch.ranks, batch.rank),
             # One rank's part of an evaluation set may be empty.
             self._shared(1, 0, may_be_empty=self.passes_alike),
-            self._gang,
+            self._data_ranks,
             lockstep=False,
             may_be_empty=self.passes_alike,
         )
@@ -81,19 +81,14 @@ class StreamLoader(Loader):
             raise ConfigError(Problem("accelerator_config.dispatch_batches", True, fix))
         alone = self._shared(1, 0, may_be_empty=self.passes_alike)
         alone.reseed(self.seed)
-        return Dispatched(alone, self._gang, split=False, drop_last=self.drop_last, stream=self._shared(1, 0))
-
-    def _shared(self, world: int, rank: int, may_be_empty: bool = False) -> SharedStream:
-        row = self.batch.micro * world
-        return SharedStream(
-            self.dataset,
-            self.collate_fn,
-            self.plan,
-            row=row,
-            world=world,
-            rank=rank,
-            may_be_empty=may_be_empty,
+        return Dispatched(
+            alone, self._data_ranks, split=False, drop_last=self.drop_last, stream=self._shared(1, 0)
         )
+
+    def _shared(self, ranks: int, rank: int, may_be_empty: bool = False) -> SharedStream:
+        row = self.batch.micro * ranks
+        cutter = RowCutter(self.dataset, self.collate_fn, self.plan, row, ranks, rank)
+        return SharedStream(cutter, self.plan, may_be_empty=may_be_empty)
 
     @property
     def own_parts(self) -> bool:
@@ -109,7 +104,7 @@ class StreamLoader(Loader):
         if not self.own_parts:
             return super().num_samples
         sizes = [size for size in self._sizes if size is not None]
-        return sum(sizes) if len(sizes) == self.batch.world else None
+        return sum(sizes) if len(sizes) == self.batch.ranks else None
 
     def resize(self, micro: int, accumulation: int) -> None:
         super().resize(micro, accumulation)
@@ -122,12 +117,15 @@ class StreamLoader(Loader):
     def state_dict(self) -> State:
         return super().state_dict() | self._parts() | {"bookmark": self._bookmark()}
 
-    def load_state_dict(self, state: State) -> None:
-        super().load_state_dict(state)
+    def position_in(self, state: State) -> int:
+        now = int(self._parts().get("parts", 1))
+        return int(state["consumed"]) * int(state.get("parts", 1)) // now
+
+    def _compare(self, state: State) -> None:
+        super()._compare(state)
         place, parts, now = self._place, int(state.get("parts", 1)), self._parts().get("parts", 1)
-        place.bookmark = state.get("bookmark")
         if parts != now:
-            place.consumed, place.bookmark = place.consumed * parts // now, None
+            place.bookmark = None  # of another part
             logger.warning(
                 f"{type(self.dataset).__name__} was split into {parts} parts by itself, and is read in {now} now: each "
                 f"continues after its own first {place.consumed} samples. Only the stream knows which samples those are"
@@ -141,7 +139,7 @@ class StreamLoader(Loader):
         return place.bookmark if belongs(place.bookmark, place.epoch, place.consumed) else None
 
     def _parts(self) -> State:
-        return {"parts": self.batch.world} if self.own_parts else {}
+        return {"parts": self.batch.ranks} if self.own_parts else {}
 
     @property
     def must_go_in_step(self) -> bool:
@@ -168,8 +166,8 @@ class StreamLoader(Loader):
 
     def _gather_sizes(self) -> None:
         """The length of each rank's part. Collective if the ranks have agreed on parts since the last call."""
-        if self.own_parts and len(self._sizes) < self._gang.size:
-            self._sizes = self._gang.gather_objects(_size(self.dataset))
+        if self.own_parts and len(self._sizes) < self._data_ranks.size:
+            self._sizes = self._data_ranks.gather_objects(_size(self.dataset))
 
     def _length(self, epoch: int) -> int | None:
         """Samples of a pass; of several parts, those of the longest."""
@@ -179,6 +177,7 @@ class StreamLoader(Loader):
         return max(size - size % self.total_batch_size if self.drop_last else size for size in sizes)
 
     def _reseed(self, seed: int) -> None:
+        super()._reseed(seed)
         self._stream.reseed(seed)
         if self._dispatched is not None:
             self._dispatched.reseed(seed)

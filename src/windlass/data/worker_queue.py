@@ -38,7 +38,7 @@ class _NotSent(ExceptionWrapper):
 
 
 def advice(problem: str) -> str:
-    """What to do about `problem`; empty if it does not speak of shared memory."""
+    """What to do about `problem`; empty if it does not mention shared memory."""
     if not any(words in problem for words in _FULL):
         return ""
     return (

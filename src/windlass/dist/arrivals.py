@@ -33,7 +33,7 @@ class Arrival:
         machine: id of its launcher, new with each start.
         host, address: what it is called and where it is reached, for messages and for the processes' own store.
         rank: as the user gave it; None if the order of arrival decides.
-        machines: how many machines it was told there are.
+        machines: the number of machines that its command line names.
         round: which round it wants; 0 at the door.
     """
 
@@ -81,7 +81,8 @@ class Roster:
         count = self.store.add("arrivals", 0)
         if count > _MOST_ARRIVALS:
             raise MeetingError(
-                f"the rendezvous store counts {count} arrivals: somebody disturbs the rendezvous"
+                f"the rendezvous store has {count} arrivals, more than {_MOST_ARRIVALS}: another job may use its "
+                "address"
             )
         self._open.update(range(self._next, count + 1))
         self._next = max(self._next, count + 1)
@@ -108,11 +109,11 @@ class Roster:
 
 
 def _claimed(content: bytes) -> str:
-    """Who a value without a valid signature claims to be from; only ever shown."""
+    """The sender that a value without a valid signature names, for messages only."""
     try:
         return Arrival.read(0, parse_json(content)).named()
     except ValueError:
-        return "a value from a stranger"
+        return "an unsigned value"
 
 
 class Door:

@@ -123,24 +123,24 @@ class Beacon:
         self._looks, self._collectives = 0, -1
 
     def step(self, number: int) -> None:
-        """`number` updates are done."""
+        """Record that `number` updates are done."""
         self._step = number
         self._count += 1
         self._write_mark()
 
     def call(self, name: str) -> None:
-        """What is about to be done; the launcher reads its first 64 bytes of UTF-8."""
+        """Record the next operation. The launcher reads the first 64 bytes of its name in UTF-8."""
         self._call = name
         self._count += 1
         self._write_mark()
 
     def note(self, name: str) -> None:
-        """What a script is doing that leaves no marks itself; not counted as one."""
+        """Record the current activity without counting it as progress."""
         self._call = name
         self._write_mark()
 
     def sign(self, collectives: int) -> None:
-        """The process lives, and has issued so many collectives; no mark of its progress."""
+        """Record that the process is alive, and how many collectives it has issued, without counting it as progress."""
         self._looks += 1
         self._collectives = collectives
         self._write_life()

@@ -1,4 +1,4 @@
-"""Torch's elastic launcher, where Windlass speaks for it."""
+"""Silence torch's elastic launcher, whose failures Windlass reports itself."""
 
 from __future__ import annotations
 

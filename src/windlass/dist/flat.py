@@ -48,7 +48,7 @@ class FlatParts(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
         raise TypeError(f"{func} needs a whole tensor, and each rank holds a part of this one")
 

@@ -1,4 +1,7 @@
-"""The processes of one job as one object. A single process is a gang of one: the normal case, with nothing to ask."""
+"""The processes of one job as one object. A single process is a gang of one: the normal case, with nothing to ask.
+
+`Gang.over` returns those of them that have something in common, as a gang with the same interface: see `core/mesh.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from torch import Tensor
 from windlass.core.device import backend_for
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.foreign_threads import wait_for_foreign_threads
+from windlass.core.mesh import VIEWS, Mesh, View
 from windlass.core.world import World, world_from_environment
 from windlass.dist.beacon import MEETING, waiting
 from windlass.dist.listening import ONE_ATTEMPT, is_loopback, keep_gloo_on_loopback, open_store
@@ -75,18 +79,49 @@ class _InFlight:
 
 
 class Gang:
-    """Rank, size and the small host-side exchanges of a world of one."""
+    """Rank, size and the small host-side exchanges of a gang of one.
 
-    def __init__(self, world: World | None = None) -> None:
+    Args:
+        views: gangs of this rank's views, by their members, in which this one is entered; None begins with none.
+
+    Attributes:
+        world: this process in its job and on its machine, whichever ranks of the job the gang has.
+        mesh: the axes of all ranks of the job.
+        members: ranks in the job of the processes in this gang, in ascending order.
+        rank, size: of this process among the members, and their number.
+    """
+
+    def __init__(
+        self,
+        world: World | None = None,
+        mesh: Mesh | None = None,
+        members: tuple[int, ...] | None = None,
+        views: dict[tuple[int, ...], Gang] | None = None,
+    ) -> None:
         self.world = world or World()
+        self.mesh = mesh or Mesh(replicate=self.world.size)
+        self.members = tuple(range(self.world.size)) if members is None else members
+        self.rank, self.size = self.members.index(self.world.rank), len(self.members)
+        # Views with the same members are one gang, and so need one process group.
+        self._views = {} if views is None else views
+        self._views[self.members] = self
+
+    def over(self, view: View) -> Gang:
+        """The gang of the job's ranks that have this in common with this one; `core.mesh.VIEWS` describes each view.
+
+        "data", "loss" and "all" are one object, and "model" is a gang of one, unless the mesh has further axes than
+        `replicate` and `shard`.
+
+        Raises:
+            ConfigError: there is no such view.
+        """
+        return self._views[self.mesh.ranks(view, self.world.rank)]
 
     @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        return self.world.size
+    def on_machine(self) -> range:
+        """The ranks in the job of the processes on this machine."""
+        first = self.world.rank - self.world.local_rank
+        return range(first, first + self.world.local_size)
 
     def sum(self, value: Tensor) -> Tensor:
         """Sum of a host tensor over ranks, in place."""
@@ -125,28 +160,69 @@ class Gang:
 
     @property
     def host_group(self) -> Any:
-        """The process group whose collectives run on host memory; None in a world of one."""
+        """The process group whose collectives run on host memory; None in a gang of one."""
+        return None
+
+    @property
+    def device_group(self) -> Any:
+        """The process group whose collectives run where gradients lie; None is the default group, of all ranks."""
         return None
 
 
 class ProcessGang(Gang):
-    """Several processes. Exchanges go over a gloo group on the host, so none of them waits for a device."""
+    """Several processes. Exchanges go over a gloo group on the host, so none of them waits for a device.
 
-    def __init__(self, world: World, host_group: Any) -> None:
-        super().__init__(world)
-        self._host = host_group
+    Args:
+        host_group: the members, on gloo.
+        device_group: the members, on the backend of the device; None is the default group, of all ranks.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        host_group: Any,
+        mesh: Mesh | None = None,
+        members: tuple[int, ...] | None = None,
+        views: dict[tuple[int, ...], Gang] | None = None,
+        device_group: Any = None,
+    ) -> None:
+        super().__init__(world, mesh, members, views)
+        self._host, self._device = host_group, device_group
 
     def __reduce__(self) -> Any:
         # An object that holds a gang can be copied in this process, and sent to a data worker of it.
-        return _seen_from_here, (self.world,)
+        return _seen_from_here, (self.world, self.mesh, self.members)
+
+    def open_views(self, timeout: timedelta) -> None:
+        """Make the gangs of the views that are not the whole job. Collective."""
+        for view in VIEWS:
+            mine = self.mesh.ranks(view, self.world.rank)
+            if mine not in self._views:
+                self._open_view(view, mine, timeout)
+
+    def _open_view(self, view: View, mine: tuple[int, ...], timeout: timedelta) -> None:
+        if len(mine) == 1:
+            Gang(self.world, self.mesh, mine, self._views)
+            return
+        # Every rank makes the groups of all parts, in the same order, and gets the one that it is in.
+        parts = [list(part) for part in self.mesh.parts(view)]
+        device = _group_of(parts, timeout, None)
+        host = device if dist.get_backend() == "gloo" else _group_of(parts, timeout, "gloo")
+        ProcessGang(self.world, host, self.mesh, mine, self._views, device)
 
     @property
     def host_group(self) -> Any:
         return self._host
 
+    @property
+    def device_group(self) -> Any:
+        return self._device
+
     def close(self) -> None:
-        """Let go of the process group; exchanges are over."""
-        self._host = None
+        """Let go of the process groups of all views; exchanges are over."""
+        for gang in self._views.values():
+            if isinstance(gang, ProcessGang):
+                gang._host = gang._device = None
 
     def sum(self, value: Tensor) -> Tensor:
         with waiting("sum over ranks (host)"):
@@ -158,7 +234,7 @@ class ProcessGang(Gang):
 
     def sum_on_device(self, value: Tensor) -> Tensor:
         with waiting("sum over ranks (device)"):
-            dist.all_reduce(value)
+            dist.all_reduce(value, group=self._device)
         return value
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -183,7 +259,10 @@ class ProcessGang(Gang):
 
 
 class Outside(Gang):
-    """The processes of a job, seen by a data worker of one of them: rank and size, and nothing to exchange."""
+    """Processes of a job, seen by a data worker of one of them: rank and size, and nothing to exchange."""
+
+    def over(self, view: View) -> Gang:
+        return Outside(self.world, self.mesh, self.mesh.ranks(view, self.world.rank))
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise DataError(
@@ -192,12 +271,21 @@ class Outside(Gang):
         )
 
     sum = start_sum = sum_on_device = gather_objects = broadcast_object = stream = barrier = vote = _refuse
-    host_group = property(_refuse)
+    host_group = device_group = property(_refuse)
 
 
-def _seen_from_here(world: World) -> Gang:
+def _group_of(parts: list[list[int]], timeout: timedelta, backend: str | None) -> Any:
+    group, _ = dist.new_subgroups_by_enumeration(parts, timeout, backend)  # type: ignore[no-untyped-call]
+    return group
+
+
+def _seen_from_here(world: World, mesh: Mesh, members: tuple[int, ...]) -> Gang:
     found = current()
-    return found if found.world == world else Outside(world)
+    if (found.world, found.mesh) == (world, mesh):
+        for view in VIEWS:
+            if found.over(view).members == members:
+                return found.over(view)
+    return Outside(world, mesh, members)
 
 
 _joined: ProcessGang | None = None
@@ -216,8 +304,9 @@ def join(
     timeout_seconds: float = 1800,
     backend: str | None = None,
     init_method: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Gang:
-    """Meet the other processes of the job; a world of one has nobody to meet.
+    """Meet the other processes of the job; a world of one has no others.
 
     A process group that the script opened itself is used as it is.
 
@@ -226,11 +315,17 @@ def join(
         device: where gradients lie; decides the backend unless `backend` does.
         timeout_seconds: how long a collective waits for the others, and this process for data and background saves.
         init_method: address of the meeting point, if it is not `MASTER_ADDR` and `MASTER_PORT`.
+        mesh: the axes of the ranks, whose views get process groups when the job meets; by default all ranks replicate.
 
     Raises:
-        ConfigError: there are several processes, and the device trains in one only (MPS, XLA).
+        ConfigError: there are several processes, and the device trains in one only (MPS, XLA); the mesh has another
+            number of ranks than the job, or other views than the one that it met with.
     """
     global _joined
+    if mesh is not None and mesh.size() != world.size:
+        raise ConfigError(
+            Problem("mesh", mesh, f"has {mesh.size()} ranks, and there are {world.size} processes")
+        )
     if device.type in _ALONE and world.is_distributed:
         fix = f"{_ALONE[device.type]}: start one process, or use_cpu=True"
         raise ConfigError(Problem("WORLD_SIZE", world.size, fix))
@@ -253,8 +348,12 @@ def join(
             if dist.get_backend() == "gloo"
             else dist.new_group(backend="gloo", timeout=timeout)
         )
-        _joined = ProcessGang(world, host)
+        _joined = ProcessGang(world, host, mesh)
+        _joined.open_views(timeout)
         atexit.register(leave)
+    if mesh is not None and any(mesh.parts(view) != _joined.mesh.parts(view) for view in VIEWS):
+        fix = f"the processes met with {_joined.mesh}, whose process groups are open; use one layout in a script"
+        raise ConfigError(Problem("mesh", mesh, fix))
     return _joined
 
 

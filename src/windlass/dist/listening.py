@@ -85,7 +85,7 @@ def _is_local(family: int, address: str) -> bool:
 
 
 def can_listen(address: str, port: int) -> bool:
-    """Whether `address` is one of this machine's and nobody listens at `port` there yet."""
+    """Return True if `address` belongs to this machine and no process listens at `port` there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

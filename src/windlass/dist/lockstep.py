@@ -72,7 +72,7 @@ def answer_until_all_are_done(gang: Gang, width: int) -> None:
             return
 
 
-def agree(gang: Gang, message: dict[str, Any]) -> list[dict[str, Any]]:
+def exchange_messages(gang: Gang, message: dict[str, Any]) -> list[dict[str, Any]]:
     """Every rank's message; the meeting point at which a rank learns that another one failed.
 
     Raises:
@@ -87,7 +87,7 @@ def agree(gang: Gang, message: dict[str, Any]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def telling_others(gang: Gang) -> Iterator[None]:
-    """Around work that may fail on one rank alone, and is followed by `agree`.
+    """Around work that may fail on one rank alone, and is followed by `exchange_messages`.
 
     The ranks that wait there stop with this one's reason, instead of waiting for their time-out.
     """

@@ -38,7 +38,7 @@ def meet(meeting: Meeting) -> RendezvousHandler:
     """The handler that torch's agent asks for ranks.
 
     Raises:
-        MeetingError: nobody answers at the address within the time, or the port cannot be used.
+        MeetingError: no machine answers at the address within the time, or the port cannot be used.
     """
     if meeting.machines == 1:
         return OneMachine(meeting.run_id, meeting.port)

@@ -202,7 +202,7 @@ def _at_least_a_vector(tensor: Tensor) -> Tensor:
 
 
 def _kind(tensor: Tensor) -> Kind:
-    # The rows of a nested tensor have lengths of their own: it has no shape to speak of.
+    # The rows of a nested tensor have lengths of their own: it has no single shape.
     return str(tensor.dtype).removeprefix("torch."), [] if tensor.is_nested else list(tensor.shape)
 
 

@@ -76,7 +76,7 @@ class OtherRanks:
         behind = [rank for rank in sorted(marks) if lag[rank] == least] if least < max(lag.values()) else []
         said = [f"rank {rank} {marks[rank].place}{self._life(rank)}" for rank in behind if rank != self._rank]
         if self._rank in behind:
-            said.insert(0, "nobody: it is behind the others itself")
+            said.insert(0, "none: it is behind the others itself")
         if unknown:
             said.append(f"perhaps rank {', '.join(map(str, unknown))}, of which nothing is known")
         return "; ".join(said)

@@ -1,6 +1,6 @@
 """How the launchers of a job meet and agree on ranks.
 
-Torch's own rendezvous keeps its state in the store as a pickle, which runs whatever code a stranger has put there, and
+Torch's own rendezvous keeps its state in the store as a pickle, which runs any code that another program put there, and
 compares the clocks of the machines. Here the machines exchange JSON, each value signed with the job's token.
 
 The machine that holds the store writes the list of members of a round; the others only ask to be in it:
@@ -102,7 +102,7 @@ class _Handler(RendezvousHandler):
 
 
 class OneMachine(_Handler):
-    """A job on one machine: nobody to meet. Its processes' store listens on loopback only."""
+    """A job on one machine, without a rendezvous. Its processes' store listens on loopback only."""
 
     def __init__(self, run_id: str, port: int = 0) -> None:
         super().__init__(run_id)
@@ -160,7 +160,7 @@ class Machines(_Handler):
         return self._connect().below(f"round-{self._round}")
 
     def answer_waiting(self, known: Callable[[], int]) -> None:
-        """Have the agent told what is `known`, instead of asking the store each time."""
+        """Use `known` as the number of waiting machines, instead of querying the store each time."""
         self._waiting = known
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -219,9 +219,13 @@ class Machines(_Handler):
 
     def _about(self, number: int) -> dict[str, Any]:
         return {
-            "machine": self._id, "host": socket.gethostname()[:MOST_NAME], "address": self._address[:MOST_NAME],
-            "rank": self._meeting.rank, "machines": self._meeting.machines, "round": number,
-        }  # fmt: skip
+            "machine": self._id,
+            "host": socket.gethostname()[:MOST_NAME],
+            "address": self._address[:MOST_NAME],
+            "rank": self._meeting.rank,
+            "machines": self._meeting.machines,
+            "round": number,
+        }
 
     def _complete(self) -> int:
         """The last round that is complete."""
@@ -308,7 +312,7 @@ class Machines(_Handler):
         with _connection():
             if self._heart is None or not self._store.check(["closed"]):
                 return False
-            self._store.get_json("closed")  # raises if a stranger wrote it
+            self._store.get_json("closed")  # raises if it is not signed by this job
             return True
 
     def set_closed(self) -> None:
@@ -350,7 +354,7 @@ class Heart:
 
     def _beat(self) -> None:
         count = 0
-        with contextlib.suppress(RuntimeError):  # the store is gone: whoever needs it next will say so
+        with contextlib.suppress(RuntimeError):  # the store is gone: the next call that needs it raises
             while True:
                 count += 1
                 self._store.set_json(self._key, count)

@@ -1,7 +1,7 @@
 """A store whose values carry the proof that their writer has the job's token.
 
-A store of torch takes values from whoever reaches its port. Here each value is written with an HMAC-SHA256 over the
-job, the key and the value. A value without a valid one is not parsed.
+A store of torch accepts values from any program that reaches its port. Here each value has an HMAC-SHA256 over the job,
+the key and the value. A value without a valid one is not parsed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class ForgedValueError(WindlassError):
 
     Attributes:
         key: where it lies.
-        content: the bytes found, without their signature; from a stranger, and not to be believed.
+        content: the bytes found, without their signature. Their sender is unknown; do not trust them.
     """
 
     def __init__(self, key: str, content: bytes) -> None:
         super().__init__(
             f"the value of {key!r} in the rendezvous store is not signed with the token of this job: it was written "
-            "by a machine with another token, in an earlier job, or by a stranger; it was not read"
+            "by a machine with another token, in an earlier job, or by another program; it was not read"
         )
         self.key = key
         self.content = content

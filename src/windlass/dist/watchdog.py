@@ -98,8 +98,10 @@ class Watchdog:
     def _end(self, mark: Mark) -> None:
         logger.error(
             "%s\nthe process ends with exit code %d: it has waited longer than ddp_timeout=%g s allows",
-            self.report(mark), EXIT_STALLED, self.limit,
-        )  # fmt: skip
+            self.report(mark),
+            EXIT_STALLED,
+            self.limit,
+        )
         sys.stderr.flush()
         if not hasattr(sys, "ps1") and "ipykernel" not in sys.modules:  # a notebook keeps its other work
             os._exit(EXIT_STALLED)

@@ -29,6 +29,7 @@ Kind = tuple[torch.dtype, tuple[int, ...]]
 """Type and shape, by which another process makes room for a tensor."""
 
 _PLAIN = {bool, int, float, str, type(None)}
+_ARRAY_KINDS = "biufcSUMm"
 # Tensors begin at multiples of this, so that received bytes can be looked at as any dtype.
 _ALIGNMENT = 16
 
@@ -51,10 +52,17 @@ def pack(value: Any, notes: Any = None, name: str = "value") -> Tensor:
 
 
 def unpack(parcel: Tensor) -> tuple[Any, Any]:
-    """The value and the notes; tensors are views of the parcel."""
-    end = 8 + int.from_bytes(parcel[:8].numpy().tobytes(), "little")
-    notes, described = json.loads(parcel[8:end].numpy().tobytes())
-    return _Unpacking(parcel, _aligned(end)).value(described), notes
+    """The value and the notes; tensors are views of the parcel.
+
+    Raises:
+        DataError: it is not what `pack` makes.
+    """
+    try:
+        end = 8 + int.from_bytes(parcel[:8].numpy().tobytes(), "little")
+        notes, described = json.loads(parcel[8:end].numpy().tobytes())
+        return _Unpacking(parcel, _aligned(end)).value(described), notes
+    except Exception as error:  # which types, depends on the place that is damaged
+        raise DataError(f"a message of another process is damaged: {error}") from error
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:
@@ -204,7 +212,7 @@ def _bits(tensor: Tensor, where: str) -> Tensor:
 
 
 def _array(value: Any, where: str) -> Tensor:
-    if value.dtype.kind not in "biufcSUMm":
+    if value.dtype.kind not in _ARRAY_KINDS:
         raise DataError(f"{where} is an array of dtype {value.dtype}, which does not travel; send a list")
     return _bytes(value.tobytes())
 
@@ -236,6 +244,9 @@ class _Unpacking:
 
     def _array(self, kind: tuple[str, list[int], bool]) -> Any:
         dtype, shape, is_scalar = np.dtype(kind[0]), kind[1], kind[2]
+        if dtype.kind not in _ARRAY_KINDS:
+            # An array of objects would use the bytes as addresses.
+            raise ValueError(f"an array of dtype {dtype}")
         content = bytearray(self._take(dtype.itemsize * int(np.prod(shape))).numpy())
         array: Any = np.ndarray(shape, dtype, content)
         return array[()] if is_scalar else array

@@ -10,28 +10,27 @@ import collections
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from windlass.config.plan import EvaluationPlan
 from windlass.core.errors import ConfigError, DataError, ModelError, PeerError, Problem
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.trees import Spec, batch_size_of, map_leaves, unflatten
 from windlass.core.types import EvalLoopOutput, EvalPrediction, LossTerms
 from windlass.dist.gang import Gang
-from windlass.dist.lockstep import agree, telling_others
+from windlass.dist.lockstep import exchange_messages, telling_others
 from windlass.metrics.evaluation import MeanLoss, checked_metrics, mean_of, named_metrics
 from windlass.metrics.joining import pad_concat, take_apart
 from windlass.metrics.kept_rows import OrderLog, RowStore
+from windlass.transforms.strategy import Strategy
 
 logger, job_logger = get_logger(__name__), get_job_logger(__name__)
-
-PredictStep = Callable[[Any], tuple[Any, Any, Any]]
-"""batch -> (loss, logits, labels), each None if there is none. The loss is a mean over targets, or `LossTerms`."""
 
 HEAVY_BYTES = 4 * 2**30
 """A rank that keeps more warns once, with how to keep less."""
@@ -40,32 +39,35 @@ FIELDS = ("predictions", "label_ids", "inputs", "losses")
 Fields = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class EvalRequest:
-    """Options of one evaluation.
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation: the model, what is computed from its outputs, and the options.
 
     Attributes:
+        strategy: how the model is spread over ranks.
+        predict: batch -> (loss, logits, labels), each None if there is none, without gradients. The loss is a mean over
+            targets, or `LossTerms`.
+        count_targets: number of targets in a batch, on the host: the weight of its mean loss.
+        plan: what the arguments say of every evaluation.
+        label_names: which entries of a batch are labels.
+        in_step: a forward of one rank waits for the others, so they need equal numbers of batches.
+        compute_metrics: `EvalPrediction -> dict`; with `plan.batch_metrics` it also takes `compute_result: bool`.
+        preprocess_logits: `(logits, labels) -> logits`, on each batch on the device, before anything is kept.
         prefix: first part of the name of every metric, before an underscore.
         loss_only: compute only the loss; predictions are dropped at once.
-        compute_metrics: `EvalPrediction -> dict`; with `batch_metrics` it also takes `compute_result: bool`.
-        preprocess_logits: `(logits, labels) -> logits`, on each batch on the device, before anything is kept.
-        batch_metrics: call `compute_metrics` for every batch, with `compute_result=True` for the last one.
-        include: "inputs" and "loss" are passed to `compute_metrics` too.
-        accumulate_steps: move what is kept to host memory every so many batches; None: at the end.
-        concat: join batches into arrays; False: lists with one entry for each batch.
-        main_input: the entry of a batch that `include=("inputs",)` passes.
         predicting: predictions are the purpose: kept also under `batch_metrics`; without labels, metrics are omitted.
     """
 
-    prefix: str = "eval"
-    loss_only: bool = False
+    strategy: Strategy
+    predict: Callable[[Any], tuple[Any, Any, Any]]
+    count_targets: Callable[[Any], float]
+    plan: EvaluationPlan = field(default_factory=EvaluationPlan)
+    label_names: Sequence[str] = ()
+    in_step: bool = False
     compute_metrics: Callable[..., Any] | None = None
     preprocess_logits: Callable[[Any, Any], Any] | None = None
-    batch_metrics: bool = False
-    include: tuple[str, ...] = ()
-    accumulate_steps: int | None = None
-    concat: bool = True
-    main_input: str = "input_ids"
+    prefix: str = "eval"
+    loss_only: bool = False
     predicting: bool = False
 
     def __post_init__(self) -> None:
@@ -73,7 +75,7 @@ class EvalRequest:
         if self.loss_only and metrics:
             fix = "compute_metrics needs predictions: give only one of the two"
             problems.append(Problem("prediction_loss_only", True, fix))
-        if self.batch_metrics and metrics and not _takes(metrics, "compute_result"):
+        if self.plan.batch_metrics and metrics and not _takes(metrics, "compute_result"):
             fix = "compute_metrics must take a `compute_result: bool` argument then"
             problems.append(Problem("batch_eval_metrics", True, fix))
         if problems:
@@ -90,12 +92,9 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 def evaluation_loop(
     batches: Iterable[tuple[list[int] | None, Any]],
-    predict_step: PredictStep,
-    request: EvalRequest,
+    evaluation: Evaluation,
     *,
-    weigh: Callable[[Any], float],
-    gang: Gang | None = None,
-    in_step: bool = False,
+    data_ranks: Gang | None = None,
     reading_is_collective: bool = False,
     on_batch: Callable[[], None] = lambda: None,
 ) -> EvalLoopOutput:
@@ -104,12 +103,9 @@ def evaluation_loop(
     Args:
         batches: (dataset positions, batch) of this rank, any number, also none. Positions are empty if unknown, and
             None for a filler, in a model whose every forward needs all ranks: it counts nothing.
-        predict_step: computes loss, logits and labels of a batch, without gradients.
-        request: the options.
-        weigh: number of targets in a batch, on the host: the weight of its mean loss.
-        gang: the ranks; a world of one by default.
-        in_step: every forward needs all ranks. A rank that fails then reports nothing, because the others wait for it
-            in a forward: their wait ends with its process.
+        evaluation: what runs on them. If it is `in_step`, a rank that fails reports nothing, because the others wait
+            for it in a forward: their wait ends with its process.
+        data_ranks: the ranks that evaluate different batches; this one alone by default.
         reading_is_collective: ranks exchange while they read `batches`. A rank that fails then reads on, without
             evaluating, to where the others can learn of it.
         on_batch: called after each batch of this rank.
@@ -126,12 +122,12 @@ def evaluation_loop(
         ConfigError: `compute_metrics` does not return a dict.
         PeerError: another rank failed.
     """
-    ranks = gang or Gang()
-    run = _Evaluation(request, weigh, ranks)
-    with contextlib.nullcontext() if in_step else telling_others(ranks):
+    ranks = data_ranks or Gang()
+    run = _Results(evaluation, ranks)
+    with contextlib.nullcontext() if evaluation.in_step else telling_others(ranks):
         # Closed before an error is reported: ranks may be answering each other between batches.
         with closing_if_possible(batches):
-            run.evaluate(batches, predict_step, on_batch, reads_on=reading_is_collective and not in_step)
+            run.evaluate(batches, on_batch, reads_on=reading_is_collective and not evaluation.in_step)
         batchwise = run.batch_metrics.finish()
         totals = run.totals()
     return run.conclude(totals, batchwise)
@@ -142,24 +138,23 @@ def closing_if_possible(batches: Any) -> AbstractContextManager[Any]:
     return contextlib.closing(batches) if hasattr(batches, "close") else contextlib.nullcontext()
 
 
-class _Evaluation:
+class _Results:
     """The counts and kept predictions of one evaluation on this rank."""
 
-    def __init__(self, request: EvalRequest, weigh: Callable[[Any], float], gang: Gang) -> None:
-        self._request, self._weigh, self._gang = request, weigh, gang
+    def __init__(self, evaluation: Evaluation, data_ranks: Gang) -> None:
+        self._evaluation, self._data_ranks = evaluation, data_ranks
         self._loss, self._samples, self._batches = MeanLoss(), 0, 0
         self._warned = False
         self._order = OrderLog()
-        self._kept = {name: RowStore(name, request.concat) for name in _kept_fields(request)}
+        self._kept = {name: RowStore(name, evaluation.plan.concat) for name in _kept_fields(evaluation)}
         self.batch_metrics: BatchMetrics | NoBatchMetrics = NoBatchMetrics()
-        if request.batch_metrics and request.compute_metrics:
-            is_measurable = functools.partial(_measurable, request=request)
-            self.batch_metrics = BatchMetrics(request.compute_metrics, is_measurable, gang)
+        if evaluation.plan.batch_metrics and evaluation.compute_metrics:
+            is_measurable = functools.partial(_measurable, evaluation=evaluation)
+            self.batch_metrics = BatchMetrics(evaluation.compute_metrics, is_measurable, data_ranks)
 
     def evaluate(
         self,
         batches: Iterable[tuple[list[int] | None, Any]],
-        predict_step: PredictStep,
         on_batch: Callable[[], None],
         *,
         reads_on: bool,
@@ -175,10 +170,10 @@ class _Evaluation:
             rounds = metrics.rounds
             try:
                 if ids is None:
-                    predict_step(batch)
+                    self._evaluation.predict(batch)
                     metrics.add(None)
                 else:
-                    self.step(predict_step, ids, batch)
+                    self.step(ids, batch)
                     on_batch()
             except PeerError:
                 raise
@@ -189,30 +184,32 @@ class _Evaluation:
         if failure is not None:
             raise failure
 
-    def step(self, predict_step: PredictStep, ids: list[int], batch: Any) -> None:
+    def step(self, ids: list[int], batch: Any) -> None:
+        evaluation = self._evaluation
         # The batch is read before the step: a loss may take labels out of it.
-        weight = self._weigh(batch)
+        weight = evaluation.count_targets(batch)
         samples = len(ids) or batch_size_of(batch) or 1
         inputs = self._inputs(batch)
-        loss, logits, labels = predict_step(batch)
+        loss, logits, labels = evaluation.predict(batch)
         self._loss.add(loss, weight, samples)
         self._samples += samples
         self._batches += 1
-        if self._request.loss_only:
+        if evaluation.loss_only:
             return
-        if logits is not None and self._request.preprocess_logits is not None:
-            logits = self._request.preprocess_logits(logits, labels)
-        losses = _repeated(loss, samples) if "loss" in self._request.include else None
+        if logits is not None and evaluation.preprocess_logits is not None:
+            logits = evaluation.preprocess_logits(logits, labels)
+        losses = _repeated(loss, samples) if "loss" in evaluation.plan.include else None
         fields = dict(zip(FIELDS, (logits, labels, inputs, losses), strict=True))
         self.batch_metrics.add(fields)
         self._keep(fields, ids, samples)
 
     def _inputs(self, batch: Any) -> Any:
-        if self._request.loss_only or "inputs" not in self._request.include:
+        evaluation = self._evaluation
+        if evaluation.loss_only or "inputs" not in evaluation.plan.include:
             return None
-        if self._request.batch_metrics and isinstance(batch, Mapping):
+        if evaluation.plan.batch_metrics and isinstance(batch, Mapping):
             return dict(batch)
-        name = self._request.main_input
+        name = getattr(evaluation.strategy.module, "main_input_name", "input_ids")
         if not isinstance(batch, Mapping) or name not in batch:
             held = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
             raise DataError(
@@ -232,9 +229,10 @@ class _Evaluation:
             logger.warning(
                 "evaluation keeps %.1f GiB after %d batches of this process: reduce predictions in "
                 "preprocess_logits_for_metrics, or set batch_eval_metrics or prediction_loss_only",
-                held / 2**30, self._batches,
-            )  # fmt: skip
-        every = self._request.accumulate_steps
+                held / 2**30,
+                self._batches,
+            )
+        every = self._evaluation.plan.accumulate_steps
         if every is not None and self._batches % every == 0:
             for store in self._kept.values():
                 store.to_host()
@@ -245,42 +243,42 @@ class _Evaluation:
 
     def conclude(self, totals: dict[str, Any], batchwise: dict[str, Any] | None) -> EvalLoopOutput:
         """Join the results of all ranks: totals first, then what was kept. Collective."""
-        messages = agree(self._gang, totals)
+        messages = exchange_messages(self._data_ranks, totals)
         if not sum(message["batches"] for message in messages):
             job_logger.warning("the evaluation data is empty: no loss and no metrics")
             return EvalLoopOutput(None, None, {}, 0)
         loss = mean_of([message["loss"] for message in messages])
         fields = self._gathered()
-        with telling_others(self._gang):
+        with telling_others(self._data_ranks):
             metrics = self._metrics(fields) if batchwise is None else batchwise
-        agree(self._gang, {})  # no rank continues if the metrics of another failed
+        exchange_messages(self._data_ranks, {})  # no rank continues if the metrics of another failed
         return EvalLoopOutput(
             predictions=fields["predictions"],
             label_ids=fields["label_ids"],
-            metrics=named_metrics(self._request.prefix, loss, metrics),
+            metrics=named_metrics(self._evaluation.prefix, loss, metrics),
             num_samples=sum(message["samples"] for message in messages),
         )
 
     def _gathered(self) -> Fields:
         fields: Fields = dict.fromkeys(FIELDS)
         if self._kept:
-            order = self._order.exchange(self._gang)
-            fields |= {name: store.gather(order, self._gang) for name, store in self._kept.items()}
+            order = self._order.exchange(self._data_ranks)
+            fields |= {name: store.gather(order, self._data_ranks) for name, store in self._kept.items()}
         return fields
 
     def _metrics(self, fields: Fields) -> dict[str, Any]:
-        if not _measurable(fields, self._request):
+        if not _measurable(fields, self._evaluation):
             return {}
-        assert self._request.compute_metrics is not None
-        return checked_metrics(self._request.compute_metrics(EvalPrediction(**fields)))
+        assert self._evaluation.compute_metrics is not None
+        return checked_metrics(self._evaluation.compute_metrics(EvalPrediction(**fields)))
 
 
-def _measurable(fields: Fields, request: EvalRequest) -> bool:
-    if request.compute_metrics is None:
+def _measurable(fields: Fields, evaluation: Evaluation) -> bool:
+    if evaluation.compute_metrics is None:
         return False
     if fields["predictions"] is None:
         raise ModelError("compute_metrics needs predictions, but the model returned nothing beside the loss")
-    if fields["label_ids"] is None and request.predicting:
+    if fields["label_ids"] is None and evaluation.predicting:
         logger.info("compute_metrics is not called: this data has no labels")
         return False
     if fields["label_ids"] is None:
@@ -290,11 +288,11 @@ def _measurable(fields: Fields, request: EvalRequest) -> bool:
     return True
 
 
-def _kept_fields(request: EvalRequest) -> list[str]:
-    if request.loss_only or (request.batch_metrics and not request.predicting):
+def _kept_fields(evaluation: Evaluation) -> list[str]:
+    if evaluation.loss_only or (evaluation.plan.batch_metrics and not evaluation.predicting):
         return []
     extra = {"inputs": "inputs", "loss": "losses"}
-    return ["predictions", "label_ids", *(extra[name] for name in request.include if name in extra)]
+    return ["predictions", "label_ids", *(extra[name] for name in evaluation.plan.include if name in extra)]
 
 
 def _repeated(loss: Any, samples: int) -> Tensor | None:
@@ -341,9 +339,9 @@ class BatchMetrics:
     meets_at_batches = True
 
     def __init__(
-        self, compute_metrics: Callable[..., Any], measurable: Callable[[Fields], bool], gang: Gang
+        self, compute_metrics: Callable[..., Any], measurable: Callable[[Fields], bool], data_ranks: Gang
     ) -> None:
-        self._compute, self._measurable, self._gang = compute_metrics, measurable, gang
+        self._compute, self._measurable, self._data_ranks = compute_metrics, measurable, data_ranks
         self._waiting: Fields | None = None
         self.begun, self.rounds = False, 0
         self._device = torch.device("cpu")
@@ -368,7 +366,7 @@ class BatchMetrics:
         """One round over all ranks. Return True if any rank has a further batch."""
         fields, self._waiting = self._waiting, None
         spec, leaves = take_apart(fields)
-        messages = agree(self._gang, {"spec": spec, "more": more})
+        messages = exchange_messages(self._data_ranks, {"spec": spec, "more": more})
         self.rounds += 1
         others_more = any(message["more"] for message in messages)
         joined = self._joined([message["spec"] for message in messages], leaves)
@@ -390,7 +388,7 @@ class BatchMetrics:
         if leaves:
             self._device = leaves[0].device
         parts = collections.defaultdict[int, list[Tensor]](list)
-        for _, index, tensor in self._gang.stream(leaves):
+        for _, index, tensor in self._data_ranks.stream(leaves):
             parts[index].append(tensor.to(self._device))
         tree = unflatten(seen[0], [pad_concat(parts[index]) for index in sorted(parts)])
         assert isinstance(tree, dict)

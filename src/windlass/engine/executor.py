@@ -11,33 +11,8 @@ import torch
 from torch import Tensor
 
 from windlass.core.types import State
-from windlass.data.group import Group
+from windlass.data.update_batch import UpdateBatch
 from windlass.transforms.strategy import Strategy
-
-
-@dataclass(slots=True)
-class StepRequest:
-    """Weights and options of one update.
-
-    Attributes:
-        denominator: total weight of the update over all ranks, the divisor of summed losses; above 0 (1 if the update
-            has no targets).
-        targets: this rank's target count of each micro-batch, on the host.
-        samples: this rank's sample count of each micro-batch.
-        total_samples: number of samples of the update over all ranks.
-        max_norm: gradients are scaled down to this global L2 norm; None leaves them.
-        guard: wait for the norm before the update, and skip the update if the norm is not finite.
-        empty: no target was counted on any rank. Such an update is skipped: momentum and weight decay would change
-            weights without data. The weights of `LossTerms` are not part of this count.
-    """
-
-    denominator: float
-    targets: list[float]
-    samples: list[int]
-    total_samples: float
-    max_norm: float | None
-    guard: bool
-    empty: bool = False
 
 
 @dataclass(slots=True)
@@ -61,28 +36,26 @@ class StepResult:
     losses: Sequence[Tensor] = ()
 
 
-class StepHooks(Protocol):
-    """The overridable parts of a step; the Trainer passes its bound methods."""
+class StepHooks:
+    """What an executor calls in an update."""
 
-    def micro_step(self, batch: Any, index: int, request: StepRequest) -> Tensor:
+    def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         """Forward and backward of micro-batch `index`; returns its detached share of the update's loss."""
-        ...
+        raise NotImplementedError
 
-    def rescale(self, request: StepRequest) -> Tensor | None:
+    def rescale(self) -> Tensor | None:
         """Factor that corrects the gradients once the true weight of the update is known; None if it was known."""
-        ...
+        return None
 
     def parts(self) -> dict[str, Tensor]:
         """Named auxiliary losses of the update, this rank's share."""
-        ...
+        return {}
 
     def advance_schedule(self) -> None:
         """Called after an update was applied, while its gradients exist."""
-        ...
 
     def event(self, name: str) -> None:
-        """Fire `on_substep_end`, `on_pre_optimizer_step` or `on_optimizer_step`."""
-        ...
+        """Called at `on_substep_end`, `on_pre_optimizer_step` and `on_optimizer_step`."""
 
 
 class WeightAverage(Protocol):
@@ -126,6 +99,15 @@ class Executor(Protocol):
 
         Args:
             options: of `Tensor.backward`, such as `retain_graph`.
+        """
+        ...
+
+    def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
+        """`backward` in a loop that the user owns, outside of `run_step`.
+
+        Args:
+            last: this is the last micro-batch of its update.
+            discards: the gradients are not used.
         """
         ...
 
@@ -183,7 +165,16 @@ class Executor(Protocol):
         """Called after the last update."""
         ...
 
-    def run_step(self, group: Group, request: StepRequest, hooks: StepHooks) -> StepResult: ...
+    def run_step(
+        self, update: UpdateBatch, hooks: StepHooks, *, max_norm: float | None = None, guard: bool = False
+    ) -> StepResult:
+        """Make one update.
+
+        Args:
+            max_norm: gradients are scaled down to this global L2 norm; None leaves them.
+            guard: wait for the norm before the update, and skip the update if the norm is not finite.
+        """
+        ...
 
     def state_dict(self) -> State: ...
 

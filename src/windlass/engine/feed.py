@@ -5,45 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from windlass.core.errors import DataError
 from windlass.core.types import State
-from windlass.data.group import Group, GroupSource
+from windlass.data.update_batch import GroupSource, UpdateBatch
 from windlass.dist.gang import Gang
 from windlass.dist.lockstep import Lockstep, Round
 from windlass.metrics.tokens import rows
-
-
-class _Counted(NamedTuple):
-    """A group of this rank, with the targets and samples of each of its micro-batches."""
-
-    group: Group
-    targets: list[float]
-    samples: list[int]
-
-
-@dataclass(slots=True)
-class UpdateBatch:
-    """One update's data on this rank, with its weight over all ranks.
-
-    Attributes:
-        targets, samples: of each micro-batch here.
-        denominator, total_samples, tokens, positions: sums over all ranks; tokens as the configuration counts them,
-            positions with padding.
-        last: no rank has a further update in this epoch.
-        signals: signals of all ranks when this was fetched, summed; the same on all ranks.
-    """
-
-    group: Group
-    targets: list[float]
-    samples: list[int]
-    denominator: float
-    total_samples: float
-    tokens: float
-    positions: float
-    last: bool
-    signals: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +21,16 @@ class Counts:
 
     `inspect` sees the first group before anything of it is counted: what the counts mean may depend on it. If it
     returns a number, it is called again with the same samples in that many micro-batches.
+    `check` sees every group before it is counted, and raises if the model cannot compute it; None: nothing is checked.
     `signals` are numbers that this rank sends to the others with the counts, so agreeing costs nothing.
     """
 
     targets: Callable[[Any], float]
     tokens: Callable[[Any], int]
     positions: Callable[[Any], int]
-    inspect: Callable[[Group], int | None]
+    inspect: Callable[[UpdateBatch], int | None]
     signals: Callable[[], Sequence[float]] = tuple
+    check: Callable[[UpdateBatch], None] | None = None
 
 
 # Every rank reads the same data if Windlass deals it.
@@ -76,19 +47,22 @@ class Feed:
     Ranks whose own loaders differ in length end an epoch together: a rank without more data takes part with fillers.
 
     Args:
+        all_ranks: one exchange over them carries counts and signals. Of the ranks with the same samples, the first
+            sends their counts.
         in_step: every rank makes equally many micro-batches of an update, because every forward needs all ranks. A rank
             with fewer repeats its first one, without weight: it counts no target and no sample.
     """
 
     def __init__(
-        self, source: GroupSource, accumulation: int, counts: Counts, gang: Gang, in_step: bool = False
+        self, source: GroupSource, accumulation: int, counts: Counts, all_ranks: Gang, in_step: bool = False
     ) -> None:
-        self._source, self._accumulation, self._counts, self._gang = source, accumulation, counts, gang
+        self._source, self._accumulation, self._counts = source, accumulation, counts
+        self._all_ranks, self._sends_counts = all_ranks, all_ranks.over("model").rank == 0
         self._in_step = in_step
         self._inspected = False
         self._position: State = {}
-        self._groups: Iterator[Group] = iter(())
-        self._rounds = Lockstep[_Counted](gang)
+        self._groups: Iterator[UpdateBatch] = iter(())
+        self._rounds = Lockstep[UpdateBatch](all_ranks)
         # The source's position before and after the last update.
         self._position_before: State = {}
         self._position_after: State = {}
@@ -129,12 +103,12 @@ class Feed:
 
     def _take(self) -> UpdateBatch:
         """Return the update that was fetched ahead, and start fetching the next one."""
-        current = self._update_batch(self._rounds.end())
-        self._position_before, self._position_after = self._position_after, current.group.position
-        self._fetch(None if current.last else current.group)
+        current = self._summed(self._rounds.end())
+        self._position_before, self._position_after = self._position_after, current.position
+        self._fetch(None if current.last else current)
         return current
 
-    def _open(self, number: int) -> Group | None:
+    def _open(self, number: int) -> UpdateBatch | None:
         """Begin the epoch; return a group to use as a filler if the restored position is past this epoch."""
         position, self._position = self._position, {}
         if position.get("epoch", number) <= number:
@@ -153,7 +127,7 @@ class Feed:
         self._source.load_state_dict(self._position_after)
         self._groups = self._source.groups(accumulation)
 
-    def _fetch(self, spare: Group | None) -> None:
+    def _fetch(self, spare: UpdateBatch | None) -> None:
         """Read and count the next group, or `spare` as a filler if this rank has none left; begin to sum the counts."""
         group = next(self._groups, None)
         if group is None:
@@ -162,24 +136,28 @@ class Feed:
             group = replace(spare, batches=spare.batches[:1], ids=[[]], filler=True, last_in_epoch=True)
         if not self._inspected:
             group = self._inspect(group)
-        counts = self._counts
-        if group.filler:
-            targets, samples, tokens, positions = [0.0] * len(group.batches), [0] * len(group.batches), 0, 0
-        else:
-            targets = [counts.targets(batch) for batch in group.batches]
-            # The ids are exact; a batch of joined sequences, for example, is one row.
-            samples = [len(i) or rows(b) for i, b in zip(group.ids, group.batches, strict=True)]
-            tokens = sum(map(counts.tokens, group.batches))
-            positions = sum(map(counts.positions, group.batches))
-        signals = counts.signals()
+        sums = self._count(group)
+        signals = self._counts.signals()
         # The sums are the numbers of ranks that have a k-th micro-batch, and show how many the longest has.
         present = [float(len(group.batches) > k) for k in range(self._accumulation)] if self._in_step else []
-        totals = [sum(targets), sum(samples), tokens, positions]
-        self._rounds.begin(
-            _Counted(group, targets, samples), not group.last_in_epoch, [*totals, *present, *signals]
-        )
+        self._rounds.begin(group, not group.last_in_epoch, [*sums, *present, *signals])
 
-    def _inspect(self, group: Group) -> Group:
+    def _count(self, group: UpdateBatch) -> list[float]:
+        """Count each micro-batch; return the sums over all of them."""
+        counts, batches = self._counts, group.batches
+        if group.filler:
+            group.targets, group.samples = [0.0] * len(batches), [0] * len(batches)
+            return [0.0, 0, 0, 0]
+        if counts.check is not None:
+            counts.check(group)
+        group.targets = [counts.targets(batch) for batch in batches]
+        # The ids are exact; a batch of joined sequences, for example, is one row.
+        group.samples = [len(i) or rows(b) for i, b in zip(group.ids, batches, strict=True)]
+        tokens, positions = sum(map(counts.tokens, batches)), sum(map(counts.positions, batches))
+        sums = [sum(group.targets), sum(group.samples), tokens, positions]
+        return sums if self._sends_counts else [0.0] * len(sums)
+
+    def _inspect(self, group: UpdateBatch) -> UpdateBatch:
         """Return the first group, in smaller micro-batches if `inspect` requests them."""
         while (accumulation := self._counts.inspect(group)) is not None:
             self._reopen(accumulation)
@@ -187,19 +165,22 @@ class Feed:
         self._inspected = True
         return group
 
-    def _update_batch(self, summed: Round[_Counted]) -> UpdateBatch:
-        group, targets, samples = summed.item
-        weight, total, tokens, positions, *more = summed.sums
-        if group.samples and 0 < summed.going_on < self._gang.size:
-            raise DataError(_ENDS_APART.format(self._gang.size - summed.going_on, self._gang.size))
+    def _summed(self, ended: Round[UpdateBatch]) -> UpdateBatch:
+        """The group of this round, with the sums over all ranks."""
+        group, going_on = ended.item, ended.going_on
+        group.denominator, group.total_samples, group.tokens, group.positions, *more = ended.sums
+        group.last = not going_on
+        if group.dealt_samples and 0 < going_on < self._all_ranks.size:
+            raise DataError(_ENDS_APART.format(self._all_ranks.size - going_on, self._all_ranks.size))
         width = self._accumulation if self._in_step else 0
-        present, signals = more[:width], more[width:]
+        present, group.signals = more[:width], more[width:]
         missing = sum(ranks > 0 for ranks in present) - len(group.batches) if present else 0
         if missing > 0:
             # Copies: a training step may take labels out of its batch.
-            again = [copy.copy(group.batches[0]) for _ in range(missing)]
-            group = replace(group, batches=[*group.batches, *again], ids=[*group.ids, *([] for _ in again)])
-            targets, samples = [*targets, *[0.0] * missing], [*samples, *[0] * missing]
-        return UpdateBatch(
-            group, targets, samples, weight, total, tokens, positions, not summed.going_on, signals
-        )
+            group.batches = [*group.batches, *(copy.copy(group.batches[0]) for _ in range(missing))]
+            group.ids = [*group.ids, *([] for _ in range(missing))]
+            group.targets, group.samples = (
+                [*group.targets, *[0.0] * missing],
+                [*group.samples, *[0] * missing],
+            )
+        return group

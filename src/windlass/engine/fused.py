@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
-from windlass.data.group import Group
-from windlass.engine.executor import StepHooks, StepRequest, StepResult
+from windlass.data.update_batch import UpdateBatch
+from windlass.engine.executor import StepHooks, StepResult
 from windlass.engine.native import NativeExecutor
 from windlass.optim.per_parameter import PerParameterOptimizer
 from windlass.precision.scaler import Scaler
@@ -58,8 +58,10 @@ class FusedExecutor(NativeExecutor):
         super().__init__(strategy, optimizer, device, scaler, parameters)
         self._per_parameter = optimizer
         self._pass, self._last = Pass.KEEP, True
-        self._request: StepRequest | None = None
+        self._update: UpdateBatch | None = None
         self._hooks: StepHooks | None = None
+        self._max_norm: float | None = None
+        self._guard = False
         self._groups: dict[int, dict[str, Any]] = {}
         self._updated: set[int] = set()
         self._factor: Tensor | None = None
@@ -77,54 +79,46 @@ class FusedExecutor(NativeExecutor):
             yield
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        if options:
-            raise ModelError(
-                f"backward({', '.join(options)}=...) is not possible with an optimizer that updates in the backward; "
-                "choose another one, or leave these arguments out"
-            )
-        request, hooks = self._request, self._hooks
-        if request is None or hooks is None:  # a discarded one
+        _refuse(options)
+        update, hooks = self._update, self._hooks
+        if update is None or hooks is None:  # a discarded one
             self._run(Pass.DISCARD, loss)
         elif not self._last:
             self._run(Pass.KEEP, loss)
         else:
-            rescale = hooks.rescale(request)
-            waits = request.max_norm is not None or request.guard or self._scaler.active
-            if request.empty and rescale is None:
+            rescale = hooks.rescale()
+            waits = self._max_norm is not None or self._guard or self._scaler.active
+            if update.is_empty and rescale is None:
                 self._run(Pass.DISCARD, loss)
                 self._norm = loss.detach().new_zeros(())
-            elif len(request.targets) > 1 and waits:
+            elif len(update.batches) > 1 and waits:
                 self._run(Pass.REDUCE, loss)
             elif waits:
-                self._run_twice(loss, rescale, request)
+                self._run_twice(loss, rescale)
             else:
                 self._factor = rescale
                 self._run(Pass.UPDATE, loss)
                 self._take_norm()
 
-    def backward_in_loop(self, loss: Tensor, *, updates: bool, discards: bool) -> None:
-        """The backward of a loop of the user's own, without a norm or a check.
-
-        Args:
-            updates: of the last micro-batch of an update.
-            discards: the gradients are not used.
-        """
+    def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
+        """Update without a norm or a check."""
+        _refuse(options)
         self._begin()
-        self._run(Pass.DISCARD if discards else Pass.UPDATE if updates else Pass.KEEP, loss)
+        self._run(Pass.DISCARD if discards else Pass.UPDATE if last else Pass.KEEP, loss)
         self._norm = None
 
-    def _run_twice(self, loss: Tensor, rescale: Tensor | None, request: StepRequest) -> None:
+    def _run_twice(self, loss: Tensor, rescale: Tensor | None) -> None:
         """Measure in a first backward, and update in a second one if all values are finite."""
         self._factor = rescale
         self._run(Pass.MEASURE, loss, retain_graph=True)
         norm = self._take_norm()
         if self._found is not None:
-            self._overflow, self._found = self.strategy.agree(self._found), None
+            self._overflow, self._found = self.strategy.max_over_ranks(self._found), None
         overflowed = self._overflow is not None and bool(self._overflow)
-        if overflowed or (request.guard and not math.isfinite(float(norm))):
+        if overflowed or (self._guard and not math.isfinite(float(norm))):
             return
-        if request.max_norm is not None:
-            factor = torch.clamp(request.max_norm / (norm + 1e-6), max=1.0)
+        if self._max_norm is not None:
+            factor = torch.clamp(self._max_norm / (norm + 1e-6), max=1.0)
             self._factor = factor if rescale is None else rescale * factor
         self._run(Pass.UPDATE, loss)
 
@@ -184,17 +178,19 @@ class FusedExecutor(NativeExecutor):
             if self._pass is Pass.MEASURE:
                 self._found = found if self._found is None else torch.maximum(self._found, found)
         if self._factor is not None:
-            self._multiply([gradient], self._factor)
+            self.strategy.multiply([gradient], self._factor)
 
     # --- one update ---------------------------------------------------------------------------------------------------
 
-    def run_step(self, group: Group, request: StepRequest, hooks: StepHooks) -> StepResult:
+    def run_step(
+        self, update: UpdateBatch, hooks: StepHooks, *, max_norm: float | None = None, guard: bool = False
+    ) -> StepResult:
         self._begin()
-        self._request, self._hooks = request, hooks
+        self._update, self._hooks, self._max_norm, self._guard = update, hooks, max_norm, guard
         try:
-            return super().run_step(group, request, hooks)
+            return super().run_step(update, hooks, max_norm=max_norm, guard=guard)
         finally:
-            self._request = self._hooks = None
+            self._update = self._hooks = None
 
     def _begin(self) -> None:
         self._updated.clear()
@@ -225,3 +221,12 @@ class FusedExecutor(NativeExecutor):
     def release(self) -> None:
         self.remove_hooks()
         super().release()
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    """Raise ModelError if the backward is given options."""
+    if options:
+        raise ModelError(
+            f"backward({', '.join(options)}=...) is not possible with an optimizer that updates in the backward; "
+            "choose another one, or leave these arguments out"
+        )

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -15,10 +14,10 @@ from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import StepSeeder
 from windlass.core.types import State
-from windlass.data.group import Group
+from windlass.data.update_batch import UpdateBatch
 from windlass.dist.beacon import AFTER, beacon
-from windlass.engine.executor import Executor, StepHooks, StepRequest, StepResult
-from windlass.engine.feed import Feed, UpdateBatch
+from windlass.engine.executor import Executor, StepHooks, StepResult
+from windlass.engine.feed import Feed
 from windlass.metrics.ledger import FiniteWatch, Ledger
 
 logger = get_logger(__name__)
@@ -30,78 +29,82 @@ class Suspect:
 
     Attributes:
         step: its number, from 1.
-        group: its data on this rank.
+        data: its data on this rank.
         losses: this rank's loss of each micro-batch; may still be under way on the device.
         applied: it was applied, so its gradient norm counts, which is the same on all ranks.
     """
 
     step: int
-    group: Group
+    data: UpdateBatch
     losses: Sequence[Tensor]
     applied: bool
 
 
-class LoopHooks(Protocol):
-    """What the owner of the loop does at its events. Events may replace `control`, so it is read each time."""
+class LoopHooks:
+    """What the owner of the loop does at its events.
+
+    Attributes:
+        steps: what an update calls.
+    """
+
+    steps: StepHooks
 
     @property
-    def control(self) -> TrainerControl: ...
+    def state(self) -> TrainerState:
+        """The progress of the run, which the loop moves. It stays the same object."""
+        raise NotImplementedError
 
     @property
-    def steps(self) -> StepHooks:
-        """What an update calls."""
-        ...
+    def control(self) -> TrainerControl:
+        """The flags that callbacks set. Events may replace the object, so it is read each time."""
+        raise NotImplementedError
 
     def event(self, name: str) -> None:
-        """Fire `on_epoch_begin`, `on_step_begin` or `on_step_end`."""
-        ...
+        """Called at `on_epoch_begin`, `on_step_begin` and `on_step_end`."""
 
     def data_ahead(self) -> None:
         """Called before the data of the next update is requested."""
-        ...
 
     def too_large(self, error: Exception) -> bool:
         """Return True to retry an update that failed with `error` in smaller micro-batches; may raise a better error
         instead.
         """
-        ...
+        return False
 
     def shrink(self) -> int:
         """Restore what that update changed, and make micro-batches smaller. Return the new number of micro-batches per
         update.
         """
-        ...
+        raise NotImplementedError
 
-    def step_end(self) -> None: ...
+    def step_end(self) -> None:
+        """Called after each update that was not rolled back."""
 
     def epoch_end(self, complete: bool) -> None:
         """Called when the run leaves an epoch; `complete` unless the run stops with data of the epoch left."""
-        ...
 
     def due(self) -> None:
         """Log, evaluate and save, as the control flags request."""
-        ...
 
-    def set_learning_rate(self, step: int) -> None: ...
+    def set_learning_rate(self, step: int) -> None:
+        """Set the learning rate of update `step`."""
 
     def update_applied(self, batch: UpdateBatch, applied: bool) -> None:
         """Called after the update of this data was applied or skipped."""
-        ...
 
     def update_refused(self, suspect: Suspect, result: StepResult) -> bool:
         """Called on every rank after an update was refused because its gradients were not finite.
 
         Return True if the run was rolled back to a checkpoint: its progress is then that of the checkpoint.
         """
-        ...
+        return False
 
     def explain_nonfinite(self, suspect: Suspect) -> str:
         """Describe the source of the non-finite values of an update on all ranks. Every rank calls it."""
-        ...
+        return nonfinite_at(suspect.step, suspect.data.ids)
 
-    def signals_agreed(self, signals: Sequence[float]) -> None:
+    def signals_received(self, signals: Sequence[float]) -> None:
         """Called with the summed signals of all ranks, at the same update on each."""
-        ...
 
 
 @dataclass(slots=True)
@@ -131,15 +134,13 @@ class Loop:
         executor: Executor,
         feed: Feed,
         hooks: LoopHooks,
-        state: TrainerState,
         ledger: Ledger,
-        watch: FiniteWatch,
         seed_step: StepSeeder,
         options: LoopOptions,
     ) -> None:
-        self._executor, self._feed, self._hooks = executor, feed, hooks
-        self._state, self._ledger, self._watch, self._seed_step = state, ledger, watch, seed_step
-        self._options = options
+        self._executor, self._feed, self._hooks, self._state = executor, feed, hooks, hooks.state
+        self._ledger, self._seed_step, self._options = ledger, seed_step, options
+        self._watch = FiniteWatch(ledger.device)
         self._beacon = beacon()
         self._epoch = 0
         self._updates_in_epoch = 0
@@ -221,7 +222,7 @@ class Loop:
         self._advance(batch)
         self._ledger.add(result.loss, result.norm, result.parts, result.applied)
         self._executor.dispatch()
-        hooks.signals_agreed(batch.signals)
+        hooks.signals_received(batch.signals)
         if self._rolled_back(batch, result):
             return
         hooks.update_applied(batch, result.applied)
@@ -230,35 +231,25 @@ class Loop:
 
     def _compute(self, batch: UpdateBatch) -> tuple[UpdateBatch, StepResult]:
         """Compute the update; if memory runs out, retry with the same samples in smaller micro-batches."""
+        options = self._options
         while True:
             try:
-                return batch, self._executor.run_step(batch.group, self._request(batch), self._hooks.steps)
+                return batch, self._executor.run_step(
+                    batch, self._hooks.steps, max_norm=options.max_grad_norm, guard=options.guard
+                )
             except Exception as error:
                 if not self._hooks.too_large(error):
                     step = self._state.global_step + 1
-                    error.add_note(f"raised in the update of step {step}{_samples(batch.group.ids)}")
+                    error.add_note(f"raised in the update of step {step}{_samples(batch.ids)}")
                     raise
             # Outside the handler, whose traceback keeps the memory of the failed attempt alive.
             batch = self._feed.again(self._hooks.shrink())
             self._seed_step(self._state.global_step)
 
-    def _request(self, batch: UpdateBatch) -> StepRequest:
-        options = self._options
-        return StepRequest(
-            batch.denominator
-            or 1.0,  # without targets there is nothing to divide, and zero by zero would be NaN
-            batch.targets,
-            batch.samples,
-            batch.total_samples,
-            options.max_grad_norm,
-            options.guard,
-            empty=batch.denominator == 0,
-        )
-
     def _advance(self, batch: UpdateBatch) -> None:
         self._state.global_step += 1
         self._updates_in_epoch += 1
-        self._position = batch.group.position
+        self._position = batch.position
         self._data_spent = batch.last
         self._state.epoch = self._fractional_epoch(batch.last)
 
@@ -294,8 +285,8 @@ class Loop:
 
     def _rolled_back(self, batch: UpdateBatch, result: StepResult) -> bool:
         """Check the update for non-finite values; return True if the run was rolled back because of them."""
-        suspect = Suspect(self._state.global_step, batch.group, result.losses, result.applied)
-        if batch.denominator == 0 and not result.applied:
+        suspect = Suspect(self._state.global_step, batch, result.losses, result.applied)
+        if batch.is_empty and not result.applied:
             warn_once(
                 logger, "updates whose data holds no target on any rank are skipped, and counted as skipped"
             )
@@ -323,7 +314,7 @@ class Loop:
         if suspect.applied and not math.isfinite(norm):
             what = self._hooks.explain_nonfinite(suspect)
         else:
-            what = nonfinite_at(suspect.step, suspect.group.ids)
+            what = nonfinite_at(suspect.step, suspect.data.ids)
         raise NonFiniteError(
             f"{what}: loss {loss}, gradient norm {norm}. Nothing was saved after it. Resume from the last checkpoint "
             "with a lower learning rate, correct those samples, or set nonfinite_policy to 'skip' or 'rollback'"
@@ -344,8 +335,9 @@ class Loop:
         if self._updates_in_epoch:
             logger.warning(
                 "epoch %d begins again, as ignore_data_skip asks: the samples of its first %d update(s) come twice",
-                self._epoch, self._updates_in_epoch,
-            )  # fmt: skip
+                self._epoch,
+                self._updates_in_epoch,
+            )
         self._position, self._updates_in_epoch = {}, 0
 
     def state_dict(self) -> State:

@@ -15,9 +15,9 @@ from windlass.core import host
 from windlass.core.errors import ModelError
 from windlass.core.types import State
 from windlass.core.waiting import thread_waiting
-from windlass.data.group import Group
+from windlass.data.update_batch import UpdateBatch
 from windlass.dist.beacon import beacon
-from windlass.engine.executor import StepHooks, StepRequest, StepResult, WeightAverage
+from windlass.engine.executor import StepHooks, StepResult, WeightAverage
 from windlass.precision.scaler import Scaler, UnitScaler
 from windlass.transforms.rebind import update_singly
 from windlass.transforms.strategy import Strategy
@@ -76,6 +76,9 @@ class NativeExecutor:
         """Compute gradients of `loss`: this rank's share times the number of ranks, because ranks are averaged."""
         self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
 
+    def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
+        self.backward(loss, **options)
+
     def backward_aux(self, loss: Tensor) -> None:
         if not loss.requires_grad:
             return
@@ -102,7 +105,7 @@ class NativeExecutor:
         if self._scaler.active and self._overflow is None:
             found = self._scaler.unscale_(self._local_gradients())
             # A copy: several executors may share a scaler, which has one flag.
-            self._overflow = self.strategy.agree(found.clone())
+            self._overflow = self.strategy.max_over_ranks(found.clone())
 
     def follow_scale(self, factor: Tensor) -> None:
         """Called if the loss scale was multiplied by `factor` while there are gradients of the old one."""
@@ -127,25 +130,12 @@ class NativeExecutor:
         self.unscale()
         gradients = [p.grad for p in parameters or self._parameters if p.grad is not None]
         if rescale is not None:
-            self._multiply(gradients, rescale)
+            self.strategy.multiply(gradients, rescale)
         norm = self.strategy.total_norm(gradients)
         if max_norm is not None and not self._is_within(norm, max_norm):
             # The same formula as torch.nn.utils.clip_grad_norm_, so the same bits.
-            self._multiply(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            self.strategy.multiply(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
-
-    def _multiply(self, gradients: list[Tensor], factor: Tensor) -> None:
-        local = self.strategy.local(gradients)
-        if not local:
-            return
-        # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %.
-        factor = factor.to(torch.promote_types(local[0].dtype, torch.float32))
-        if not self.strategy.sharded:
-            torch._foreach_mul_(local, factor)
-            return
-        # Those of a sharded model may be kept on the host, with others beside them on the device.
-        for device in {gradient.device for gradient in local}:
-            torch._foreach_mul_([g for g in local if g.device == device], factor.to(device))
 
     def _is_within(self, norm: Tensor, max_norm: float) -> bool:
         """On the CPU the norm can be read in place, and a factor of one left out; elsewhere the device decides."""
@@ -221,37 +211,40 @@ class NativeExecutor:
 
     # --- one update -------------------------------------------------------------------------------------------------
 
-    def run_step(self, group: Group, request: StepRequest, hooks: StepHooks) -> StepResult:
+    def run_step(
+        self, update: UpdateBatch, hooks: StepHooks, *, max_norm: float | None = None, guard: bool = False
+    ) -> StepResult:
         """Gradients of every micro-batch, one norm, one update."""
         if not self.strategy.module.training:  # after an evaluation, or a callback that sampled from it
             self.model.train()
         loss: Tensor | None = None
         losses: list[Tensor] = []
-        last = len(group.batches) - 1
+        last = len(update.batches) - 1
         self._beacon.call("forward and backward")
-        for index, batch in enumerate(group.batches):
+        for index in range(last + 1):
             with self.micro(last=index == last):
-                share = hooks.micro_step(batch, index, request)
+                share = hooks.micro_step(update, index)
             losses.append(share)
             loss = share if loss is None else loss + share
             if index != last:
                 hooks.event("on_substep_end")
-        assert loss is not None, "a group holds at least one micro-batch"
+        assert loss is not None, "an update has at least one micro-batch"
         self.strategy.check_reached()
         self._beacon.call("norm and update")
-        rescale = hooks.rescale(request)
+        rescale = hooks.rescale()
         if rescale is not None:
             loss = loss * rescale
-        norm = self.clip(request.max_norm, rescale)
-        self._skip = request.empty and rescale is None
-        if request.guard and not math.isfinite(float(norm)):
-            # The norm is the same on all ranks, so they agree without an exchange. The only read of this policy.
+        norm = self.clip(max_norm, rescale)
+        self._skip = update.is_empty and rescale is None
+        if guard and not math.isfinite(float(norm)):
+            # The norm is the same on all ranks, so all decide alike without an exchange. The policy reads only it.
             self._skip = True
         hooks.event("on_pre_optimizer_step")
         applied = self.step()
         hooks.event("on_optimizer_step")
         if applied:
-            hooks.advance_schedule()  # of a script's own may look at gradients
+            # Before the gradients are cleared: a schedule of the script may read them.
+            hooks.advance_schedule()
         self.zero_grad()
         return StepResult(loss, norm, applied, hooks.parts(), self._overflowed, losses)
 

@@ -3,22 +3,23 @@
 Every strategy averages gradients over ranks, so the loss passed to `Executor.backward` is this rank's share times the
 number of ranks. Everything else in Windlass uses shares.
 
-There are two normalisers, because a run of the Trainer has counted the whole update before its first backward, and a
-loop of the user's own gets one micro-batch at a time (`LoopNormaliser`). Both treat fillers, the sum of the weights of
-`LossTerms` and its estimate in the same way.
+`Normaliser` has two modes. A run of the Trainer has counted the whole update before its first backward
+(`UpdateNormaliser`); a loop of the user's own gets one micro-batch at a time (`LoopNormaliser`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from windlass.core.errors import ModelError
 from windlass.core.types import LossTerms, State
+from windlass.engine.executor import Executor
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -31,21 +32,35 @@ class Meaning(Enum):
     SCALED = "a share, already multiplied by the number of ranks: no further factor"
 
 
-class TermsWeight:
-    """The weight of one update's `LossTerms`, which is complete only with its last micro-batch.
+class Normaliser:
+    """Scales the losses of micro-batches for backward. Subclasses are its two modes, and define `_plain` and `_terms`.
+
+    The weight of an update's `LossTerms` is complete only with its last micro-batch. Until then an estimate is used,
+    and the gradients are corrected once.
 
     Args:
-        sum_on_device: sums a tensor over ranks, in place.
+        ranks: number of ranks with different targets, whose gradients are averaged.
+        sum_on_device: sums a tensor over those ranks, in place.
 
     Attributes:
-        here: this rank's, of the micro-batches so far; None if there was none.
+        weight: that of the `LossTerms` of the micro-batches so far on this rank; None if there were none.
     """
 
-    def __init__(self, sum_on_device: Callable[[Tensor], Tensor]) -> None:
-        self.here: Tensor | None = None
-        self._sum_on_device = sum_on_device
+    def __init__(self, ranks: int, sum_on_device: Callable[[Tensor], Tensor] = lambda value: value) -> None:
+        self.ranks, self._sum_on_device = ranks, sum_on_device
+        self.weight: Tensor | None = None
 
-    def add(self, terms: LossTerms, filler: bool) -> None:
+    def apply(self, loss: Tensor | LossTerms) -> Tensor:
+        """The scalar to run backward on: this rank's share times the number of ranks."""
+        return self._terms(loss) if isinstance(loss, LossTerms) else self._plain(loss)
+
+    def _plain(self, loss: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _terms(self, terms: LossTerms) -> Tensor:
+        raise NotImplementedError
+
+    def _add_weight(self, terms: LossTerms, filler: bool) -> None:
         """Add the weight of a micro-batch; 0 for a filler. Never waits for the device."""
         device = terms.sum.device
         dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -54,52 +69,51 @@ class TermsWeight:
         else:  # written by the device itself: a copy from the host may wait
             weight = torch.full((), float(terms.weight), dtype=dtype, device=device)
         weight = weight * 0.0 if filler else weight
-        self.here = weight if self.here is None else self.here + weight
+        self.weight = weight if self.weight is None else self.weight + weight
 
-    def over_ranks(self, micro_batches: int = 1, otherwise: float = 1.0) -> Tensor:
+    def _weight_of_ranks(self, micro_batches: int = 1, otherwise: float = 1.0) -> Tensor:
         """The sum over ranks, times `micro_batches`; `otherwise` if it is 0, because it is a divisor. Collective."""
-        assert self.here is not None
-        total = self._sum_on_device(self.here.clone())
+        assert self.weight is not None
+        total = self._sum_on_device(self.weight.clone())
         total = total if micro_batches == 1 else total * micro_batches
         return torch.where(total > 0, total, torch.full_like(total, otherwise))
 
 
-@dataclass(slots=True)
-class Normaliser:
-    """Scales the losses of one update's micro-batches for backward, and sums this rank's shares.
+class UpdateNormaliser(Normaliser):
+    """The mode of a run, whose updates are counted before their first backward; sums this rank's shares.
 
-    `begin` starts an update, `scope` a micro-batch; `apply` maps the loss that the user's code hands to backward.
+    `begin` starts an update, `scope` a micro-batch; `apply` maps the loss that the user's code passes to backward.
+
+    Attributes:
+        meaning: of a plain loss.
+        watchers: called with each loss that is passed to `backward`.
+        targets, last: of the present micro-batch.
+        parts: named auxiliary losses of the update, this rank's share.
     """
 
-    world: int
-    meaning: Meaning = Meaning.MICRO_MEAN
-    denominator: float = 1.0
-    targets: float = 0.0
-    share_of_samples: float = 0.0
-    calls: int = 0
-    loss: Tensor | None = None
-    parts: dict[str, Tensor] = field(default_factory=dict)
-    filler: bool = False
-    empty: bool = False
-    sum_on_device: Callable[[Tensor], Tensor] = lambda value: value
-    last: bool = True
-    aux_loss: Tensor | None = None
-    _waiting: Tensor | None = None
-    _total: Tensor | None = None
-    _terms_weight: TermsWeight = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._terms_weight = TermsWeight(self.sum_on_device)
-
-    @property
-    def weight(self) -> Tensor | None:
-        """The weight of the `LossTerms` so far on this rank; None if there were none."""
-        return self._terms_weight.here
+    def __init__(
+        self,
+        ranks: int,
+        meaning: Meaning = Meaning.MICRO_MEAN,
+        sum_on_device: Callable[[Tensor], Tensor] = lambda value: value,
+    ) -> None:
+        super().__init__(ranks, sum_on_device)
+        self.meaning = meaning
+        self.watchers: tuple[Callable[[Any], None], ...] = ()
+        self.denominator, self.targets, self.share_of_samples = 1.0, 0.0, 0.0
+        self.last, self._filler, self._empty = True, False, False
+        self.parts: dict[str, Tensor] = {}
+        self._plain_seen = False
+        self._loss: Tensor | None = None
+        self._aux_loss: Tensor | None = None
+        self._waiting: Tensor | None = None
+        self._total: Tensor | None = None
 
     def begin(self, denominator: float, filler: bool) -> None:
         """Start an update: `denominator` is its weight over all ranks; a `filler` has no weight."""
-        self.denominator, self.filler = max(denominator, 1e-30), filler
-        self.aux_loss = self._waiting = self._total = self._terms_weight.here = None
+        self.denominator, self._filler = max(denominator, 1e-30), filler
+        self._aux_loss = self._waiting = self._total = self.weight = None
+        self._plain_seen = False
         if self.parts:
             self.parts = {}
 
@@ -110,38 +124,55 @@ class Normaliser:
         the update unless it is given.
         """
         self.targets, self.share_of_samples, self.last = targets, share_of_samples, last
-        self.filler = self.filler if filler is None else filler
-        self.calls, self.loss, self.empty = 0, None, not targets
+        self._filler = self._filler if filler is None else filler
+        self._loss, self._empty = None, not targets
+
+    def backward(self, loss: Tensor | LossTerms, executor: Executor, **options: Any) -> None:
+        """Compute the gradients of a micro-batch's loss; `options` are those of `Tensor.backward`."""
+        for watch in self.watchers:
+            watch(loss)
+        scaled = self.apply(loss)
+        if self.parts:
+            # Auxiliary terms of all micro-batches but the last have a backward of their own; see `_auxiliary`.
+            aux, self._aux_loss = self._aux_loss, None
+            if aux is not None:
+                executor.backward_aux(aux)
+            elif self.last:
+                executor.add_aux(self.correction)
+        executor.backward(scaled, **options)
 
     def apply(self, loss: Tensor | LossTerms) -> Tensor:
-        """The scalar to run backward on: this rank's share times the number of ranks."""
-        self.calls += 1
-        if isinstance(loss, LossTerms):
-            scaled = self._scaled_terms(loss)
-        elif self.filler:
-            scaled = _weigh(loss, 0.0)
-        elif self.meaning is Meaning.MICRO_MEAN:
-            # A micro-batch without targets may still have a sum over other positions; a mean over targets is NaN.
-            own = _finite(loss) if self.empty else loss
-            scaled = _weigh(own, self.targets / self.denominator * self.world)
-        elif self.meaning is Meaning.SHARE:
-            scaled = loss * self.world if self.world > 1 else loss
-        else:
-            scaled = loss
-        share = _account(scaled, self.world)
+        scaled = super().apply(loss)
+        share = _account(scaled, self.ranks)
         if self.last and self._waiting is not None:
             share, self._waiting = share + self._waiting * self.correction, None
-        self.loss = share if self.loss is None else self.loss + share
+        self._loss = share if self._loss is None else self._loss + share
         return scaled
 
-    def _scaled_terms(self, terms: LossTerms) -> Tensor:
+    def _plain(self, loss: Tensor) -> Tensor:
+        if self.weight is not None:
+            raise ModelError(_MIXED)
+        self._plain_seen = True
+        if self._filler:
+            return _weigh(loss, 0.0)
+        if self.meaning is Meaning.MICRO_MEAN:
+            # A micro-batch without targets may still have a sum over other positions; a mean over targets is NaN.
+            own = _finite(loss) if self._empty else loss
+            return _weigh(own, self.targets / self.denominator * self.ranks)
+        if self.meaning is Meaning.SHARE:
+            return loss * self.ranks if self.ranks > 1 else loss
+        return loss
+
+    def _terms(self, terms: LossTerms) -> Tensor:
+        if self._plain_seen:
+            raise ModelError(_MIXED)
         if self._total is not None:
             raise ModelError(
                 "a training step passed LossTerms to `self.accelerator.backward` again after auxiliary terms: add up "
                 "the sums, the weights and the terms, and pass them once"
             )
-        total = _weigh(terms.sum, 0.0 if self.filler else self.world / self.denominator)
-        self._terms_weight.add(terms, self.filler)
+        total = _weigh(terms.sum, 0.0 if self._filler else self.ranks / self.denominator)
+        self._add_weight(terms, self._filler)
         return total + self._auxiliary(terms.aux) if terms.aux else total
 
     def _auxiliary(self, terms: dict[str, Tensor]) -> Tensor | float:
@@ -149,33 +180,28 @@ class Normaliser:
 
         The whole update is divided by the estimated weight, and corrected once the true one is known, which must not
         change auxiliary terms. In the last micro-batch the true weight is known, and they are divided by the correction
-        in advance. In earlier ones it is not: their gradients are kept separately (`aux_loss`) until it is.
+        in advance. In earlier ones it is not: their gradients are kept separately until it is.
         """
         mean: Tensor | float = 0.0
         for name, value in terms.items():
-            scaled = _weigh(value, 0.0 if self.filler else self.share_of_samples * self.world)
+            scaled = _weigh(value, 0.0 if self._filler else self.share_of_samples * self.ranks)
             mean = mean + scaled
-            share = _account(scaled, self.world)
+            share = _account(scaled, self.ranks)
             self.parts[name] = self.parts[name] + share if name in self.parts else share
         assert isinstance(mean, Tensor)
         if self.last:
             return mean * self.correction.to(mean.dtype)
-        self.aux_loss = mean
-        share = _account(mean, self.world)
+        self._aux_loss = mean
+        share = _account(mean, self.ranks)
         self._waiting = share if self._waiting is None else self._waiting + share
         return 0.0
-
-    def take_aux(self) -> Tensor | None:
-        """The auxiliary loss of this micro-batch whose gradients must be kept separately; None on a second call."""
-        aux, self.aux_loss = self.aux_loss, None
-        return aux
 
     @property
     def total(self) -> Tensor | None:
         """The weight of all `LossTerms` of the update over all ranks, None if there are none. Collective."""
         if self._total is None and self.weight is not None:
             # Without any weight there is nothing to correct.
-            self._total = self._terms_weight.over_ranks(otherwise=self.denominator)
+            self._total = self._weight_of_ranks(otherwise=self.denominator)
         return self._total
 
     @property
@@ -191,13 +217,13 @@ class Normaliser:
         Raises:
             ModelError: nothing was passed to backward.
         """
-        if self.loss is None:
+        if self._loss is None:
             raise ModelError(
                 "the training step returned without calling `self.accelerator.backward(loss)`. A raw "
                 "`loss.backward()` bypasses accumulation, loss scaling and the reduction over ranks: replace it, or "
                 "call `super().training_step(...)`"
             )
-        return self.loss
+        return self._loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +249,8 @@ class MicroBatch:
         return self.here == 0
 
 
-class LoopNormaliser:
-    """Scales the losses of a loop that the user owns for backward.
+class LoopNormaliser(Normaliser):
+    """The mode of a loop that the user owns, which gets one micro-batch at a time.
 
     A plain loss is the mean over its batch's samples: it is divided by the micro-batches of an update and weighted by
     this rank's share of the samples. `LossTerms` are divided by the weight of the update, which is known only at its
@@ -232,22 +258,17 @@ class LoopNormaliser:
     corrected once, after they were reduced. This never waits for the device.
     """
 
-    def __init__(self, world: int, sum_on_device: Callable[[Tensor], Tensor]) -> None:
-        self._world = world
-        self._weight = TermsWeight(sum_on_device)
+    def __init__(self, ranks: int, sum_on_device: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(ranks, sum_on_device)
+        self._micro = MicroBatch(1, last=True)
         # That of the previous update. A number after it was loaded, until a loss shows the device.
         self._guess: Tensor | float | None = None
         self._correction: Tensor | None = None
         self._plain_seen = False
 
-    def apply(self, loss: Tensor | LossTerms, micro: MicroBatch) -> Tensor:
-        """The scalar to run backward on: this rank's share times the number of ranks.
-
-        Raises:
-            ModelError: `LossTerms` and a plain loss in one update, auxiliary terms, or accumulation outside
-                `accumulate`.
-        """
-        return self._terms(loss, micro) if isinstance(loss, LossTerms) else self._plain(loss, micro)
+    def scope(self, micro: MicroBatch) -> None:
+        """Start a micro-batch."""
+        self._micro = micro
 
     def correction(self) -> Tensor | None:
         """The factor that makes the gradients those of the true weight, once they are complete; None if they are.
@@ -264,27 +285,29 @@ class LoopNormaliser:
     def load_state_dict(self, state: State) -> None:
         self._guess = state.get("terms_weight")  # earlier versions did not save it
 
-    def _plain(self, loss: Tensor, micro: MicroBatch) -> Tensor:
-        if self._weight.here is not None:
+    def _plain(self, loss: Tensor) -> Tensor:
+        micro = self._micro
+        if self.weight is not None:
             raise ModelError(_MIXED)
         self._plain_seen = not micro.last
         share = loss if micro.of_update == 1 else loss / micro.of_update
         if micro.filler:
             return _weigh(share, 0.0)
-        if micro.here is None or micro.everywhere is None or micro.here * self._world == micro.everywhere:
+        if micro.here is None or micro.everywhere is None or micro.here * self.ranks == micro.everywhere:
             return share
-        return share * (micro.here * self._world / micro.everywhere)
+        return share * (micro.here * self.ranks / micro.everywhere)
 
-    def _terms(self, terms: LossTerms, micro: MicroBatch) -> Tensor:
+    def _terms(self, terms: LossTerms) -> Tensor:
+        micro = self._micro
         self._check(terms, micro)
-        accumulates = self._weight.here is not None or not micro.last
-        self._weight.add(terms, micro.filler)
+        accumulates = self.weight is not None or not micro.last
+        self._add_weight(terms, micro.filler)
         guess = self._divisor(micro.of_update if accumulates else 1)
         total = _weigh(terms.sum, 0.0) if micro.filler else terms.sum
         total = total.float() if total.dtype in _NARROW else total
         if micro.last:
             self._settle(guess, accumulates)
-        return total * (self._world / guess).to(total.dtype)
+        return total * (self.ranks / guess).to(total.dtype)
 
     def _check(self, terms: LossTerms, micro: MicroBatch) -> None:
         if terms.aux:
@@ -300,34 +323,31 @@ class LoopNormaliser:
     def _divisor(self, micro_batches: int) -> Tensor:
         """The estimated divisor of this micro-batch's sum; the same on every rank and in the whole update."""
         if micro_batches == 1 or self._guess is None:
-            self._guess = self._weight.over_ranks(micro_batches)
+            self._guess = self._weight_of_ranks(micro_batches)
         elif not isinstance(self._guess, Tensor):
-            assert self._weight.here is not None
-            self._guess = torch.full_like(self._weight.here, self._guess)
+            assert self.weight is not None
+            self._guess = torch.full_like(self.weight, self._guess)
         return self._guess
 
     def _settle(self, guess: Tensor, accumulated: bool) -> None:
         """Called once the weight of the update is complete."""
         if accumulated:
-            true = self._weight.over_ranks()
+            true = self._weight_of_ranks()
             self._guess, self._correction = true, guess / true
-        self._weight.here = None
+        self.weight = None
 
 
-_MIXED = (
-    "one update was given LossTerms in one micro-batch and a plain loss in another, which have different divisors. Use "
-    "one of the two"
-)
+_MIXED = "one update was given LossTerms and a plain loss, which have different divisors. Use one of the two"
 
 
-def _account(scaled: Tensor, world: int) -> Tensor:
+def _account(scaled: Tensor, ranks: int) -> Tensor:
     """This rank's share, to be summed: sums of bf16 or fp16 numbers would lose their last digits."""
     share = scaled.detach()
     if share.ndim:  # a loss of one element may have any shape
         share = share.reshape(())
     if share.dtype in _NARROW:
         share = share.float()
-    return share / world if world > 1 else share
+    return share / ranks if ranks > 1 else share
 
 
 def _weigh(loss: Tensor, factor: float) -> Tensor:

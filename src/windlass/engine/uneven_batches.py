@@ -21,7 +21,7 @@ class EvaluationAbandoned(BaseException):
     """All ranks abandon an evaluation. Not an error: code that handles errors must let it pass."""
 
 
-def pad_uneven_batches(batches: Iterable[Placed], gang: Gang) -> Iterator[Placed]:
+def pad_uneven_batches(batches: Iterable[Placed], all_ranks: Gang) -> Iterator[Placed]:
     """This rank's batches, then its last one again (as a filler) while other ranks have more. Collective.
 
     For models whose every forward needs all ranks. Costs one exchange between hosts for each batch; Windlass's own
@@ -30,7 +30,7 @@ def pad_uneven_batches(batches: Iterable[Placed], gang: Gang) -> Iterator[Placed
     Raises:
         DataError: this rank has no batch to repeat.
     """
-    remaining, last, rounds = iter(batches), None, Lockstep[Placed | None](gang)
+    remaining, last, rounds = iter(batches), None, Lockstep[Placed | None](all_ranks)
     while True:
         placed = next(remaining, None)
         rounds.begin(placed, placed is not None)
@@ -41,8 +41,9 @@ def pad_uneven_batches(batches: Iterable[Placed], gang: Gang) -> Iterator[Placed
             yield placed
         elif last is None:
             raise DataError(
-                f"rank {gang.rank} got no evaluation batch from the script's own loader, and a sharded model needs "
-                "every rank in each forward: give every process at least one batch, or evaluate in fewer processes"
+                f"rank {all_ranks.rank} got no evaluation batch from the script's own loader, and a sharded model "
+                "needs every rank in each forward: give every process at least one batch, or evaluate in fewer "
+                "processes"
             )
         else:
             yield None, copy.copy(last)
@@ -50,9 +51,9 @@ def pad_uneven_batches(batches: Iterable[Placed], gang: Gang) -> Iterator[Placed
 
 def interruptible_batches(
     batches: Iterable[T],
-    gang: Gang,
+    all_ranks: Gang,
     signals: Callable[[], Sequence[float]],
-    agreed: Callable[[Sequence[float]], None],
+    received: Callable[[Sequence[float]], None],
     in_step: bool = False,
 ) -> Generator[T, None, None]:
     """The batches, whose number may differ between ranks; before each the ranks exchange signals, one batch ahead.
@@ -62,33 +63,35 @@ def interruptible_batches(
 
     Args:
         signals: returns the signals of this rank.
-        agreed: called with the sums, at the same exchange on every rank; it may raise `EvaluationAbandoned`.
+        received: called with the sums, at the same exchange on every rank; it may raise `EvaluationAbandoned`.
         in_step: every forward needs all ranks. A rank that leaves early does not answer then, because the others wait
             for it in a forward: their wait ends with its process.
     """
-    remaining, rounds = iter(batches), Lockstep[T | None](gang)
-    with _others_answered(gang, signals, silent=in_step):
+    remaining, rounds = iter(batches), Lockstep[T | None](all_ranks)
+    with _others_answered(all_ranks, signals, silent=in_step):
         batch = next(remaining, None)
     while True:
         rounds.begin(batch, batch is not None, signals())
         summed = rounds.end()
         # If no rank goes on, none waits for an answer.
-        with _others_answered(gang, signals, silent=in_step or not summed.going_on):
-            agreed(summed.sums)
+        with _others_answered(all_ranks, signals, silent=in_step or not summed.going_on):
+            received(summed.sums)
         if not summed.going_on:
             return
         if batch is not None:
-            with _others_answered(gang, signals, silent=in_step):
+            with _others_answered(all_ranks, signals, silent=in_step):
                 yield batch
                 batch = next(remaining, None)
 
 
 @contextmanager
-def _others_answered(gang: Gang, signals: Callable[[], Sequence[float]], *, silent: bool) -> Iterator[None]:
+def _others_answered(
+    all_ranks: Gang, signals: Callable[[], Sequence[float]], *, silent: bool
+) -> Iterator[None]:
     """Unless `silent`, continue to answer if this rank leaves the body early: closed by its caller, or by an error."""
     try:
         yield
     except (Exception, GeneratorExit):
         if not silent:
-            answer_until_all_are_done(gang, len(signals()))
+            answer_until_all_are_done(all_ranks, len(signals()))
         raise

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
+from windlass.finetuning.sft_config import SFTConfig
 from windlass.optim.registry import bitsandbytes_library
 
 logger = get_job_logger(__name__)
@@ -47,7 +47,7 @@ def open_model(model: Any, args: SFTConfig, quantization_config: Any) -> nn.Modu
 
 def load_model(name: str, options: dict[str, Any]) -> nn.Module:
     """`from_pretrained` of the class that the model's config names, else of `AutoModelForCausalLM`. Raises ModelError
-    if it cannot be loaded.
+    if it cannot be loaded, and ConfigError for options that it does not take.
     """
     transformers = require("transformers", _PURPOSE)
     of_config = {
@@ -60,6 +60,8 @@ def load_model(name: str, options: dict[str, Any]) -> nn.Module:
         loaded: nn.Module = kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         raise ModelError(f"the model {name!r} cannot be loaded: {error}") from error
+    except TypeError as error:  # options that are no settings of its config are given to its constructor
+        raise ConfigError(Problem("model_init_kwargs", options, f"cannot be used: {error}")) from error
     return loaded
 
 

@@ -103,9 +103,13 @@ def _check_mixture(mixture: DatasetMixtureConfig) -> None:
 def _load(library: Any, item: DatasetConfig, streaming: bool) -> Any:
     try:
         dataset = library.load_dataset(
-            item.path, item.name, data_dir=item.data_dir, data_files=item.data_files, split=item.split,
+            item.path,
+            item.name,
+            data_dir=item.data_dir,
+            data_files=item.data_files,
+            split=item.split,
             streaming=streaming,
-        )  # fmt: skip
+        )
     except Exception as error:  # network, name, split and files raise different types
         raise DataError(
             f"the dataset {item.path!r} (split {item.split!r}) cannot be loaded: {error}"

@@ -34,7 +34,7 @@ def merge_adapter(
         CheckpointError: there is no adapter, its base is not known, or the folder is not empty.
         ModelError: the base cannot be loaded.
     """
-    name = base or _base_of(adapter)
+    name = base or base_of(adapter)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already; name a new folder")
     peft = peft_library(_PURPOSE)
@@ -54,7 +54,10 @@ def merge_adapter(
         return
 
 
-def _base_of(adapter: Path) -> str:
+def base_of(adapter: Path) -> str:
+    """Return the name or folder of the model that an adapter was trained on. Raises CheckpointError if there is no
+    adapter, or it does not name its base.
+    """
     path = adapter / ADAPTER_CONFIG
     if not path.is_file() or not (adapter / ADAPTER_WEIGHTS).is_file():
         raise CheckpointError(

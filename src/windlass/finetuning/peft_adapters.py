@@ -135,8 +135,9 @@ def _train_new_tokens(peft_config: Any, new_tokens: list[int]) -> None:
     if "lm_head" not in (peft_config.modules_to_save or ()):
         logger.warning(
             "the chat template added %d tokens, so the output layer is trained too: 'lm_head' is added to "
-            "modules_to_save", len(new_tokens)
-        )  # fmt: skip
+            "modules_to_save",
+            len(new_tokens),
+        )
         peft_config.modules_to_save = [*(peft_config.modules_to_save or ()), "lm_head"]
 
 
@@ -155,8 +156,9 @@ def _check_targets(model: nn.Module, peft_config: Any) -> None:
     if missing:
         logger.warning(
             "peft_config.target_modules: no module of %s is named %s; the others get adapters",
-            type(model).__name__, ", ".join(map(repr, sorted(missing))),
-        )  # fmt: skip
+            type(model).__name__,
+            ", ".join(map(repr, sorted(missing))),
+        )
 
 
 def _warn_of_frozen_experts(adapted: Any) -> None:
@@ -176,8 +178,9 @@ def _warn_of_frozen_experts(adapted: Any) -> None:
         logger.warning(
             'peft_config.target_modules="all-linear": %s are no linear layers and stay frozen. '
             "To train them, name them: LoraConfig(target_parameters=%r)",
-            ", ".join(names), targets,
-        )  # fmt: skip
+            ", ".join(names),
+            targets,
+        )
 
 
 def _target_problem(model: nn.Module, peft_config: Any, reason: str) -> Problem:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.callbacks.displays import Display, open_display
-from windlass.config.sft import SFTConfig
 from windlass.core.world import world_from_environment
+from windlass.finetuning.sft_config import SFTConfig
 from windlass.text.prepare_text import ENOUGH_FOR_WORKERS, PreparedText, prepare_text
 from windlass.text.text_options import TextOptions
 from windlass.text.token_store import default_cache

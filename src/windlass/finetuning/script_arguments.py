@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from windlass.config.described import described
+
 _DTYPES = ["auto", "bfloat16", "float16", "float32"]
 
 
@@ -13,6 +15,7 @@ def _option(default: Any, help: str, **others: Any) -> Any:
     return field(default=default, metadata={"help": help, **others})
 
 
+@described()
 @dataclass
 class ModelConfig:
     """Which model a script loads, in how many bits, and with which adapter.
@@ -48,6 +51,7 @@ class ModelConfig:
             self.lora_target_modules = self.lora_target_modules[0]  # type: ignore[assignment]
 
 
+@described()
 @dataclass
 class ScriptArguments:
     """Which dataset a script loads."""
@@ -78,6 +82,7 @@ class DatasetConfig:
     fraction: float | None = None
 
 
+@described()
 @dataclass
 class DatasetMixtureConfig:
     """Datasets that are joined, and split into training and test rows; see `get_dataset`."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,48 +44,40 @@ class Seq2SeqTrainer(Trainer):
 
     args: Seq2SeqTrainingArguments
 
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        args: TrainingArguments | None = None,
-        data_collator: Callable[[list[Any]], Any] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        model_init: Callable[..., nn.Module] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
-        *,
-        tokenizer: Any = None,
-        callback: list[Any] | None = None,
-    ) -> None:
-        args = Seq2SeqTrainingArguments() if args is None else args
+    # Arguments of `generate` for the evaluation that is running.
+    _gen_kwargs: Mapping[str, Any] = MappingProxyType({})
+    # The default collator. With the model it makes `decoder_input_ids`, which label smoothing needs.
+    _padding: DataCollatorForSeq2Seq | None = None
+
+    def _checked_arguments(self, args: TrainingArguments | None) -> TrainingArguments:
+        args = super()._checked_arguments(Seq2SeqTrainingArguments() if args is None else args)
         if not hasattr(args, "predict_with_generate"):
             raise ConfigError(Problem("args", type(args).__name__, "must be Seq2SeqTrainingArguments"))
-        padding: DataCollatorForSeq2Seq | None = None
-        if data_collator is None and hasattr(processing_class or tokenizer, "pad"):
-            data_collator = padding = DataCollatorForSeq2Seq(processing_class or tokenizer)
-        given = args.generation_config
-        self._generation_config = None if given is None else self.load_generation_config(given)
-        self._gen_kwargs: dict[str, Any] = {}
-        if model is not None:
-            self._configure(model)
-        super().__init__(
-            model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_loss_func,
-            compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
-            tokenizer=tokenizer, callback=callback,
-        )  # fmt: skip
-        if padding is not None:
-            padding.model = self.model  # it makes `decoder_input_ids`, which label smoothing needs
-        if args.predict_with_generate and not hasattr(self.model, "generate"):
+        return args
+
+    def _default_collator(self) -> Callable[[list[Any]], Any]:
+        if not hasattr(self.processing_class, "pad"):
+            return super()._default_collator()
+        self._padding = DataCollatorForSeq2Seq(self.processing_class)
+        return self._padding
+
+    @functools.cached_property
+    def _generation_config(self) -> Any:
+        """The GenerationConfig of the arguments, loaded once; None if they have none."""
+        given = self.args.generation_config
+        return None if given is None else self.load_generation_config(given)
+
+    def _take_model(self, model: nn.Module) -> None:
+        if self._generation_config is not None:
+            model.generation_config = self._generation_config
+        super()._take_model(model)
+        if self.args.predict_with_generate and not hasattr(model, "generate"):
             raise ModelError(
-                f"predict_with_generate=True needs a model with a `generate` method, and {type(self.model).__name__} "
+                f"predict_with_generate=True needs a model with a `generate` method, and {type(model).__name__} "
                 "has none: set it to False, or override `prediction_step`"
             )
+        if self._padding is not None:
+            self._padding.model = model
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:
@@ -105,16 +99,6 @@ class Seq2SeqTrainer(Trainer):
             fix = f"cannot be used: {' '.join(str(error).split())}"
             raise ConfigError(Problem("generation_config", gen_config_arg, fix)) from error
         return found
-
-    def _configure(self, model: nn.Module) -> None:
-        if self._generation_config is not None:
-            model.generation_config = self._generation_config
-
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A new model from `model_init`, with the `generation_config` of the arguments."""
-        model = super().call_model_init(trial)
-        self._configure(model)
-        return model
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 

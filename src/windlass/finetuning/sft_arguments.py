@@ -9,10 +9,10 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.nearest import did_you_mean
 from windlass.config.refusal import refuse
 from windlass.config.sections.setting import default_of
-from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import warn_of_argument
 from windlass.finetuning.base_model import name_of
+from windlass.finetuning.sft_config import SFTConfig
 
 # Keywords that the constructor of earlier versions of TRL took -> the fields of `SFTConfig` that replaced them.
 _EARLIER = {
@@ -20,14 +20,19 @@ _EARLIER = {
     **{
         name: name
         for name in (
-            "dataset_text_field", "packing", "eval_packing", "dataset_num_proc", "dataset_kwargs", "model_init_kwargs",
+            "dataset_text_field",
+            "packing",
+            "eval_packing",
+            "dataset_num_proc",
+            "dataset_kwargs",
+            "model_init_kwargs",
             "neftune_noise_alpha",
         )
     },
-}  # fmt: skip
+}
 
 
-def sft_arguments(args: Any, model: Any, earlier: dict[str, Any]) -> SFTConfig:
+def sft_arguments(args: object, model: Any, earlier: dict[str, Any]) -> SFTConfig:
     """Return the arguments as `SFTConfig`.
 
     Args:

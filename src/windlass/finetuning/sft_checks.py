@@ -8,9 +8,10 @@ from typing import Any
 
 from windlass.config.accelerator_config import AcceleratorConfig
 from windlass.config.refusal import refuse
-from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
+from windlass.finetuning.peft_adapters import is_peft_model
+from windlass.finetuning.sft_config import SFTConfig
 
 logger = get_job_logger(__name__)
 
@@ -34,8 +35,9 @@ def check_settings(args: SFTConfig, *, own_collator: bool, own_loss: bool, forma
     if own_loss:
         warnings.warn(
             "`compute_loss_func` is deprecated: subclass `SFTTrainer` and override `compute_loss`",
-            FutureWarning, stacklevel=3,
-        )  # fmt: skip
+            FutureWarning,
+            stacklevel=3,
+        )
 
 
 def _data_problems(args: SFTConfig, own_collator: bool, formatted: bool) -> Iterator[Problem]:
@@ -91,8 +93,9 @@ def router_coefficient(args: SFTConfig, model: Any) -> float:
     given = args.router_aux_loss_coef
     if not hasattr(text, "output_router_logits"):
         if given:
+            base = model.get_base_model() if is_peft_model(model) else model
             fix = (
-                f"{type(model).__name__} is not a Mixture-of-Experts model that returns its router logits, so there is "
+                f"{type(base).__name__} is not a Mixture-of-Experts model that returns its router logits, so there is "
                 "no auxiliary loss to weight"
             )
             raise ConfigError(Problem("router_aux_loss_coef", given, fix))

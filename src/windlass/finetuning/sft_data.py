@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from windlass.config.sft import SFTConfig
 from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.logs import get_job_logger
 from windlass.finetuning.prepared_text import prepare_kept, text_options
+from windlass.finetuning.sft_config import SFTConfig
 from windlass.text.mixture import DatasetMixture
 from windlass.text.summary import TextSummary
+from windlass.transforms.model_limits import ModelLimits
+
+logger = get_job_logger(__name__)
 
 _MASKS = ("completion_mask", "assistant_masks")
 _IMAGES = ("image", "images")
@@ -28,7 +32,7 @@ class SFTData:
         tokenizer: turns text into ids.
         formatting_func: row -> text.
         own_collator: the script passed a collator, which may read masks itself.
-        embeddings: tokens that the model knows; None = not known.
+        limits: the tokens and positions that the model has.
         summaries: name of a dataset -> counts of its preparation; streams have none.
     """
 
@@ -36,7 +40,7 @@ class SFTData:
     tokenizer: Any
     formatting_func: Callable[[Any], Any] | None
     own_collator: bool
-    embeddings: int | None = None
+    limits: ModelLimits = field(default_factory=ModelLimits)
     summaries: dict[str, TextSummary] = field(default_factory=dict)
 
     def prepare(self, dataset: Any, name: str, packing: bool) -> Any:
@@ -62,6 +66,9 @@ class SFTData:
         if found.summary is not None:
             self.summaries[name] = found.summary
             self._check_vocabulary(found.summary.largest_id, name)
+            # Joined texts have the positions of one, but for those that other packings keep apart.
+            joined = packing and self.args.packing_strategy == "wrapped"
+            self._check_length(self.args.max_length or 0 if joined else found.summary.longest, name)
         prepared = found.dataset
         return prepared.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else prepared
 
@@ -72,12 +79,25 @@ class SFTData:
         return self.prepare(datasets, "eval", packing)
 
     def _check_vocabulary(self, largest_id: int, name: str) -> None:
-        if self.embeddings is not None and largest_id >= self.embeddings:
+        if self.limits.tokens is not None and largest_id >= self.limits.tokens:
             raise DataError(
                 f"the {name} dataset has the token {largest_id}, and the embedding of the model has "
-                f"{self.embeddings} rows: use the model's own tokenizer, or call "
+                f"{self.limits.tokens} rows: use the model's own tokenizer, or call "
                 f"model.resize_token_embeddings({max(largest_id + 1, len(self.tokenizer))})"
             )
+
+    def _check_length(self, longest: int, name: str) -> None:
+        """Refuse rows that are longer than a table of positions; warn if the model computes its positions."""
+        positions = self.limits.positions
+        if positions is None or longest <= positions:
+            return
+        fix = (
+            f"the longest row of the {name} dataset has {longest} tokens, and the model has {positions} positions "
+            f"(max_position_embeddings): set max_length={positions}, or take a model that was made for longer rows"
+        )
+        if self.limits.positions_learned:
+            raise ConfigError(Problem("max_length", self.args.max_length, fix))
+        logger.warning("max_length=%s: %s", self.args.max_length, fix)
 
     def _check_skipped(self, dataset: Any, name: str) -> None:
         columns = columns_of(dataset)

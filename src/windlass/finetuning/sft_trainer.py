@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.config.sft import SFTConfig
-from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.config.callback_interface import TrainerCallback
+from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger
 from windlass.core.types import EvalLoopOutput, TrainOutput
 from windlass.finetuning.peft_adapters import describe_trained, is_peft_model, predicts_first_labels
+from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.sft_loss import sft_loss
 from windlass.finetuning.sft_parts import Given, build_sft_parts
 from windlass.finetuning.token_figures import TokenFigures, UpdateBorders
@@ -38,7 +39,9 @@ class CardWriter(TrainerCallback):
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         try:
             self._write()
         except OSError as error:  # a full disk: training goes on
@@ -92,19 +95,46 @@ class SFTTrainer(Trainer):
         tokenizer: Any = None,
         **earlier: Any,
     ) -> None:
-        parts = build_sft_parts(Given(
-            model, args, data_collator, train_dataset, processing_class or tokenizer, compute_loss_func is not None,
-            quantization_config, peft_config, formatting_func, earlier,
-        ))  # fmt: skip
+        parts = build_sft_parts(
+            Given(
+                model,
+                args,
+                data_collator,
+                train_dataset,
+                processing_class or tokenizer,
+                compute_loss_func is not None,
+                quantization_config,
+                peft_config,
+                formatting_func,
+                earlier,
+            )
+        )
         self._data, self._router_weight = parts.data, parts.router_weight
+        train_dataset = self._data.prepare(train_dataset, "train", parts.args.packing)
+        if eval_dataset is not None:
+            eval_dataset = self._data.prepare_all(eval_dataset, parts.args.packs_evaluation)
         super().__init__(
-            parts.model, parts.args, parts.collator,
-            self._data.prepare(train_dataset, "train", parts.args.packing),
-            None if eval_dataset is None else self._data.prepare_all(eval_dataset, parts.args.packs_evaluation),
-            parts.processing_class, None, compute_loss_func, compute_metrics, callbacks, optimizers,
-            optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
-        )  # fmt: skip
+            parts.model,
+            parts.args,
+            parts.collator,
+            train_dataset,
+            eval_dataset,
+            parts.processing_class,
+            None,
+            compute_loss_func,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics,
+        )
         self._offload = ActivationOffload()
+        self._add_figures()
+        self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
+        self._check_and_tag_model()
+
+    def _add_figures(self) -> None:
+        """Report entropy, token accuracy and the number of tokens with the losses."""
         self._figures = TokenFigures(
             self.accelerator.device,
             lambda sums: self.accelerator.reduce(sums, "sum"),
@@ -112,9 +142,11 @@ class SFTTrainer(Trainer):
         )
         self.accelerator.register_for_checkpointing(self._figures)
         self.add_callback(UpdateBorders(self._figures))
-        self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
+
+    def _check_and_tag_model(self) -> None:
+        """Refuse a model that lets packed documents see each other, tag it, and log which parameters are trained."""
         if self.args.joins_rows:
-            with self._documents_apart():
+            with self._documents_apart(), self.compute_loss_context_manager():
                 refuse_leaks(self.model)
         add_tags: Any = getattr(self.model, "add_model_tags", None)
         if add_tags is not None:

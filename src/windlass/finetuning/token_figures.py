@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
+from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.types import State
 
 _SUMS = ("entropy", "correct", "targets", "aux_loss", "batches")
@@ -136,14 +138,23 @@ class UpdateBorders(TrainerCallback):
     def __init__(self, figures: TokenFigures) -> None:
         self._figures = figures
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._figures.begin_update()
 
     def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **kwargs: Any,
     ) -> None:
         if logs and "micro_batch_too_large" in logs:  # the update is tried again
             self._figures.begin_update()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._figures.end_update()

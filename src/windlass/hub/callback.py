@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from windlass.core.events import TrainerCallback, TrainerControl, TrainerState
+from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
+from windlass.core.events import TrainerControl, TrainerState
 from windlass.hub.publisher import Publisher
 
 
@@ -19,10 +21,14 @@ class HubCallback(TrainerCallback):
     def __init__(self, publisher: Publisher) -> None:
         self.publisher = publisher
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero:
             self.publisher.saved(Path(args.output_path) / f"checkpoint-{state.global_step}")
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.is_world_process_zero:
             self.publisher.finish()

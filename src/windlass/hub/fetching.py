@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -19,6 +20,7 @@ from windlass.hub.staging import STAGING, StagedFiles, remove_stale
 
 SCHEME = "hub:"
 _NEWEST = "fetched.json"  # address -> folder, of the last call
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 _ADDRESS = re.compile(
     r"hub:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/\s]+))?(?:/(?P<folder>\S+?))?/?"
 )
@@ -94,10 +96,13 @@ def fetched_before(address: str, folder: Path) -> Path:
     Raises:
         CheckpointError: it is not there, as on a machine with a disk of its own.
     """
-    found = folder / STAGING / _NEWEST
-    name = parse_json(found.read_bytes()).get(address) if found.is_file() else None
-    if name is None:
+    found, names = folder / STAGING / _NEWEST, None
+    if found.is_file():
+        with contextlib.suppress(ValueError):
+            names = parse_json(Files().read(found, MAX_MANIFEST_BYTES))
+    name = names.get(address) if isinstance(names, dict) else None
+    if not isinstance(name, str) or not _CHECKPOINT.fullmatch(name):
         raise CheckpointError(
             f"{address} was not downloaded into {folder} by the first process of this machine"
         )
-    return folder / STAGING / str(name)
+    return folder / STAGING / name

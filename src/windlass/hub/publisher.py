@@ -166,12 +166,13 @@ class Publisher:
         """
         if self._uploads is None:
             return True
-        failed = self._uploads.finish(self._settings.wait, logger.info)
+        failed = self._uploads.finish(self._settings.wait, logger.warning)
         if failed:
             logger.warning(
-                "not uploaded to %s:%s", self.repository,
+                "not uploaded to %s:%s",
+                self.repository,
                 "".join(f"\n  {one.what} ({one.error}); later: {one.later}" for one in failed),
-            )  # fmt: skip
+            )
         return not failed
 
     def _finish_process(self, owner: int) -> None:

@@ -34,7 +34,7 @@ class Upload:
         later: the command that uploads the same later.
         error: why the last attempt failed.
         commit: the address of the commit, once it is made, or the error for which it was dropped.
-        given_up: nobody waits for it any longer.
+        given_up: no caller waits for it any longer.
         number: its place in the order of all uploads.
     """
 
@@ -95,7 +95,7 @@ class Uploads:
 
     @property
     def pending(self) -> list[Upload]:
-        """Those that have not ended."""
+        """The uploads that are queued or running."""
         with self._changed:
             return [*([self._current] if self._current else []), *self._waiting]
 

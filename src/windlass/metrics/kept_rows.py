@@ -18,7 +18,7 @@ from torch import Tensor
 from windlass.core.errors import ModelError
 from windlass.core.trees import Spec, unflatten
 from windlass.dist.gang import Gang
-from windlass.dist.lockstep import agree
+from windlass.dist.lockstep import exchange_messages
 from windlass.dist.wire import dtype_name
 from windlass.metrics.joining import Shape, as_rows, blank, numpy_dtype, place, take_apart, to_numpy
 
@@ -88,13 +88,15 @@ class OrderLog:
         self._known = self._known and len(ids) == samples
         self._ids.extend(ids)
 
-    def exchange(self, gang: Gang) -> BatchOrder:
+    def exchange(self, data_ranks: Gang) -> BatchOrder:
         """The order of all ranks. Collective."""
-        messages = agree(gang, {"counts": self._counts, "known": self._known})
+        messages = exchange_messages(data_ranks, {"counts": self._counts, "known": self._known})
         counts = [message["counts"] for message in messages]
         if not all(message["known"] for message in messages):
             return BatchOrder(counts, None)
-        ids = [tensor.cpu() for _, _, tensor in gang.stream([torch.tensor(self._ids, dtype=torch.int64)])]
+        ids = [
+            tensor.cpu() for _, _, tensor in data_ranks.stream([torch.tensor(self._ids, dtype=torch.int64)])
+        ]
         return BatchOrder(counts, ids)
 
 
@@ -136,18 +138,20 @@ class RowStore:
             leaves[:] = [leaf.cpu() for leaf in leaves]
         self._on_host = len(self._blocks)
 
-    def gather(self, order: BatchOrder, gang: Gang) -> Any:
+    def gather(self, order: BatchOrder, data_ranks: Gang) -> Any:
         """The batches of all ranks as a tree of numpy arrays (or a list of such trees), None if there are none.
 
         Collective. Empties the store.
         """
         mine = self._specs[:1] if self._concat else self._specs
-        specs = [message["specs"] for message in agree(gang, {"specs": mine})]
-        result = self._joined(specs, order, gang) if self._concat else self._listed(specs, order, gang)
+        specs = [message["specs"] for message in exchange_messages(data_ranks, {"specs": mine})]
+        result = (
+            self._joined(specs, order, data_ranks) if self._concat else self._listed(specs, order, data_ranks)
+        )
         self._specs, self._blocks, self._on_host, self.nbytes = [], [], 0, 0
         return result
 
-    def _joined(self, specs: list[list[Spec]], order: BatchOrder, gang: Gang) -> Any:
+    def _joined(self, specs: list[list[Spec]], order: BatchOrder, data_ranks: Gang) -> Any:
         seen = [rank_specs[0] for rank_specs in specs if rank_specs]
         if not seen:
             return None
@@ -155,18 +159,18 @@ class RowStore:
             if spec != seen[0]:
                 raise ModelError(_different(self.name, 0, seen[0], spec))
         return unflatten(
-            seen[0], (to_numpy(self._joined_leaf(leaf, order, gang)) for leaf in itertools.count())
+            seen[0], (to_numpy(self._joined_leaf(leaf, order, data_ranks)) for leaf in itertools.count())
         )
 
-    def _joined_leaf(self, leaf: int, order: BatchOrder, gang: Gang) -> Tensor:
+    def _joined_leaf(self, leaf: int, order: BatchOrder, data_ranks: Gang) -> Tensor:
         mine = self._take(leaf)
-        headers = _headers(mine, gang)
+        headers = _headers(mine, data_ranks)
         rows = order.rows([[shape[0] for _, shape in header] for header in headers])
         shapes = [shape for header in headers for _, shape in header]
         dtypes = sorted({name for header in headers for name, _ in header})
         dtype = functools.reduce(torch.promote_types, (getattr(torch, name) for name in dtypes))
         out = blank(sum(shape[0] for shape in shapes), shapes, numpy_dtype(dtype), self.name)
-        for rank, index, block in gang.stream(mine):
+        for rank, index, block in data_ranks.stream(mine):
             place(out, rows[rank][index], block)
         return out
 
@@ -179,13 +183,13 @@ class RowStore:
             leaves[leaf] = nothing
         return taken
 
-    def _listed(self, specs: list[list[Spec]], order: BatchOrder, gang: Gang) -> list[Any] | None:
+    def _listed(self, specs: list[list[Spec]], order: BatchOrder, data_ranks: Gang) -> list[Any] | None:
         if all(spec is None for rank_specs in specs for spec in rank_specs):
             return None
         arrays: list[list[Any]] = [[] for _ in specs]
         mine = [leaf for leaves in self._blocks for leaf in leaves]
         self._blocks = []
-        for rank, _, tensor in gang.stream(mine):
+        for rank, _, tensor in data_ranks.stream(mine):
             arrays[rank].append(to_numpy(tensor.cpu()))
         stocks = map(iter, arrays)  # `unflatten` takes the leaves of one batch after the other
         trees = [
@@ -194,9 +198,11 @@ class RowStore:
         return [trees[rank][index] for rank, index in order.batches()]
 
 
-def _headers(blocks: list[Tensor], gang: Gang) -> list[list[tuple[str, Shape]]]:
+def _headers(blocks: list[Tensor], data_ranks: Gang) -> list[list[tuple[str, Shape]]]:
     """Type name and shape of every rank's blocks."""
-    messages = agree(gang, {"blocks": [[dtype_name(block.dtype), list(block.shape)] for block in blocks]})
+    messages = exchange_messages(
+        data_ranks, {"blocks": [[dtype_name(block.dtype), list(block.shape)] for block in blocks]}
+    )
     return [[(name, tuple(shape)) for name, shape in message["blocks"]] for message in messages]
 
 

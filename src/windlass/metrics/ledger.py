@@ -27,7 +27,7 @@ class Ledger:
 
     def __init__(self, device: torch.device, sum_over_ranks: SumOverRanks) -> None:
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._device = device
+        self.device = device
         self._sum_over_ranks = sum_over_ranks
         self._parts: dict[str, Any] = {}
         self._updates = 0
@@ -54,9 +54,9 @@ class Ledger:
 
     def _taken(self, value: Tensor | float) -> Any:
         """A value in the form of the sums: a number on the CPU, a scalar tensor on a device."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return host.read(value) if isinstance(value, Tensor) else value
-        return torch.as_tensor(value, dtype=self._dtype, device=self._device)
+        return torch.as_tensor(value, dtype=self._dtype, device=self.device)
 
     def read(self) -> dict[str, float]:
         """Return the means since the last call (`loss`, each auxiliary part) and the last gradient norm; reset them.
@@ -71,7 +71,7 @@ class Ledger:
         norms = [] if self._last_norm is None else [self._taken(self._last_norm)]
         # One transfer for all values: each waits for the device. The norm is already the same on every rank.
         values = shares + norms
-        on_host = self._device.type == "cpu"
+        on_host = self.device.type == "cpu"
         packed = torch.tensor(values, dtype=self._dtype) if on_host else torch.stack(values).cpu()
         sums = self._sum_over_ranks(packed[: len(shares)]).numpy()
         if self._updates:
@@ -110,7 +110,7 @@ class Ledger:
         self._loss, self._skipped_loss = self._taken(state["loss"]), self._taken(state["skipped_loss"])
         self._parts = {name: self._taken(value) for name, value in state["parts"].items()}
         self._updates, self._skips = state["updates"], state["skips"]
-        self._last_norm = None if state["norm"] is None else state["norm"].to(self._device)
+        self._last_norm = None if state["norm"] is None else state["norm"].to(self.device)
         self.total_loss, self.total_updates = state["total_loss"], state["total_updates"]
         self.skipped = state["skipped"]
 

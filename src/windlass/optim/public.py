@@ -128,9 +128,16 @@ def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
 ) -> LambdaLR:
     """A warm-up that starts above 0, then cosine waves down to a floor."""
     return _lambda(
-        "cosine_warmup_with_min_lr", optimizer, num_warmup_steps, num_training_steps, last_epoch,
-        num_cycles=num_cycles, min_lr=min_lr, min_lr_rate=min_lr_rate, warmup_lr_rate=warmup_lr_rate,
-    )  # fmt: skip
+        "cosine_warmup_with_min_lr",
+        optimizer,
+        num_warmup_steps,
+        num_training_steps,
+        last_epoch,
+        num_cycles=num_cycles,
+        min_lr=min_lr,
+        min_lr_rate=min_lr_rate,
+        warmup_lr_rate=warmup_lr_rate,
+    )
 
 
 def get_wsd_schedule(
@@ -147,10 +154,18 @@ def get_wsd_schedule(
 ) -> LambdaLR:
     """Warm-up, a plateau, then a decay."""
     return _lambda(
-        "warmup_stable_decay", optimizer, num_warmup_steps, num_training_steps, last_epoch,
-        num_decay_steps=num_decay_steps, num_stable_steps=num_stable_steps, warmup_type=warmup_type,
-        decay_type=decay_type, min_lr_ratio=min_lr_ratio, num_cycles=num_cycles,
-    )  # fmt: skip
+        "warmup_stable_decay",
+        optimizer,
+        num_warmup_steps,
+        num_training_steps,
+        last_epoch,
+        num_decay_steps=num_decay_steps,
+        num_stable_steps=num_stable_steps,
+        warmup_type=warmup_type,
+        decay_type=decay_type,
+        min_lr_ratio=min_lr_ratio,
+        num_cycles=num_cycles,
+    )
 
 
 def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> ReduceLROnPlateau:

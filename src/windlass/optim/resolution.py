@@ -10,10 +10,19 @@ from windlass.dist.sharded import locals_of
 
 _log = get_logger(__name__)
 # Optimizers whose update of an element is at most about the learning rate.
-_BOUNDED = frozenset({
-    "AdamW", "AdamW8bit", "AdamW4bit", "Lion", "AnyPrecisionAdamW", "StableAdamW", "MuonWithAdamW", "ScheduleFreeAdamW",
-    "ScheduleFreeRAdam",
-})  # fmt: skip
+_BOUNDED = frozenset(
+    {
+        "AdamW",
+        "AdamW8bit",
+        "AdamW4bit",
+        "Lion",
+        "AnyPrecisionAdamW",
+        "StableAdamW",
+        "MuonWithAdamW",
+        "ScheduleFreeAdamW",
+        "ScheduleFreeRAdam",
+    }
+)
 _SMALLEST = torch.finfo(torch.bfloat16).eps / 4  # below this share, the update of any number is rounded away
 
 
@@ -42,8 +51,10 @@ def warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
         "%d trained parameters are bfloat16: an update smaller than about %.2g of a weight is rounded away.%s Load the "
         "model with dtype=torch.float32 (bf16=True still computes in bfloat16), or use optim='adamw_anyprecision' with "
         "optim_args='use_kahan_summation=True' or 'bf16_stochastic_round=True'.",
-        len(weights), 2 * _SMALLEST, lost,
-    )  # fmt: skip
+        len(weights),
+        2 * _SMALLEST,
+        lost,
+    )
 
 
 def _share_lost(weights: list[tuple[Tensor, float]]) -> float:

@@ -11,7 +11,6 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from windlass.config.plan import SchedulePlan
 from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
@@ -157,9 +156,13 @@ class UserSchedule:
 
     def load_state_dict(self, state: State) -> None:
         groups = len(self.optimizer.param_groups)
-        load_data(self.inner, {
-            key: _for_groups(value, groups) if key in _RATES_OF_GROUPS else value for key, value in state.items()
-        })  # fmt: skip
+        load_data(
+            self.inner,
+            {
+                key: _for_groups(value, groups) if key in _RATES_OF_GROUPS else value
+                for key, value in state.items()
+            },
+        )
         self._seen = self._read()
 
     def _read(self) -> list[float | torch.Tensor]:
@@ -199,17 +202,17 @@ def build_schedule(
     return FactorSchedule(optimizer, build_factor(name, span, options or {}))
 
 
-def warmup_of_schedule(plan: SchedulePlan, optimizer: Optimizer) -> int:
-    """The updates of warm-up that are left to the schedule: none if the optimizer has an option `warmup_steps` of its
-    own, as both together would warm up twice. If the schedule has no warm-up, groups whose option was left at 0 get the
-    number of the plan.
+def warmup_of_schedule(name: str, warmup_steps: int, optimizer: Optimizer) -> int:
+    """The updates of warm-up, of `warmup_steps`, that are left to the schedule: none if the optimizer has an option
+    `warmup_steps` that is set, as both together would warm up twice. If the schedule has no warm-up, groups whose
+    option was left at 0 get the number.
     """
     own = optimizer.defaults.get("warmup_steps")
-    if own == 0 and plan.name in WITHOUT_WARMUP:
+    if own == 0 and name in WITHOUT_WARMUP:
         for group in optimizer.param_groups:
-            group["warmup_steps"] = group["warmup_steps"] or plan.warmup_steps
+            group["warmup_steps"] = group["warmup_steps"] or warmup_steps
         return 0
-    return 0 if own else plan.warmup_steps
+    return 0 if own else warmup_steps
 
 
 def build_factor(name: str, span: Span, options: Mapping[str, Any]) -> Factor:

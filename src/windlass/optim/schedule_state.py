@@ -48,9 +48,8 @@ def _data(value: Any) -> Any:
     if isinstance(value, list | deque):
         return [_data(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(
-            (_data(item) for item in value), key=repr
-        )  # a run and its repetition write the same file
+        # Sorted, so that a run and its repetition write the same file.
+        return sorted((_data(item) for item in value), key=repr)
     if isinstance(value, PurePath):
         return str(value)
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from windlass.config.plan import Float8Plan, PrecisionPlan
 from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
-from windlass.core.optional import is_available
+from windlass.core.optional import install_command, is_available
 
 _FLOAT8_SINCE = (8, 9)  # Ada; Hopper and later have it too
 
@@ -63,7 +63,7 @@ def _device_problems(plan: PrecisionPlan, device: torch.device) -> list[Problem]
 
 def _float8_problems(plan: Float8Plan, device: torch.device) -> list[Problem]:
     if not is_available("torchao"):
-        fix = 'needs torchao, which is not installed: pip install "windlass[torchao]"'
+        fix = f"needs torchao, which is not installed: {install_command('torchao')}"
         return [Problem("mixed_precision", "fp8", fix)]
     if plan.emulate or _has_float8(device):
         return []

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from datetime import date
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from windlass.core.optional import version_of
 from windlass.text.tables import is_table, table_bytes
 from windlass.text.text_options import TextOptions
 
@@ -71,11 +71,4 @@ def _settings(tokenizer: Any, options: TextOptions) -> Iterator[bytes]:
 def _code() -> str:
     """The source of this room, and the versions of the packages that it calls."""
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    return hashlib.sha256(sources).hexdigest() + "".join(map(_version, _PACKAGES))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return hashlib.sha256(sources).hexdigest() + "".join(version_of(name) or "" for name in _PACKAGES)

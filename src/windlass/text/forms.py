@@ -47,24 +47,41 @@ _OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "atte
 # All columns that some form reads, but for that of plain text.
 COLUMNS = frozenset({*chain.from_iterable(_COLUMNS.values()), *_EXTRAS, *_OF_TOKENS, "input", "system"})
 # Arguments of `apply_chat_template` that the preparation itself sets.
-_SET_HERE = frozenset({
-    "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors", "tools", "padding",
-    "truncation", "max_length", "return_assistant_tokens_mask",
-})  # fmt: skip
+_SET_HERE = frozenset(
+    {
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "return_dict",
+        "return_tensors",
+        "tools",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_assistant_tokens_mask",
+    }
+)
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
 _RESULTS = frozenset({"tool", "function", "ipython"})
 _NAMES_OF_MESSAGES = ("role", "content", "name")
 _SHAREGPT_ROLES = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
-    "model": "assistant", "observation": "tool", "function_response": "tool", "function_call": "assistant",
-}  # fmt: skip
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
 # The two prompts of Stanford Alpaca (Taori et al. 2023), which models without a chat template were trained on.
-_ALPACA_WITH_INPUT = (
+ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
-_ALPACA = (
+ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
@@ -155,7 +172,7 @@ def _alpaca(row: Row, _: str, has_template: bool) -> dict[str, Any]:
             "prompt": [*before, {"role": "user", "content": content}],
             "completion": [{"role": "assistant", "content": output}],
         }
-    template = _ALPACA_WITH_INPUT if context else _ALPACA
+    template = ALPACA_WITH_INPUT if context else ALPACA
     return {"prompt": template.format(instruction=instruction, input=context), "completion": output}
 
 

@@ -50,8 +50,12 @@ class DatasetMixture:
         refuse(_problems(sources, weights, seeds or {}, stopping_strategy, length))
         self.names = list(sources)
         self._settings: dict[str, Any] = {
-            "weights": weights, "seed": seed, "seeds": seeds, "stopping_strategy": stopping_strategy, "length": length,
-        }  # fmt: skip
+            "weights": weights,
+            "seed": seed,
+            "seeds": seeds,
+            "stopping_strategy": stopping_strategy,
+            "length": length,
+        }
         self.sources = dict(sources)
         self._sources = list(sources.values())
         self._sizes = [len(source) for source in self._sources]

@@ -16,10 +16,10 @@ import numpy as np
 
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.text.packed_stream import PackedStream
+from windlass.text.text_options import STRATEGIES
 from windlass.text.token_rows import COLUMNS, TokenRows
 
 Array = np.ndarray[Any, Any]
-STRATEGIES = ("bfd", "bfd_split", "wrapped")
 
 
 def best_fit_decreasing(lengths: Any, capacity: int) -> tuple[Array, Array]:
@@ -277,5 +277,5 @@ def _pack_table(table: Any, seq_length: int, strategy: str) -> Any:
 
 
 def _list_array(like: Any, borders: Array, values: Any) -> Any:
-    """An Arrow list array of the kind of `like`."""
+    """An Arrow list array of the type of `like`."""
     return type(like).from_arrays(borders.astype(like.offsets.type.to_pandas_dtype()), values)

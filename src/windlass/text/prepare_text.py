@@ -132,9 +132,8 @@ def _formed(dataset: Any, options: TextOptions) -> tuple[Any, Form]:
     example = next(iter(dataset))
     form = _form_of(example, getattr(dataset, "column_names", None), options)
     if options.formatting_func is not None and form is not Form.TOKENIZED:
-        function = (
-            options.formatting_func
-        )  # here, for a function of the user's script cannot be sent to a worker
+        # Called in this process: a function defined in the user's script cannot be sent to a worker.
+        function = options.formatting_func
         texts = [_formatted(function, row, number) for number, row in enumerate(dataset)]
         return [{options.dataset_text_field: text} for text in texts], form
     if is_table(dataset):
@@ -245,6 +244,8 @@ class StreamStep:
             _logger.warning(
                 "dropped %d of the rows %d to %d of the stream, which have no token to train on; further such rows "
                 "are dropped without a message",
-                found.dropped, numbers[0], numbers[-1],
-            )  # fmt: skip
+                found.dropped,
+                numbers[0],
+                numbers[-1],
+            )
         return {"input_ids": found.input_ids, "labels": found.labels}

@@ -23,6 +23,20 @@ def is_stream(dataset: Any) -> bool:
     )
 
 
+def open_stream(source: str, kind: str, subset: str | None, split: str) -> Any:
+    """Return an `IterableDataset` of the rows of a file (`kind` is jsonl or parquet) or of a split of a dataset of the
+    hub. Raises DataError if it cannot be opened.
+    """
+    datasets = require("datasets", "read a stream")
+    try:
+        if kind == "hub":
+            return datasets.load_dataset(source, subset, split=split, streaming=True)
+        reader = "json" if kind == "jsonl" else kind
+        return datasets.load_dataset(reader, data_files=source, split="train", streaming=True)
+    except Exception as error:  # as for `load_hub`
+        raise DataError(f"{source!r} cannot be read as a stream: {error}") from error
+
+
 def load_hub(name: str, subset: str | None, split: str) -> Any:
     """Return a split of a dataset of the hub. Raises DataError if it cannot be loaded."""
     datasets = require("datasets", "read a dataset of the hub")
@@ -43,6 +57,8 @@ def parquet_rows(path: Path, columns: Collection[str]) -> Iterator[dict[str, Any
         for batch in file.iter_batches(columns=wanted or None):
             for row in batch.to_pylist():
                 yield {name: _without_nulls(value) for name, value in row.items()}
+    except MemoryError as error:
+        raise DataError(f"{path}: there is not enough memory to read this parquet file ({error})") from None
     except Exception as error:
         # pyarrow raises several unrelated types for a damaged file, also while it is read.
         raise DataError(f"{path}: not a readable parquet file ({error})") from None

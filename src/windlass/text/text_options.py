@@ -8,8 +8,9 @@ from typing import Any
 
 from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
-from windlass.text.packing import STRATEGIES
 
+# Here and not beside the code that packs, which needs torch: worker processes read these options, and start faster.
+STRATEGIES = ("bfd", "bfd_split", "wrapped")
 TRUNCATION_MODES = ("keep_start", "keep_end", "error")
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from windlass.checkpoint.files import FileEntry, Files, digest_of
 from windlass.checkpoint.run_lock import FolderInUse, RunLock
-from windlass.config.launch_file import default_file
+from windlass.core.locations import home_folder
 from windlass.core.logs import get_logger
 from windlass.core.plain_text import parse_json
 from windlass.text.summary import TextSummary
@@ -36,7 +36,7 @@ Prepared = tuple[TokenRows, TextSummary]
 
 def default_cache() -> Path:
     """Return the folder of prepared text: `text` in `$WINDLASS_HOME`, else in `~/.cache/windlass`."""
-    return default_file(os.environ).parent / "text"
+    return home_folder(os.environ) / "text"
 
 
 class TokenStore:
@@ -82,7 +82,9 @@ class TokenStore:
                 lock.acquire()
             except FolderInUse as error:
                 if not is_announced:
-                    _logger.info("waiting for the process that prepares the same dataset (%s)", error.holder)
+                    _logger.warning(
+                        "waiting for the process that prepares the same dataset (%s)", error.holder
+                    )
                     is_announced = True
                 time.sleep(_POLL)
                 continue

@@ -23,8 +23,8 @@ from windlass.core.errors import CheckpointError, MemoryShortError
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import load_rng_state, rng_state
 from windlass.core.types import State
-from windlass.data.group import GroupSource
 from windlass.data.loader import Loader
+from windlass.data.update_batch import GroupSource
 from windlass.engine.executor import Executor
 from windlass.trainer.session import Session
 from windlass.transforms.buffers import ForwardState
@@ -58,7 +58,7 @@ class BatchFitter:
         if self._note_read or not active:
             return
         self._note_read = True
-        notes = self._session.gang.gather_objects(read_note(folder, asked))
+        notes = self._session.all_ranks.gather_objects(read_note(folder, asked))
         found = [MemoryNote(**note) for note in notes if note is not None]
         self.train = min((note.train for note in found if note.train), default=None)
         self.eval = min((note.eval for note in found if note.eval), default=None)
@@ -77,7 +77,7 @@ class BatchFitter:
             )
         why = (
             "Other processes may wait for this one, so it cannot continue alone with smaller batches"
-            if self._session.gang.size > 1
+            if self._session.all_ranks.size > 1
             else "A divided model, or one that was updated in the backward, cannot be restored within an update"
         )
         raise MemoryShortError(
@@ -108,8 +108,9 @@ class BatchFitter:
             assert isinstance(loader, Loader)
             logger.warning(
                 "out of memory at evaluation batch size %d; starting the evaluation again with %d",
-                loader.batch.micro, smaller,
-            )  # fmt: skip
+                loader.batch.micro,
+                smaller,
+            )
             loader.resize(smaller, 1)
             self.eval = smaller
 
@@ -130,7 +131,7 @@ class BatchFitter:
         if loader.batch.micro == 1:
             raise MemoryShortError("out of memory with a single sample of the evaluation data") from error
         smaller = loader.batch.micro // 2
-        if self._session.gang.size > 1 or sharded:
+        if self._session.all_ranks.size > 1 or sharded:
             self.exit_for_smaller(error, eval_=smaller)
         return smaller
 
@@ -141,9 +142,14 @@ class UpdateFitter:
     """
 
     def __init__(
-        self, fitter: BatchFitter, session: Session, model: nn.Module, source: GroupSource, executor: Executor,
+        self,
+        fitter: BatchFitter,
+        session: Session,
+        model: nn.Module,
+        source: GroupSource,
+        executor: Executor,
         size: UpdateSize,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._fitter, self._session, self._model = fitter, session, model
         self._source, self._executor, self.size = source, executor, size
         self._before: ForwardState | None = None
@@ -184,7 +190,7 @@ class UpdateFitter:
         if size.micro == 1:
             tried = ", ".join(map(str, self._tried))
             raise MemoryShortError(f"out of memory at every micro-batch size: tried {tried}") from error
-        if self._session.gang.size > 1 or self._executor.strategy.sharded or partly:
+        if self._session.all_ranks.size > 1 or self._executor.strategy.sharded or partly:
             self._fitter.exit_for_smaller(error, train=size.within(size.micro // 2).micro)
         return True
 
@@ -202,8 +208,10 @@ class UpdateFitter:
         self.size, self._fitter.train = smaller, smaller.micro
         logger.warning(
             "out of memory at micro-batch size %d; continuing with %d x %d samples in an update, as many as before",
-            size.micro, smaller.accumulation, smaller.micro,
-        )  # fmt: skip
+            size.micro,
+            smaller.accumulation,
+            smaller.micro,
+        )
         return {
             "micro_batch_too_large": size.micro,
             "micro_batch_size": smaller.micro,
@@ -219,7 +227,7 @@ class MemoryNote:
     """Sizes in samples.
 
     Attributes:
-        asked_train, asked_accumulation, asked_eval: the arguments for which the sizes were found.
+        asked_train, asked_accumulation, asked_eval: the sizes in the arguments for which the others were found.
         train, eval: the largest batches that may fit; None if those of the arguments did.
     """
 
@@ -248,7 +256,7 @@ def write_note(folder: Path, note: MemoryNote) -> None:
 def read_note(folder: Path, like: MemoryNote) -> dict[str, Any] | None:
     """The note of an earlier attempt with the same arguments as `like`, as plain data; None if there is none.
 
-    A damaged note is ignored with a warning: all it saves is finding the sizes again.
+    A damaged note is ignored with a warning: then the sizes are determined again.
     """
     path = folder / FILE_NAME
     if not path.exists():
@@ -263,8 +271,10 @@ def read_note(folder: Path, like: MemoryNote) -> dict[str, Any] | None:
     job_logger.warning(
         "out of memory in an earlier attempt of this job (%s); using micro-batches of at most %s, evaluation batches "
         "of at most %s. Remove that file to try the sizes of the arguments again",
-        path, note.train or note.asked_train, note.eval or note.asked_eval,
-    )  # fmt: skip
+        path,
+        note.train or note.asked_train,
+        note.eval or note.asked_eval,
+    )
     return asdict(note)
 
 

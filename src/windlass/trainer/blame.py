@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from windlass.core.trees import tensors_in
-from windlass.data.group import Group
+from windlass.data.update_batch import UpdateBatch
 from windlass.dist.gang import Gang
 from windlass.engine.executor import StepResult
 from windlass.engine.loop import Suspect, nonfinite_at
@@ -32,9 +32,9 @@ class _RankFindings(NamedTuple):
     unnamed: list[int]
 
 
-def find_nonfinite_samples(suspect: Suspect, gang: Gang) -> str:
+def find_nonfinite_samples(suspect: Suspect, data_ranks: Gang) -> str:
     """Describe the samples of an update on all ranks, and which of them are not finite. Collective."""
-    ranks = [_RankFindings(*found) for found in gang.gather_objects(list(_look(suspect)))]
+    ranks = [_RankFindings(*found) for found in data_ranks.gather_objects(list(_look(suspect)))]
     what = nonfinite_at(suspect.step, [batch for found in ranks for batch in found.ids])
     details = [
         _describe("not finite in the data themselves", "sample", [found.data for found in ranks]),
@@ -45,14 +45,14 @@ def find_nonfinite_samples(suspect: Suspect, gang: Gang) -> str:
     return "; ".join([what, *(known or ["data and losses are finite on every rank, the gradient is not"])])
 
 
-def overflow_alone(result: StepResult, gang: Gang) -> bool:
+def overflow_alone(result: StepResult, data_ranks: Gang) -> bool:
     """Return True if fp16 gradients overflowed the loss scale and the loss is finite: an ordinary skip, after which the
     scale is lower. Collective.
     """
     if not result.overflowed:
         return False
     broken = (~torch.isfinite(result.loss)).to(torch.float32).cpu()
-    return float(gang.sum(broken)) == 0
+    return float(data_ranks.sum(broken)) == 0
 
 
 def _describe(what: str, unit: str, by_rank: list[list[int]]) -> str:
@@ -67,24 +67,24 @@ def _describe(what: str, unit: str, by_rank: list[list[int]]) -> str:
 
 
 def _look(suspect: Suspect) -> _RankFindings:
-    group = suspect.group
-    if group.filler:
+    data = suspect.data
+    if data.filler:
         return _RankFindings([], [], [], [])
-    data = _nonfinite_data(group)
+    nonfinite = _nonfinite_data(data)
     loss: list[int] = []
     unnamed: list[int] = []
-    for number, (ids, value) in enumerate(zip(group.ids, suspect.losses, strict=False)):
-        if math.isfinite(float(value)) or not set(ids).isdisjoint(data):
+    for number, (ids, value) in enumerate(zip(data.ids, suspect.losses, strict=False)):
+        if math.isfinite(float(value)) or not set(ids).isdisjoint(nonfinite):
             continue
         loss += ids
         unnamed += [] if ids else [number]
-    return _RankFindings(group.ids, data, loss, unnamed)
+    return _RankFindings(data.ids, nonfinite, loss, unnamed)
 
 
-def _nonfinite_data(group: Group) -> list[int]:
+def _nonfinite_data(data: UpdateBatch) -> list[int]:
     """The samples of this rank that hold NaN or an infinity in the data."""
     found = []
-    for ids, batch in zip(group.ids, group.batches, strict=True):
+    for ids, batch in zip(data.ids, data.batches, strict=True):
         columns = [c for c in tensors_in(batch) if c.is_floating_point() and c.ndim and len(c) == len(ids)]
         finite = [
             all(bool(torch.isfinite(column[row]).all()) for column in columns) for row in range(len(ids))

@@ -11,8 +11,8 @@ import yaml
 from torch import nn
 
 from windlass.callbacks.charts import text_chart
-from windlass.callbacks.report import package_versions
 from windlass.callbacks.report_page import curve
+from windlass.callbacks.run_record import package_versions
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import read_manifest
 from windlass.config.plain_yaml import load_yaml
@@ -24,18 +24,39 @@ from windlass.trainer import card_facts
 
 CARD = "README.md"
 _SETTINGS = (
-    "learning_rate", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "seed",
-    "num_train_epochs", "max_steps", "optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
-    "max_grad_norm", "lr_scheduler_type", "warmup_steps", "label_smoothing_factor", "neftune_noise_alpha", "bf16",
-    "fp16", "max_length", "packing", "loss_type", "assistant_only_loss", "completion_only_loss",
-)  # fmt: skip
-# More rows of losses or evaluations than a reader looks at; those between are left out evenly.
+    "learning_rate",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "seed",
+    "num_train_epochs",
+    "max_steps",
+    "optim",
+    "optim_args",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "weight_decay",
+    "max_grad_norm",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "bf16",
+    "fp16",
+    "max_length",
+    "packing",
+    "loss_type",
+    "assistant_only_loss",
+    "completion_only_loss",
+)
+# The most rows of losses or evaluations in a card. Of more, rows at equal distances are kept.
 _ROWS = 20
 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Facts that a script gives for the card; what is empty is found out, or left out.
+    """Facts that a script gives for the card; empty facts are determined from the run, or left out.
 
     Attributes:
         base: the model that this one was fine-tuned from.

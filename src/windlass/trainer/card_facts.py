@@ -1,4 +1,4 @@
-"""What a model card can say without being given it: library, task, base model, datasets, results, versions."""
+"""Facts for a model card that follow from the run: library, task, base model, datasets, results, versions."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _SOURCE = re.compile(r"hf://datasets/([\w.-]+(?:/[\w.-]+)?)@")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model tells of itself.
+    """Facts that follow from a model.
 
     Attributes:
         kind: the name of its class.
         parameters: None if only its files are known.
         library: the package that reads it, as the Hub names it.
-        tasks: what its class is made for; empty if the name tells nothing.
+        tasks: the tasks of its class; empty if the class name does not show them.
         base: the repository that it was loaded from.
     """
 

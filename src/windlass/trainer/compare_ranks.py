@@ -1,4 +1,4 @@
-"""What the ranks of a run compare before it starts: a difference would hang it, or train other weights on each rank.
+"""Compare the ranks of a run before it starts: a difference would hang it, or train other weights on each rank.
 
 Each check is one exchange of a hash; a world of one exchanges nothing.
 """
@@ -7,31 +7,47 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from windlass.config.arguments import shared_arguments
+from windlass.config.arguments import TrainingArguments, shared_arguments
 from windlass.config.plan import RunPlan
+from windlass.core.errors import RankMismatchError
+from windlass.data.checksum import checksum
 from windlass.data.prepare import is_stream
-from windlass.dist.alike import check_alike, model_facts
+from windlass.data.seeding import Sandbox
+from windlass.dist.alike import check_alike, differences, model_facts
 from windlass.dist.gang import Gang
-from windlass.trainer.hooks import Overridable
+
+if TYPE_CHECKING:
+    from windlass.trainer.trainer import Trainer
 
 # Fields of a plan that may differ between ranks, under other names than the arguments that may.
-_OF_THIS_RANK = {"data": ("workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context",
-                          "in_order"), "save": ("output_dir", "host_memory"),
-                 "dist": ("timeout_seconds",), "reports": ("empty_cache_every",)}  # fmt: skip
+_OF_THIS_RANK = {
+    "data": (
+        "workers",
+        "pin_memory",
+        "persistent_workers",
+        "prefetch_factor",
+        "multiprocessing_context",
+        "in_order",
+    ),
+    "save": ("host_memory",),
+    "batches": ("rank",),
+    "dist": ("timeout_seconds",),
+    "reports": ("empty_cache_every",),
+}
 _DECIDING = ("DefaultFlowCallback", "EarlyStoppingCallback")
 
 
 def check_call_alike(
-    trainer: Overridable, gang: Gang, call: str, overridden: frozenset[str], resume: Any = None
+    trainer: Trainer, all_ranks: Gang, call: str, overridden: frozenset[str], resume: Any = None
 ) -> None:
     """Raise RankMismatchError unless all ranks make the same call, with the same arguments, data sizes and model.
     Collective. `overridden` are methods that a script replaced: each rank may hold a part of the data that its own
     loaders read.
     """
-    if gang.size == 1:
+    if all_ranks.size == 1:
         return
     resume = "a path" if isinstance(resume, str | os.PathLike) and resume != "auto" else resume
     own_training, own_evaluation = "get_train_dataloader" in overridden, "get_eval_dataloader" in overridden
@@ -51,24 +67,70 @@ def check_call_alike(
         "callbacks": sorted(name for name in present if name in _DECIDING),
         "model": model_facts(trainer.model),
     }
-    check_alike(facts, gang)
+    check_alike(facts, all_ranks)
+    _check_rows(trainer, all_ranks, own_training, own_evaluation)
 
 
-def check_plan_alike(gang: Gang, plan: RunPlan) -> None:
+def _check_rows(trainer: Trainer, all_ranks: Gang, own_training: bool, own_evaluation: bool) -> None:
+    """Raise RankMismatchError if ranks hold other rows: what Windlass deals to them must be the same everywhere. Sets
+    that a rank cannot read are left to the run, whose error names the sample. Collective.
+    """
+    evaluation = (
+        trainer.eval_dataset if isinstance(trainer.eval_dataset, Mapping) else {"": trainer.eval_dataset}
+    )
+    sets = {} if own_training else {"train_dataset": trainer.train_dataset}
+    sets |= (
+        {}
+        if own_evaluation
+        else {f"eval_dataset.{name}".rstrip("."): one for name, one in evaluation.items()}
+    )
+    shown = {
+        name: _shown_rows(one, trainer.args) for name, one in sets.items() if _is_dealt(one) and len(one)
+    }
+    everywhere = all_ranks.gather_objects({name: rows for name, rows in shown.items() if rows is not None})
+    known = set.intersection(*map(set, everywhere))
+    lines = differences([{name: rank[name] for name in sorted(known)} for rank in everywhere])
+    if lines:
+        raise RankMismatchError(lines)
+
+
+def _shown_rows(dataset: Any, args: TrainingArguments) -> str | None:
+    """The first, a middle and the last row as checksums; None if they cannot be read, or not alike twice."""
+    in_memory = isinstance(dataset, list | tuple) or hasattr(dataset, "select_columns")
+    if args.dataloader_num_workers and not in_memory:
+        return None  # what reads them may open files that must not be open before the workers are forked
+    sandbox, places = Sandbox(), sorted({0, len(dataset) // 2, len(dataset) - 1})
+
+    def read() -> str:
+        with sandbox:
+            sandbox.seed(args.seed)
+            return ", ".join(f"{checksum(dataset[place]):08x}" for place in places)
+
+    try:
+        found = read()
+        return f"rows {places} with the checksums {found}" if read() == found else None
+    except Exception:
+        return None
+
+
+def check_plan_alike(all_ranks: Gang, plan: RunPlan) -> None:
     """Raise RankMismatchError unless all ranks resolved the same plan. Collective."""
-    facts = asdict(replace(plan, data=replace(plan.data, worker_init=None)))
+    facts = asdict(plan)
     for part, names in _OF_THIS_RANK.items():
         for name in names:
             del facts[part][name]
-    check_alike({"plan": facts}, gang)
+    check_alike({"plan": facts}, all_ranks)
 
 
 def _size(dataset: Any, own_loader: bool) -> Any:
     """The size of a dataset that Windlass deals to the ranks, each of which must hold all of it."""
     if isinstance(dataset, Mapping):
         return {name: _size(one, own_loader) for name, one in dataset.items()}
-    sized = dataset is not None and not own_loader and not is_stream(dataset) and hasattr(dataset, "__len__")
-    return f"{len(dataset)} samples" if sized else _given(dataset)
+    return f"{len(dataset)} samples" if _is_dealt(dataset) and not own_loader else _given(dataset)
+
+
+def _is_dealt(dataset: Any) -> bool:
+    return dataset is not None and not is_stream(dataset) and hasattr(dataset, "__len__")
 
 
 def _given(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Continuing a run that another program began: what its checkpoint holds, put where this Trainer keeps it."""
+"""Continue a run that another program began: convert the states in its checkpoint to those of this Trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_job_logger
 from windlass.core.types import State
-from windlass.data.group import GroupSource
+from windlass.data.update_batch import GroupSource
 from windlass.dist.gang import Gang
 from windlass.engine.executor import Executor
 from windlass.engine.loop import Loop
@@ -28,7 +28,7 @@ logger = get_job_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ForeignPlace:
-    """The position of a foreign run in this run's data: so many updates after the beginning of an epoch."""
+    """The position of a foreign run in this run's data, as a number of updates since the start of an epoch."""
 
     epoch: int
     updates: int
@@ -43,20 +43,27 @@ class ForeignPlace:
         return None if updates == step else Progress(step, updates)
 
 
-def find_foreign_on_all(gang: Gang, store: Store, which: Literal[True] | str) -> ForeignCheckpoint | None:
-    """The checkpoint of another program that `resume_from_checkpoint` means, None if it means none. The main
+def find_foreign_on_all(
+    all_ranks: Gang, store: Store, which: Literal[True] | str
+) -> ForeignCheckpoint | None:
+    """The checkpoint of another program that `resume_from_checkpoint` names; None if it names none. The main
     process looks, and every rank opens what it found. Collective.
     """
     errors = (CheckpointError, OSError)
-    folder = together(gang, lambda: find_foreign(store, which) if gang.rank == 0 else None, errors)
-    found = gang.broadcast_object(None if folder is None else str(folder))
-    return together(gang, lambda: None if found is None else open_foreign(Path(found)), errors)
+    folder = together(all_ranks, lambda: find_foreign(store, which) if all_ranks.rank == 0 else None, errors)
+    found = all_ranks.broadcast_object(None if folder is None else str(folder))
+    return together(all_ranks, lambda: None if found is None else open_foreign(Path(found)), errors)
 
 
 def restore_foreign(
-    checkpoint: ForeignCheckpoint, place: ForeignPlace, model: nn.Module, optimizer: torch.optim.Optimizer,
-    schedule: Schedule, executor: Executor, loop: Loop,
-) -> None:  # fmt: skip
+    checkpoint: ForeignCheckpoint,
+    place: ForeignPlace,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    executor: Executor,
+    loop: Loop,
+) -> None:
     """Restore optimizer, schedule, loss scaler and position; random generators start from this run's seed."""
     ours = isinstance(schedule, FactorSchedule)
     checkpoint.load_optimizer_of(optimizer, model, with_rates=not ours)
@@ -71,8 +78,12 @@ def restore_foreign(
         "continuing from %s, which %s wrote, at step %d, %d updates into epoch %d. From here on "
         "the order of samples is this Trainer's, and random generators begin by this run's seed: nothing of either "
         "is taken from there. The next save is one of Windlass",
-        checkpoint.folder, checkpoint.writer, checkpoint.step, place.updates, place.epoch,
-    )  # fmt: skip
+        checkpoint.folder,
+        checkpoint.writer,
+        checkpoint.step,
+        place.updates,
+        place.epoch,
+    )
 
 
 def find_place(checkpoint: ForeignCheckpoint, source: GroupSource, accumulation: int) -> ForeignPlace:
@@ -91,8 +102,11 @@ def find_place(checkpoint: ForeignCheckpoint, source: GroupSource, accumulation:
         logger.warning(
             "%s made %d updates in %.4g epochs, and an epoch has %d here: batch size, accumulation, processes or data "
             "differ. The run continues after the fraction of the data that it had seen",
-            checkpoint.folder, step, checkpoint.epoch, whole,
-        )  # fmt: skip
+            checkpoint.folder,
+            step,
+            checkpoint.epoch,
+            whole,
+        )
     position = source.position_after(epoch, updates, accumulation) if updates else {}
     return ForeignPlace(epoch, updates, whole, position)
 
@@ -112,7 +126,7 @@ def _loop_state(place: ForeignPlace) -> State:
 
 
 def _compare_rates(schedule: FactorSchedule, checkpoint: ForeignCheckpoint) -> None:
-    """Say where the learning rate does not go on as it would have gone on there."""
+    """Warn if this run's learning rate differs from the checkpoint's at the resumed step."""
     rates = checkpoint.learning_rates()
     if rates is None:
         logger.warning(
@@ -127,5 +141,8 @@ def _compare_rates(schedule: FactorSchedule, checkpoint: ForeignCheckpoint) -> N
         logger.warning(
             "the learning rate of update %d is %.6g by this run's arguments, which are used, and %.6g by %s: the "
             "rate, the schedule, its warm-up or the number of updates differ, or updates were skipped there",
-            checkpoint.step, own, theirs, checkpoint.folder,
-        )  # fmt: skip
+            checkpoint.step,
+            own,
+            theirs,
+            checkpoint.folder,
+        )

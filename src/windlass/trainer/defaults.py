@@ -9,28 +9,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.assemble.resolve import resolve_engine
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.metrics_log import MetricsLogCallback
+from windlass.callbacks.notebook import NotebookProgressCallback
 from windlass.callbacks.printer import PrinterCallback
 from windlass.callbacks.progress import ProgressCallback
+from windlass.callbacks.report import ReportCallback
 from windlass.callbacks.tracking import TrackingCallback
 from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
-from windlass.config.plan import SavePlan
+from windlass.config.callback_interface import TrainerCallback
+from windlass.config.plan import SavePlan, ZeroPlan
 from windlass.config.refusal import refuse
+from windlass.config.support_rows import REPORT
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.events import TrainerCallback
 from windlass.core.lazy import LazyModule
 from windlass.core.locations import is_url
 from windlass.core.logs import get_logger
+from windlass.core.output import in_notebook
 from windlass.core.redact import has_hidden
 from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.world import World
+from windlass.data.collate_default import auto_collate
 from windlass.data.collate_pad import DataCollatorWithPadding
-from windlass.data.prepare import auto_collate
 from windlass.transforms.placing import to_device
 
 # Imported if a run publishes.
@@ -39,7 +42,7 @@ publishing: Any = LazyModule("windlass.trainer.publishing")
 logger = get_logger(__name__)
 
 
-def checked_arguments(args: Any) -> TrainingArguments:
+def checked_arguments(args: object) -> TrainingArguments:
     """Return the arguments, by default `TrainingArguments()`; raise ConfigError if they are of another type."""
     if args is None:
         return TrainingArguments()
@@ -65,8 +68,11 @@ def first_model(model: Any, make: Callable[[], nn.Module] | None) -> nn.Module:
         raise ConfigError(Problem("model", None if model is None else type(model).__name__, fix))
     model = model if make is None else make()
     if not isinstance(model, nn.Module):
-        fix = "give an nn.Module; load a name first, as with AutoModelForCausalLM.from_pretrained(name)"
-        raise ConfigError(Problem("model", type(model).__name__, fix))
+        name = model if isinstance(model, str) else "NAME"
+        fix = f"give an nn.Module; load a name first, as with AutoModelForCausalLM.from_pretrained({name!r})"
+        if isinstance(model, type):
+            fix = f"is the class; give an instance of it: {model.__name__}()"
+        raise ConfigError(Problem("model", name if isinstance(model, str) else type(model).__name__, fix))
     return model
 
 
@@ -80,6 +86,7 @@ MAKERS = {
 
 def check_given(
     args: TrainingArguments,
+    zero: ZeroPlan | None,
     optimizers: tuple[Any, Any],
     cls_and_kwargs: Any,
     model_init: Any,
@@ -89,7 +96,7 @@ def check_given(
     `makers` are the `MAKERS` that the script overrides.
     """
     problems, given = _remote_problems(str(args.output_dir)), optimizers[0] is not None
-    problems += _engine_problems(args, optimizers, cls_and_kwargs, makers)
+    problems += _engine_problems(zero, optimizers, cls_and_kwargs, makers)
     if given and cls_and_kwargs is not None:
         problems.append(Problem("optimizers", "given", "leave out either it or optimizer_cls_and_kwargs"))
     if model_init is not None and (given or optimizers[1] is not None):
@@ -99,7 +106,7 @@ def check_given(
 
 
 def _engine_problems(
-    args: TrainingArguments, optimizers: tuple[Any, Any], cls_and_kwargs: Any, makers: Collection[str]
+    zero: ZeroPlan | None, optimizers: tuple[Any, Any], cls_and_kwargs: Any, makers: Collection[str]
 ) -> list[Problem]:
     """Objects and overrides of the script beside sections of a DeepSpeed configuration that represent the same."""
     optimizer, schedule = optimizers
@@ -114,7 +121,6 @@ def _engine_problems(
         if found is not None
     ]
     given += [(section, f"the overridden {name}") for name in sorted(makers) for section in MAKERS[name]]
-    zero = resolve_engine(args) if given else None
     return [
         Problem(
             f"{zero.origin}.{section}.type",
@@ -142,14 +148,18 @@ def _remote_problems(output_dir: str) -> list[Problem]:
 
 def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
     """The callbacks that are called before a script's own."""
-    trackers = [TrackingCallback(args.report_to)] if args.report_to else []
+    names = [name for name in args.report_to or () if name != REPORT]
+    trackers = [TrackingCallback(names)] if names else []
+    report = [ReportCallback] if REPORT in (args.report_to or ()) else []
     hub = [publishing.hub_callback(args, folder)] if args.push_to_hub else []
-    return [DefaultFlowCallback, MetricsLogCallback(folder), *trackers, *hub]
+    return [DefaultFlowCallback, MetricsLogCallback(folder), *report, *trackers, *hub]
 
 
 def display_callback(args: TrainingArguments) -> type[TrainerCallback]:
     """The callback that shows the progress of a run."""
-    return PrinterCallback if args.disable_tqdm else ProgressCallback
+    if args.disable_tqdm:
+        return PrinterCallback
+    return NotebookProgressCallback if in_notebook() else ProgressCallback
 
 
 def multiplied_parameters(model: nn.Module) -> int:
@@ -169,12 +179,16 @@ def one_of(name: str, value: Any, old_name: str, old_value: Any) -> Any:
     return old_value if value is None else value
 
 
-def checked_collator(collator: Any, tokenizer: Any) -> Callable[[list[Any]], Any]:
-    """Return the collator. The default pads if the tokenizer can pad, and stacks otherwise."""
+def check_collator(collator: Any) -> None:
+    """Raise ConfigError if a collator is given that cannot be called."""
     if collator is not None and not callable(collator):
         fix = "give a function or an object that makes a batch of a list of samples"
         raise ConfigError(Problem("data_collator", collator, fix))
-    return collator or (DataCollatorWithPadding(tokenizer) if hasattr(tokenizer, "pad") else auto_collate)
+
+
+def default_collator(tokenizer: Any) -> Callable[[list[Any]], Any]:
+    """Return a collator that pads if the tokenizer can pad, and stacks otherwise."""
+    return DataCollatorWithPadding(tokenizer) if hasattr(tokenizer, "pad") else auto_collate
 
 
 def place_model(model: nn.Module, device: torch.device) -> None:
@@ -191,10 +205,9 @@ def align_special_tokens(model: nn.Module, tokenizer: Any) -> None:
         value = getattr(tokenizer, name, None)
         for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
             given = getattr(config, name, value)
-            ends_too = (
-                isinstance(given, (list, tuple)) and value in given
-            )  # one of several tokens that end a text
-            if value is not None and config is not None and given != value and not ends_too:
+            # A configuration may list several tokens that end a text.
+            is_listed = isinstance(given, (list, tuple)) and value in given
+            if value is not None and config is not None and given != value and not is_listed:
                 setattr(config, name, value)
                 changed[name] = value
     if changed:
@@ -214,5 +227,8 @@ def warn_of_spare_devices(world: World, device: torch.device) -> None:
     if device.type not in ("cpu", "mps") and total > world.local_size and world.is_local_main:
         logger.warning(
             "%d accelerators are visible and this job uses %d. To use them all, start the script with: "
-            "torchrun --nproc-per-node %d SCRIPT", total, world.local_size, total
-        )  # fmt: skip
+            "torchrun --nproc-per-node %d SCRIPT",
+            total,
+            world.local_size,
+            total,
+        )

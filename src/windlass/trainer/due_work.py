@@ -5,27 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
-from windlass.config.plan import RunPlan
 from windlass.core.clock import Moment
 from windlass.core.errors import Preempted
 from windlass.core.logs import get_job_logger
 from windlass.core.types import State
 from windlass.dist.beacon import beacon
-from windlass.dist.gang import Gang
 from windlass.engine.evaluate import closing_if_possible
 from windlass.engine.loop import Loop
 from windlass.engine.uneven_batches import EvaluationAbandoned, interruptible_batches
-from windlass.optim.schedule import Schedule
-from windlass.trainer import save_retry
-from windlass.trainer.agreement import Agreement
-from windlass.trainer.best_tracker import BestTracker, find_metric
-from windlass.trainer.checkpointer import Checkpointer
-from windlass.trainer.evaluator import Evaluator
-from windlass.trainer.hooks import TrainHooks
-from windlass.trainer.interruption import Interruption, WaitBrokenOff
-from windlass.trainer.run_events import Events
+from windlass.trainer.best_tracker import find_metric
+from windlass.trainer.interruption import WaitBrokenOff
+from windlass.trainer.run_checkpoints import RunCheckpoints
+from windlass.trainer.run_context import RunContext
 from windlass.trainer.run_reports import RunReports
-from windlass.trainer.run_saver import RunSaver
+from windlass.trainer.signal_exchange import SignalExchange
 
 logger = get_job_logger(__name__)
 
@@ -34,30 +27,31 @@ class DueWork:
     """Does what control flags, the clock and signals request. All ranks make the same calls.
 
     Its state is a part of checkpoints: if a run was ended in an evaluation, the resumed run evaluates first.
-    `in_step` returns True if a forward of one rank waits for the others.
 
     Attributes:
         waits_for_data: an evaluation waits for its next batch.
     """
 
     def __init__(
-        self, gang: Gang, events: Events, hooks: TrainHooks, plan: RunPlan, evaluator: Evaluator,
-        interruption: Interruption, agreement: Agreement, checkpointer: Checkpointer, saver: RunSaver,
-        best: BestTracker, reports: RunReports, schedule: Schedule, loop: Loop, in_step: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        self._gang, self._events, self._hooks, self._plan = gang, events, hooks, plan
-        self._evaluator, self._interruption, self._agreement = evaluator, interruption, agreement
-        self._checkpointer, self._saver, self._best, self._reports = checkpointer, saver, best, reports
-        self._schedule, self._loop, self._in_step = schedule, loop, in_step
+        self,
+        context: RunContext,
+        signals: SignalExchange,
+        checkpoints: RunCheckpoints,
+        reports: RunReports,
+        loop: Loop,
+    ) -> None:
+        self._context, self._events, self._interruption = context, context.events, context.interruption
+        self._hooks, self._plan = context.hooks, context.plan
+        self._signals, self._checkpoints, self._reports, self._loop = signals, checkpoints, reports, loop
         self._beacon = beacon()
         self._started = Moment()
         self._saved_step = 0
-        # An evaluation that was abandoned, and a save that was due after it.
+        # True if an evaluation was abandoned; and if a save was due after it.
         self._evaluation_left = self._save_left = False
         self.waits_for_data = False
 
     def begin(self, started: Moment) -> None:
-        """Begin training at this moment; first do what an earlier part of the run left undone."""
+        """Begin training at this moment; first do the work that an earlier part of the run could not finish."""
         self._started = started
         evaluation, save = self._evaluation_left, self._save_left
         self._evaluation_left = self._save_left = False
@@ -80,7 +74,7 @@ class DueWork:
         if events.control.should_evaluate:
             self._do("evaluate", self._evaluate)
         preempted = interruption.preempted
-        if events.control.should_save or interruption.stopped or self._agreement.save_due or preempted:
+        if events.control.should_save or interruption.stopped or self._signals.save_due or preempted:
             self._do("save", self._save)
         if preempted:
             self.leave()
@@ -88,7 +82,7 @@ class DueWork:
     def _do(self, name: str, work: Callable[[], None]) -> None:
         self._beacon.call(name)
         work()
-        self._events.agree_on_flags()
+        self._events.merge_flags()
 
     def _log(self) -> None:
         logs = self._reports.progress()
@@ -105,12 +99,13 @@ class DueWork:
             events.control.should_evaluate = False  # as after every evaluation
             return
         save = self._plan.save
-        if self._schedule.follows_metric:
-            self._schedule.observe(find_metric(metrics, save.metric or "loss"))
+        schedule = self._context.built.schedule
+        if schedule.follows_metric:
+            schedule.observe(find_metric(metrics, save.metric or "loss"))
         if save.load_best_at_end or save.keep_best:
-            self._checkpointer.finish()  # the best is one of the committed checkpoints
+            self._checkpoints.finish()  # the best is one of the committed checkpoints
         new_best = self._hooks.judge(metrics)
-        kept = self._best.keeps_last()
+        kept = self._checkpoints.best.keeps_last()
         if save.cadence.strategy == "best":
             events.control.should_save = new_best or kept
         elif kept or (new_best and save.load_best_at_end):
@@ -122,12 +117,12 @@ class DueWork:
         events = self._events
         logged, states = len(events.state.log_history), events.copy_callback_states()
         try:
-            with self._evaluator.interruptible(self._interruptible):
+            with self._context.services.evaluator.interruptible(self._interruptible):
                 return self._hooks.evaluate()
         except EvaluationAbandoned:
             pass
         except WaitBrokenOff:
-            self._interruption.agree_preemption(0.0)  # in a world of one, which need not ask
+            self._interruption.note_preemptions(0.0)  # in a world of one, which need not ask
         # The resumed run starts it again, and reports everything again.
         del events.state.log_history[logged:]
         events.handler.load_state_dict(states)
@@ -136,13 +131,17 @@ class DueWork:
     def _interruptible(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
         """The batches of an evaluation, which all ranks abandon together if the run is to end."""
 
-        def agreed(sums: Sequence[float]) -> None:
-            self._agreement.apply(sums, self._events.state.global_step)
+        def received(sums: Sequence[float]) -> None:
+            self._signals.apply(sums, self._events.state.global_step)
             if self._interruption.preempted or self._interruption.stopped:
                 raise EvaluationAbandoned
 
         return interruptible_batches(
-            self._waited_for(batches), self._gang, self._agreement.own, agreed, in_step=self._in_step()
+            self._waited_for(batches),
+            self._context.all_ranks,
+            self._signals.own,
+            received,
+            in_step=self._context.forwards_meet,
         )
 
     def _waited_for(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
@@ -167,16 +166,15 @@ class DueWork:
         return self._saved_step == self._events.state.global_step
 
     def _save(self) -> None:
-        interruption, retry, checkpointer = self._interruption, self._saver.retry, self._checkpointer
+        interruption, checkpoints = self._interruption, self._checkpoints
         step = self._events.state.global_step
         planned = self._events.control.should_save or interruption.stopped or interruption.preempted
-        checkpointer.ephemeral = not (planned or retry.owes_ordinary)
-        retry.begin(step, self._agreement.clock_asks, ordinary=not checkpointer.ephemeral)
-        self._agreement.saved(step)
+        checkpoints.begin_attempt(planned, due=self._signals.clock_asks)
+        self._signals.saved(step)
         self._saved_step = step
         self._loop.check_finite()
         self._hooks.save_checkpoint()
-        checkpointer.ephemeral = False  # saves that a script starts itself are not ephemeral
+        checkpoints.ephemeral = False  # saves that a script starts itself are not ephemeral
         interruption.saved()
         self._events.control.should_save = False
 
@@ -196,8 +194,8 @@ class DueWork:
 
     def leave(self) -> None:
         """Raise Preempted once the run is saved. Collective."""
-        self._checkpointer.finish_last(save_retry.LEAVING_PAUSES, self._hooks.save_checkpoint)
-        folder, step = self._checkpointer.newest, self._events.state.global_step
+        self._checkpoints.finish_last(self._hooks.save_checkpoint, leaving=True)
+        folder, step = self._checkpoints.newest, self._events.state.global_step
         logger.warning("exiting at step %d; the run can be resumed from %s", step, folder or "its beginning")
         raise Preempted(step, folder)
 

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,15 +17,16 @@ from torch import nn
 from windlass.config.plan import EvaluationPlan
 from windlass.core.device import start_recorded
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.logs import get_logger, warn_once
+from windlass.core.logs import get_logger
 from windlass.core.rng import preserved_rng
 from windlass.core.types import EvalLoopOutput, LossTerms
 from windlass.data.dealt_loader import DealtLoader
 from windlass.data.stream_loader import StreamLoader
 from windlass.data.workers import Reader, read_batches
-from windlass.engine.evaluate import EvalRequest, closing_if_possible, evaluation_loop
+from windlass.engine.evaluate import Evaluation, closing_if_possible, evaluation_loop
 from windlass.engine.executor import Executor
 from windlass.engine.uneven_batches import Placed, pad_uneven_batches
+from windlass.trainer.batch_faults import BatchFaults, Fed
 from windlass.trainer.batch_fitter import BatchFitter
 from windlass.trainer.loss_policy import LossPolicy
 from windlass.trainer.run_events import Events
@@ -37,36 +39,18 @@ _CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Watch = Callable[[Iterable[Placed]], Generator[Placed, None, None]]
 
 
-@dataclass(frozen=True, slots=True)
-class EvalHooks:
-    """Model and functions of one evaluation.
-
-    Attributes:
-        model, strategy: the bare model, and how it is spread over ranks.
-        in_step: a forward of one rank waits for the others, so they need equal numbers of batches.
-        predict: `prediction_step` on one batch: (batch, loss_only) -> (loss, logits, labels).
-        count_targets: the weight of a batch's mean loss.
-        label_names: which entries of a batch are labels.
-        compute_metrics, preprocess_logits: as the Trainer was given them.
-    """
-
-    model: nn.Module
-    strategy: Strategy
-    in_step: bool
-    predict: Callable[[Any, bool], tuple[Any, Any, Any]]
-    count_targets: Callable[[Any], float]
-    label_names: list[str]
-    compute_metrics: Callable[..., Any] | None
-    preprocess_logits: Callable[[Any, Any], Any] | None
-
-
 class Evaluator:
     """Runs a model over loaders, within a run or outside."""
 
-    def __init__(self, session: Session, events: Events, loss: LossPolicy, fitter: BatchFitter) -> None:
+    def __init__(
+        self, session: Session, events: Events, loss: LossPolicy, faults: BatchFaults, fitter: BatchFitter
+    ) -> None:
         self._session, self._events, self._loss, self._fitter = session, events, loss, fitter
+        self._faults = faults
         self._executor: Executor | None = None
         self._watch: Watch | None = None
+        self._cast_model: weakref.ref[nn.Module] | None = None
+        self._cast_to = ""
 
     @contextlib.contextmanager
     def during(self, executor: Executor) -> Iterator[None]:
@@ -94,91 +78,68 @@ class Evaluator:
         """A context in which an evaluation, overrides included, draws nothing from a run's random generators."""
         return contextlib.nullcontext() if self._executor is None else preserved_rng(self._session.device)
 
-    def run(
-        self, loader: Any, hooks: EvalHooks, plan: EvaluationPlan, *, loss_only: bool | None, prefix: str,
-        predicting: bool,
-    ) -> EvalLoopOutput:  # fmt: skip
-        """Evaluate a loader's batches and join the results of all ranks. Collective. `loss_only` keeps nothing but the
-        loss; None: as in the plan.
-        """
-        loss_only = plan.loss_only if loss_only is None else loss_only
-        request = self._request(hooks, plan, loss_only, prefix, predicting)
+    def run(self, loader: Any, evaluation: Evaluation) -> EvalLoopOutput:
+        """Evaluate a loader's batches and join the results of all ranks. Collective."""
         self._events.show(eval_dataloader=loader)
-        logger.info("***** Running %s *****", "Prediction" if predicting else "Evaluation")
+        logger.info("***** Running %s *****", "Prediction" if evaluation.predicting else "Evaluation")
+
+        def batches() -> Iterable[Placed]:
+            return self._placed(loader, evaluation)
+
         try:
             return self._fitted(
-                loader, hooks, plan, request, lambda: self._placed(loader, hooks, plan),
-                functools.partial(self._events.fire, "on_prediction_step"),
-            )  # fmt: skip
+                loader, evaluation, batches, functools.partial(self._events.fire, "on_prediction_step")
+            )
         finally:
             self._events.end_evaluation_displays()
 
-    def rehearse(
-        self, loaders: Mapping[str, Callable[[], Any]], hooks: EvalHooks, plan: EvaluationPlan, wanted: str
-    ) -> dict[str, float]:
-        """The metrics of the first batch of each evaluation set, unreported, for their names. Collective.
-
-        Args:
-            loaders: makes the loader of each set, by name; "" is the only one.
-            wanted: the metric that counts as returned if `compute_metrics` fails on so few samples.
+    def rehearse(self, loader: Any, evaluation: Evaluation, wanted: str) -> dict[str, float]:
+        """The metrics of the loader's first batch, unreported, for their names. Collective. `wanted` is the metric that
+        counts as returned if `compute_metrics` fails on so few samples.
         """
-        metrics: dict[str, float] = {}
-        for name, make_loader in loaders.items():
-            loader = make_loader()
-            loss_only = hooks.compute_metrics is None or plan.loss_only
-            request = self._request(hooks, plan, loss_only, f"eval_{name}" if name else "eval", False)
-            if request.compute_metrics is not None:
-                request = replace(request, compute_metrics=_lenient(request.compute_metrics, wanted))
+        if evaluation.compute_metrics is not None:
+            evaluation = replace(evaluation, compute_metrics=_lenient(evaluation.compute_metrics, wanted))
 
-            def first_batch(loader: Any = loader) -> Iterable[Placed]:
-                return itertools.islice(self._placed(loader, hooks, plan), 1)
+        def first_batch() -> Iterable[Placed]:
+            return itertools.islice(self._placed(loader, evaluation), 1)
 
-            output = self._fitted(loader, hooks, plan, request, first_batch, lambda: None)
-            metrics.update(output.metrics)
-        return metrics
+        return self._fitted(loader, evaluation, first_batch, lambda: None).metrics
 
     def _fitted(
-        self, loader: Any, hooks: EvalHooks, plan: EvaluationPlan, request: EvalRequest,
-        batches: Callable[[], Iterable[Placed]], on_batch: Callable[[], None],
-    ) -> EvalLoopOutput:  # fmt: skip
+        self,
+        loader: Any,
+        evaluation: Evaluation,
+        batches: Callable[[], Iterable[Placed]],
+        on_batch: Callable[[], None],
+    ) -> EvalLoopOutput:
         """Evaluate the batches of `loader`, which is resized if memory runs out."""
         return self._fitter.evaluate(
-            loader, lambda: self._evaluate(loader, batches(), hooks, plan, request, on_batch),
-            batch_metrics=plan.batch_metrics, sharded=hooks.strategy.sharded,
-        )  # fmt: skip
-
-    def _request(
-        self, hooks: EvalHooks, plan: EvaluationPlan, loss_only: bool, prefix: str, predicting: bool
-    ) -> EvalRequest:
-        if loss_only and plan.loss_only and hooks.compute_metrics is not None:
-            warn_once(
-                logger, "prediction_loss_only=True keeps no predictions, so compute_metrics is not called"
-            )
-        return EvalRequest(
-            prefix=prefix,
-            loss_only=loss_only,
-            compute_metrics=None if loss_only else hooks.compute_metrics,
-            preprocess_logits=hooks.preprocess_logits,
-            batch_metrics=plan.batch_metrics,
-            include=plan.include,
-            accumulate_steps=plan.accumulate_steps,
-            concat=plan.concat,
-            main_input=getattr(hooks.model, "main_input_name", "input_ids"),
-            predicting=predicting,
+            loader,
+            lambda: self._evaluate(loader, batches(), evaluation, on_batch),
+            batch_metrics=evaluation.plan.batch_metrics,
+            sharded=evaluation.strategy.sharded,
         )
 
     def _evaluate(
-        self,
-        loader: Any,
-        batches: Iterable[Placed],
-        hooks: EvalHooks,
-        plan: EvaluationPlan,
-        request: EvalRequest,
-        on_batch: Callable[[], None],
+        self, loader: Any, batches: Iterable[Placed], evaluation: Evaluation, on_batch: Callable[[], None]
     ) -> EvalLoopOutput:
-        def step(batch: Any) -> tuple[Any, Any, Any]:
+        current = Fed("evaluation", None)
+
+        def noted(batches: Iterable[Placed]) -> Iterator[Placed]:
+            nonlocal current
+            for ids, batch in batches:
+                current = Fed("evaluation", batch, ids or ())
+                if self._faults.checks_ahead:
+                    self._faults.check(current)
+                yield ids, batch
+
+        def predict(batch: Any) -> tuple[Any, Any, Any]:
             targets = self._loss.counter(batch) if self._loss.is_sum else 0.0
-            loss, logits, labels = hooks.predict(batch, request.loss_only)
+            try:
+                loss, logits, labels = evaluation.predict(batch)
+            except Exception as error:
+                self._faults.explain(error, current)
+                raise
             if self._loss.is_sum and isinstance(loss, torch.Tensor):
                 loss = LossTerms(loss, targets)
             return loss, logits, labels
@@ -188,55 +149,54 @@ class Evaluator:
             on_batch()
 
         with contextlib.ExitStack() as stack:
-            self._enter_evaluation_mode(stack, hooks, plan)
+            self._enter_evaluation_mode(stack, evaluation)
             # With or without evaluations, a run has the same bits: they draw nothing from its random generators.
             stack.enter_context(preserved_rng(self._session.device))
             if self._watch is not None:
                 batches = stack.enter_context(contextlib.closing(self._watch(batches)))
             return evaluation_loop(
-                self._measured(batches, hooks), step, request, weigh=hooks.count_targets, gang=self._session.gang,
-                in_step=hooks.in_step,
+                noted(self._measured(batches, evaluation.label_names)),
+                replace(evaluation, predict=predict),
+                data_ranks=self._session.data_ranks,
                 reading_is_collective=isinstance(loader, DealtLoader) and loader.must_go_in_step,
                 on_batch=after_batch,
-            )  # fmt: skip
+            )
 
-    def _placed(self, loader: Any, hooks: EvalHooks, plan: EvaluationPlan) -> Iterable[Placed]:
+    def _placed(self, loader: Any, evaluation: Evaluation) -> Iterable[Placed]:
         """A loader's batches with the dataset positions of their samples; unknown for a script's own loaders.
 
         Equally many on each rank if every forward needs all ranks, or if reading does.
         """
         if isinstance(loader, StreamLoader):
-            loader.agree(self._session.gang)
+            loader.agree(self._session.data_ranks)
         if isinstance(loader, DealtLoader) and not loader.own_parts:
-            in_step = hooks.in_step or loader.must_go_in_step
+            in_step = evaluation.in_step or loader.must_go_in_step
             return loader.batches_in_step() if in_step else loader.batches_with_ids()
-        reader = Reader("evaluation", plan.start_timeout)
+        reader = Reader("evaluation", evaluation.plan.start_timeout)
         unplaced: Iterable[Placed] = (([], batch) for batch in read_batches(loader, reader))
-        return pad_uneven_batches(unplaced, self._session.gang) if hooks.in_step else unplaced
+        return pad_uneven_batches(unplaced, self._session.all_ranks) if evaluation.in_step else unplaced
 
-    def _measured(self, batches: Iterable[Placed], hooks: EvalHooks) -> Iterator[Placed]:
+    def _measured(self, batches: Iterable[Placed], label_names: Sequence[str]) -> Iterator[Placed]:
         """The batches; the first is used to measure which labels are targets, if training has not. Collective."""
         remaining = iter(batches)
         with closing_if_possible(remaining):
             first = next(remaining, None)
             if not self._loss.measured:
-                labelled = first is not None and has_labels(first[1], hooks.label_names)
+                labelled = first is not None and has_labels(first[1], label_names)
                 self._loss.measure_labels(first[1] if first is not None and labelled else None)
             if first is not None:
                 yield first
                 yield from remaining
 
-    def _enter_evaluation_mode(
-        self, stack: contextlib.ExitStack, hooks: EvalHooks, plan: EvaluationPlan
-    ) -> None:
+    def _enter_evaluation_mode(self, stack: contextlib.ExitStack, evaluation: Evaluation) -> None:
         """Put the model into evaluation mode, in the plan's dtype.
 
         It stays in that mode until the next training step: callbacks and scripts sample from it.
         """
         if self._executor is not None:
             stack.enter_context(self._executor.evaluating())
-        hooks.model.eval()
-        self._cast(hooks.strategy, plan)
+        evaluation.strategy.module.eval()
+        self._cast(evaluation.strategy, evaluation.plan)
 
     def _cast(self, strategy: Strategy, plan: EvaluationPlan) -> None:
         """`bf16_full_eval`, `fp16_full_eval`: cast the weights themselves, which training could not undo."""
@@ -247,10 +207,22 @@ class Evaluator:
                 "it would cast the weights that are being trained; evaluate after training, or use bf16=True"
             )
             raise ConfigError(Problem(f"{plan.cast}_full_eval", True, fix))
-        strategy.cast(_CASTS[plan.cast], self._session.device)
+        dtype, model = _CASTS[plan.cast], strategy.module
+        if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
+            self._cast_model, self._cast_to = weakref.ref(model), plan.cast
+        strategy.cast(dtype, self._session.device)
+
+    def check_trainable(self, model: nn.Module) -> None:
+        """Raise ConfigError if an evaluation has cast the weights of `model`, which lose their last digits."""
+        if self._cast_model is not None and self._cast_model() is model:
+            fix = (
+                f"an evaluation has cast the weights to {self._cast_to}, so they cannot be trained further: make the "
+                "Trainer again with the model as it was saved before, or evaluate with bf16=True in place of it"
+            )
+            raise ConfigError(Problem(f"{self._cast_to}_full_eval", True, fix))
 
 
-def has_labels(batch: Any, names: list[str]) -> bool:
+def has_labels(batch: Any, names: Sequence[str]) -> bool:
     """Return True if a batch has labels under all of these names."""
     if not isinstance(batch, Mapping):
         return True  # only the model knows the parts of a batch without names: it must return its loss

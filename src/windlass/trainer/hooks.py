@@ -9,87 +9,33 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from windlass.accelerator.accelerator import Accelerator
-from windlass.assemble.resolve import NEVER_CALLED, resolve_evaluation
-from windlass.callbacks.handler import CallbackHandler
+from windlass.assemble.rules import NEVER_CALLED
 from windlass.config.arguments import TrainingArguments
+from windlass.config.plan import EvaluationPlan
 from windlass.core.clock import Moment
-from windlass.trainer.checkpointer import WriteModel
-from windlass.trainer.evaluator import EvalHooks, Evaluator
+from windlass.core.logs import get_logger, warn_once
+from windlass.engine.evaluate import Evaluation
+from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.loss_policy import LossHooks
 from windlass.trainer.losses import takes
-from windlass.trainer.micro_steps import NotingLoss, TrainingStep
 from windlass.transforms.strategy import Strategy
 
+if TYPE_CHECKING:  # the class whose methods are bound here; nothing below knows it
+    from windlass.trainer.trainer import Trainer
+
+logger = get_logger(__name__)
+
+WriteModel = Callable[[Path, Mapping[str, Any] | None], None]
 _MULTI_LABEL = "multi_label_classification"
 
 
-class Overridable(Protocol):
-    """The attributes and methods of `Trainer` that hooks use, and that a subclass or a script may replace."""
-
-    args: TrainingArguments
-    model: nn.Module
-    model_wrapped: nn.Module
-    accelerator: Accelerator
-    optimizer: torch.optim.Optimizer | None
-    lr_scheduler: Any
-    train_dataset: Any
-    eval_dataset: Any
-    is_in_train: bool
-    compute_loss_func: Callable[..., Any] | None
-    compute_metrics: Callable[..., Any] | None
-    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None
-    label_names: list[str]
-    loss_is_scaled_for_ga: bool | None
-
-    @property
-    def callback_handler(self) -> CallbackHandler: ...
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor: ...
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any: ...
-
-    def count_targets(self, batch: Any) -> float: ...
-
-    def autocast_smart_context_manager(self) -> AbstractContextManager[Any]: ...
-
-    def get_train_dataloader(self) -> Any: ...
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any: ...
-
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None: ...
-
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None
-    ) -> dict[str, float]: ...
-
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None: ...
-
-    def _prepare_inputs(self, inputs: Any) -> Any: ...
-
-    def _determine_best_metric(self, metrics: dict[str, float]) -> bool: ...
-
-    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None: ...
-
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Any, Any, Any]: ...
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None: ...
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str) -> None: ...
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None: ...
-
-    def _load_best_model(self) -> None: ...
-
+TrainingStep = Callable[[Any, Tensor | None], None]
+NotingLoss = Callable[[Callable[[Any], None]], AbstractContextManager[None]]
 
 # Overrides of these methods change the plan.
 WATCHED = (
@@ -118,7 +64,7 @@ def replaced(instance: object, *names: str) -> frozenset[str]:
     )
 
 
-def loss_hooks(trainer: Overridable, owner: type) -> LossHooks:
+def loss_hooks(trainer: Trainer, owner: type) -> LossHooks:
     """The hooks of a loss. `owner` is the class whose methods are the defaults."""
     return LossHooks(
         model=trainer.model,
@@ -155,7 +101,7 @@ class TrainHooks:
 
     Attributes:
         model: the bare model.
-        get_train_dataloader, evaluate: the methods of these names.
+        get_train_dataloader, data_facts, evaluate: the methods of these names.
         create_optimizer: number of updates -> optimizer and scheduler, by `create_optimizer_and_scheduler`.
         training_step: `training_step` on one micro-batch, with the target count that it gets or None.
         noting_loss: context in which `compute_loss` reports its return values.
@@ -174,6 +120,7 @@ class TrainHooks:
 
     model: nn.Module
     get_train_dataloader: Callable[[], Any]
+    data_facts: Callable[[], Mapping[str, Any]]
     create_optimizer: Callable[[int], tuple[torch.optim.Optimizer | None, Any]]
     training_step: TrainingStep
     noting_loss: NotingLoss
@@ -193,8 +140,8 @@ class TrainHooks:
 
     @classmethod
     def of(
-        cls, trainer: Overridable, owner: type, ignore_keys: list[str] | None,
-        evaluator: Evaluator,
+        cls, trainer: Trainer, owner: type, ignore_keys: list[str] | None, evaluator: Evaluator,
+        evaluations: EvaluationPlan,
     ) -> TrainHooks:  # fmt: skip
         """Bind the methods of a Trainer.
 
@@ -217,8 +164,13 @@ class TrainHooks:
                 trainer._save(str(folder), state_dict=gathered)
 
         def rehearse(wanted: str, strategy: Strategy) -> dict[str, float]:
-            loaders, bound = _evaluation_loaders(trainer), eval_hooks(trainer, strategy, None)
-            return evaluator.rehearse(loaders, bound, resolve_evaluation(trainer.args), wanted)
+            metrics: dict[str, float] = {}
+            loss_only = True if trainer.compute_metrics is None else None
+            for name, make_loader in _evaluation_loaders(trainer).items():
+                prefix = f"eval_{name}" if name else "eval"
+                one = evaluation_of(trainer, evaluations, strategy, None, prefix=prefix, loss_only=loss_only)
+                metrics.update(evaluator.rehearse(make_loader(), one, wanted))
+            return metrics
 
         def may_save_in_background() -> bool:
             own = overrides(trainer, owner, "_save_checkpoint", "_save", "save_model")
@@ -227,6 +179,7 @@ class TrainHooks:
         return cls(
             model=trainer.model,
             get_train_dataloader=trainer.get_train_dataloader,
+            data_facts=trainer.data_facts,
             create_optimizer=create_optimizer,
             training_step=_training_step(trainer),
             noting_loss=lambda note: _noting_loss(trainer, note),
@@ -246,7 +199,7 @@ class TrainHooks:
         )
 
 
-def _training_step(trainer: Overridable) -> TrainingStep:
+def _training_step(trainer: Trainer) -> TrainingStep:
     takes_count = takes(trainer.training_step, "num_items_in_batch")
 
     def step(batch: Any, count: Tensor | None) -> None:
@@ -258,7 +211,7 @@ def _training_step(trainer: Overridable) -> TrainingStep:
     return step
 
 
-def _save_checkpoint(trainer: Overridable) -> Callable[[], None]:
+def _save_checkpoint(trainer: Trainer) -> Callable[[], None]:
     parameters = inspect.signature(trainer._save_checkpoint).parameters.values()
     required = [
         p
@@ -270,7 +223,7 @@ def _save_checkpoint(trainer: Overridable) -> Callable[[], None]:
     return lambda: trainer._save_checkpoint(trainer.model, *trial)
 
 
-def _log(trainer: Overridable) -> Callable[[dict[str, Any], Moment | None], None]:
+def _log(trainer: Trainer) -> Callable[[dict[str, Any], Moment | None], None]:
     takes_start = len(inspect.signature(trainer.log).parameters) > 1  # older overrides do not
 
     def log(logs: dict[str, Any], started: Moment | None) -> None:
@@ -283,7 +236,7 @@ def _log(trainer: Overridable) -> Callable[[dict[str, Any], Moment | None], None
 
 
 @contextlib.contextmanager
-def _noting_loss(trainer: Overridable, note: Callable[[Any], None]) -> Iterator[None]:
+def _noting_loss(trainer: Trainer, note: Callable[[Any], None]) -> Iterator[None]:
     """Within the body, call `note` with each value that `compute_loss` returns."""
     compute_loss, attributes = trainer.compute_loss, vars(trainer)
     own = attributes.get("compute_loss")
@@ -302,20 +255,46 @@ def _noting_loss(trainer: Overridable, note: Callable[[Any], None]) -> Iterator[
             attributes["compute_loss"] = own
 
 
-def eval_hooks(trainer: Overridable, strategy: Strategy, ignore_keys: list[str] | None) -> EvalHooks:
-    """The hooks of an evaluation. `ignore_keys` are keys of the model's output that are not predictions."""
+def evaluation_of(
+    trainer: Trainer,
+    plan: EvaluationPlan,
+    strategy: Strategy,
+    ignore_keys: list[str] | None,
+    *,
+    prefix: str = "eval",
+    loss_only: bool | None = None,
+    predicting: bool = False,
+) -> Evaluation:
+    """An evaluation of the Trainer's model.
 
-    def predict(batch: Any, loss_only: bool) -> tuple[Any, Any, Any]:
-        return trainer.prediction_step(trainer.model, batch, loss_only, ignore_keys=ignore_keys)
+    Args:
+        ignore_keys: keys of the model's output that are not predictions.
+        loss_only: keep nothing but the loss; None: as in the plan.
+    """
+    metrics = trainer.compute_metrics
+    keeps_nothing = plan.loss_only if loss_only is None else loss_only
+    if keeps_nothing and plan.loss_only and metrics is not None:
+        warn_once(logger, "prediction_loss_only=True keeps no predictions, so compute_metrics is not called")
 
-    in_step = strategy.sharded or trainer.accelerator.forwards_meet
-    return EvalHooks(
-        trainer.model, strategy, in_step, predict, trainer.count_targets, trainer.label_names,
-        trainer.compute_metrics, trainer.preprocess_logits_for_metrics,
-    )  # fmt: skip
+    def predict(batch: Any) -> tuple[Any, Any, Any]:
+        return trainer.prediction_step(trainer.model, batch, keeps_nothing, ignore_keys=ignore_keys)
+
+    return Evaluation(
+        strategy,
+        predict,
+        trainer.count_targets,
+        plan,
+        trainer.label_names,
+        in_step=strategy.sharded or trainer.accelerator.forwards_meet,
+        compute_metrics=None if keeps_nothing else metrics,
+        preprocess_logits=trainer.preprocess_logits_for_metrics,
+        prefix=prefix,
+        loss_only=keeps_nothing,
+        predicting=predicting,
+    )
 
 
-def _evaluation_loaders(trainer: Overridable) -> dict[str, Callable[[], Any]]:
+def _evaluation_loaders(trainer: Trainer) -> dict[str, Callable[[], Any]]:
     """Functions that make the loader of each evaluation set, by name; "" is the only one."""
     if not isinstance(trainer.eval_dataset, Mapping):
         return {"": lambda: trainer.get_eval_dataloader(None)}

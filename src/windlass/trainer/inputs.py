@@ -10,24 +10,24 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from windlass.assemble.resolve import resolve_batch, resolve_data
+from windlass.config.accelerator_config import share_of_batch
+from windlass.config.plan import BatchPlan, CallPlan
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.types import State
-from windlass.core.world import World
 from windlass.data.columns import ColumnCollator, select_columns
 from windlass.data.dealt_loader import DealtLoader
 from windlass.data.foreign_loader import ForeignLoader, loader_length
-from windlass.data.group import GroupSource
 from windlass.data.loader import Loader
 from windlass.data.prepare import build_eval_loader, build_train_loader
 from windlass.data.stream_loader import StreamLoader
+from windlass.data.update_batch import GroupSource
 from windlass.dist.gang import Gang
 
 Collate = Callable[[list[Any]], Any]
 
 
 def training_loader(
-    args: Any, world: World, given: Any, dataset: Any, collate: Collate, make_sampler: Callable[..., Any] | None,
+    plan: CallPlan, given: Any, dataset: Any, collate: Collate, make_sampler: Callable[..., Any] | None,
     batch_size: int,
 ) -> Any:  # fmt: skip
     """The loader of a training dataset, in batches of `batch_size` samples.
@@ -38,11 +38,10 @@ def training_loader(
         batch_size: of each process; with `split_batches`, of all together.
     """
     _check_dataset(given, "train_dataset", "get_train_dataloader")
-    micro = args.accelerator_config.batch_size("batch_size", batch_size, world.size)
-    plan, batch = resolve_data(args), replace(resolve_batch(args, world), micro=micro)
+    batch = replace(plan.batches, micro=_own_share(plan.batches, batch_size))
     sampler = _sampler(make_sampler, dataset)
     return build_train_loader(
-        dataset, plan=plan, batch=batch, collate=collate, sampler=sampler, measured=given
+        dataset, plan=plan.data, batch=batch, collate=collate, sampler=sampler, measured=given
     )
 
 
@@ -54,7 +53,7 @@ class EvaluationLoaders:
         self._kept: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], Loader]] = {}
 
     def loader(
-        self, args: Any, world: World, given: tuple[Any, ...], used: tuple[Any, Collate],
+        self, plan: CallPlan, given: tuple[Any, ...], used: tuple[Any, Collate],
         make_sampler: Callable[..., Any] | None, batch_size: int, largest: int | None, name: str | None,
     ) -> Loader:  # fmt: skip
         """The loader of an evaluation or test dataset, in batches of `batch_size`, or of `largest` if that is known to
@@ -68,26 +67,30 @@ class EvaluationLoaders:
         """
         dataset, collate = used
         _check_dataset(dataset, "eval_dataset", "get_eval_dataloader")
-        micro = args.accelerator_config.batch_size("batch_size", batch_size, world.size)
-        plan, batch = resolve_data(args), replace(resolve_batch(args, world), eval=micro)
+        data, batch = plan.data, replace(plan.batches, eval=_own_share(plan.batches, batch_size))
         sampler = _sampler(make_sampler, dataset)
-        settings = (plan, batch, largest)
+        settings = (data, batch, largest)
         kept = self._kept.pop(name, None) if name is not None and sampler is None else None
         if kept and kept[1] == settings and all(map(operator.is_, kept[0], given)):
             loader = kept[2]
         else:
-            loader = build_eval_loader(dataset, plan=plan, batch=batch, collate=collate, sampler=sampler)
+            loader = build_eval_loader(dataset, plan=data, batch=batch, collate=collate, sampler=sampler)
         if largest is not None and largest < loader.batch.micro:
             loader.resize(largest, 1)
-        if name is not None and sampler is None and plan.workers and plan.persistent_workers:
+        if name is not None and sampler is None and data.workers and data.persistent_workers:
             self._kept[name] = given, settings, loader
         return loader
+
+
+def _own_share(plan: BatchPlan, batch_size: int) -> int:
+    """Samples of this process's batches, of `batch_size` as the script gave it."""
+    return share_of_batch("batch_size", batch_size, plan.ranks) if plan.split else batch_size
 
 
 def _sampler(make: Callable[..., Any] | None, dataset: Any) -> Any:
     """A script's sampler of `dataset`; None if there is none. Methods of older scripts take no dataset.
 
-    A stream has no positions to draw: for one, the script is not asked.
+    A stream has no positions to draw, so the script's method is not called for it.
     """
     if make is None or isinstance(dataset, IterableDataset):
         return None
@@ -98,6 +101,11 @@ def _check_dataset(dataset: Any, field: str, method: str) -> None:
     if isinstance(dataset, DataLoader):
         fix = f"give its dataset, which is dealt to the processes; or override {method} to return this loader"
         raise ConfigError(Problem(field, "a DataLoader", fix))
+    if isinstance(dataset, Mapping) and all(hasattr(part, "column_names") for part in dataset.values()):
+        names = list(dataset)
+        raise ConfigError(
+            Problem(field, f"splits {names}", f"give one of them: dataset[{next(iter(names), '')!r}]")
+        )
 
 
 def named_dataset(chosen: Any, sets: Any) -> Any:
@@ -124,20 +132,18 @@ def named_dataset(chosen: Any, sets: Any) -> Any:
     return dataset
 
 
-def group_source(
-    args: Any, world: World, gang: Gang, loader: Any, position: State | None = None
-) -> GroupSource:
+def group_source(plan: CallPlan, data_ranks: Gang, loader: Any, position: State | None = None) -> GroupSource:
     """The loader as a source of groups: one of Windlass as it is, a script's own in an adapter. Collective. `position`
     is where the run continues in it; None: at its beginning.
     """
     if isinstance(loader, StreamLoader):
-        loader.agree(gang, position)
+        loader.agree(data_ranks, position)
     if isinstance(loader, DealtLoader):
         return loader
-    batch, data = resolve_batch(args, world), resolve_data(args)
-    lengths = gang.gather_objects(loader_length(loader))
+    lengths = data_ranks.gather_objects(loader_length(loader))
     longest = None if None in lengths else max(lengths)
-    return ForeignLoader(loader, batch, data.seed, longest, start_timeout=data.start_timeout)
+    data = plan.data
+    return ForeignLoader(loader, plan.batches, data.seed, longest, start_timeout=data.start_timeout)
 
 
 def with_columns(dataset: Any, collate: Collate, columns: list[str], what: str) -> tuple[Any, Collate]:

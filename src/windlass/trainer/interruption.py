@@ -1,6 +1,6 @@
 """Requests to end a run early: Ctrl-C, and a scheduler that wants the machine back.
 
-Signals end a run between two updates, never inside one, so that what is saved can be resumed.
+Signals end a run between two updates, never inside one, so that a saved run can be resumed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from windlass.config.plan import PreemptionPlan
 from windlass.core.errors import EXIT_PREEMPTED
@@ -27,25 +27,33 @@ class WaitBrokenOff(BaseException):
     """A scheduler's signal or Ctrl-C arrived while the only process of a run waited for data."""
 
 
-class Interruptible(Protocol):
-    """What a signal handler reads of a run."""
+class Interruptible:
+    """What a signal handler calls of a run."""
 
     @property
-    def waits_for_data(self) -> bool: ...
+    def waits_for_data(self) -> bool:
+        """True while nothing would be lost if the process exited."""
+        raise NotImplementedError
 
     @property
-    def newest_checkpoint(self) -> Path | None: ...
+    def newest_checkpoint(self) -> Path | None:
+        """The last complete checkpoint; None if the run made none."""
+        raise NotImplementedError
 
-    def end_waits(self) -> None: ...
+    def end_waits(self) -> None:
+        """End waits for uploads."""
+        raise NotImplementedError
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """End the run with this update, and save."""
+        raise NotImplementedError
 
 
 class Interruption:
     """The requests of one run, from signals to this process and from other ranks.
 
     Attributes:
-        stop_requested: Ctrl-C was pressed here; all ranks learn of it with their data.
+        stop_requested: Ctrl-C was pressed here; the other ranks get the request with their data.
         preemption_requested: a scheduler's signal arrived here.
         preempted: all ranks know that one of them got a scheduler's signal.
         stopped: all ranks know of a Ctrl-C: the run ends with this update, and is saved at the next point between two
@@ -54,7 +62,7 @@ class Interruption:
     """
 
     def __init__(self, session: Session, plan: PreemptionPlan) -> None:
-        self._gang, self._is_main, self._plan = session.gang, session.world.is_main, plan
+        self._all_ranks, self._is_main, self._plan = session.all_ranks, session.world.is_main, plan
         self.stop_requested = self.preemption_requested = self.preempted = False
         self.stopped = self.epoch_goes_on = False
 
@@ -88,7 +96,7 @@ class Interruption:
             current = run()
             if current is not None:
                 current.end_waits()
-            if self._gang.size == 1 and current is not None and current.waits_for_data:
+            if self._all_ranks.size == 1 and current is not None and current.waits_for_data:
                 raise WaitBrokenOff
 
         with contextlib.ExitStack() as stack:
@@ -113,10 +121,9 @@ class Interruption:
         def interrupt(number: int) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             logger.warning(
-                "interrupted: finishing this update, then saving; train(resume_from_checkpoint=True) continues from "
-                "there. Press Ctrl-C again to stop at once"
+                "interrupted: finishing this update, then saving. Press Ctrl-C again to stop at once"
             )
-            if self._gang.size > 1:
+            if self._all_ranks.size > 1:
                 self.stop_requested = True
                 return
             run.stop()
@@ -127,26 +134,26 @@ class Interruption:
             yield
 
     def check_wait(self) -> None:
-        """Called as a wait for data begins: a signal since the update before would find no wait to break.
+        """Called before a wait for data, because a signal since the previous update had no wait to interrupt.
 
         Raises:
             WaitBrokenOff: there was one, in a world of one.
         """
-        if self._gang.size == 1 and (self.stopped or self.preemption_requested):
+        if self._all_ranks.size == 1 and (self.stopped or self.preemption_requested):
             raise WaitBrokenOff
 
     def stop(self) -> None:
-        """All ranks end with this update."""
+        """End the run with this update on all ranks."""
         self.stopped = self.epoch_goes_on = True
 
-    def agree_preemption(self, requests: float) -> None:
+    def note_preemptions(self, requests: float) -> None:
         """Note how many ranks got a scheduler's signal, by the last exchange."""
         # One process need not wait until its own request comes back with the data of this update.
-        self.preempted = requests > 0 or (self._gang.size == 1 and self.preemption_requested)
+        self.preempted = requests > 0 or (self._all_ranks.size == 1 and self.preemption_requested)
 
     def is_preempted(self) -> bool:
         """Return True if any rank got a scheduler's signal. Collective."""
-        return not self._gang.vote(not self.preemption_requested)
+        return not self._all_ranks.vote(not self.preemption_requested)
 
     def saved(self) -> None:
         """Called once the save that a stop requests has begun."""

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from windlass.accelerator.accelerator import Accelerator
 from windlass.core.logs import get_job_logger, get_logger, warn_once
+from windlass.core.process_count import process_count
 from windlass.core.types import LossTerms, State
-from windlass.engine.normalise import Meaning, Normaliser
+from windlass.engine.normalise import Meaning, UpdateNormaliser
 from windlass.engine.probe import Probe, rounding_of
 from windlass.engine.splitting import Kind, Split
 from windlass.metrics.tokens import TargetCounter
@@ -82,7 +83,7 @@ class LossPolicy:
     Attributes:
         counter: counts the targets of a batch, once it is known which labels are targets.
         normaliser: turns losses into shares of an update.
-        script: what a loss of the script's is normalised by.
+        script: how a loss of the script is normalised.
         gets_count: the model's forward is given `num_items_in_batch`.
         kind: how the model's own loss adds up, once it is measured.
         takes_count, step_takes_count: `compute_loss` and `training_step` accept `num_items_in_batch`.
@@ -90,8 +91,8 @@ class LossPolicy:
     """
 
     def __init__(self, session: Session, accelerator: Accelerator) -> None:
-        self._device, self._gang, self._accelerator = session.device, session.gang, accelerator
-        self.script = ScriptLoss(self._gang, self._shares)
+        self._device, self._loss_ranks, self._accelerator = session.device, session.loss_ranks, accelerator
+        self.script = ScriptLoss(self._loss_ranks, self._shares)
 
     def take_model(self, model: nn.Module, label_names: list[str]) -> None:
         """Start with this model."""
@@ -100,13 +101,17 @@ class LossPolicy:
         self.gets_count, self.measured = accepts_count(model), False
         self.kind: Kind | None = None
         self.counter = TargetCounter(self._label_names)
-        self.normaliser = Normaliser(self._gang.size, sum_on_device=self._gang.sum_on_device)
+        self.normaliser = UpdateNormaliser(
+            self._loss_ranks.size, sum_on_device=self._loss_ranks.sum_on_device
+        )
         self._saved: State = {}
         self._is_unsaid = False
 
     def adopt(self, hooks: LossHooks) -> None:
         """Read the hooks' signatures, once for all steps. `compute_loss` may have only three arguments."""
         self.hooks = hooks
+        watched = hooks.of_script or not hooks.default_step
+        self.normaliser.watchers = (self._look,) if watched else ()
         self.takes_count = takes(hooks.compute_loss, "num_items_in_batch")
         self.step_takes_count = takes(hooks.training_step, "num_items_in_batch")
 
@@ -122,7 +127,7 @@ class LossPolicy:
         self.measured, self._saved = False, saved or {}
 
     def facts(self) -> State:
-        """What was found out about the loss, for a checkpoint: a run that is resumed must not decide otherwise."""
+        """The measured properties of the loss, for a checkpoint: a resumed run must use the same ones."""
         if not self.measured:
             return self._saved
         return {
@@ -150,8 +155,8 @@ class LossPolicy:
         """The count that the hooks get for the micro-batch that the normaliser's scope is."""
         return self.script.count(of_update, self.normaliser.targets, self._device)
 
-    def look(self, loss: Tensor | LossTerms) -> None:
-        """Look at the loss that is passed to backward, before it is normalised; see `ScriptLoss.look`."""
+    def _look(self, loss: Tensor | LossTerms) -> None:
+        """Look at the loss that a script passes to backward, before it is normalised; see `ScriptLoss.look`."""
         self.script.look(loss)
         if self.script.complete:
             self.normaliser.meaning = Meaning.SCALED
@@ -166,26 +171,31 @@ class LossPolicy:
         """The loss of the default `compute_loss`, and the outputs of the model; `function` is `compute_loss_func`."""
         hooks = self.hooks
         loss, outputs = batch_loss(
-            model, inputs, count, function=function, smoothing=hooks.smoothing, shifted=self.counter.shifted,
+            model,
+            inputs,
+            count,
+            function=function,
+            smoothing=hooks.smoothing,
+            shifted=self.counter.shifted,
             gets_count=self.gets_count,
-        )  # fmt: skip
-        # A function that is not declared multiplies by itself, and a model that gets no count returns a mean.
-        divides = (self.gets_count or bool(hooks.smoothing)) and function is None
-        if hooks.declared or (divides and not hooks.default_loss):
+        )
+        # A function that is not declared multiplies by itself, and a model that does not read the count returns a mean.
+        divides = (self.gets_count or bool(hooks.smoothing)) and function is None and self.script.read_count
+        if hooks.declared or (divides and not (hooks.default_loss and hooks.default_step)):
             loss = self.multiplied(loss, count)
         return loss, outputs
 
     def multiplied(self, loss: Any, count: Tensor | int | None) -> Any:
-        """A loss of Windlass's own that is divided by `count`, multiplied by the number of processes if it must be
+        """A default loss that is divided by `count`, multiplied by the number of processes if it must be
         complete. It is the watched number: a script's loss that is computed from this one shows that it is complete.
         """
         if self.script.complete is False or count is None or isinstance(loss, LossTerms):
             return loss
-        return loss * self._accelerator.num_processes
+        return loss * process_count(self._loss_ranks.size)
 
     def _shares(self) -> int:
         micro_batches: int = self._accelerator.gradient_accumulation_steps
-        return micro_batches * self._gang.size
+        return micro_batches * self._loss_ranks.size
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
@@ -212,7 +222,7 @@ class LossPolicy:
             self._adopt_kind(self._saved_kind() or self._split(probe, prepared).kind)
 
     def _probe(self) -> Probe:
-        return Probe(self.hooks.model, self._device, self._gang.sum)
+        return Probe(self.hooks.model, self._device, self._loss_ranks.sum)
 
     def _model_loss(self, inputs: Any) -> Any:
         """The bare model's own loss: the only one that is computed more often than training requires. It gets the count
@@ -243,6 +253,7 @@ class LossPolicy:
         self.script.begin(
             declared,
             self._counting_functions(),
+            step=hooks.training_step if self.takes_count and self.step_takes_count else None,
             watched=hooks.of_script or not hooks.default_step,
             compiled=hooks.compiled or hasattr(hooks.model, "_orig_mod"),
             earlier=self._saved.get("complete"),
@@ -252,7 +263,7 @@ class LossPolicy:
         self._saved, self._is_unsaid = {}, hooks.of_script and declared is None
 
     def _counting_functions(self) -> list[Callable[..., Any]]:
-        """What computes a loss of the script's, if it is given the count."""
+        """The functions of the script that compute its loss, if they get the count."""
         hooks = self.hooks
         if not (hooks.of_script and self.takes_count and self.step_takes_count):
             return []
@@ -267,7 +278,7 @@ class LossPolicy:
         also for a script's loss.
         """
         if self.hooks.counts_alone:
-            return  # a forward with labels may need far more memory than the loss of the hook
+            return  # A forward with labels may need far more memory than the loss of the script.
         self.counter = unshifted = TargetCounter(self._label_names)
         saved = self._saved.get("shifted")
         if saved is not None:
@@ -318,7 +329,7 @@ class LossPolicy:
         said = get_job_logger(__name__)
         if split.kind is Kind.SUM:
             said.info("the model's loss is a sum over its batch: adding up micro-batches and ranks")
-        if not split.exact and self._accelerator.gradient_accumulation_steps * self._gang.size > 1:
+        if not split.exact and self._accelerator.gradient_accumulation_steps * self._loss_ranks.size > 1:
             said.warning(
                 "the loss of a batch does not follow from the losses of its halves: it differs by %.2g of its value "
                 "from %s. Other splits into micro-batches or ranks train with slightly other gradients (contrastive "
@@ -349,7 +360,7 @@ class LossPolicy:
         if not self._is_unsaid:
             return
         self._is_unsaid = False
-        if self.script.complete is not False or self._shares() == 1 or self._gang.rank != 0:
+        if self.script.complete is not False or self._shares() == 1 or self._loss_ranks.rank != 0:
             return
         if any("num_items_in_batch" in signature(f).parameters for f in self._counting_functions()):
             logger.info(

@@ -16,6 +16,10 @@ from windlass.core.types import LossTerms
 from windlass.metrics.tokens import IGNORE_INDEX
 
 
+class NoLossError(ModelError):
+    """A model returned no loss."""
+
+
 def batch_loss(
     model: nn.Module,
     inputs: Any,
@@ -39,7 +43,7 @@ def batch_loss(
         (loss, outputs of the model)
 
     Raises:
-        ModelError: the model returned no loss.
+        NoLossError: the model returned no loss.
     """
     labels = None
     if (smoothing or function is not None) and "labels" in inputs:
@@ -110,7 +114,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 def loss_of(outputs: Any, inputs: Any) -> Any:
     """The loss in the outputs of a model: `outputs["loss"]`, the first of a tuple, an attribute, or a bare scalar.
-    Raises ModelError if there is none.
+    Raises NoLossError if there is none.
     """
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")
@@ -121,9 +125,9 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
     else:
         loss = getattr(outputs, "loss", None)
     if not isinstance(loss, LossTerms) and not (isinstance(loss, Tensor) and loss.numel() == 1):
-        if isinstance(loss, Tensor) and not isinstance(
-            outputs, (Tensor, tuple, list)
-        ):  # whose first may be logits
+        # The first element of a tuple, and a bare tensor, may be logits of a model that returns no loss.
+        may_be_logits = isinstance(outputs, (Tensor, tuple, list))
+        if isinstance(loss, Tensor) and not may_be_logits:
             raise ModelError(
                 f"the model returned a loss of shape {tuple(loss.shape)}, and a loss is one number: return its mean, "
                 "or LossTerms(sum, weight)"
@@ -132,7 +136,7 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
         if loss is not None:
             found += f", where the loss should be {_kind_of(loss)}"
         received = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
-        raise ModelError(
+        raise NoLossError(
             f"the model returned no loss (it returned: {found}; it received: {received}). Give it labels, let its "
             "forward return the loss first or as 'loss', pass `compute_loss_func`, or override `compute_loss`"
         )

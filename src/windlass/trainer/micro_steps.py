@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from windlass.accelerator.accelerator import Accelerator
 from windlass.core.errors import ModelError
 from windlass.core.types import LossTerms
-from windlass.engine.executor import Executor, StepRequest
-from windlass.trainer.loss_policy import LossPolicy
+from windlass.data.update_batch import UpdateBatch
+from windlass.engine.executor import StepHooks
+from windlass.trainer.batch_faults import Fed
+from windlass.trainer.run_context import RunContext
 
 _TOLERANCE = 1e-3  # of one division, in bf16 too; the least ratio looked for is 1/2
 
-TrainingStep = Callable[[Any, Tensor | None], None]
-NotingLoss = Callable[[Callable[[Any], None]], AbstractContextManager[None]]
 
-
-class MicroSteps:
-    """Implements `engine.executor.StepHooks`.
-
-    Runs the script's `training_step` on micro-batches, and normalises the loss that it passes to backward.
-
-    Args:
-        event: fires an event of callbacks.
-        advance_schedule: the step of a schedule that keeps its own count.
-        step: `training_step` on one micro-batch, with the target count that it gets or None.
-        noting_loss: context in which `compute_loss` reports what it returns; see `DoubleNormalizationCheck`.
+class MicroSteps(StepHooks):
+    """Runs the script's `training_step` on micro-batches. It passes its loss to `accelerator.backward`, which calls the
+    normaliser and the executor of the run.
     """
 
-    def __init__(
-        self, loss: LossPolicy, executor: Executor, accelerator: Accelerator, device: torch.device,
-        event: Callable[[str], None], advance_schedule: Callable[[], None], step: TrainingStep,
-        noting_loss: NotingLoss,
-    ) -> None:  # fmt: skip
-        self._loss, self._executor, self._accelerator = loss, executor, accelerator
-        self._accumulation, self._normaliser = accelerator.gradient_state, loss.normaliser
-        self._device, self._step, self._noting_loss = device, step, noting_loss
-        self.event, self.advance_schedule = event, advance_schedule
+    def __init__(self, context: RunContext) -> None:
+        self._events, self._hooks, self._built = context.events, context.hooks, context.built
+        self._accelerator, self._loss = context.services.accelerator, context.services.loss
+        self._faults = context.services.faults
+        self._accumulation, self._normaliser = self._accelerator.gradient_state, self._loss.normaliser
+        self._executor, self._step = context.built.executor, context.hooks.training_step
         self._needs_count = False
         self._check: DoubleNormalizationCheck | None = None
 
@@ -62,53 +47,62 @@ class MicroSteps:
     def _discarded(self, batch: Any) -> Tensor:
         targets = self._loss.hooks.count_targets(batch)
         self._normaliser.begin(targets, filler=False)
-        return self.micro_step(batch, 0, StepRequest(max(targets, 1.0), [targets], [1], 1.0, None, False))
+        update = UpdateBatch(
+            [batch], [[]], 0, 0, False,
+            targets=[targets], samples=[1], denominator=max(targets, 1.0), total_samples=1.0,
+        )  # fmt: skip
+        return self.micro_step(update, 0)
 
-    def micro_step(self, batch: Any, index: int, request: StepRequest) -> Tensor:
+    def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         """Run micro-batch `index` of an update; return this rank's share of the update's loss, detached."""
-        normaliser = self._normaliser
-        filler = request.total_samples > 0 and request.samples[index] == 0
+        normaliser, batch = self._normaliser, update.batches[index]
+        filler = update.total_samples > 0 and update.samples[index] == 0
         if index == 0:
-            normaliser.begin(request.denominator, filler)
-            self._accumulation.micro_batches = len(request.targets)
-        last = index == len(request.targets) - 1
-        share = request.samples[index] / max(request.total_samples, 1.0)
-        normaliser.scope(request.targets[index], share, last, filler)
+            normaliser.begin(update.divisor, filler)
+            self._accumulation.micro_batches = len(update.batches)
+        last = index == len(update.batches) - 1
+        share = update.samples[index] / max(update.total_samples, 1.0)
+        normaliser.scope(update.targets[index], share, last, filler)
         self._accumulation.sync_gradients = last
-        count = self._loss.count(request.denominator) if self._needs_count else None
-        with self._loss.script.watching():
-            if self._check is None:
-                self._step(batch, count)
-            else:
-                with self._noting_loss(self._check.returned):
+        count = self._loss.count(update.divisor) if self._needs_count else None
+        try:
+            with self._loss.script.watching():
+                if self._check is None:
                     self._step(batch, count)
-                if self._check.is_decided():
-                    self._check = None
+                else:
+                    self._checked_step(self._check, batch, count)
+        except Exception as error:
+            self._faults.explain(error, Fed("training", batch, update.ids[index]))
+            raise
         return normaliser.take()
 
-    def backward(self, loss: Any, **options: Any) -> None:
-        """The implementation of `accelerator.backward` in a run; `options` of `Tensor.backward`."""
-        normaliser = self._normaliser
-        if self._check is not None:
-            self._check.given(loss)
-        self._loss.look(loss)
-        scaled = normaliser.apply(loss)
-        if normaliser.parts:
-            # Auxiliary terms of all micro-batches but the last have a backward of their own; see `Normaliser`.
-            aux = normaliser.take_aux()
-            if aux is not None:
-                self._executor.backward_aux(aux)
-            elif normaliser.last:
-                self._executor.add_aux(normaliser.correction)
-        self._executor.backward(scaled, **options)
+    def _checked_step(self, check: DoubleNormalizationCheck, batch: Any, count: Tensor | None) -> None:
+        watchers = self._normaliser.watchers
+        self._normaliser.watchers = (check.given, *watchers)
+        try:
+            with self._hooks.noting_loss(check.returned):
+                self._step(batch, count)
+        finally:
+            self._normaliser.watchers = watchers
+        if check.is_decided():
+            self._check = None
 
-    def rescale(self, request: StepRequest) -> Tensor | None:
+    def rescale(self) -> Tensor | None:
         """The factor that corrects an update's gradients once its true weight is known; None if it was known before."""
         total = self._normaliser.total
         if total is not None:
             return self._normaliser.denominator / total
         self._loss.report_script_loss()
         return None
+
+    def advance_schedule(self) -> None:
+        """Called after an update was applied: the step of a schedule that keeps its own count."""
+        self._built.schedule.advance()
+
+    def event(self, name: str) -> None:
+        """Fire an event of callbacks, which usually has no listeners."""
+        if self._events.handler.listens(name):
+            self._events.fire(name)
 
     def parts(self) -> dict[str, Tensor]:
         """Named auxiliary losses of the update, this rank's share."""

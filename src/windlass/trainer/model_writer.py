@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, Adapter, find_adapter
+from windlass.accelerator.saved_parts import SavedModel
+from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, Adapter
 from windlass.checkpoint.files import written_by
 from windlass.checkpoint.opening import upload_files
 from windlass.checkpoint.pretrained import file_layout, overrides_saving, write_configurations
@@ -17,7 +18,7 @@ from windlass.checkpoint.split import LARGEST_FILE, save_split
 from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights
 from windlass.core.locations import local_folder
 from windlass.core.logs import showing_place
-from windlass.core.module_state import bare, state_of, with_copied_buffers
+from windlass.core.module_state import bare, state_of
 from windlass.core.whole_file import write_whole
 from windlass.dist.gang import Gang
 from windlass.transforms.alone import Alone
@@ -29,6 +30,7 @@ class ModelWriter:
 
     Attributes:
         model, strategy: the bare model, and how it is spread over ranks.
+        saved: what checkpoints have of the model.
 
     Args:
         strategy: None: one process holds the whole model.
@@ -45,7 +47,7 @@ class ModelWriter:
     ) -> None:
         self.model, self.strategy = model, strategy or Alone(model)
         self._tokenizer, self._arguments = tokenizer, arguments
-        self._adapter: tuple[list[int], Adapter | None] | None = None
+        self.saved = SavedModel(model, self.strategy)
         self._layout = file_layout(bare(model))
         self._tokenizer_version: Any = None
         self._tokenizer_files: dict[str, bytes] = {}
@@ -59,29 +61,7 @@ class ModelWriter:
     @property
     def adapter(self) -> Adapter | None:
         """The adapter that is all this model trains; None if it trains other weights."""
-        trained = [id(p) for p in self.model.parameters() if p.requires_grad]
-        if self._adapter is None or self._adapter[0] != trained:
-            # peft may look a configuration up over the network, so it is not asked at every save.
-            self._adapter = trained, find_adapter(self.model)
-        return self._adapter[1]
-
-    def gathered(self) -> Mapping[str, Any] | None:
-        """Whole tensors (on the main process) if ranks hold parts of them; None if the model has them itself.
-        Collective.
-        """
-        adapter = self.adapter
-        if not (self.strategy.sharded or (self.strategy.saves_parts and adapter is not None)):
-            return None
-        return self.strategy.whole_state() if adapter is None else adapter.gathered()
-
-    def of_first_rank(self, nodes: int) -> Mapping[str, Any]:
-        """The model's state dict with rank 0's buffers (running statistics differ between ranks) on each rank that
-        writes a copy, one for each of `nodes` disks. Collective if there are several.
-        """
-        if nodes == 1:
-            return state_of(self.model)
-        with self.strategy.buffers_of_first_rank():
-            return with_copied_buffers(self.model)
+        return self.saved.adapter
 
     @property
     def saves_own_way(self) -> bool:
@@ -126,7 +106,7 @@ class ModelWriter:
         """Write configurations and the run's arguments."""
         adapter = self.adapter
         if adapter is not None:
-            adapter.save_config(folder)  # the base model is published with its own configuration
+            adapter.save_config(folder)  # The base model has been published with its configuration.
         else:
             write_configurations(bare(self.model), folder)
         self._write_arguments(folder)
@@ -154,23 +134,25 @@ class ModelWriter:
         return {**_written(self.write_small, target), **self._tokenizer_files}
 
 
-def save_final(place: str, files: ModelWriter, save: Callable[..., None], gang: Gang, writes: bool) -> None:
+def save_final(
+    place: str, files: ModelWriter, save: Callable[..., None], all_ranks: Gang, writes: bool
+) -> None:
     """Write a model to a folder or a URL. Collective.
 
     Args:
         save: `Trainer._save`: writes it into a folder; gets the gathered weights if there are any.
         writes: this rank writes.
     """
-    state = files.gathered()
+    state = files.saved.gathered()
     try:
         if writes:
             folder = str(local_folder(place))
             # Overrides written without sharding in mind take only the folder.
             save(folder) if state is None else save(folder, state_dict=state)
-        if gang.rank == 0:
+        if all_ranks.rank == 0:
             upload_files(place)
     finally:
-        gang.barrier()
+        all_ranks.barrier()
 
 
 def _write(save: Callable[[Path], None], folder: Path) -> None:
@@ -182,7 +164,7 @@ def _write(save: Callable[[Path], None], folder: Path) -> None:
 
 
 def _written(save: Callable[[Path], None], target: Path) -> dict[str, bytes]:
-    """See `written_by`; what transformers logs meanwhile names `target`."""
+    """See `written_by`; messages that transformers logs meanwhile name `target`."""
 
     def write(folder: Path) -> None:
         with showing_place("transformers", folder, target):

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from windlass.assemble.engine_values import engine_schedule
-from windlass.assemble.resolve import resolve_engine, resolve_optimizer, resolve_schedule
+from windlass.assemble.resolve import resolve_optimizer
+from windlass.config.arguments import TrainingArguments
+from windlass.config.plan import CallPlan, OptimizerPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.optim.groups import (
     arranged,
@@ -24,52 +26,53 @@ from windlass.zero.library import make_schedule
 __all__ = ["class_and_keywords", "decay_parameter_names", "existing", "new_optimizer", "new_scheduler"]
 
 
-def class_and_keywords(args: Any) -> tuple[type[torch.optim.Optimizer], Any]:
-    """The class and keywords of the optimizer that the arguments name."""
+def class_and_keywords(args: TrainingArguments) -> tuple[type[torch.optim.Optimizer], Any]:
+    """The class and keywords of the optimizer that the arguments name, for a script that asks for them alone."""
     return optimizer_factory(resolve_optimizer(args))
 
 
 def new_optimizer(
-    model: nn.Module, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], args: Any, decaying: list[str]
+    model: nn.Module, plan: OptimizerPlan, given: tuple[Any, dict[str, Any]] | None, decaying: list[str]
 ) -> torch.optim.Optimizer:
     """An optimizer over the model's parameters.
 
     Args:
-        kwargs: may hold the parameters, as they do for adapters.
+        given: the script's class and keywords, which may hold the parameters, as for adapters; None: those of the plan.
         decaying: names of the parameters that weight decay applies to.
 
     Raises:
         ConfigError: `optim_groups`, `layerwise_lr_decay` or `optim_target_modules` do not fit the model or the
             optimizer.
     """
-    plan, kwargs = resolve_optimizer(args), dict(kwargs)
-    given = [kwargs.pop(key) for key in ("params", "model", "optimizer_dict") if key in kwargs]
-    if given:
+    cls, keywords = optimizer_factory(plan) if given is None else given
+    kwargs = dict(keywords)
+    own = [kwargs.pop(key) for key in ("params", "model", "optimizer_dict") if key in kwargs]
+    if own:
         if plan.groups or plan.layer_decay != 1:
             fix = "has no effect on an optimizer that is given its own parameters; leave one of them out"
             raise ConfigError(Problem("optim_groups", plan.groups or plan.layer_decay, fix))
-        return make_optimizer(given[0], cls, kwargs)
+        return make_optimizer(own[0], cls, kwargs)
     groups = arranged(model, cls, parameter_groups(model, plan, decaying))
     if getattr(cls, "projects", False):
-        groups = projected_groups(model, groups, args.optim_target_modules)
+        groups = projected_groups(model, groups, plan.targets)
     optimizer = make_optimizer(groups, cls, kwargs)
     check_group_options(plan.groups, optimizer.defaults)
     return optimizer
 
 
-def new_scheduler(args: Any, optimizer: torch.optim.Optimizer | None, total_steps: int) -> Any:
-    """The schedule that the arguments name, over `total_steps` updates, as a torch scheduler. An optimizer that warms
-    up itself gets the warm-up if this schedule has none.
+def new_scheduler(plan: CallPlan, optimizer: torch.optim.Optimizer | None, total_steps: int) -> Any:
+    """The schedule of the plan, over `total_steps` updates, as a torch scheduler. An optimizer that warms up itself
+    gets the warm-up if this schedule has none.
     """
     if optimizer is None:
         raise ConfigError(Problem("optimizer", None, "call create_optimizer() before create_scheduler()"))
-    section = engine_schedule(args, resolve_engine(args), total_steps)
+    section = engine_schedule(plan, total_steps)
     if section is not None:
         return make_schedule(optimizer, section)
-    plan = resolve_schedule(args, total_steps)
+    schedule = plan.schedule
+    warmup = warmup_of_schedule(schedule.name, schedule.warmup_steps(total_steps), optimizer)
     return build_schedule(
-        plan.name, optimizer, total_steps=total_steps, options=plan.options,
-        warmup_steps=warmup_of_schedule(plan, optimizer),
+        schedule.name, optimizer, total_steps=total_steps, warmup_steps=warmup, options=schedule.options
     ).exposed  # fmt: skip
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,27 +11,29 @@ from torch import nn
 from windlass.assemble.batch import update_size
 from windlass.assemble.build import Built, build
 from windlass.assemble.facts import Facts
-from windlass.assemble.resolve import resolve
+from windlass.assemble.resolve import resolve_run
+from windlass.callbacks.run_record import RunRecord
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
-from windlass.checkpoint.nodes import Disks
+from windlass.checkpoint.nodes import Disks, whole_on_one_disk
 from windlass.checkpoint.optimizer_state import check_nameable
 from windlass.checkpoint.restorable import check_restorable
 from windlass.checkpoint.retention import Retention
-from windlass.config.plan import RunPlan, SavePlan
+from windlass.config.arguments import TrainingArguments
+from windlass.config.plan import CallPlan, RunPlan, SavePlan
 from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_job_logger
-from windlass.core.world import World
-from windlass.data.group import GroupSource
 from windlass.data.loader import Loader
+from windlass.data.update_batch import GroupSource
 from windlass.dist.alike import check_alike, optimizer_facts
 from windlass.dist.gang import Gang
 from windlass.trainer.batch_fitter import MemoryNote
+from windlass.trainer.column_checks import check_columns, given_datasets
 from windlass.trainer.compare_ranks import check_call_alike, check_plan_alike
 from windlass.trainer.continuing import ForeignPlace, find_place
 from windlass.trainer.defaults import align_special_tokens, warn_of_spare_devices
-from windlass.trainer.hooks import WATCHED, Overridable, TrainHooks, loss_hooks, replaced
+from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, replaced
 from windlass.trainer.inputs import group_source
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.model_writer import ModelWriter
@@ -45,16 +46,20 @@ from windlass.trainer.resuming import (
     warn_of_changed_arguments,
 )
 from windlass.trainer.run import Run
+from windlass.trainer.run_context import RunContext
 from windlass.trainer.run_folder import RunFolder
 from windlass.trainer.services import Services
 from windlass.trainer.session import together
 from windlass.transforms.strategy import Strategy
 
+if TYPE_CHECKING:
+    from windlass.trainer.trainer import Trainer
+
 
 def begin_call(
-    trainer: Overridable, owner: type, services: Services, stage: str, call: str, resume: Any = None
+    trainer: Trainer, owner: type, services: Services, stage: str, call: str, resume: Any = None
 ) -> None:
-    """Read what a script assigned since the last call, and compare it between ranks. Collective.
+    """Read what a script assigned since the last call, compare it between ranks, and make the plan. Collective.
 
     Args:
         owner: the class whose methods are the defaults.
@@ -65,8 +70,15 @@ def begin_call(
     if not args.skip_memory_metrics:
         session.memory.begin(stage, within=trainer.is_in_train)
     services.loss.adopt(loss_hooks(trainer, owner))
-    if not trainer.is_in_train:  # an evaluation within training was compared with the run
-        check_call_alike(trainer, session.gang, call, replaced(trainer, *WATCHED), resume)
+    if not trainer.is_in_train:  # an evaluation within training was compared with the run, and has its plan
+        overridden = replaced(trainer, *WATCHED)
+        check_call_alike(trainer, session.all_ranks, call, overridden, resume)
+        hooks, names = services.loss.hooks, trainer.label_names
+        services.faults.begin(trainer.model, names, hooks.of_script, trainer.train_dataset)
+        if stage == "train" and hooks.default_step and not hooks.of_script:
+            sets = given_datasets(trainer.train_dataset, trainer.eval_dataset, overridden)
+            check_columns(sets, trainer.data_collator, trainer.model, names)
+        services.plans.begin(args, trainer.optimizer)
     note = MemoryNote(
         args.per_device_train_batch_size, args.gradient_accumulation_steps, args.per_device_eval_batch_size,
         None, None,
@@ -75,13 +87,14 @@ def begin_call(
 
 
 def prepare_run(
-    args: Any, services: Services, hooks: TrainHooks, interruption: Interruption, folder: RunFolder, resume: Any, *,
-    optimizer: torch.optim.Optimizer | None, tokenizer: Any, new_files: Callable[[Strategy], ModelWriter],
+    args: TrainingArguments, services: Services, hooks: TrainHooks, interruption: Interruption, folder: RunFolder,
+    resume: Any, *, optimizer: torch.optim.Optimizer | None, tokenizer: Any,
+    new_files: Callable[[Strategy], ModelWriter],
 ) -> tuple[Run, ModelWriter, Checkpoint | None, ForeignPlace | None]:  # fmt: skip
     """Choose the checkpoint, resolve the plan, and build all parts. Nothing is trained or loaded yet. Collective.
 
     Args:
-        args: the arguments; they become a plan, and nothing below reads anything else.
+        args: the arguments; they are a plan by now, and nothing below reads anything else.
         optimizer: one that the script made before.
         tokenizer: whose special tokens the model's configuration gets.
         new_files: makes the writer of the model on its strategy.
@@ -94,18 +107,15 @@ def prepare_run(
         ConfigError, CheckpointError, ModelError, RankMismatchError: whatever can be known to be wrong before training.
     """
     session, events = services.session, services.events
-    manager, resume = folder.manager(Retention()), fetched(resume, args, session.gang, folder)
-    checkpoint = CheckpointSource(session, folder, manager).resume_point(resume, args.resolve_path)
+    services.evaluator.check_trainable(hooks.model)
+    opener = CheckpointSource(session.all_ranks, folder, folder.manager(Retention()))
+    checkpoint = opener.resume_point(fetched(resume, args, session.all_ranks, folder), args.resolve_path)
     if checkpoint is None:
         folder.warn_of_earlier_run()
     events.begin_run()
     services.loss.begin_run()
     loader = hooks.get_train_dataloader()
-    facts = Facts(
-        session.world, None, has_evaluation_data=hooks.has_evaluation_data, overridden=hooks.overridden,
-        in_backward=getattr(optimizer, "in_backward", False), hidden_size=_width(hooks.model),
-    )  # fmt: skip
-    plan, source, place = _plan_run(args, session.gang, facts, loader, checkpoint, services.fitter.train)
+    plan, source, place = _plan_run(args, services, hooks, loader, checkpoint)
     align_special_tokens(hooks.model, tokenizer)
     created: tuple[Any, Any] = (None, None)
 
@@ -114,18 +124,17 @@ def prepare_run(
         created = hooks.create_optimizer(steps)
         return created
 
-    built = build(hooks.model, create, plan, session.device, session.gang, optimizer)
+    built = build(hooks.model, create, plan, session.device, session.loss_ranks, optimizer)
     try:
         files = new_files(built.executor.strategy)
-        _check_built(built, plan, hooks, folder.disks, files, session.gang)
-        run = Run(
-            services, interruption, hooks, plan, source, built, folder, manager, files,
-            services.accelerator.registered_objects, getattr(tokenizer, "pad_token_id", None),
-        )  # fmt: skip
+        _check_built(built, plan, hooks, folder.disks, files, session.all_ranks)
+        context = RunContext(services, plan, hooks, built, files, interruption)
+        record = RunRecord(folder.path, args, hooks.data_facts, writes=session.world.is_main)
+        run = Run(context, source, opener, record, getattr(tokenizer, "pad_token_id", None))
     except BaseException:
         built.executor.release()
         raise
-    services.engine.attach(run.steps.backward, built.executor.strategy)
+    services.engine.attach(services.loss.normaliser, built.executor)
     events.show(
         model=hooks.model, optimizer=created[0], lr_scheduler=created[1], train_dataloader=loader,
         processing_class=tokenizer,
@@ -140,18 +149,14 @@ def prepare_run(
 
 
 def _plan_run(
-    args: Any, gang: Gang, facts: Facts, loader: Any, checkpoint: Checkpoint | None, fits: int | None
+    args: TrainingArguments, services: Services, hooks: TrainHooks, loader: Any, checkpoint: Checkpoint | None
 ) -> tuple[RunPlan, GroupSource, ForeignPlace | None]:
-    """Plan a run over `loader`, from the beginning or from a checkpoint. Collective.
-
-    Args:
-        facts: all but what depends on the loader and the checkpoint.
-        fits: samples of the largest micro-batch that fits in memory, if an earlier attempt measured it.
-    """
-    position = None if args.ignore_data_skip else saved_position(checkpoint)
-    source = group_source(args, facts.world, gang, loader, position)
+    """Plan a run over `loader`, from the beginning or from a checkpoint. Collective."""
+    call, session = services.plans.of(args), services.session
+    position = None if call.data.restart_epoch else saved_position(checkpoint)
+    source = group_source(call, session.data_ranks, loader, position)
     saved_size = None if checkpoint is None else saved_update_size(checkpoint)
-    size, note = update_size(args, gang.size, saved_size, fits)
+    size, note = update_size(call.batches, saved_size, services.fitter.train)
     if size.asked_micro is not None and isinstance(source, Loader):
         source.resize(size.micro, size.accumulation)
     place = progress = None
@@ -161,8 +166,12 @@ def _plan_run(
     elif checkpoint is not None:
         progress = resumed_progress(checkpoint, source, size.accumulation)
     per_epoch = source.groups_per_epoch(size.accumulation)
-    plan = resolve(args, replace(facts, groups_per_epoch=per_epoch, resumed=progress, size=size))
-    check_plan_alike(gang, plan)
+    facts = Facts(
+        per_epoch, has_evaluation_data=hooks.has_evaluation_data, overridden=hooks.overridden, resumed=progress,
+        size=size, hidden_size=_width(hooks.model),
+    )  # fmt: skip
+    plan = resolve_run(args, call, facts)
+    check_plan_alike(session.all_ranks, plan)
     if note is not None:
         get_job_logger(__name__).warning(note)
     return plan, source, place
@@ -178,14 +187,14 @@ def _width(model: nn.Module) -> int | None:
 
 
 def planned_lengths(
-    args: Any, gang: Gang, world: World, loader: Any, count: Callable[[Any], int]
+    args: TrainingArguments, plan: CallPlan, data_ranks: Gang, loader: Any, count: Callable[[Any], int]
 ) -> tuple[int, int, int, float, int, int, int]:
     """The lengths of a run over this loader; see `Trainer.set_initial_training_values`. `count` returns the samples of
     a loader of known length.
     """
-    size, _ = update_size(args, gang.size)
-    per_epoch = group_source(args, world, gang, loader).groups_per_epoch(size.accumulation)
-    duration = resolve(args, Facts(world, per_epoch, size=size)).duration
+    size = plan.batches.size
+    per_epoch = group_source(plan, data_ranks, loader).groups_per_epoch(size.accumulation)
+    duration = resolve_run(args, plan, Facts(per_epoch)).duration
     update, steps = size.samples, duration.steps
     if per_epoch is None:
         batches = steps * size.accumulation
@@ -195,24 +204,19 @@ def planned_lengths(
     return duration.epochs, per_epoch, examples, seen, update, len(loader), steps
 
 
-def samples_of_update(args: Any, world: World) -> int:
-    """Samples of one update: micro-batch, times accumulation, times ranks."""
-    return update_size(args, world.size)[0].samples
-
-
 # --- checks of what was built -----------------------------------------------------------------------------------------
 
 
 def _check_built(
-    built: Built, plan: RunPlan, hooks: TrainHooks, disks: Disks, files: ModelWriter, gang: Gang
+    built: Built, plan: RunPlan, hooks: TrainHooks, disks: Disks, files: ModelWriter, all_ranks: Gang
 ) -> None:
     """Refuse, before the first update, what could not be saved or differs between ranks. Collective."""
-    check_alike({"optimizer": optimizer_facts(built.executor.optimizer)}, gang)
-    _check_optimizer(built.executor.optimizer, files.model, plan.save, gang)
+    check_alike({"optimizer": optimizer_facts(built.executor.optimizer)}, all_ranks)
+    _check_optimizer(built.executor.optimizer, files.model, plan.save, all_ranks)
     _check_disks(disks, built.executor.strategy, plan.save.on_each_node)
     # A script's own way to save, and adapters, whose weights peft names, are not checked.
     if not hooks.saves_own_way and files.adapter is None:
-        _check_saved_model(hooks.model, plan.save, gang)
+        _check_saved_model(hooks.model, plan.save, all_ranks)
 
 
 def _check_disks(disks: Disks, strategy: Strategy, on_each_node: bool) -> None:
@@ -223,19 +227,17 @@ def _check_disks(disks: Disks, strategy: Strategy, on_each_node: bool) -> None:
         fix = "sharded weights come together on the first process alone: leave it off, and copy what save_model() wrote"
         raise ConfigError(Problem("save_on_each_node", True, fix))
     if not strategy.saves_parts:
-        fix = (
-            f"output_dir lies on {disks.nodes} disks, and a checkpoint of whole tensors would lie on the first alone: "
-            "use SHARDED_STATE_DICT, or an output_dir that all machines share"
-        )
-        raise ConfigError(Problem("fsdp_config.state_dict_type", "FULL_STATE_DICT", fix))
+        raise whole_on_one_disk(disks, "fsdp_config.state_dict_type", "output_dir")
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: SavePlan, gang: Gang) -> None:
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, plan: SavePlan, all_ranks: Gang
+) -> None:
     """Raise ModelError if the optimizer updates tensors that are not the model's, and that a run would have to save, or
     whose gradients would differ between processes.
     """
     saves = not plan.model_only and (plan.cadence.strategy != "no" or plan.every is not None)
-    if not saves and gang.size == 1:
+    if not saves and all_ranks.size == 1:
         return
     try:
         check_nameable(optimizer, model)
@@ -243,11 +245,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, plan: S
         raise ModelError(f"this optimizer cannot train in this run: {error}") from None
 
 
-def _check_saved_model(model: nn.Module, plan: SavePlan, gang: Gang) -> None:
+def _check_saved_model(model: nn.Module, plan: SavePlan, all_ranks: Gang) -> None:
     """Raise ModelError on every rank if a model's whole weights cannot be saved or restored. Collective."""
     if plan.cadence.strategy == "no" and plan.every is None:
         return
     try:
-        together(gang, lambda: check_restorable(model))
+        together(all_ranks, lambda: check_restorable(model))
     except CheckpointError as error:
         raise ModelError(f"this model cannot be resumed from a checkpoint: {error}") from None

@@ -72,38 +72,43 @@ def end_waits(handler: Any) -> None:
             callback.publisher.leave()
 
 
-def opened(handler: Any, gang: Gang) -> None:
+def opened(handler: Any, all_ranks: Gang) -> None:
     """Create the repository that a run publishes in, on the main process. Collective. Raises ConfigError if the Hub
     refuses it, or cannot be reached; the same on every rank.
     """
     problems: list[tuple[str, Any, str]] = []
     try:
-        for callback in handler.callbacks if gang.rank == 0 else ():
+        for callback in handler.callbacks if all_ranks.rank == 0 else ():
             if isinstance(callback, HubCallback):
                 callback.publisher.open()
     except ConfigError as error:
         problems = [(found.field, found.value, found.fix) for found in error.problems]
-    refused = gang.broadcast_object(problems)
+    refused = all_ranks.broadcast_object(problems)
     if refused:
         raise ConfigError(Problem(*found) for found in refused)
 
 
-def fetched(resume: Any, args: TrainingArguments, gang: Gang, folder: RunFolder) -> Any:
+def fetched(resume: Any, args: TrainingArguments, all_ranks: Gang, folder: RunFolder) -> Any:
     """Return `resume_from_checkpoint`; one on the Hub is downloaded once for each disk, and its path returned.
     Collective. Raises CheckpointError if it is not there, or cannot be downloaded; the same on every rank.
     """
     if not (isinstance(resume, str) and resume.startswith(SCHEME)):
         return resume
-    writes = gang.rank == folder.disks.writer_rank
+    writes = all_ranks.rank == folder.disks.writer_rank
     path = together(
-        gang, lambda: fetch(resume, args.hub_token, folder.path) if writes else None, (WindlassError,)
+        all_ranks, lambda: fetch(resume, args.hub_token, folder.path) if writes else None, (WindlassError,)
     )
-    return next(path for path in gang.gather_objects(path) if path is not None)
+    return next(path for path in all_ranks.gather_objects(path) if path is not None)
 
 
 def _settings(args: TrainingArguments, token: str | None = None, revision: str | None = None) -> HubSettings:
     strategy = getattr(args.hub_strategy, "value", args.hub_strategy)
     return HubSettings(
-        repository(args), token or args.hub_token, args.hub_private_repo, strategy, args.hub_always_push,
-        revision or args.hub_revision or None, seconds(args.hub_wait),
-    )  # fmt: skip
+        repository(args),
+        token or args.hub_token,
+        args.hub_private_repo,
+        strategy,
+        args.hub_always_push,
+        revision or args.hub_revision or None,
+        seconds(args.hub_wait),
+    )

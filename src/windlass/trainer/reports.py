@@ -9,6 +9,7 @@ from typing import Any
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
+from windlass.config.arguments import TrainingArguments
 from windlass.core.clock import Moment
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerState
@@ -42,12 +43,17 @@ def complete_logs(
 
 
 def evaluation_speed(
-    args: Any, session: Session, stage: str, prefix: str, started: Moment, output: EvalLoopOutput
+    args: TrainingArguments,
+    session: Session,
+    stage: str,
+    prefix: str,
+    started: Moment,
+    output: EvalLoopOutput,
 ) -> dict[str, float]:
     """Runtime and throughput of an evaluation, and the memory of its stage unless `skip_memory_metrics`."""
     samples = output.num_samples
-    world = session.world.size
-    batches = math.ceil(samples / (args.eval_batch_size_of(world) * world))
+    ranks = session.data_ranks.size
+    batches = math.ceil(samples / (args.eval_batch_size_of(ranks) * ranks))
     speed = speed_metrics(prefix, started, num_samples=samples, num_steps=batches)
     return speed if args.skip_memory_metrics else {**speed, **session.memory.report(stage, prefix)}
 

@@ -7,24 +7,23 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from windlass.accelerator.saved_parts import reading
 from windlass.assemble.facts import Progress
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.foreign import ForeignCheckpoint
-from windlass.checkpoint.history import checked_state, complete_state
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
 from windlass.checkpoint.opening import open_on_all, store_of_checkpoint
 from windlass.config.plan import UpdateSize
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
 from windlass.core.types import State
-from windlass.data.group import GroupSource
+from windlass.data.update_batch import GroupSource
+from windlass.dist.gang import Gang
 from windlass.engine.splitting import Kind
 from windlass.trainer.continuing import find_foreign_on_all
 from windlass.trainer.run_folder import RunFolder
-from windlass.trainer.saved_parts import reading
-from windlass.trainer.session import Session, together
+from windlass.trainer.session import together
 
 logger = get_job_logger(__name__)
 
@@ -49,10 +48,10 @@ _FREE_TO_DIFFER = frozenset(
 
 
 class CheckpointSource:
-    """Finds checkpoints, verifies them and opens them on all ranks. `manager` is that of the run's folder."""
+    """Finds checkpoints, verifies them and opens them on all ranks. `manager` is that of the run's `folder`."""
 
-    def __init__(self, session: Session, folder: RunFolder, manager: CheckpointManager) -> None:
-        self._session, self._gang, self._folder, self._manager = session, session.gang, folder, manager
+    def __init__(self, all_ranks: Gang, folder: RunFolder, manager: CheckpointManager) -> None:
+        self._all_ranks, self.folder, self.manager = all_ranks, folder, manager
 
     def resume_point(
         self, asked: str | bool | os.PathLike[str] | None, resolve_path: Callable[[str], str]
@@ -70,7 +69,7 @@ class CheckpointSource:
             raise ConfigError(Problem("resume_from_checkpoint", asked, fix))
         if asked == "auto":
             if self._is_fresh():
-                logger.info("resume_from_checkpoint='auto': %s holds no checkpoint", self._folder.path)
+                logger.info("resume_from_checkpoint='auto': %s holds no checkpoint", self.folder.path)
                 return None
             asked = True
         return self.open(True if isinstance(asked, bool) else resolve_path(os.fspath(asked)))
@@ -79,21 +78,21 @@ class CheckpointSource:
         """Return True if no process finds anything to resume from, not even a damaged checkpoint, which is never
         ignored for a fresh start. Collective.
         """
-        store = self._manager.store
-        fresh = together(self._gang, lambda: not store.is_writer or store.is_fresh())
-        return all(self._gang.gather_objects(fresh))
+        store = self.manager.store
+        fresh = together(self._all_ranks, lambda: not store.is_writer or store.is_fresh())
+        return all(self._all_ranks.gather_objects(fresh))
 
     def open(self, which: Literal[True] | str) -> Checkpoint:
         """Open a checkpoint, or the newest one that verifies; see `open_on_all`. Collective."""
-        manager = self._manager
+        manager = self.manager
         if which is not True and is_url(which):
             # It may be another run's, whose staging folder is not this run's.
-            store, which = store_of_checkpoint(which, self._gang, self._folder.disks)
+            store, which = store_of_checkpoint(which, self._all_ranks, self.folder.disks)
             manager = CheckpointManager(store)
-        foreign = find_foreign_on_all(self._gang, manager.store, which)
+        foreign = find_foreign_on_all(self._all_ranks, manager.store, which)
         if foreign is not None:
             return foreign
-        return open_on_all(manager, which, self._gang)
+        return open_on_all(manager, which, self._all_ranks)
 
 
 # --- the progress of a checkpoint's run -----------------------------------------------------------------------------
@@ -132,30 +131,20 @@ def warn_of_changed_arguments(checkpoint: Checkpoint, arguments: Mapping[str, An
         )
 
 
-def saved_state(checkpoint: Checkpoint) -> TrainerState:
-    """The saved state of a run, with its whole history; raise CheckpointError if it is damaged."""
-    saved = checked_state(checkpoint.folder / "trainer_state.json", complete_state(checkpoint))
-    with reading(checkpoint, "trainer_state"):
-        state = TrainerState.from_dict(saved)
-        if state.global_step != checkpoint.step:
-            raise ValueError(f"it is of step {state.global_step}")
-    return state
-
-
 def saved_update_size(checkpoint: Checkpoint) -> UpdateSize | None:
     """The size of the updates of a checkpoint's run; None if it does not hold one."""
     saved = checkpoint.meta.get("update_size")
     if saved is None:
         return None
     with reading(checkpoint, "manifest"):
-        size = UpdateSize(**saved)
-        if any(type(n) is not int or n < 1 for n in (size.micro, size.accumulation, size.world, size.asked)):
+        size = UpdateSize.from_dict(saved)
+        if any(type(n) is not int or n < 1 for n in (size.micro, size.accumulation, size.ranks, size.asked)):
             raise ValueError(f"an update is made of {saved}")
     return size
 
 
 def saved_loss(checkpoint: Checkpoint) -> State:
-    """What a checkpoint's run found out about its loss: `LossPolicy.facts`. Earlier versions saved a part of it."""
+    """The facts of `LossPolicy` in a checkpoint. Earlier versions saved some of them."""
     with reading(checkpoint, "manifest"):
         saved = checkpoint.meta.get("loss", {"over": checkpoint.meta.get("loss_over")})
         flags = {n: saved[n] for n in ("shifted", "gets_count", "complete") if isinstance(saved.get(n), bool)}

@@ -4,60 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.distributed import DistError
 
-from windlass.assemble.build import Built
+from windlass.accelerator.saved_parts import Buffers, Generators, RankPart, SavedPart, check_savable
+from windlass.callbacks.run_record import RunRecord, status_of
 from windlass.checkpoint.foreign import ForeignCheckpoint
-from windlass.checkpoint.manager import Checkpoint, CheckpointManager
-from windlass.checkpoint.stored import load_folder
-from windlass.config.plan import RunPlan, UpdateSize
+from windlass.checkpoint.manager import Checkpoint
+from windlass.config.plan import UpdateSize
 from windlass.core.clock import Moment
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import StepSeeder
 from windlass.core.types import State, Stateful, TrainOutput
 from windlass.core.world import World
-from windlass.data.group import Group, GroupSource
-from windlass.dist.beacon import beacon
+from windlass.data.update_batch import GroupSource, UpdateBatch
 from windlass.engine.executor import StepResult
-from windlass.engine.feed import Counts, Feed, UpdateBatch
-from windlass.engine.loop import Loop, LoopOptions, Suspect
-from windlass.metrics.ledger import FiniteWatch, Ledger
-from windlass.precision.dtypes import weights_of
-from windlass.trainer import save_retry
-from windlass.trainer.agreement import Agreement
+from windlass.engine.feed import Counts, Feed
+from windlass.engine.loop import Loop, LoopHooks, LoopOptions, Suspect
+from windlass.metrics.ledger import Ledger
+from windlass.trainer.batch_faults import Fed
 from windlass.trainer.batch_fitter import UpdateFitter
-from windlass.trainer.best_tracker import BestTracker, find_metric
+from windlass.trainer.best_tracker import find_metric
 from windlass.trainer.blame import find_nonfinite_samples, overflow_alone
-from windlass.trainer.checkpointer import Checkpointer
 from windlass.trainer.continuing import ForeignPlace, restore_foreign
-from windlass.trainer.defaults import multiplied_parameters, retention_of
+from windlass.trainer.defaults import retention_of
 from windlass.trainer.due_work import DueWork
-from windlass.trainer.hooks import TrainHooks
-from windlass.trainer.interruption import Interruption, WaitBrokenOff
+from windlass.trainer.interruption import Interruptible, WaitBrokenOff
 from windlass.trainer.micro_steps import MicroSteps
-from windlass.trainer.model_writer import ModelWriter
 from windlass.trainer.publishing import end_waits
 from windlass.trainer.resuming import CheckpointSource, merged_ledger, saved_loss
-from windlass.trainer.run_folder import RunFolder
+from windlass.trainer.run_checkpoints import RunCheckpoints
+from windlass.trainer.run_context import RunContext
 from windlass.trainer.run_reports import RunReports, count_inputs
-from windlass.trainer.run_saver import RunSaver
-from windlass.trainer.saved_parts import (
-    Buffers,
-    Generators,
-    Position,
-    RankPart,
-    SavedPart,
-    SavedParts,
-    check_savable,
-)
-from windlass.trainer.services import Services
+from windlass.trainer.run_restorer import RunRestorer
 from windlass.trainer.session import together
+from windlass.trainer.signal_exchange import SignalExchange
 from windlass.transforms.neftune import noisy_embeddings
 from windlass.transforms.overflow_watch import watching
 
@@ -65,105 +51,84 @@ logger = get_logger(__name__)
 job_logger = get_job_logger(__name__)
 
 
-class Run:
-    """Implements `engine.loop.LoopHooks`.
+class Run(LoopHooks, Interruptible):
+    """What one call of `train()` does at the events of its loop, and at its beginning and end.
 
     Attributes:
         executor, schedule, loop, ledger: the run's parts, whose states make up a checkpoint.
-        checkpointer, best, saver: its checkpoints.
+        checkpoints, restorer: saving and restoring it.
         first_tokens: `num_input_tokens_seen` when this call began.
 
     Args:
-        manager: of the checkpoints in `folder`.
-        registered: objects of the script's own that are saved with the run, one state per rank. A method `adopt` of
-            them gets the states of all ranks if their number has changed.
+        source: its data.
+        opener: opens the checkpoints of the run's folder.
+        record: of what the run is and how it ends.
         pad_token: the id that input counts leave out; None if there is none.
     """
 
     def __init__(
-        self, services: Services, interruption: Interruption, hooks: TrainHooks, plan: RunPlan, source: GroupSource,
-        built: Built, folder: RunFolder, manager: CheckpointManager, files: ModelWriter,
-        registered: Sequence[Stateful], pad_token: int | None,
+        self, context: RunContext, source: GroupSource, opener: CheckpointSource, record: RunRecord,
+        pad_token: int | None,
     ) -> None:  # fmt: skip
-        self._session, self._events, self._evaluator = services.session, services.events, services.evaluator
-        self._accelerator, self._engine = services.accelerator, services.engine
-        self._gang, self._loss = services.session.gang, services.loss
-        self._interruption, self._hooks, self._plan = interruption, hooks, plan
-        self._folder, self._files, self._registered = folder, files, registered
-        self.executor, self.schedule = built.executor, built.schedule
-        device = self._session.device
+        plan, services, session = context.plan, context.services, context.session
+        self._context, self._events, self._folder = context, context.events, opener.folder
+        self.executor, self.schedule = context.built.executor, context.built.schedule
+        self._registered = services.accelerator.registered_objects
         self._source_samples = getattr(source, "num_samples", None)
         self._fitter = UpdateFitter(
-            services.fitter, self._session, files.model, source, built.executor, plan.batch
+            services.fitter, session, context.files.model, source, self.executor, plan.batch
         )
-        # Called in every update, so without another method in between.
-        self.event = self._events.fire_if_heard
-        self.set_learning_rate = built.schedule.set
-        self.steps = MicroSteps(
-            services.loss, built.executor, self._accelerator, device, self.event, built.schedule.advance,
-            hooks.training_step, hooks.noting_loss,
-        )  # fmt: skip
-        self.ledger = Ledger(device, self._gang.sum)
-        self._seed_step = StepSeeder(plan.seed, self._gang.rank, device)
+        self.steps: MicroSteps = MicroSteps(context)
+        self.ledger = Ledger(session.device, session.loss_ranks.sum)
+        self._seed_step = StepSeeder(plan.seed, session.data_ranks.rank, session.device)
         self._seed_step.start(0)
-        self._beacon = beacon()
         self._events.use_plan(plan)
         self._use_size(plan.batch)
-        manager.retention = retention_of(plan.save)
-        self.saver = RunSaver(manager, plan.save, self._gang, device, hooks.may_save_in_background)
-        self._agreement = Agreement(self._gang, interruption, self.saver)
+        opener.manager.retention = retention_of(plan.save)
+        self.checkpoints = RunCheckpoints(context, opener)
+        self.restorer = RunRestorer(context, opener, self.checkpoints)
+        self._signals = SignalExchange(session.all_ranks, context.interruption, self.checkpoints)
         self.loop = self._new_loop(source, pad_token)
-        self.best = BestTracker(plan.save, self._events, manager.store.path_for)
-        self._source = CheckpointSource(self._session, folder, manager)
-        self.checkpointer = Checkpointer(
-            self._session, self._events, plan.save, folder, self._source, files,
-            built.executor.optimizer, self.best, self._list_parts, self.saver, self._described,
-            hooks.write_model,
-        )  # fmt: skip
-        self._reports = RunReports(
-            plan, self._events.state, self.ledger, services.session.memory,
-            multiplied_parameters(files.model), built.schedule.last_lrs,
-        )  # fmt: skip
-        self._due = DueWork(
-            self._gang, self._events, hooks, plan, services.evaluator, interruption, self._agreement,
-            self.checkpointer, self.saver, self.best, self._reports, built.schedule, self.loop,
-            lambda: built.executor.strategy.sharded or self._accelerator.forwards_meet,
-        )  # fmt: skip
-        self.due = self._due.run
-        self._continued: Checkpoint | None = None
+        self._reports = RunReports(context, self.ledger, record)
+        self._due = DueWork(context, self._signals, self.checkpoints, self._reports, self.loop)
+        self.checkpoints.parts = self._list_parts()
         self.first_tokens = 0
 
     def _new_loop(self, source: GroupSource, pad_token: int | None) -> Loop:
-        plan, strategy = self._plan, self.executor.strategy
+        plan = self._context.plan
+        in_step = self.executor.strategy.sharded or plan.dist.reduce_each
         accumulation = self._fitter.size.accumulation
-        in_step = strategy.sharded or plan.dist.reduce_each
-        feed = Feed(source, accumulation, self._counts(pad_token), self._gang, in_step)
+        feed = Feed(source, accumulation, self._counts(pad_token), self._context.all_ranks, in_step)
         options = LoopOptions(
             epochs=plan.duration.epochs,
             max_grad_norm=plan.stability.max_grad_norm,
             guard=plan.stability.nonfinite != "raise",
             restart_epoch=plan.data.restart_epoch,
         )
-        watch = FiniteWatch(self._session.device)
-        return Loop(
-            self.executor, feed, self, self._events.state, self.ledger, watch, self._seed_step, options
-        )
+        return Loop(self.executor, feed, self, self.ledger, self._seed_step, options)
 
     def _use_size(self, size: UpdateSize) -> None:
-        processes = size.world if self._accelerator.split_batches else 1
+        accelerator = self._context.services.accelerator
+        processes = size.ranks if accelerator.split_batches else 1
         self._events.state.train_batch_size = size.micro * processes
-        self._accelerator.gradient_accumulation_steps = size.accumulation
+        accelerator.gradient_accumulation_steps = size.accumulation
 
     def _counts(self, pad_token: int | None) -> Counts:
-        tokens, positions = count_inputs(self._files.model, self._plan.reports.tokens, pad_token)
-        count = self._loss.hooks.count_targets
-        return Counts(count, tokens, positions, self._inspect_first, self._agreement.own)
+        context = self._context
+        tokens, positions = count_inputs(context.files.model, context.plan.reports.tokens, pad_token)
+        count = context.services.loss.hooks.count_targets
+        check = self._check_batches if context.services.faults.checks_ahead else None
+        return Counts(count, tokens, positions, self._inspect_first, self._signals.own, check)
 
-    def _list_parts(self) -> SavedParts:
+    def _check_batches(self, group: UpdateBatch) -> None:
+        for batch, ids in zip(group.batches, group.ids, strict=True):
+            self._context.services.faults.check(Fed("training", batch, ids))
+
+    def _list_parts(self) -> list[SavedPart]:
         """The parts of a checkpoint, in the order in which they are restored: random generators last."""
         buffers = Buffers(self.executor.strategy)
-        return SavedParts(self._gang.rank, self._gang.size, [
-            SavedPart("best", self.best, optional=True),
+        return [
+            SavedPart("best", self.checkpoints.best, optional=True),
             SavedPart("schedule", self.schedule),
             SavedPart("executor", self.executor),
             RankPart("position", Position(self.loop), rolls_back=False),
@@ -175,11 +140,11 @@ class Run:
                 RankPart(f"registered-{number}", owner, optional=True, adopt=functools.partial(self._take_over, owner))
                 for number, owner in enumerate(self._registered)
             ),
-            RankPart("rng", Generators(self._session.device), adopt=self._reseed),
-        ])  # fmt: skip
+            RankPart("rng", Generators(self._context.session.device), adopt=self._reseed),
+        ]  # fmt: skip
 
     def _merge_ledgers(self, states: list[State]) -> None:
-        self.ledger.load_state_dict(merged_ledger(states, mine=self._gang.rank == 0))
+        self.ledger.load_state_dict(merged_ledger(states, mine=self._context.all_ranks.rank == 0))
 
     def _take_over(self, owner: Stateful, states: list[State]) -> None:
         adopt: Callable[[list[State]], None] | None = getattr(owner, "adopt", None)
@@ -188,15 +153,23 @@ class Run:
             return
         logger.warning(
             "%d process(es) saved a state of a registered object, this run has %d: each takes that of its rank, "
-            "further ones that of rank 0", len(states), self._gang.size
+            "further ones that of rank 0", len(states), self._context.all_ranks.size
         )  # fmt: skip
-        owner.load_state_dict(states[self._gang.rank if self._gang.rank < len(states) else 0])
+        owner.load_state_dict(
+            states[self._context.all_ranks.rank if self._context.all_ranks.rank < len(states) else 0]
+        )
 
     def _reseed(self, states: list[State]) -> None:
         self._seed_step.start(self._events.state.global_step)
 
     def _described(self) -> dict[str, Any]:
-        return {"update_size": self._fitter.size.to_dict(), "loss": self._loss.facts()}
+        loss = self._context.services.loss.facts()
+        return {"update_size": self._fitter.size.to_dict(), "loss": loss, "trained": self._trained()}
+
+    def _trained(self) -> dict[str, float]:
+        """Seconds and samples of all calls of `train()` up to now, since the step `from_step`."""
+        counts = self._reports.counts
+        return {**counts, "seconds": counts["seconds"] + time.monotonic() - self._reports.began}
 
     # --- from beginning to end --------------------------------------------------------------------------------------
 
@@ -204,44 +177,47 @@ class Run:
         """Train, from a checkpoint's state or from the beginning. `place` is the position in this run's data if
         `checkpoint` is of a run of transformers' Trainer.
         """
-        state = self._events.state
-        with self._evaluator.during(self.executor):
-            self._continued = checkpoint
+        context, state = self._context, self._events.state
+        hooks, model = context.hooks, context.files.model
+        with context.services.evaluator.during(self.executor):
+            self.restorer.continued = checkpoint
             if checkpoint is not None:
-                self._hooks.load_weights(str(checkpoint.folder))
+                hooks.load_weights(str(checkpoint.folder))
                 self._restore(checkpoint, place)
             self.first_tokens = state.num_input_tokens_seen
-            self._hooks.load_training_state(None if checkpoint is None else str(checkpoint.folder))
-            self._agreement.saved(state.global_step)
-            self._reports.announce(self._source_samples, weights_of(self._files.model))
+            hooks.load_training_state(None if checkpoint is None else str(checkpoint.folder))
+            self._signals.saved(state.global_step)
+            self._reports.announce(self._source_samples)
             self._check_metric()
             self._check_savable()
             with (
-                self._interruption.taking_ctrl_c(self),
-                telling_where(self._session.world, lambda: state.global_step),
+                context.interruption.taking_ctrl_c(self),
+                telling_where(context.session.world, lambda: state.global_step),
                 self._reports.counting_compilations(),
-                noisy_embeddings(self._files.model, self._plan.transforms.neftune_alpha),
-                watching(self._files.model, self._plan.stability.watch_forwards),
+                noisy_embeddings(model, context.plan.transforms.neftune_alpha),
+                watching(model, context.plan.stability.watch_forwards),
             ):
                 started = Moment()
+                saved = None if checkpoint is None else checkpoint.meta.get("trained")
+                self._reports.begin(saved)
                 self._train(started)
             output = self._finish(started)
             self._end()
         return output
 
     def _restore(self, checkpoint: Checkpoint, place: ForeignPlace | None) -> None:
-        restore_args = self._plan.reports.restore_callback_args
+        restore_args = self._context.plan.reports.restore_callback_args
         if not isinstance(checkpoint, ForeignCheckpoint):
-            self._loss.begin_run(saved_loss(checkpoint))
-            self.checkpointer.restore(checkpoint, restore_args)
+            self._context.services.loss.begin_run(saved_loss(checkpoint))
+            self.restorer.restore(checkpoint, restore_args)
             return
         assert place is not None, "the place was found before the plan was made"
         self._events.adopt(TrainerState.from_dict(checkpoint.state))
-        self.checkpointer.find_best(checkpoint)
+        self.restorer.find_best(checkpoint)
         restore_foreign(
             checkpoint,
             place,
-            self._files.model,
+            self._context.files.model,
             self.executor.optimizer,
             self.schedule,
             self.executor,
@@ -252,7 +228,7 @@ class Run:
 
     def _check_savable(self) -> None:
         """Check before the first update that the state of the script's own objects can be saved. Collective."""
-        save = self._plan.save
+        save = self._context.plan.save
         if save.model_only or (save.cadence.strategy == "no" and save.every is None):
             return
 
@@ -261,20 +237,22 @@ class Run:
             for owner in self._registered:
                 check_savable("accelerator.register_for_checkpointing", owner, owner)
 
-        together(self._gang, check)
+        together(self._context.all_ranks, check)
 
     def _check_metric(self) -> None:
         """Check before the first update that evaluation returns the metric that the run needs."""
-        metric = self._plan.save.metric or ("loss" if self.schedule.follows_metric else None)
-        if metric is None or self._plan.evaluation.strategy == "no" or self._hooks.rehearse is None:
+        plan, rehearse = self._context.plan, self._context.hooks.rehearse
+        metric = plan.save.metric or ("loss" if self.schedule.follows_metric else None)
+        if metric is None or plan.evaluation.strategy == "no" or rehearse is None:
             return
-        find_metric(self._hooks.rehearse(metric, self.executor.strategy), metric)
+        find_metric(rehearse(metric, self.executor.strategy), metric)
 
     def _train(self, started: Moment) -> None:
-        events, interruption, save = self._events, self._interruption, self._hooks.save_checkpoint
+        context, events = self._context, self._events
+        interruption, save = context.interruption, context.hooks.save_checkpoint
         events.fire("on_train_begin")
         self.executor.average_by(events.averages())
-        if self._plan.reports.evaluate_first and events.state.global_step == 0:
+        if context.plan.reports.evaluate_first and events.state.global_step == 0:
             # A schedule that follows the metric ignores it: no update was made yet.
             self._due.evaluate_or_stop()
         if interruption.stopped:
@@ -297,20 +275,21 @@ class Run:
             save()  # stopped before the first update: the loop did not save
         if interruption.is_preempted():
             self._due.save_and_leave()
-        self.checkpointer.finish_last(save_retry.LAST_PAUSES, save)
+        self.checkpoints.finish_last(save)
 
     def _finish(self, started: Moment) -> TrainOutput:
         """Report, load the best model, and fire `on_train_end`."""
         metrics = self._reports.summary(started)
         self.executor.finish()
         self.executor.strategy.share_buffers()  # one model is left
-        self.saver.release()
+        self.checkpoints.saver.memory.free()
         state = self._events.state
-        self._hooks.log(metrics, None)
-        if self._plan.save.load_best_at_end:
-            self._hooks.load_best_model()
+        self._context.hooks.log(metrics, None)
+        self._reports.end("finished" if state.global_step >= state.max_steps else "stopped", self._trained())
+        if self._context.plan.save.load_best_at_end:
+            self._context.hooks.load_best_model()
         self._events.fire("on_train_end")
-        self.checkpointer.finish()  # a callback may have saved there
+        self.checkpoints.finish()  # a callback may have saved there
         self._folder.upload()
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
@@ -318,19 +297,26 @@ class Run:
         """Exit if a process was preempted since the last update; check that the last save did not fail. Collective.
         Raises Preempted if one was and the run is saved as it ended, and CheckpointError if it is not saved.
         """
-        if self._interruption.is_preempted():
+        if self._context.interruption.is_preempted():
             if self._due.is_saved:
                 self._due.leave()
             job_logger.warning(
                 "preempted after the last update, which was not to be saved: a job that is started again would repeat "
                 "it, so the script continues to its end"
             )
-        self.checkpointer.check_last()
+        self.checkpoints.check_last()
+        if self._context.interruption.epoch_goes_on:
+            job_logger.warning(
+                "stopped at step %d of %d; train(resume_from_checkpoint=True) continues from %s",
+                self.state.global_step,
+                self.state.max_steps,
+                self.newest_checkpoint or "the beginning: nothing was saved",
+            )
 
     def data_ahead(self) -> None:
         """Called before the data of the next update is requested."""
         self._fitter.remember()
-        self._interruption.check_wait()
+        self._context.interruption.check_wait()
 
     @property
     def waits_for_data(self) -> bool:
@@ -338,7 +324,7 @@ class Run:
 
     @property
     def newest_checkpoint(self) -> Path | None:
-        return self.checkpointer.newest
+        return self.checkpoints.newest
 
     def end_waits(self) -> None:
         end_waits(self._events.handler)
@@ -349,19 +335,19 @@ class Run:
         """
         try:
             with self.executor.averaged():
-                self.checkpointer.save()
+                self.checkpoints.save(self._described())
             if wait:
-                self.checkpointer.finish()  # no later update does, and the process may end
+                self.checkpoints.finish()  # no later update does, and the process may end
         finally:
             if wait:
                 self._folder.release(None)
 
-    def load_weights(self, folder: Path, model: nn.Module) -> None:
-        """Load the weights of the checkpoint that is continued, or of another folder."""
-        if self._continued is not None and folder == self._continued.folder:
-            self._continued.load_weights(model)
-        else:
-            load_folder(folder, model)
+    def broke_off(self, error: BaseException) -> None:
+        """Give up the save under way, unless Ctrl-C ended the run, and record how it ended."""
+        if isinstance(error, Exception | SystemExit):
+            self.checkpoints.abandon()
+        self._reports.end(status_of(error), self._trained(), error)
+        self._events.write_reports()
 
     def release(self) -> None:
         """Release the executor after the run. If it did not come to its end, its process does not wait for uploads."""
@@ -373,26 +359,44 @@ class Run:
     def stop(self) -> None:
         """End the run with this update, and save."""
         self._events.control.should_training_stop = True
-        self._interruption.stop()
+        self._context.interruption.stop()
 
-    def _inspect_first(self, group: Group) -> int | None:
-        """Measure the loss on the first group; if memory does not hold it, ask for smaller micro-batches."""
+    def _inspect_first(self, group: UpdateBatch) -> int | None:
+        """Check the first group, and measure the loss on it; if it does not fit into memory, request smaller
+        micro-batches.
+        """
+        self._check_batches(group)
         try:
             self.steps.begin(group.batches[0], self._fitter.size.accumulation)
         except Exception as error:
             if not self.too_large(error):
                 raise
         else:
+            self._context.services.faults.warn_of_length(Fed("training", group.batches[0], group.ids[0]))
             return None
-        return (
-            self.shrink()
-        )  # outside the handler, whose traceback keeps the memory of the failed attempt alive
+        # Outside the handler: its traceback keeps the memory of the failed attempt alive.
+        return self.shrink()
 
     # --- events -----------------------------------------------------------------------------------------------------
 
     @property
+    def state(self) -> TrainerState:
+        return self._events.state
+
+    @property
     def control(self) -> TrainerControl:
         return self._events.control
+
+    def event(self, name: str) -> None:
+        """Fire an event of a step, which usually has no listeners."""
+        if self._events.handler.listens(name):
+            self._events.fire(name)
+
+    def set_learning_rate(self, step: int) -> None:
+        self.schedule.set(step)
+
+    def due(self) -> None:
+        self._due.run()
 
     def too_large(self, error: Exception) -> bool:
         return self._fitter.too_large(error)
@@ -400,53 +404,67 @@ class Run:
     def shrink(self) -> int:
         report = self._fitter.shrink()
         self._use_size(self._fitter.size)
-        self._hooks.log(dict(report), None)
+        self._context.hooks.log(dict(report), None)
         self.steps.check_division(self._fitter.size.accumulation)
         return self._fitter.size.accumulation
 
     def step_end(self) -> None:
         self.event("on_step_end")
-        self._events.agree_on_flags()
+        self._events.merge_flags()
 
     def epoch_end(self, complete: bool) -> None:
-        if complete or not self._interruption.epoch_goes_on:
+        if complete or not self._context.interruption.epoch_goes_on:
             self.event("on_epoch_end")
-        self._events.agree_on_flags()
+        self._events.merge_flags()
 
     # --- after an update ----------------------------------------------------------------------------------------------
 
     def update_applied(self, batch: UpdateBatch, applied: bool) -> None:
         """Counts that follow an update: samples, tokens, FLOPs."""
         self._reports.update_applied(batch)
-        self._engine.step_was_skipped = not applied
-        every = self._plan.reports.empty_cache_every
+        services = self._context.services
+        services.engine.step_was_skipped = not applied
+        every = self._context.plan.reports.empty_cache_every
         if every and self._events.state.global_step % every == 0:
-            self._accelerator.free_memory()
+            services.accelerator.free_memory()
 
     def explain_nonfinite(self, suspect: Suspect) -> str:
-        return find_nonfinite_samples(suspect, self._gang)
+        return find_nonfinite_samples(suspect, self._context.session.data_ranks)
 
     def update_refused(self, suspect: Suspect, result: StepResult) -> bool:
-        if overflow_alone(result, self._gang):
+        if overflow_alone(result, self._context.session.data_ranks):
             return False
         what = self.explain_nonfinite(suspect)
-        if self._plan.stability.nonfinite == "rollback":
-            self._hooks.log(self.checkpointer.roll_back(what, self.loop.position), None)
+        if self._context.plan.stability.nonfinite == "rollback":
+            self._context.hooks.log(self.restorer.roll_back(what, self.loop.position), None)
             self.executor.begin()
             return True
         job_logger.warning("%s; this update is skipped", what)
-        self._hooks.log({"skipped_update": self._events.state.global_step, "reason": what}, None)
+        self._context.hooks.log({"skipped_update": self._events.state.global_step, "reason": what}, None)
         return False
 
     # --- signals of other ranks ---------------------------------------------------------------------------------------
 
-    def signals_agreed(self, signals: Sequence[float]) -> None:
-        told = self._agreement.apply(signals, self._events.state.global_step)
-        if told.stop:
+    def signals_received(self, signals: Sequence[float]) -> None:
+        received = self._signals.apply(signals, self._events.state.global_step)
+        if received.stop:
             self.stop()
 
 
-# Words of the backends of process groups for a lost connection.
+class Position:
+    """The position of this rank in its data; ranks with loaders of their own are at different positions."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def state_dict(self) -> State:
+        return self._loop.position
+
+    def load_state_dict(self, state: State) -> None:
+        self._loop.continue_from(state)
+
+
+# Messages of process-group backends for a lost connection.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "remote process has terminated")
 
 

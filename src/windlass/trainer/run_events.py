@@ -12,7 +12,9 @@ import torch
 from windlass.callbacks.handler import CallbackHandler
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.progress import ProgressCallback
+from windlass.callbacks.report import ReportCallback
 from windlass.callbacks.weight_averaging import SWACallback
+from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import RunPlan
 from windlass.core.events import CONTROL_FLAGS, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
@@ -23,9 +25,14 @@ logger = get_logger(__name__)
 
 # Settings of the present run, which a checkpoint's state does not replace.
 _OF_THIS_RUN = (
-    "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size",
+    "max_steps",
+    "num_train_epochs",
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+    "train_batch_size",
     *TrainerState.PER_PROCESS,
-)  # fmt: skip
+)
 
 
 class Events:
@@ -33,8 +40,10 @@ class Events:
     callbacks get, which a script may replace at any time.
     """
 
-    def __init__(self, args: Callable[[], Any], session: Session, handler: CallbackHandler) -> None:
-        self._args, self._gang, self._world = args, session.gang, session.world
+    def __init__(
+        self, args: Callable[[], TrainingArguments], session: Session, handler: CallbackHandler
+    ) -> None:
+        self._args, self._all_ranks, self._world = args, session.all_ranks, session.world
         self.handler = handler
         self._flags_may_differ = False
         self.begin_run()
@@ -63,11 +72,6 @@ class Events:
         """Call the callbacks with `state`, by default the present one."""
         self.control = self.handler.fire(event, self._args(), state or self.state, self.control, **payload)
 
-    def fire_if_heard(self, event: str) -> None:
-        """The same for the events of a step, which usually have no listeners."""
-        if self.handler.listens(event):
-            self.fire(event)
-
     def add_log(self, logs: dict[str, Any]) -> None:
         """Append a row to the history and report it."""
         self.state.log_history.append({**logs, "step": self.state.global_step})
@@ -75,17 +79,17 @@ class Events:
 
     def find_deciding_callbacks(self) -> None:
         """Check if any rank has callbacks of a script's own, whose flags may differ. Collective."""
-        if self._gang.size > 1:
+        if self._all_ranks.size > 1:
             own = [not type(c).__module__.startswith("windlass.") for c in self.handler.callbacks]
-            self._flags_may_differ = bool(self._gang.sum(torch.tensor(float(any(own)))))
-            self.agree_on_flags()
+            self._flags_may_differ = bool(self._all_ranks.sum(torch.tensor(float(any(own)))))
+            self.merge_flags()
 
-    def agree_on_flags(self) -> None:
+    def merge_flags(self) -> None:
         """Set each flag that a callback of any rank set. Windlass's own callbacks set the same flags on every rank, so
         nothing is exchanged without others. Collective.
         """
         if self._flags_may_differ:
-            wishes = self._gang.start_sum([float(getattr(self.control, name)) for name in CONTROL_FLAGS])
+            wishes = self._all_ranks.start_sum([float(getattr(self.control, name)) for name in CONTROL_FLAGS])
             for name, count in zip(CONTROL_FLAGS, wishes.wait(), strict=True):
                 setattr(self.control, name, count > 0)
 
@@ -124,14 +128,31 @@ class Events:
             if isinstance(callback, MetricsLogCallback):
                 callback.roll_back(self.state)
 
+    def _displays(self) -> list[ProgressCallback]:
+        return [callback for callback in self.handler.callbacks if isinstance(callback, ProgressCallback)]
+
+    def prepare_displays(self) -> None:
+        """Show that a run is being prepared: no event is fired yet."""
+        for display in self._displays():
+            display.prepare()
+
+    def count_samples(self, samples: float) -> None:
+        """Hand the displays how many samples this run has trained on, of which they show the speed."""
+        for display in self._displays():
+            display.samples = samples
+
+    def write_reports(self) -> None:
+        """Write the reports of a run that ends with an exception, which fires no `on_train_end`."""
+        for callback in self.handler.callbacks:
+            if isinstance(callback, ReportCallback):
+                callback.write(self._args(), self.state)
+
     def end_evaluation_displays(self) -> None:
         """Remove the bars of an evaluation: one that fails, or that a script runs by itself, fires no `on_evaluate`."""
-        for callback in self.handler.callbacks:
-            if isinstance(callback, ProgressCallback):
-                callback.end_evaluation()
+        for display in self._displays():
+            display.end_evaluation()
 
     def close_displays(self) -> None:
         """Release the terminal: a run that ends with an exception does not fire `on_train_end`."""
-        for callback in self.handler.callbacks:
-            if isinstance(callback, ProgressCallback):
-                callback.close()
+        for display in self._displays():
+            display.close()

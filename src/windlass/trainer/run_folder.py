@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
+from windlass.checkpoint.background import Saver
 from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.nodes import Disks, find_disks
 from windlass.checkpoint.opening import open_store, upload_files
 from windlass.checkpoint.remote import check_remote
 from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.run_lock import FolderInUse, RunLock
+from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
 from windlass.core.output_folder import OutputFolder
 from windlass.core.whole_file import write_whole
 from windlass.dist.gang import Gang
-from windlass.trainer.run_saver import RunSaver
 
 logger = get_logger(__name__)
 
@@ -28,8 +28,8 @@ class RunFolder:
     folder on this machine: a staging folder if `output_dir` is a URL.
     """
 
-    def __init__(self, args: Any, gang: Gang) -> None:
-        self._place, self._shown, self._gang = args.output_path, str(args.output_dir), gang
+    def __init__(self, args: TrainingArguments, all_ranks: Gang) -> None:
+        self._place, self._shown, self._all_ranks = args.output_path, str(args.output_dir), all_ranks
         self.path = local_folder(self._place)
         self._disks: Disks | None = None
         self._lock: RunLock | None = None
@@ -39,18 +39,18 @@ class RunFolder:
     def disks(self) -> Disks:
         """Which ranks share the disk of the folder. Collective the first time."""
         if self._disks is None:
-            self._disks = find_disks(self._gang, self.path)
+            self._disks = find_disks(self._all_ranks, self.path)
         return self._disks
 
     def manager(self, retention: Retention) -> CheckpointManager:
         """Saves and loads its checkpoints. Collective."""
-        store = open_store(self._place, self._gang, self.disks)
+        store = open_store(self._place, self._all_ranks, self.disks)
         store.stay_on_disk()
         return CheckpointManager(store, retention)
 
     def upload(self) -> None:
         """Upload the files beside checkpoints if the place is a URL. An error is logged; the files stay."""
-        if self._gang.rank != 0:
+        if self._all_ranks.rank != 0:
             return
         try:
             upload_files(self._place)
@@ -59,15 +59,18 @@ class RunFolder:
 
     def warn_of_earlier_run(self) -> None:
         """Warn, on the main process, if the folder holds checkpoints of another run."""
-        earlier = open_store(self._place).committed() if self._gang.rank == 0 else []
+        earlier = open_store(self._place).committed() if self._all_ranks.rank == 0 else []
         if earlier:
             newest, others = earlier[-1].path.name, len(earlier) - 1
             logger.warning(
                 "%s holds another run (%s%s), and this is a fresh one. Its checkpoints count as older than this run's: "
                 "save_total_limit and keep_last remove them first, one of the same step is replaced, and from this "
                 "run's first save on resume_from_checkpoint=True continues this run. To keep both, choose another "
-                "output_dir", self._place, newest, f" and {others} more" if others else ""
-            )  # fmt: skip
+                "output_dir",
+                self._place,
+                newest,
+                f" and {others} more" if others else "",
+            )
 
     # --- the lock ---------------------------------------------------------------------------------------------------
 
@@ -76,7 +79,7 @@ class RunFolder:
         if another run writes there, or it cannot be written; the same on every rank.
         """
         fix = None
-        if self._gang.rank == self.disks.writer_rank:
+        if self._all_ranks.rank == self.disks.writer_rank:
             try:
                 self.confirm()
                 self._check_writable()
@@ -92,14 +95,14 @@ class RunFolder:
             except BaseException:
                 self.release(None)
                 raise
-        fixes = [found for found in self._gang.gather_objects(fix) if found is not None]
+        fixes = [found for found in self._all_ranks.gather_objects(fix) if found is not None]
         if fixes:
             self.release(None)
             raise ConfigError(Problem("output_dir", self._shown, fixes[0]))
 
     def _check_writable(self) -> None:
         check_writable(str(self.path), self._shown)
-        if is_url(self._place) and self._gang.rank == 0:
+        if is_url(self._place) and self._all_ranks.rank == 0:
             check_remote(self._place)
             logger.info("%s: the run works in %s, which WINDLASS_STAGING moves", self._place, self.path)
 
@@ -114,7 +117,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
 
-    def release(self, saver: RunSaver | None) -> None:
+    def release(self, saver: Saver | None) -> None:
         """Release the lock, once the thread of `saver` that still writes there has ended."""
         lock, self._lock = self._lock, None
         if lock is None:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from windlass.config.plan import RunPlan
+from windlass.callbacks.run_record import RunRecord, Trained, has_counts
 from windlass.core.clock import Moment
-from windlass.core.events import TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.threads import LoadWatch, processes_and_threads
-from windlass.engine.feed import UpdateBatch
+from windlass.data.update_batch import UpdateBatch
 from windlass.metrics.ledger import Ledger
 from windlass.metrics.speed import speed_metrics
-from windlass.metrics.stage_memory import StageMemory
 from windlass.metrics.tokens import InputCounter
-from windlass.precision.dtypes import dtypes_of
+from windlass.precision.dtypes import dtypes_of, weights_of
+from windlass.trainer.defaults import multiplied_parameters
+from windlass.trainer.run_context import RunContext
 from windlass.transforms.compile import CompileCounts
 
 logger = get_logger(__name__)
@@ -27,35 +27,30 @@ class RunReports:
 
     Attributes:
         load_watch: warns if other programs use the cores.
-
-    Args:
-        parameters: number of parameters that every token is multiplied with.
-        last_rates: returns the learning rates of the last update.
+        counts: since the step `from_step`: the samples of all calls of `train()`, and the seconds of the earlier ones.
+        began: `time.monotonic()` when this call began.
     """
 
-    def __init__(
-        self, plan: RunPlan, state: TrainerState, ledger: Ledger, memory: StageMemory, parameters: int,
-        last_rates: Callable[[], list[float]],
-    ) -> None:  # fmt: skip
-        self._plan, self._state, self._ledger, self._memory = plan, state, ledger, memory
-        self._flops_per_position, self._last_rates = 6 * parameters, last_rates
-        self._samples, self._updates = 0.0, 0
+    def __init__(self, context: RunContext, ledger: Ledger, record: RunRecord) -> None:
+        self._plan, self._events, self._ledger = context.plan, context.events, ledger
+        self._state = context.events.state
+        self._model, self._schedule = context.files.model, context.built.schedule
+        self._memory = context.session.memory
+        self._flops_per_position = 6 * multiplied_parameters(self._model)
+        self._record, self._samples, self._updates = record, 0.0, 0
+        self.counts, self.began = {"from_step": 0, "seconds": 0.0, "samples": 0.0}, time.monotonic()
+        plan = context.plan
         self._compiled = None if plan.transforms.compile is None else CompileCounts()
         self.load_watch = LoadWatch(processes_and_threads(plan.data.workers))
 
-    def announce(self, samples: int | None, weights: str) -> None:
-        """Log the size of the run and its dtypes.
-
-        Args:
-            samples: None for a stream.
-            weights: the dtype of the trained weights.
-        """
+    def announce(self, samples: int | None) -> None:
+        """Log the size of the run and its dtypes. `samples` is None for a stream."""
         batch, steps = self._plan.batch, self._plan.duration.steps
         logger.info("***** Running training *****")
         logger.info("  samples: %s, updates: %d", "a stream" if samples is None else samples, steps)
         logger.info("  samples in one update: %d = %d x %d micro-batches x %d processes",
-                    batch.samples, batch.micro, batch.accumulation, batch.world)  # fmt: skip
-        logger.info("  dtypes: %s", dtypes_of(self._plan.precision, self._plan.dist, weights))
+                    batch.samples, batch.micro, batch.accumulation, batch.ranks)  # fmt: skip
+        logger.info("  dtypes: %s", dtypes_of(self._plan.precision, self._plan.dist, weights_of(self._model)))
 
     def counting_compilations(self) -> AbstractContextManager[None]:
         """Within the body, compilations are counted for `summary`, if the plan compiles."""
@@ -64,6 +59,7 @@ class RunReports:
     def update_applied(self, batch: UpdateBatch) -> None:
         """Called after an update from this data, applied or skipped."""
         self._samples += batch.total_samples
+        self.counts["samples"] += batch.total_samples
         self._updates += 1
         self._state.num_input_tokens_seen += int(batch.tokens)
         self._state.total_flos += float(self._flops_per_position * batch.positions)
@@ -74,11 +70,23 @@ class RunReports:
         if not report:
             return {}
         self.load_watch.look(training=True)
-        rates = self._last_rates()
+        self._events.count_samples(self._samples)
+        rates = self._schedule.last_lrs()
         logs = {**report, "learning_rate": rates[0] if rates else 0.0}
         if self._ledger.skipped:
             logs["skipped_updates"] = self._ledger.skipped
         return logs
+
+    def begin(self, saved: Any) -> None:
+        """Continue the counts `saved` of a checkpoint; without them, count from the present step on."""
+        step = self._state.global_step
+        self.counts = dict(saved) if has_counts(saved) else {**self.counts, "from_step": step}
+        self.began = time.monotonic()
+        self._record.begin(step, self._state.max_steps, self.counts)
+
+    def end(self, status: str, trained: Trained, error: BaseException | None = None) -> None:
+        """Record how this call of `train()` ended."""
+        self._record.end(status, self._state.global_step, trained, error)
 
     def summary(self, started: Moment) -> dict[str, float]:
         """Speed, FLOPs, mean loss, memory and compilations of the whole run."""

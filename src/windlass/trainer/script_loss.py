@@ -1,4 +1,4 @@
-"""What a loss of the script's is normalised by: decided by what its code says and does, never by its value.
+"""What a loss of the script's is normalised by: decided by its code and its reads, never by its value.
 
 A loss that is not declared gets the target count of its own micro-batch, and is weighted by that micro-batch's share of
 the update. So a sum that is divided by the count, a mean, and any mixture of both are exact for every split of the
@@ -43,7 +43,7 @@ _DECLARE = (
 
 
 class ScriptLoss:
-    """Whether a loss is complete, and the count that it gets.
+    """Decides if a loss is complete, and which count it gets.
 
     Args:
         shares: returns the number of micro-batches of an update over all processes.
@@ -54,28 +54,41 @@ class ScriptLoss:
             decides.
     """
 
-    def __init__(self, gang: Gang, shares: Callable[[], int]) -> None:
-        self._gang, self._shares = gang, shares
+    def __init__(self, loss_ranks: Gang, shares: Callable[[], int]) -> None:
+        self._loss_ranks, self._shares = loss_ranks, shares
         self.begin(None, [])
 
     def begin(
-        self, declared: bool | None, functions: list[Callable[..., Any]], *, watched: bool = False,
-        compiled: bool = False, earlier: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        declared: bool | None,
+        functions: list[Callable[..., Any]],
+        *,
+        step: Callable[..., Any] | None = None,
+        watched: bool = False,
+        compiled: bool = False,
+        earlier: bool | None = None,
+    ) -> None:
         """Start with another loss.
 
         Args:
             declared: `loss_is_scaled_for_ga`.
-            functions: what computes it, if it is given the count. Windlass's own are left out.
+            functions: the script's functions that compute it, if they get the count.
+            step: the script's training step, if it is given the count: what it passes to backward may be its own loss.
+                It may name the number of micro-batches, by which steps of other libraries divide (see
+                `DoubleNormalizationCheck`).
             watched: a script's code computes the loss, or passes it to backward.
             compiled: the model is compiled, and the count must be a plain tensor, so that reads of it are not noted.
             earlier: `complete` of the run that is resumed.
         """
         of_script = [function for function in functions if any(_versions(function))]
         names = names_in_code(of_script) & (_PROCESSES | _MICRO_BATCHES)
+        if step is not None and any(_versions(step)):
+            names |= names_in_code([step]) & _PROCESSES
+            of_script.append(step)
         self.complete = declared
         if declared is None:
             self.complete = earlier if names else False
+        self._is_first = watched and self._loss_ranks.size > 1
         self._watched, self._notes = watched and declared is None, bool(of_script) and not compiled
         self._is_given_count, self._divides_itself = bool(of_script), bool(names & _MICRO_BATCHES)
         self._use: CountUse | None = None
@@ -100,26 +113,39 @@ class ScriptLoss:
         return contextlib.nullcontext() if self._use is None else watched_process_count(self._use)
 
     def look(self, loss: Tensor | LossTerms) -> None:
-        """Decide by the first call, and check in the others that the loss is what was decided. Collective if
-        `complete` is None.
+        """Decide by the first call, and check in the others that the loss is what was decided. Collective in the first
+        call, and if `complete` is None.
 
         Raises:
-            ModelError: the code does not show what the loss is.
+            ModelError: the code does not show what the loss is, or it is of another kind on another rank.
         """
-        if self._use is None or isinstance(loss, LossTerms):
+        terms = isinstance(loss, LossTerms)
+        if self._is_first:
+            self._is_first = False
+            self._check_alike(terms)
+        if self._use is None or terms:
             return
         used = self._use.used
         if self.complete is None:
             self._decide(used)
         elif used and not self.complete:
             raise ModelError(
-                f"the loss is computed with the number of processes ({self._gang.size}), which its code does not name, "
-                f"or its first call did not use. {_DECLARE}"
+                f"the loss is computed with the number of processes ({self._loss_ranks.size}), which its code does not "
+                f"name, or its first call did not use. {_DECLARE}"
             )
-        elif self.complete and not used and self._gang.size > 1:
+        elif self.complete and not used and self._loss_ranks.size > 1:
             raise ModelError(
                 "when this run began, the loss was found to be divided by the targets of the whole update, and now it "
-                f"is not multiplied by the number of processes ({self._gang.size}). {_DECLARE}"
+                f"is not multiplied by the number of processes ({self._loss_ranks.size}). {_DECLARE}"
+            )
+
+    def _check_alike(self, terms: bool) -> None:
+        """Ranks with `LossTerms` sum their weights, and would wait for those with a tensor."""
+        of_terms = float(self._loss_ranks.sum(torch.tensor([float(terms)], dtype=torch.float64)))
+        if 0 < of_terms < self._loss_ranks.size:
+            raise ModelError(
+                f"{of_terms:.0f} of {self._loss_ranks.size} processes passed LossTerms to backward, and the "
+                "others a tensor, which has another divisor: use one of the two on all processes"
             )
 
     def _decide(self, used: bool) -> None:
@@ -129,14 +155,14 @@ class ScriptLoss:
                 f"it is not known if the loss reads `num_items_in_batch`. {_DECLARE}"
             )
         seen = torch.tensor([float(used), float(self.read_count)], dtype=torch.float64)
-        was_used, was_read = (total > 0 for total in self._gang.sum(seen).tolist())
-        if was_used != was_read and (was_used or self._gang.size > 1):
+        was_used, was_read = (total > 0 for total in self._loss_ranks.sum(seen).tolist())
+        if was_used != was_read and (was_used or self._loss_ranks.size > 1):
             what = "divides by" if was_read else "does not read"
             does = "multiplies by" if was_used else "does not multiply by"
             raise ModelError(
                 f"the code of the loss names the number of processes or of micro-batches. It {what} "
-                f"`num_items_in_batch`, and {does} the number of processes ({self._gang.size}), so it is not known "
-                f"what it is a mean over. {_DECLARE}"
+                f"`num_items_in_batch`, and {does} the number of processes ({self._loss_ranks.size}), so it is not "
+                f"known what it is a mean over. {_DECLARE}"
             )
         self.complete = was_read
         if was_read:
@@ -152,7 +178,7 @@ class ScriptLoss:
 
 
 class NotedCount(Tensor):
-    """A count that notes whether anything is computed with it. There is one at a time."""
+    """A count that records if it is used in a computation. There is one at a time."""
 
     was_read: ClassVar[bool] = False
 
@@ -162,7 +188,7 @@ class NotedCount(Tensor):
         return count.as_subclass(cls)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") != "__get__":  # its device or type
             NotedCount.was_read = True
         with torch._C.DisableTorchFunctionSubclass():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 
+from windlass.config.arguments import TrainingArguments
 from windlass.core.device import make_current
 from windlass.core.errors import CheckpointError
 from windlass.core.world import World, world_from_environment
@@ -19,15 +20,29 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The process, its device and memory, and the other processes, for as long as a Trainer lives."""
+    """The process, its device and memory, and the other processes, for as long as a Trainer lives.
+
+    Attributes:
+        all_ranks: every process of the job.
+    """
 
     world: World
     device: torch.device
-    gang: Gang
+    all_ranks: Gang
     memory: StageMemory
 
+    @property
+    def data_ranks(self) -> Gang:
+        """The processes with different samples."""
+        return self.all_ranks.over("data")
+
+    @property
+    def loss_ranks(self) -> Gang:
+        """The processes with different targets."""
+        return self.all_ranks.over("loss")
+
     @classmethod
-    def open(cls, args: Any) -> Session:
+    def open(cls, args: TrainingArguments) -> Session:
         """Choose this process's device and join the other processes. Collective."""
         world, device = world_from_environment(), args.device
         make_current(device)
@@ -38,7 +53,7 @@ class Session:
 
 
 def together(
-    gang: Gang, work: Callable[[], _T], errors: tuple[type[Exception], ...] = (CheckpointError,)
+    all_ranks: Gang, work: Callable[[], _T], errors: tuple[type[Exception], ...] = (CheckpointError,)
 ) -> _T:
     """Return what `work` returns on this rank. Collective. Raises CheckpointError on all ranks, with the first reason,
     if `work` raises one of `errors` on one of them.
@@ -48,7 +63,7 @@ def together(
         found = work()
     except errors as error:
         problem = str(error)
-    for reason in gang.gather_objects(problem):
+    for reason in all_ranks.gather_objects(problem):
         if reason is not None:
             raise CheckpointError(reason)
     return cast(_T, found)

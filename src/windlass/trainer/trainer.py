@@ -2,43 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from windlass.callbacks.handler import CallbackHandler
 from windlass.config.arguments import TrainingArguments
+from windlass.config.support_rows import METHODS_REFUSED
 from windlass.core.clock import Moment
-from windlass.core.errors import DataError
+from windlass.core.errors import ConfigError, DataError, ModelError, Problem
+from windlass.core.locations import local_folder
 from windlass.core.logs import set_verbosity
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, PredictionOutput, TrainOutput
 from windlass.trainer.lazy_modules import (
-    binding,
+    card,
     columns,
     defaults,
     evaluation,
     evaluator,
-    interrupting,
-    loading,
+    handler,
+    hooks,
+    inputs,
+    interruption,
     model_writer,
     optimization,
+    overview,
+    plans,
     preparation,
     publishing,
-    resolve,
+    reports,
     run_folder,
     services,
-)  # fmt: skip
-from windlass.trainer.losses import call_model, check_differentiable, checked_batch, without_gradient
-from windlass.trainer.reports import complete_logs, evaluation_speed
-from windlass.trainer.session import Session
-from windlass.trainer.trainer_names import TrainerNames
+    session,
+)
+from windlass.trainer.losses import (
+    LabelSmoother,
+    as_count,
+    call_model,
+    check_differentiable,
+    checked_batch,
+    on_device,
+    without_gradient,
+)
 from windlass.trainer.wrappers import innermost, labels_in_signature, returns_loss_by_default
 
 if TYPE_CHECKING:
+    from windlass.callbacks.handler import CallbackHandler
+    from windlass.config.plan import CallPlan
+    from windlass.core.events import TrainerControl, TrainerState
     from windlass.trainer.interruption import Interruption
     from windlass.trainer.model_writer import ModelWriter
     from windlass.trainer.run import Run
@@ -46,7 +63,7 @@ if TYPE_CHECKING:
     from windlass.transforms.strategy import Strategy
 
 
-class Trainer(TrainerNames):
+class Trainer:
     """Trains, evaluates and predicts with a PyTorch model.
 
     Args:
@@ -65,6 +82,18 @@ class Trainer(TrainerNames):
         optimizer_cls_and_kwargs: a class and keywords to build the optimizer from, instead of `args.optim`.
         preprocess_logits_for_metrics: `(logits, labels) -> logits`, before they are kept for metrics.
 
+    Scripts may assign all arguments as attributes; the next `train()`, `evaluate()` or `predict()` uses the new values.
+
+    Attributes:
+        model: the trained module.
+        model_wrapped: the module that forwards run through: during `train()` the wrapper of its strategy, if any.
+        accelerator: device, ranks and precision; prepares other models that a script trains beside this one.
+        optimizer, lr_scheduler: those of the current or last `train()`; None before.
+        label_names: keys of a batch that are labels.
+        can_return_loss: the model's forward computes a loss by default.
+        place_model_on_device: the model is moved to this process's device.
+        is_in_train: `train()` is running.
+
     Raises:
         ConfigError, ModelError: whatever can be known to be wrong before training.
     """
@@ -72,6 +101,10 @@ class Trainer(TrainerNames):
     # True: `compute_loss` is divided by the count of the whole update and multiplied by the number of ranks. False: it
     # is a mean over its micro-batch, or divided by its count. None: that too, unless its code takes care of the ranks.
     loss_is_scaled_for_ga: bool | None = None
+    # Engines that do not exist here; scripts check for them.
+    is_fsdp_xla_enabled = is_fsdp_xla_v1_enabled = is_fsdp_xla_v2_enabled = False
+    is_model_parallel = is_distributed_loading_by_transformers = False
+    deepspeed = None
 
     def __init__(
         self,
@@ -92,16 +125,18 @@ class Trainer(TrainerNames):
         tokenizer: Any = None,
         callback: list[Any] | None = None,
     ) -> None:
-        self.args = defaults.checked_arguments(args)
+        self.args = self._checked_arguments(args)
         defaults.seed_all(self.args)
         set_verbosity(self.args.get_process_log_level())
-        self._session = Session.open(self.args)
+        self._session = session.Session.open(self.args)
+        self._plans = plans.Plans(self._session.world)
         self.create_accelerator_and_postprocess()
         self.model_init, self.is_in_train = model_init, False
         self.place_model_on_device = getattr(self.args, "place_model_on_device", None) is not False
-        self.data_collator = defaults.checked_collator(data_collator, processing_class or tokenizer)
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class = defaults.one_of("processing_class", processing_class, "tokenizer", tokenizer)
+        defaults.check_collator(data_collator)
+        self.data_collator = data_collator or self._default_collator()
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.optimizer, self.lr_scheduler = optimizers
@@ -109,31 +144,79 @@ class Trainer(TrainerNames):
         self._run: Run | None = None
         self._folder: RunFolder | None = None
         self._take_model(defaults.first_model(model, None if model_init is None else self.call_model_init))
-        makers = binding.replaced(self, *defaults.MAKERS)
-        defaults.check_given(self.args, optimizers, optimizer_cls_and_kwargs, model_init, makers)
+        makers = hooks.replaced(self, *defaults.MAKERS)
+        zero = self._plan.dist.zero
+        defaults.check_given(self.args, zero, optimizers, optimizer_cls_and_kwargs, model_init, makers)
         callbacks = defaults.one_of("callbacks", callbacks, "callback", callback) or []
-        handler = CallbackHandler(
+        callback_handler = handler.CallbackHandler(
             [*defaults.default_callbacks(self.args, self.output_folder), *callbacks],
-            self.model, self.processing_class, self.optimizer, self.lr_scheduler,
-        )  # fmt: skip
+            self.model,
+            self.processing_class,
+            self.optimizer,
+            self.lr_scheduler,
+        )
         self._services = services.Services.open(
-            self._session, self.accelerator, self._engine, lambda: self.args, handler
+            self._session, self._plans, self.accelerator, self._engine, lambda: self.args, callback_handler
         )
         self._services.loss.take_model(self.model, self.label_names)
-        self._services.loss.adopt(binding.loss_hooks(self, Trainer))
+        self._services.loss.adopt(hooks.loss_hooks(self, Trainer))
         self.add_callback(defaults.display_callback(self.args))
         self._session.memory.end("init")
         self._services.events.fire("on_init_end")
 
-    # --- construction -----------------------------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        """Model, data, progress, device and folder in one line."""
+        if "_services" not in self.__dict__:  # an error in the constructor, in a debugger
+            return object.__repr__(self)
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}: {fact}' for name, fact in self._facts().items())})"
+        )
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        return overview.html(type(self).__name__, self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        return overview.facts(
+            self.model,
+            self.train_dataset,
+            self.eval_dataset,
+            self.state,
+            device=self._session.device,
+            output_dir=self.args.output_dir,
+        )
+
+    # --- construction -------------------------------------------------------------------------------------------------
+
+    def _checked_arguments(self, args: TrainingArguments | None) -> TrainingArguments:
+        """The arguments of the constructor, or the defaults. Raises ConfigError if they are of another type."""
+        return defaults.checked_arguments(args)
+
+    def _default_collator(self) -> Callable[[list[Any]], Any]:
+        """The collator if none is given: it pads if the tokenizer can pad, and stacks otherwise."""
+        return defaults.default_collator(self.processing_class)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make `self.accelerator`: device, ranks and precision."""
         self._engine, self.accelerator = services.open_accelerator(
             self._session,
+            self._plans,
             lambda: self.args,
             lambda: (self.model, self.model_wrapped, self.optimizer, self.lr_scheduler),
         )
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A new model from `model_init`, which may take the trial of a search or nothing."""
+        assert self.model_init is not None
+        takes_trial = any(
+            p.name == "trial"
+            or (p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+            for p in inspect.signature(self.model_init).parameters.values()
+        )
+        model = self.model_init(trial) if takes_trial else self.model_init()
+        if model is None:
+            raise ModelError("model_init returned None; it must return the model")
+        return model
 
     def _take_model(self, model: nn.Module) -> None:
         if self.place_model_on_device:
@@ -157,12 +240,129 @@ class Trainer(TrainerNames):
         )
 
     @property
+    def _plan(self) -> CallPlan:
+        """The plan of the present call, or of the present arguments outside a call."""
+        return self._plans.of(self.args)
+
+    @property
     def _model_writer(self) -> ModelWriter:
         if self._writer.model is not self.model:  # a script may assign another one
             self._writer = self._new_writer(None)
         return self._writer
 
-    # --- training ---------------------------------------------------------------------------------------------------
+    # --- what a run and its objects know ------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainerState:
+        """The progress of the run."""
+        return self._services.events.state
+
+    @state.setter
+    def state(self, value: TrainerState) -> None:
+        self._services.events.state = value
+
+    @property
+    def control(self) -> TrainerControl:
+        """The control flags that callbacks set."""
+        return self._services.events.control
+
+    @control.setter
+    def control(self, value: TrainerControl) -> None:
+        self._services.events.control = value
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        """The callbacks."""
+        return self._services.events.handler
+
+    def add_callback(self, callback: Any) -> None:
+        """Append a callback: an instance, or a class that can be built without arguments.
+
+        Raises:
+            ConfigError: it has none of the event methods, or its class cannot be built without arguments.
+        """
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any | None:
+        """Remove and return this instance, or the first of this class; None if there is none."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback; a class that is absent is ignored.
+
+        Raises:
+            ValueError: an instance that is not among the callbacks.
+        """
+        self.callback_handler.remove_callback(callback)
+
+    def is_local_process_zero(self) -> bool:
+        """Return True on the first process of each machine."""
+        return self._session.world.is_local_main
+
+    def is_world_process_zero(self) -> bool:
+        """Return True on the first process of the job."""
+        return self._session.world.is_main
+
+    @property
+    def is_fsdp_enabled(self) -> bool:
+        """True if the model's parameters are sharded."""
+        return self._engine.dist.shard is not None
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        """True if DeepSpeed's ZeRO divides the model among ranks."""
+        return self._engine.dist.zero is not None
+
+    @property
+    def output_folder(self) -> Path:
+        """The folder of this run's files on this machine: a staging folder if `output_dir` is a URL."""
+        return local_folder(self.args.output_path)
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """`output_folder` as text."""
+        return str(self.output_folder)
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The repository that the model is pushed to; None without `push_to_hub`."""
+        return self.args.hub_model_id if self.args.push_to_hub else None
+
+    @property
+    def current_flos(self) -> float:
+        """FLOPs of the run so far."""
+        return self.state.total_flos
+
+    @property
+    def _train_batch_size(self) -> int:
+        """Samples of a training loader's batch, as far as memory holds them."""
+        return self.state.train_batch_size or self.args.train_batch_size
+
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        """Micro-batches of the current update: fewer than asked for at the end of an epoch."""
+        return self.accelerator.gradient_state.micro_batches or self.args.gradient_accumulation_steps
+
+    @current_gradient_accumulation_steps.setter
+    def current_gradient_accumulation_steps(self, value: int) -> None:
+        """Each update sets it again."""
+        self.accelerator.gradient_state.micro_batches = value
+
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """True if the model's forward is given `num_items_in_batch`: by its signature, unless it refuses it."""
+        return self._services.loss.gets_count
+
+    @model_accepts_loss_kwargs.setter
+    def model_accepts_loss_kwargs(self, value: bool) -> None:
+        self._services.loss.declare_model(bool(value))
+
+    @property
+    def label_smoother(self) -> LabelSmoother | None:
+        """The smoothed loss that takes the place of the model's own; None without `label_smoothing_factor`."""
+        factor = self._services.loss.hooks.smoothing
+        return LabelSmoother(factor) if factor else None
+
+    # --- training -----------------------------------------------------------------------------------------------------
 
     def train(
         self,
@@ -199,38 +399,45 @@ class Trainer(TrainerNames):
             self.lr_scheduler, self._made_scheduler = None, False
         # Before any other collective.
         preparation.begin_call(self, Trainer, self._services, "train", "train()", resume)
+        self._services.events.prepare_displays()
         earlier, self._run = self._run, None
-        self._folder = run_folder.RunFolder(self.args, self._session.gang)
+        self._folder = run_folder.RunFolder(self.args, self._session.all_ranks)
         self._folder.take()
         self.is_in_train = True
-        interruption = interrupting.Interruption(self._session, resolve.resolve_preemption(self.args))
+        signals = interruption.Interruption(self._session, self._plan.preemption)
         try:
             if earlier is not None:  # after an interrupt its thread may still write to the same folder
-                earlier.checkpointer.abandon()
-            with interruption.listening(lambda: self._run):
-                return self._train(interruption, resume, ignore_keys_for_eval)
-        except (Exception, SystemExit):
+                earlier.checkpoints.abandon()
+            with signals.listening(lambda: self._run):
+                return self._train(signals, resume, ignore_keys_for_eval)
+        except BaseException as error:
             if self._run is not None:
-                self._run.checkpointer.abandon()
+                self._run.broke_off(error)
             raise
         finally:
             self.is_in_train, self.model_wrapped = False, self.model
-            self._folder.release(None if self._run is None else self._run.saver)
+            self._folder.release(None if self._run is None else self._run.checkpoints.saver)
             self._engine.detach()
             self._services.events.close_displays()
             if self._run is not None:
                 self._run.release()
 
-    def _train(
-        self, interruption: Interruption, resume: Any, ignore_keys: list[str] | None
-    ) -> TrainOutput:  # fmt: skip
+    def _train(self, signals: Interruption, resume: Any, ignore_keys: list[str] | None) -> TrainOutput:
         assert self._folder is not None
-        publishing.opened(self.callback_handler, self._services.session.gang)
-        hooks = binding.TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator)
+        publishing.opened(self.callback_handler, self._services.session.all_ranks)
+        evaluations = self._plan.evaluations
+        bound = hooks.TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
         self._run, self._writer, checkpoint, place = preparation.prepare_run(
-            self.args, self._services, hooks, interruption, self._folder, resume, optimizer=self.optimizer,
-            tokenizer=self.processing_class, new_files=self._new_writer,
-        )  # fmt: skip
+            self.args,
+            self._services,
+            bound,
+            signals,
+            self._folder,
+            resume,
+            optimizer=self.optimizer,
+            tokenizer=self.processing_class,
+            new_files=self._new_writer,
+        )
         self.model_wrapped = self._run.executor.model
         return self._run.execute(checkpoint, place)
 
@@ -290,7 +497,39 @@ class Trainer(TrainerNames):
         """A batch on this process's device, as a new container: hooks may take labels out of it."""
         return checked_batch(self._prepare_input(inputs), self._signature_columns)
 
-    # --- data -------------------------------------------------------------------------------------------------------
+    def _prepare_input(self, data: Any) -> Any:
+        """`data` with every tensor in it moved to this process's device."""
+        return on_device(data, self._session.device, self._prepare_input)
+
+    def compute_loss_context_manager(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of the forward and the loss: mixed precision."""
+        return self.autocast_smart_context_manager()
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> contextlib.AbstractContextManager[Any]:
+        """The mixed-precision context of this run; null for fp32."""
+        return self._engine.autocast()
+
+    def set_initial_training_values(
+        self, args: TrainingArguments, dataloader: Any
+    ) -> tuple[int, int, int, float, int, int, int]:
+        """The lengths of a run over this loader.
+
+        Returns:
+            (epochs, updates per epoch, samples of one epoch, samples of the run, samples of one update,
+            micro-batches per epoch, updates of the run)
+        """
+        plan = self._plans.of(args)
+        return preparation.planned_lengths(
+            args, plan, self._session.data_ranks, dataloader, self.num_examples
+        )
+
+    def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
+        """Samples of one update: micro-batch, times accumulation, times ranks."""
+        return self._plans.of(args or self.args).batches.update
+
+    # --- data ---------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
         """The training loader. Override it to return any iterable of batches; each rank then iterates its own.
@@ -303,9 +542,12 @@ class Trainer(TrainerNames):
                 "training needs a train_dataset: pass `train_dataset=` or override `get_train_dataloader`"
             )
         return self._get_dataloader(
-            dataset=self.train_dataset, description="Training", batch_size=self.args.train_batch_size,
-            sampler_fn=self._get_train_sampler, is_training=True,
-        )  # fmt: skip
+            dataset=self.train_dataset,
+            description="Training",
+            batch_size=self.args.train_batch_size,
+            sampler_fn=self._get_train_sampler,
+            is_training=True,
+        )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The loader of one evaluation set: a dataset, or the name of one of the sets given as `eval_dataset`.
@@ -314,17 +556,62 @@ class Trainer(TrainerNames):
             DataError: there is none, or the name is unknown.
         """
         return self._get_dataloader(
-            dataset=loading.named_dataset(eval_dataset, self.eval_dataset), description="Evaluation",
-            batch_size=self.args.eval_batch_size, sampler_fn=self._get_eval_sampler,
+            dataset=inputs.named_dataset(eval_dataset, self.eval_dataset),
+            description="Evaluation",
+            batch_size=self.args.eval_batch_size,
+            sampler_fn=self._get_eval_sampler,
             dataloader_key=eval_dataset if isinstance(eval_dataset, str) else "eval",
-        )  # fmt: skip
+        )
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The loader that `predict` runs over."""
         return self._get_dataloader(
-            dataset=test_dataset, description="test", batch_size=self.args.eval_batch_size,
+            dataset=test_dataset,
+            description="test",
+            batch_size=self.args.eval_batch_size,
             sampler_fn=self._get_eval_sampler,
-        )  # fmt: skip
+        )
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[..., Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        """The loader of any dataset, which `get_train_dataloader` and its siblings return. Override it to change all.
+
+        Args:
+            description: what the dataset is for, in the log.
+            batch_size: samples of a micro-batch, or of a batch of an evaluation, on each process.
+            sampler_fn: makes a torch sampler of the dataset; None, or one that returns None: the loader orders samples.
+            is_training: as for `train_dataset`; otherwise in the dataset's order, each sample once over all ranks.
+            dataloader_key: the name of the evaluation set, whose loader is kept if its workers are persistent.
+        """
+        used, collate = self._with_used_columns(dataset, description.lower())
+        plan = self._plan
+        if is_training:
+            return inputs.training_loader(plan, dataset, used, collate, sampler_fn, batch_size)
+        given = dataset, self.data_collator, self._signature_columns
+        return self._services.eval_loaders.loader(
+            plan,
+            given,
+            (used, collate),
+            sampler_fn,
+            batch_size,
+            self._services.fitter.eval,
+            dataloader_key,
+        )
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """The order of training samples as a torch sampler, for overrides; by default the loader orders them."""
+        return None
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """The order of evaluation samples as a torch sampler, for overrides; by default that of the dataset."""
+        return None
 
     def _set_signature_columns_if_needed(self) -> None:
         """Set `_signature_columns`: the arguments of the model's forward, and the labels. Override it to add yours."""
@@ -335,19 +622,32 @@ class Trainer(TrainerNames):
         if not self.args.remove_unused_columns:
             return dataset, self.data_collator
         self._set_signature_columns_if_needed()
-        return loading.with_columns(dataset, self.data_collator, self._signature_columns or [], what)
+        return inputs.with_columns(dataset, self.data_collator, self._signature_columns or [], what)
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Samples of a loader over all ranks; estimated from its length if it has no dataset."""
+        try:
+            return len(dataloader.dataset)
+        except (AttributeError, TypeError, NotImplementedError):
+            ranks = self._session.data_ranks.size
+            return len(dataloader) * self.args.train_batch_size_of(ranks) * ranks
 
     # --- optimizer and schedule ---------------------------------------------------------------------------------------
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Set `self.optimizer` and `self.lr_scheduler`, if they are not set yet."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Set and return `self.optimizer`; an existing one is kept."""
         if self.optimizer is None:
             target = self.model if model is None else model
-            cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
-                self.args, target
-            )
+            plan, given = self._plan.optimizer, self.optimizer_cls_and_kwargs
+            if given is None and hooks.overrides(self, Trainer, "get_optimizer_cls_and_kwargs"):
+                given = self.get_optimizer_cls_and_kwargs(self.args, target)
             decaying = self.get_decay_parameter_names(target)
-            self.optimizer = optimization.new_optimizer(target, cls, kwargs, self.args, decaying)
+            self.optimizer = optimization.new_optimizer(target, plan, given, decaying)
         return self.optimizer
 
     def create_scheduler(
@@ -356,11 +656,43 @@ class Trainer(TrainerNames):
         """Set and return `self.lr_scheduler`; an existing one is kept."""
         if self.lr_scheduler is None:
             target = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = optimization.new_scheduler(self.args, target, num_training_steps)
+            self.lr_scheduler = optimization.new_scheduler(self._plan, target, num_training_steps)
             self._made_scheduler = True
         return self.lr_scheduler
 
-    # --- evaluation -------------------------------------------------------------------------------------------------
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: nn.Module | None = None
+    ) -> tuple[type[torch.optim.Optimizer], Any]:
+        """The optimizer's class and keywords that these arguments ask for."""
+        return optimization.class_and_keywords(args)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that weight decay applies to: all but norms and biases."""
+        return optimization.decay_parameter_names(model)
+
+    def get_learning_rates(self) -> list[float]:
+        """The present learning rate of each parameter group."""
+        return [group["lr"] for group in optimization.existing(self.optimizer).param_groups]
+
+    def get_optimizer_group(self, param: nn.Parameter | None = None) -> Any:
+        """The parameters of each group; with `param`, the one group that holds it (None if there is none). Raises
+        ConfigError if there is no optimizer yet.
+        """
+        groups = optimization.existing(self.optimizer).param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        return next((group for group in groups if any(p is param for p in group["params"])), None)
+
+    def get_num_trainable_parameters(self) -> int:
+        """The number of elements of all parameters that are trained."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def _get_learning_rate(self) -> float:
+        """The learning rate of the first group, for reports."""
+        return float(self.get_learning_rates()[0])
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -389,7 +721,7 @@ class Trainer(TrainerNames):
             loader = self.get_eval_dataloader(eval_dataset)
             output = self.evaluation_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix)
         output.metrics.update(
-            evaluation_speed(self.args, self._session, "eval", metric_key_prefix, started, output)
+            reports.evaluation_speed(self.args, self._session, "eval", metric_key_prefix, started, output)
         )
         self.log(output.metrics)
         self._services.events.fire("on_evaluate", metrics=output.metrics)
@@ -410,7 +742,7 @@ class Trainer(TrainerNames):
             loader = self.get_test_dataloader(test_dataset)
             output = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
         output.metrics.update(
-            evaluation_speed(self.args, self._session, "test", metric_key_prefix, started, output)
+            reports.evaluation_speed(self.args, self._session, "test", metric_key_prefix, started, output)
         )
         self._services.events.fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
@@ -429,11 +761,16 @@ class Trainer(TrainerNames):
             description: "Evaluation" or "Prediction", for the log.
             prediction_loss_only: keep nothing but the loss; None: as in the arguments.
         """
-        bound = binding.eval_hooks(self, self._model_writer.strategy, ignore_keys)
-        return self._services.evaluator.run(
-            dataloader, bound, resolve.resolve_evaluation(self.args), loss_only=prediction_loss_only,
-            prefix=metric_key_prefix, predicting=description == "Prediction",
-        )  # fmt: skip
+        described = hooks.evaluation_of(
+            self,
+            self._plan.evaluations,
+            self._model_writer.strategy,
+            ignore_keys,
+            prefix=metric_key_prefix,
+            loss_only=prediction_loss_only,
+            predicting=description == "Prediction",
+        )
+        return self._services.evaluator.run(dataloader, described)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -456,7 +793,39 @@ class Trainer(TrainerNames):
             _, logits = evaluation.split_outputs(outputs, has_loss=has_loss, ignore_keys=keys)
         return (loss, None, None) if prediction_loss_only else (loss, detach(logits), labels)
 
-    # --- reports and files --------------------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
+        """Save a checkpoint of the run. Every rank calls it; see `RunCheckpoints.save`."""
+        _of_run(self._run).save_checkpoint(wait=not self.is_in_train)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Record the metrics of an evaluation; return True if it is the best so far."""
+        return _of_run(self._run).checkpoints.best.observe(metrics)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint's weights into the model, verified."""
+        _of_run(self._run).restorer.load_best_model()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load a checkpoint's weights into the model. Override it to load them in another way."""
+        _of_run(self._run).restorer.load_weights(
+            Path(resume_from_checkpoint), self.model if model is None else model
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Called before the first update, after the engine restored optimizer and schedule of `checkpoint` (None:
+        the run starts afresh). Does nothing; override it to restore states of your own.
+        """
+
+    def _load_callback_state(self) -> None:
+        """Restore callbacks from `state.stateful_callbacks`, as the arguments ask. For scripts that set a state
+        themselves: the engine restores a checkpoint's.
+        """
+        if self.args.restore_callback_states_from_checkpoint:
+            self._services.events.restore_callbacks(restore_args=True)
+
+    # --- reports ------------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add `logs` to the history and call `on_log` of the callbacks. Override it to add values of your own.
@@ -467,8 +836,48 @@ class Trainer(TrainerNames):
         """
         count_tokens = self.args.include_num_input_tokens_seen != "no"
         first_tokens = 0 if self._run is None else self._run.first_tokens
-        complete_logs(logs, self.state, count_tokens, start_time, first_tokens)
+        reports.complete_logs(logs, self.state, count_tokens, start_time, first_tokens)
         self._services.events.add_log(logs)
+
+    def data_facts(self) -> dict[str, Any]:
+        """Return names and values that the report of a run shows of its data; override it. Empty by default."""
+        return {}
+
+    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Print metrics of one split ("train", "eval", ...) as aligned lines, on the main process."""
+        if self.is_world_process_zero():
+            reports.show_metrics(split, self.metrics_format(metrics))
+
+    def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """Metrics for people: times as h:m:s, memory in MB, FLOPs in GF, other floats with four digits."""
+        return {name: reports.readable(name, value) for name, value in metrics.items()}
+
+    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
+        """Write `{split}_results.json` into the output folder, and merge into `all_results.json` (`combined`)."""
+        if self.is_world_process_zero():
+            reports.write_metrics(self.output_folder, split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` into the output folder, on the main process."""
+        if self.is_world_process_zero():
+            folder = self.output_folder
+            folder.mkdir(parents=True, exist_ok=True)
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """FLOPs of one forward and backward: 6 x parameters x tokens, or the model's own estimate if it has one.
+
+        Parameters of embedding tables are not counted: they are looked up, not multiplied.
+
+        Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1.
+        """
+        own = getattr(self.model, "floating_point_ops", None)
+        if callable(own):
+            return int(own(inputs))
+        main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        return 0 if main is None else 6 * defaults.multiplied_parameters(self.model) * int(main.numel())
+
+    # --- files and the Hub --------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model (weights, configuration, tokenizer) so that `from_pretrained` reads it; on the main
@@ -479,11 +888,14 @@ class Trainer(TrainerNames):
             output_dir: a folder or a URL; the run's output folder by default.
         """
         place = self.args.resolve_path(str(output_dir)) if output_dir else self.args.output_path
-        gang, writes = self._session.gang, self.is_world_process_zero()
+        all_ranks, writes = self._session.all_ranks, self.is_world_process_zero()
         if self.args.save_on_each_node:
-            writes = gang.rank == (self._folder or run_folder.RunFolder(self.args, gang)).disks.writer_rank
+            writes = (
+                all_ranks.rank
+                == (self._folder or run_folder.RunFolder(self.args, all_ranks)).disks.writer_rank
+            )
         with self._services.evaluator.averaged_weights():
-            model_writer.save_final(place, self._model_writer, self._save, gang, writes)
+            model_writer.save_final(place, self._model_writer, self._save, all_ranks, writes)
         if not (_internal_call or output_dir):
             publishing.model_saved(self.args, self.callback_handler, self.output_folder)
 
@@ -494,3 +906,138 @@ class Trainer(TrainerNames):
             state_dict: the weights to write instead of the model's own; an empty one writes none.
         """
         self._model_writer.write(Path(output_dir or self.output_folder), state_dict)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Write a draft of the model's card, `README.md` in the output folder, on the main process.
+
+        The arguments are facts that the run cannot know; the rest is filled in. Tags and the licence of an existing
+        card are kept.
+        """
+        if self.is_world_process_zero():
+            given = card.CardFacts(
+                model_name or self.output_folder.absolute().name,
+                _listed(language),
+                license,
+                _listed(tags),
+                finetuned_from,
+                _listed(tasks),
+                _listed(dataset_tags),
+                _listed(dataset or dataset_tags),
+                _listed(dataset_args),
+            )
+            data = self.train_dataset if self.eval_dataset is None else self.eval_dataset
+            found = card.of_run(
+                given, self.model, self.args.to_dict(), self.state, data, self._session.all_ranks.size
+            )
+            card.write_card(self.output_folder / card.CARD, found)
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Create the repository `args.hub_model_id` if it does not exist, on the main process."""
+        if self.is_world_process_zero():
+            publishing.publisher(self.args, self.callback_handler, self.output_folder, token).open()
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the model, write its card (`kwargs` are facts for it), and upload both. Collective.
+
+        Returns:
+            The address of the commit; without `blocking` its `concurrent.futures.Future`, at once. None on processes
+            other than the main one, which uploads.
+
+        Raises:
+            ConfigError: the Hub refuses the name or the token, or cannot be reached. HubError: the upload failed, or
+                did not end within `hub_wait`.
+        """
+        self.save_model(_internal_call=True)
+        self._services.events.fire("on_push_begin")
+        if not self.is_world_process_zero():
+            return None
+        folder = self.output_folder
+        publisher = publishing.publisher(self.args, self.callback_handler, folder, token, revision)
+        self.create_model_card(**publishing.card_facts(publisher, self.model, kwargs))
+        commit = publishing.push(publisher, folder, commit_message or "End of training")
+        if not blocking:
+            return commit
+        publisher.finish()
+        return commit.result()
+
+    def end(self) -> None:
+        """Close the process group: the last call of a script, after everything that needs the other processes."""
+        self.accelerator.end_training()
+
+    # --- names of older libraries, which Windlass does not call -------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The earlier name of `processing_class`."""
+        return self.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        self.processing_class = value
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device | None = None
+    ) -> tuple[list[Any], Tensor]:
+        """Up to `num_batches` batches of an iterator, and the number of targets in them over all ranks. Windlass does
+        not call it: the engine gets its micro-batches from the loader.
+        """
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device | None = None) -> Tensor:
+        """Targets in these batches over all ranks, as a scalar on `device`. Collective."""
+        own = torch.tensor(sum(map(self.count_targets, batch_samples)), dtype=torch.float64)
+        return as_count(float(self._session.data_ranks.sum(own)), device or self._session.device)
+
+    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
+        """Concatenate the tensors of all ranks. For scripts that call it: the engine joins evaluations itself."""
+        return self.accelerator.gather(tensors)
+
+    def store_flos(self) -> None:
+        """Kept for scripts that call it; `state.total_flos` is current after every update."""
+
+    def get_tp_size(self) -> int:
+        """Ranks that share one copy of each layer (tensor parallelism is not built yet): 1."""
+        return 1
+
+    def get_cp_size(self) -> int:
+        """Ranks that share one sequence (context parallelism is not built yet): 1."""
+        return 1
+
+    def get_sp_size(self) -> int:
+        """Ranks that share one sequence by heads (sequence parallelism is not built yet): 1."""
+        return 1
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not built yet: raises ConfigError with what to do instead."""
+        why = METHODS_REFUSED["hyperparameter_search"]
+        raise ConfigError(Problem("Trainer.hyperparameter_search", "called", why))
+
+
+def _of_run(run: Run | None) -> Run:
+    """Return the run. Raises ModelError if there was none."""
+    if run is None:
+        raise ModelError("there is no run yet: call train() first")
+    return run
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value)

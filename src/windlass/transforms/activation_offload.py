@@ -139,9 +139,9 @@ class _Block:
 class ActivationOffload:
     """Moves what the backward needs to the host.
 
-    Left where they are: tensors of the host, parameters, their views and the copies that autocast makes of them, small
-    tensors, subclasses of tensors, and what a recomputation saves in the backward. Memory that several saved tensors
-    share is copied once.
+    These are not moved: tensors on the host, parameters, their views and the copies that autocast makes of them, small
+    tensors, subclasses of tensors, and tensors that a recomputation saves in the backward. Memory that several saved
+    tensors share is copied once.
 
     Args:
         lane_of: returns how tensors of a device are copied; None leaves them there.

@@ -55,7 +55,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
                     own.copy_(bits.view(own.dtype).view(own.shape))
 
 
-def check_sparse(module: nn.Module, gang: Gang) -> None:
+def check_sparse(module: nn.Module, loss_ranks: Gang) -> None:
     """Check that sparse tensors, which are not sent, are equal on all ranks. Collective if the module has any. Raises
     ModelError if one differs; it is named.
     """
@@ -63,8 +63,8 @@ def check_sparse(module: nn.Module, gang: Gang) -> None:
     digests = {name: _digest(tensor) for name, tensor in named.items() if tensor.layout != torch.strided}
     if not digests:
         return
-    found = gang.gather_objects(digests)
-    other = sorted(name for name in digests if any(told.get(name) != found[0].get(name) for told in found))
+    found = loss_ranks.gather_objects(digests)
+    other = sorted(name for name in digests if any(rank.get(name) != found[0].get(name) for rank in found))
     if other:
         raise ModelError(
             f"the sparse tensor {other[0]} differs between ranks, and cannot be sent: build it from the same values on "

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import ctypes
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ModelError
+from windlass.core.logs import get_job_logger
 from windlass.core.rng import preserved_rng
 from windlass.transforms.buffers import (
     ForwardState,
@@ -28,6 +32,8 @@ from windlass.transforms.unused import ReachedParameters
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # attribute of a module: names that the wrapper ignores
 _NOTHING = contextlib.nullcontext()
+_CPP_ERROR = 2  # the level of errors in PyTorch's C++ code
+job_logger = get_job_logger(__name__)
 
 
 class Replicated(DistributedDataParallel):
@@ -38,6 +44,7 @@ class Replicated(DistributedDataParallel):
     """
 
     forwards = 0
+    advised = False
     # Names of buffers that PyTorch cannot send, which every forward shares as well.
     shared_apart: Sequence[str] = ()
 
@@ -45,13 +52,36 @@ class Replicated(DistributedDataParallel):
         self.forwards += 1
         if self.shared_apart and self.require_forward_param_sync:
             broadcast(map(self.module.get_buffer, self.shared_apart))
-        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.advised or not (self.find_unused_parameters and self.require_backward_grad_sync):
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.advised = True
+        with _advice_at_info():
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+@contextlib.contextmanager
+def _advice_at_info() -> Iterator[None]:
+    """Within the body, warnings of PyTorch's C++ code are printed with `log_level="info"` only, on the main process.
+
+    The first forward that searches for unused parameters advises on each rank to turn the search off. It is on by
+    default, so the user did not ask for it; and the advice may be wrong for later forwards.
+    """
+    file = Path(torch.__file__).parent / "lib" / "libc10.so"
+    if job_logger.isEnabledFor(logging.INFO) or not file.is_file():
+        yield
+        return
+    level = ctypes.c_int.in_dll(ctypes.CDLL(str(file)), "FLAGS_caffe2_log_level")
+    before, level.value = level.value, max(level.value, _CPP_ERROR)
+    try:
+        yield
+    finally:
+        level.value = before
 
 
 class DataParallel(Strategy):

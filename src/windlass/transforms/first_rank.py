@@ -29,7 +29,7 @@ def to_meta(module: nn.Module) -> nn.Module:
     return module
 
 
-def check_same_structure(module: nn.Module, gang: Gang) -> None:
+def check_same_structure(module: nn.Module, loss_ranks: Gang) -> None:
     """Check that all ranks have the same module: sharding different ones would wait forever. Raises ModelError if
     names, shapes, dtypes or ties of parameters or buffers differ; or if a trained parameter is a view of the memory of
     another parameter or a buffer.
@@ -42,7 +42,7 @@ def check_same_structure(module: nn.Module, gang: Gang) -> None:
     ]
     on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    found = gang.gather_objects([digest, on_meta, _torn_apart(module)])
+    found = loss_ranks.gather_objects([digest, on_meta, _torn_apart(module)])
     other = [str(rank) for rank, (digest, _, _) in enumerate(found) if digest != found[0][0]]
     if other:
         raise ModelError(
@@ -73,8 +73,8 @@ class FirstRank:
     tied in it.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, gang: Gang) -> None:
-        self._device, self._alone = device, gang.size == 1
+    def __init__(self, module: nn.Module, device: torch.device, loss_ranks: Gang) -> None:
+        self._device, self._alone = device, loss_ranks.size == 1
         self._slots = _slots(module)
 
     def place(self, tensors: Iterable[Tensor]) -> None:

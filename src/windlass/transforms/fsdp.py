@@ -26,8 +26,8 @@ from windlass.config.refusal import refuse
 from windlass.core import host
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import state_of
+from windlass.dist.device_mesh import data_device_mesh
 from windlass.dist.gang import Gang
-from windlass.dist.mesh import data_mesh
 from windlass.dist.sharded import copies, is_sharded, locals_of, whole_on_first
 from windlass.transforms.buffers import buffers_of_first_rank, check_sparse, share_buffers
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
@@ -56,25 +56,25 @@ class FullyShardedModel(Strategy):
     sharded = True
 
     def __init__(
-        self, module: nn.Module, plan: DistPlan, gang: Gang, device: torch.device | None = None
+        self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device | None = None
     ) -> None:
-        self._gang, self._device = gang, device or device_of(module)
+        self._loss_ranks, self._device = loss_ranks, device or device_of(module)
         self._plan = plan.shard or ShardPlan()
         self.saves_parts = self._plan.state == "sharded"
         if isinstance(module, FSDPModule):
             _check_same_plan(module, self._plan)
         else:
-            shard_(module, self._device, plan, gang)
+            shard_(module, self._device, plan, loss_ranks)
         _free_after_evaluations(module)
         # FSDP2 prepares itself in its first forward. That may be one of a measurement, which undoes what a forward does
         # to a module: hooks that free gathered parameters before a state dict would be gone.
         module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
         super().__init__(module)
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
-        self._plain = _PlainGradients(module, gang)
+        self._plain = _PlainGradients(module, loss_ranks)
         # Under `find_unused_parameters` zeros replace gradients that the backward of a rank did not reach.
-        differing = gang.size > 1 and not plan.find_unused_parameters
-        self._same = SameOnAllRanks(module, gang) if differing else None
+        differing = loss_ranks.size > 1 and not plan.find_unused_parameters
+        self._same = SameOnAllRanks(module, loss_ranks) if differing else None
         # The norm of gradients on the host is computed there.
         self._on_host = self._plan.cpu_offload and self._device.type != "cpu"
         self._norm_on_host = self._on_host or self._device.type == "cpu"
@@ -152,16 +152,16 @@ class FullyShardedModel(Strategy):
 
     def _copies_of(self, gradient: Tensor) -> int:
         if not is_sharded(gradient):
-            return self._gang.size
+            return self._loss_ranks.size
         layout = gradient.device_mesh, gradient.placements
         if layout not in self._copies:
             # Ranks outside its mesh hold copies of it too, on a mesh like it.
-            self._copies[layout] = self._gang.size // gradient.device_mesh.size() * copies(gradient)
+            self._copies[layout] = self._loss_ranks.size // gradient.device_mesh.size() * copies(gradient)
         return self._copies[layout]
 
     def _sum_of_norm(self, square: Tensor) -> Tensor:
         """The sum over ranks. On the host, what the backwards of ranks reached is compared in the same exchange."""
-        exchange = self._gang.sum if self._on_host else self._gang.sum_on_device
+        exchange = self._loss_ranks.sum if self._on_host else self._loss_ranks.sum_on_device
         if self._same is None or not square.is_cpu:
             return exchange(square)
         numbers = torch.tensor([0.0, *self._same.numbers()], dtype=torch.float64)
@@ -189,9 +189,9 @@ class FullyShardedModel(Strategy):
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         return locals_of(gradients)
 
-    def agree(self, flag: Tensor) -> Tensor:
-        if self._gang.size > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    def max_over_ranks(self, flag: Tensor) -> Tensor:
+        if self._loss_ranks.size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._loss_ranks.device_group)
         return flag
 
     def check_reached(self) -> None:
@@ -212,15 +212,15 @@ class FullyShardedModel(Strategy):
     # --- buffers and weights ----------------------------------------------------------------------------------------
 
     def share_buffers(self) -> None:
-        if self._gang.size > 1:
+        if self._loss_ranks.size > 1:
             share_buffers(self._module)
 
     def own_buffers(self) -> dict[str, Tensor]:
         """All of them: forwards do not share buffers between ranks."""
-        return super().own_buffers() if self._gang.size == 1 else self._buffers.all()
+        return super().own_buffers() if self._loss_ranks.size == 1 else self._buffers.all()
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
-        return buffers_of_first_rank(self._module) if self._gang.size > 1 else contextlib.nullcontext()
+        return buffers_of_first_rank(self._module) if self._loss_ranks.size > 1 else contextlib.nullcontext()
 
     def whole_state(self) -> dict[str, Any]:
         """Gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
@@ -230,7 +230,7 @@ class FullyShardedModel(Strategy):
         for name, value in own.items():
             if isinstance(value, Tensor) and id(value) not in gathered:
                 gathered[id(value)] = whole_on_first(value.detach())
-            if self._gang.rank == 0:
+            if self._loss_ranks.world.is_main:
                 state[name] = gathered.get(id(value), value)
         return state
 
@@ -279,21 +279,21 @@ class FullyShardedModel(Strategy):
         self._plain.release()
 
 
-def shard(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) -> FullyShardedModel:
-    """Shard `module` over the ranks of `gang`, on `device` (see `FullyShardedModel`). Collective."""
-    return FullyShardedModel(module, plan, gang, device)
+def shard(module: nn.Module, device: torch.device, plan: DistPlan, loss_ranks: Gang) -> FullyShardedModel:
+    """Shard `module` over `loss_ranks`, on `device` (see `FullyShardedModel`). Collective."""
+    return FullyShardedModel(module, plan, loss_ranks, device)
 
 
-def shard_(module: nn.Module, device: torch.device, plan: DistPlan, gang: Gang) -> None:
+def shard_(module: nn.Module, device: torch.device, plan: DistPlan, loss_ranks: Gang) -> None:
     """Replace the parameters by sharded ones with rank 0's values, inner units first. Collective."""
     chosen = plan.shard or ShardPlan()
     _check(plan, device)
-    mesh = data_mesh(device, gang, chosen.replicas)
-    if chosen.ram_efficient and gang.rank != 0:
+    mesh = data_device_mesh(loss_ranks.mesh.with_replicas(chosen.replicas), device)
+    if chosen.ram_efficient and loss_ranks.rank != 0:
         to_meta(module)
-    check_same_structure(module, gang)
-    check_sparse(module, gang)
-    first = FirstRank(module, device, gang)
+    check_same_structure(module, loss_ranks)
+    check_sparse(module, loss_ranks)
+    first = FirstRank(module, device, loss_ranks)
     first.place(module.buffers())
     ignored = ignored_parameters(module, chosen.ignored)
     # In the order of the module: that of a set differs between ranks.
@@ -398,10 +398,10 @@ class _PlainGradients:
     must reach none on the others.
     """
 
-    def __init__(self, module: nn.Module, gang: Gang) -> None:
+    def __init__(self, module: nn.Module, loss_ranks: Gang) -> None:
         plain = [p for p in module.parameters() if not is_sharded(p) and p.requires_grad]
         self.reducing, self._queued = True, False
-        self._gang, self._parameters = gang, plain if gang.size > 1 else []
+        self._loss_ranks, self._parameters = loss_ranks, plain if loss_ranks.size > 1 else []
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters]  # type: ignore[no-untyped-call]
 
     def _arrived(self, parameter: Tensor) -> None:
@@ -415,8 +415,8 @@ class _PlainGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = parameter.grad
-            dist.all_reduce(gradient)
-            gradient.div_(self._gang.size)
+            dist.all_reduce(gradient, group=self._loss_ranks.device_group)
+            gradient.div_(self._loss_ranks.size)
 
     def averages(self, parameter: nn.Parameter) -> bool:
         """Return True if the gradient of `parameter` is averaged at the end of a backward."""

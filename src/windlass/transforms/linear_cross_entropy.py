@@ -245,7 +245,7 @@ class _Sums:
             self._of_bias.add_(of_logits.sum(dim=0))
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """In the precision of what they belong to."""
+        """Return the gradients in the dtypes of their tensors."""
         self._buffers = None
         own = self._hidden, self._weight, self._bias
         made = self._of_hidden, self._of_weight, self._of_bias

@@ -102,7 +102,7 @@ class _Noting:
     def __init__(self, watch: DebugUnderflowOverflow, name: str) -> None:
         self._watch, self._name = watch, name
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._watch.note(module, self._name, (*args, *kwargs.values()), output)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.core.trees import map_leaves
-from windlass.dist.sharded import is_sharded, shard_like
+from windlass.dist.sharded import check_takes_parts, is_sharded, shard_like
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
@@ -32,6 +32,7 @@ def rebind(
 
     Raises:
         ModelError: the optimizer updates another parameter that the module did not have.
+        ConfigError: the optimizer cannot update sharded parameters.
     """
     now = dict(module.named_parameters())
     known = {id(parameter) for parameter in now.values()}
@@ -46,6 +47,7 @@ def rebind(
     for old, new in replaced.items():
         if old in optimizer.state:
             optimizer.state[new] = _carried(optimizer.state.pop(old), old, new)
+    check_takes_parts(optimizer, "optimizer", type(optimizer).__name__)
 
 
 def update_singly(optimizer: torch.optim.Optimizer) -> None:

@@ -22,8 +22,13 @@ from windlass.transforms.strategy import device_of
 
 _FIELD = "activation_checkpointing_kwargs"
 _PLAIN_OPTIONS = (
-    "every_n_layers", "offload", "selective", "use_reentrant", "preserve_rng_state", "determinism_check",
-)  # fmt: skip
+    "every_n_layers",
+    "offload",
+    "selective",
+    "use_reentrant",
+    "preserve_rng_state",
+    "determinism_check",
+)
 _ATTENTION = "attention"  # every kernel of it
 _KEPT = ("mm", "addmm", "bmm", "baddbmm", "linear", _ATTENTION)
 

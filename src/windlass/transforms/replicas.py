@@ -36,11 +36,11 @@ class Replicas(Strategy):
         ConfigError: the plan has options of PyTorch's wrapper.
     """
 
-    def __init__(self, module: nn.Module, plan: DistPlan, gang: Gang) -> None:
+    def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> None:
         super().__init__(module)
         fix = "the optimizer updates in the backward, where gradients are reduced one at a time; leave it out"
         refuse(options_of_ddp(plan, fix, besides="broadcast_buffers"))
-        self._gang = gang
+        self._loss_ranks = loss_ranks
         broadcast(p.detach() for p in module.parameters())
         share_buffers(module)
         self._names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
@@ -79,8 +79,8 @@ class Replicas(Strategy):
         parameter = self._order[self._next]
         self._next += 1
         assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        parameter.grad.div_(self._gang.size)
+        dist.all_reduce(parameter.grad, group=self._loss_ranks.device_group)
+        parameter.grad.div_(self._loss_ranks.size)
         return parameter
 
     def left_over(self) -> Iterable[nn.Parameter]:
@@ -115,7 +115,7 @@ class Replicas(Strategy):
         before.restore()
         found, self._recorded = self._recorded, None
         by_name = {self._names[id(p)]: p for p in self._order}
-        everywhere: list[list[str]] = self._gang.gather_objects([self._names[id(p)] for p in found])
+        everywhere: list[list[str]] = self._loss_ranks.gather_objects([self._names[id(p)] for p in found])
         missing = [name for name in by_name if any(name not in names for names in everywhere)]
         if missing:
             raise self._unused(missing)

@@ -55,7 +55,7 @@ def start_evaluations(module: nn.Module) -> Callable[[], None]:
     evaluation would be one graph. Return the undo function.
     """
 
-    def start(module: nn.Module, args: Any, output: Any) -> None:
+    def start(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.is_grad_enabled() and any(tensor.device.type == "xla" for tensor in tensors_in(output)):
             xla.sync()
 
@@ -80,11 +80,11 @@ def _shard(module: nn.Module, plan: ShardPlan, several: bool) -> None:
         xla.separate_backwards(unit)
 
 
-def _split_inputs(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+def _split_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     _split_all((args, kwargs))
 
 
-def _split_output(module: nn.Module, args: Any, output: Any) -> None:
+def _split_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     _split_all(output)
 
 

@@ -16,9 +16,9 @@ from windlass.transforms.strategy import Strategy
 
 
 def spread(
-    module: nn.Module, plan: DistPlan, gang: Gang, device: torch.device, in_backward: bool = False
+    module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device, in_backward: bool = False
 ) -> Strategy:
-    """Distribute `module` over the ranks of `gang` by the plan. Collective.
+    """Distribute `module` over the ranks that reduce gradients together, by the plan. Collective.
 
     Args:
         module: on `device` already, unless it is to be sharded.
@@ -38,14 +38,14 @@ def spread(
     if plan.strategy == "fsdp":
         from windlass.transforms.fsdp import shard
 
-        return shard(module, device, plan, gang)
-    if gang.size == 1:
+        return shard(module, device, plan, loss_ranks)
+    if loss_ranks.size == 1:
         return Alone(module)
-    check_sparse(module, gang)
+    check_sparse(module, loss_ranks)
     if in_backward:
         from windlass.transforms.replicas import Replicas
 
-        return Replicas(module, plan, gang)
+        return Replicas(module, plan, loss_ranks)
     from windlass.transforms.ddp import DataParallel
 
     return DataParallel(module, plan)

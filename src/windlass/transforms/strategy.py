@@ -23,8 +23,8 @@ _log = get_job_logger(__name__)
 class Strategy:
     """How the model of an executor is distributed over ranks; here as of a single process, and the base of all others.
 
-    Every strategy averages gradients over all ranks, so the share of each rank in the loss is multiplied by the number
-    of ranks before its backward.
+    Every strategy averages gradients over the ranks that have different targets (`loss_ranks`), so the share of each
+    rank in the loss is multiplied by their number before its backward.
 
     Attributes:
         model: called for forwards (a wrapper, or the module itself).
@@ -70,7 +70,21 @@ class Strategy:
         """This rank's parts of them as plain tensors that share their memory, to be scaled in place."""
         return gradients
 
-    def agree(self, flag: Tensor) -> Tensor:
+    def multiply(self, gradients: list[Tensor], factor: Tensor) -> None:
+        """Multiply gradients by `factor` (a scalar), in place."""
+        local = self.local(gradients)
+        if not local:
+            return
+        # At least in single precision: rounded to bf16 the factor itself would be off by up to 0.4 %.
+        factor = factor.to(torch.promote_types(local[0].dtype, torch.float32))
+        if not self.sharded:
+            torch._foreach_mul_(local, factor)
+            return
+        # Those of a sharded model may be kept on the host, with others beside them on the device.
+        for device in {gradient.device for gradient in local}:
+            torch._foreach_mul_([g for g in local if g.device == device], factor.to(device))
+
+    def max_over_ranks(self, flag: Tensor) -> Tensor:
         """The largest value of `flag` (scalar, fp32, on the device) over all ranks, in place, if ranks have different
         gradients; `flag` itself if all have the same.
         """
@@ -163,8 +177,11 @@ def adopt_own_state(strategy: Strategy, states: Sequence[Mapping[str, Any]]) -> 
     if names:
         _log.warning(
             "%d process(es) saved buffers or states of their own, and their number has changed: those of rank 0 are "
-            "used, those of %d further rank(s) are dropped: %s", len(states), len(states) - 1, ", ".join(names)
-        )  # fmt: skip
+            "used, those of %d further rank(s) are dropped: %s",
+            len(states),
+            len(states) - 1,
+            ", ".join(names),
+        )
 
 
 def squared_norm(tensor: Tensor) -> Tensor:
@@ -183,10 +200,13 @@ def device_of(module: nn.Module) -> torch.device:
 
 # Fields of a plan that PyTorch's wrapper alone carries out, and the arguments that set them.
 _OF_DDP = {
-    "bucket_cap_mb": "ddp_bucket_cap_mb", "static_graph": "ddp_static_graph", "comm_hook": "comm_hook",
-    "find_unused_parameters": "ddp_find_unused_parameters", "broadcast_buffers": "ddp_broadcast_buffers",
+    "bucket_cap_mb": "ddp_bucket_cap_mb",
+    "static_graph": "ddp_static_graph",
+    "comm_hook": "comm_hook",
+    "find_unused_parameters": "ddp_find_unused_parameters",
+    "broadcast_buffers": "ddp_broadcast_buffers",
     "comm_wrapper": "comm_wrapper",
-}  # fmt: skip
+}
 
 
 def options_of_ddp(plan: DistPlan, fix: str, besides: str) -> list[Problem]:

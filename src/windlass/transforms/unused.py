@@ -69,9 +69,9 @@ class SameOnAllRanks:
     with the sum of the gradient norm if that is made on the host, else in an exchange between hosts while devices work.
     """
 
-    def __init__(self, module: nn.Module, gang: Gang) -> None:
+    def __init__(self, module: nn.Module, loss_ranks: Gang) -> None:
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._gang = gang
+        self._loss_ranks = loss_ranks
         self._reached: list[bool] = []
         self._sums: Sequence[float] | None = None
         self._pending: Pending | None = None
@@ -95,7 +95,7 @@ class SameOnAllRanks:
 
     def ask(self) -> None:
         """Start an exchange of its own, for the next `check`. Collective."""
-        self._pending = self._gang.start_sum(self.numbers())
+        self._pending = self._loss_ranks.start_sum(self.numbers())
 
     def forget(self) -> None:
         """A forward begins: what was compared is not about its gradients."""
@@ -111,7 +111,7 @@ class SameOnAllRanks:
         self._noted.clear()
         assert sums is not None
         if any(
-            square * self._gang.size != total * total
+            square * self._loss_ranks.size != total * total
             for total, square in zip(sums[:2], sums[2:], strict=True)
         ):
             raise self._difference(
@@ -119,7 +119,7 @@ class SameOnAllRanks:
             )
 
     def _difference(self, here: list[str]) -> ModelError:
-        everywhere: list[list[str]] = self._gang.gather_objects(here)
+        everywhere: list[list[str]] = self._loss_ranks.gather_objects(here)
         common = set(everywhere[0]).intersection(*everywhere)
         lines = []
         for rank, names in enumerate(everywhere):

@@ -3,17 +3,8 @@
 A name of the old library that Windlass does not have raises an error with the reason.
 """
 
-from __future__ import annotations
+from windlass.core import logs as logging  # noqa: F401 (scripts know it by this name)
+from windlass.core.lazy import lazy_names
 
-from windlass.config.support_names import WHY
-from windlass.core import logs as logging
-from windlass.core.lazy import loader_of, reverse
-from windlass.utils.homes import HOMES
-
-_NAMES = reverse(HOMES)
-__getattr__ = loader_of("windlass.utils", _NAMES, WHY)
-__all__ = ["logging", *sorted(_NAMES)]
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__, __all__ = lazy_names(__name__)
+__all__.append("logging")

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from windlass.config.parallel.kinds import FALSE, TRUE, flag
-from windlass.config.plugin_words import distributed_type_of
+from windlass.config.enums import distributed_type_of
+from windlass.config.kinds import FALSE, TRUE, flag
 from windlass.core.device import choose_device
 
 

@@ -29,41 +29,69 @@ def _device(kind: str) -> Callable[..., bool]:
     return available
 
 
-_PACKAGES = (
-    "aim", "amdsmi", "azureml", "boto3", "clearml", "codecarbon", "comet_ml", "dagshub", "datasets", "deepspeed",
-    "dvclive", "flytekit", "import_timer", "matplotlib", "mlflow", "msamp", "neptune", "optuna", "pandas", "peft",
-    "pynvml", "pytest", "ray", "rich", "sagemaker", "schedulefree", "swanlab", "timm", "torchao", "torchdata",
-    "torchvision", "tqdm", "trackio", "transformer_engine", "transformers", "triton", "wandb",
-)  # fmt: skip
-_OTHER_NAMES = {
-    "comet": "comet_ml", "flyte_deck_standard": "flytekitplugins", "kubeflow": "kubeflow", "lomo": "lomo_optim",
-    "megatron_lm": "megatron", "ray_tune": "ray",
-}  # fmt: skip
-_DEVICES = ("cuda", "mlu", "musa", "neuron", "npu", "sdaa", "xpu")
-# What they ask about is not built, whatever is installed.
-_NOT_BUILT = ("4bit_bnb", "8bit_bnb", "bitsandbytes_multi_backend", "pippy", "transformer_engine_mxfp8")
-
-
 def _never() -> bool:
     """Return False: it is not built."""
     return False
 
 
-_GENERATED: dict[str, Callable[..., bool]] = {
-    f"is_{word}_available": function
-    for word, function in (
-        *((word, _never) for word in _NOT_BUILT),
-        *((package, _package(package)) for package in _PACKAGES),
-        *((word, _package(package)) for word, package in _OTHER_NAMES.items()),
-        *((kind, _device(kind)) for kind in _DEVICES),
-    )
-}
+is_aim_available = _package("aim")
+is_amdsmi_available = _package("amdsmi")
+is_azureml_available = _package("azureml")
+is_boto3_available = _package("boto3")
+is_clearml_available = _package("clearml")
+is_codecarbon_available = _package("codecarbon")
+is_comet_available = _package("comet_ml")
+is_comet_ml_available = _package("comet_ml")
+is_dagshub_available = _package("dagshub")
+is_datasets_available = _package("datasets")
+is_deepspeed_available = _package("deepspeed")
+is_dvclive_available = _package("dvclive")
+is_flyte_deck_standard_available = _package("flytekitplugins")
+is_flytekit_available = _package("flytekit")
+is_import_timer_available = _package("import_timer")
+is_kubeflow_available = _package("kubeflow")
+is_lomo_available = _package("lomo_optim")
+is_matplotlib_available = _package("matplotlib")
+is_megatron_lm_available = _package("megatron")
+is_mlflow_available = _package("mlflow")
+is_msamp_available = _package("msamp")
+is_neptune_available = _package("neptune")
+is_optuna_available = _package("optuna")
+is_pandas_available = _package("pandas")
+is_peft_available = _package("peft")
+is_pynvml_available = _package("pynvml")
+is_pytest_available = _package("pytest")
+is_ray_available = _package("ray")
+is_ray_tune_available = _package("ray")
+is_rich_available = _package("rich")
+is_sagemaker_available = _package("sagemaker")
+is_schedulefree_available = _package("schedulefree")
+is_swanlab_available = _package("swanlab")
+is_timm_available = _package("timm")
+is_torchao_available = _package("torchao")
+is_torchdata_available = _package("torchdata")
+is_torchvision_available = _package("torchvision")
+is_tqdm_available = _package("tqdm")
+is_trackio_available = _package("trackio")
+is_transformer_engine_available = _package("transformer_engine")
+is_transformers_available = _package("transformers")
+is_triton_available = _package("triton")
+is_wandb_available = _package("wandb")
 
+is_cuda_available = _device("cuda")
+is_mlu_available = _device("mlu")
+is_musa_available = _device("musa")
+is_neuron_available = _device("neuron")
+is_npu_available = _device("npu")
+is_sdaa_available = _device("sdaa")
+is_xpu_available = _device("xpu")
 
-def __getattr__(name: str) -> Callable[..., bool]:
-    if name not in _GENERATED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _GENERATED[name]
+# What they ask about is not built, whatever is installed.
+is_4bit_bnb_available = _never
+is_8bit_bnb_available = _never
+is_bitsandbytes_multi_backend_available = _never
+is_pippy_available = _never
+is_transformer_engine_mxfp8_available = _never
 
 
 def is_torch_distributed_available() -> bool:
@@ -159,8 +187,3 @@ def is_fp8_available() -> bool:
 def is_weights_only_available() -> bool:
     """Return True: every supported PyTorch can load files of tensors without unpickling objects."""
     return True
-
-
-NAMES = tuple(
-    sorted({*_GENERATED, *(name for name in globals() if name.startswith("is_"))} - {"is_available"})
-)

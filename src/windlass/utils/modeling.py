@@ -1,17 +1,5 @@
 """Re-exports of the old library: models that are larger than one device."""
 
-from windlass.utils.homes import names_of
+from windlass.core.lazy import lazy_names
 
-__getattr__, __all__ = names_of(
-    __name__,
-    "windlass.compat.checkpoint_loading",
-    "windlass.compat.auto_device_map",
-    "windlass.compat.device_map",
-    "windlass.compat.device_memory",
-    "windlass.compat.model_queries",
-    "windlass.compat.moving",
-    "windlass.compat.module_sizes",
-    "windlass.compat.module_tensors",
-    "windlass.config.quantities",
-    "windlass.accelerator.offloaded_weights",
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,5 +1,5 @@
 """Names that scripts import from here: weights in files."""
 
-from windlass.utils.homes import names_of
+from windlass.core.lazy import lazy_names
 
-__getattr__, __all__ = names_of(__name__, "windlass.compat.offloaded", "windlass.compat.attach_hooks")
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,5 +1,5 @@
 """Re-exports of the old library: operations on nests of tensors."""
 
-from windlass.utils.homes import names_of
+from windlass.core.lazy import lazy_names
 
-__getattr__, __all__ = names_of(__name__, "windlass.dist.operations", "windlass.core.trees")
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.value_files import load_values, save_values
+from windlass.cli.launching.launch_file import basic_settings, default_file, write_file
 from windlass.compat.state import PartialState
-from windlass.config.launch_file import basic_settings, default_file, write_file
 from windlass.core.device import visible_devices
 from windlass.core.trees import convert_to_fp32, send_to_device
 from windlass.dist.sharded import is_sharded

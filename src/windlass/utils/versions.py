@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import operator
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 from torch.torch_version import TorchVersion
+
+from windlass import __version__
+from windlass.core.optional import DISTRIBUTION
 
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     ">": operator.gt,
@@ -34,7 +37,8 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
         raise ValueError(f"operation={operation!r}: must be one of {', '.join(_OPERATIONS)}")
     version = library_or_version
     if type(version) is str:
-        version = importlib.metadata.version(version)
+        own = version in ("windlass", DISTRIBUTION)  # a source tree on the path has no metadata
+        version = __version__ if own else metadata.version(version)
     return bool(_OPERATIONS[operation](TorchVersion(str(version)), requirement_version))
 
 

@@ -6,15 +6,18 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from windlass.config.arguments import TrainingArguments
 from windlass.config.deepspeed import for_frozen
-from windlass.config.parallel import from_arguments, from_environment, merge
+from windlass.config.parallel.from_launcher import from_environment
+from windlass.config.parallel.from_script import from_arguments
 from windlass.config.parallel.parallel_plan import dtype_plans, parallel_problems
+from windlass.config.parallel.settings import merge
 from windlass.config.plan import PrecisionPlan, ZeroPlan
 from windlass.core.optional import is_available, is_imported, require
 from windlass.core.world import world_from_environment
@@ -35,6 +38,8 @@ class DividedBuilding:
         place: returns the device of this process, and the processes of the job, which it joins.
     """
 
+    _paused = False  # transformers has one setting for a process, and so has this
+
     def __init__(
         self, make_config: Callable[[], dict[str, Any]], place: Callable[[], tuple[torch.device, Gang]]
     ) -> None:
@@ -43,7 +48,9 @@ class DividedBuilding:
         _integration().set_hf_deepspeed_config(self)
 
     def is_zero3(self) -> bool:
-        """True: models are divided. The first call makes the process group that DeepSpeed needs."""
+        """True if models are divided. The first such call makes the process group that DeepSpeed needs."""
+        if DividedBuilding._paused:
+            return False
         if not self._is_ready:
             ready_library(*self._place())
             self._is_ready = True
@@ -57,6 +64,16 @@ class DividedBuilding:
         config = self._make_config()
         self._locks.enter_context(lock_files(config, world_from_environment().rank))
         return config
+
+    @classmethod
+    @contextlib.contextmanager
+    def paused(cls) -> Iterator[None]:
+        """Context in which models are built whole: one that another run than that of the arguments trains."""
+        cls._paused = True
+        try:
+            yield
+        finally:
+            cls._paused = False
 
     def __deepcopy__(self, memo: Any) -> DividedBuilding:
         # A copy of the arguments that hold it would be a second owner of the same setting of the process.
@@ -94,7 +111,7 @@ def _integration() -> ModuleType:
     return require(_INTEGRATION, "divide models while they are built")
 
 
-def of_arguments(args: Any) -> DividedBuilding | None:
+def of_arguments(args: TrainingArguments) -> DividedBuilding | None:
     """What `TrainingArguments` and the launcher ask for; None if models are built whole. Problems are reported later,
     with all others.
     """

@@ -10,15 +10,21 @@ from torch import Tensor, nn
 
 from windlass.checkpoint.deferred import Deferred, read_run
 from windlass.checkpoint.names import canonical_names, shorten
-from windlass.checkpoint.optimizer_state import IMPLEMENTATION, check_shapes, match_groups, part_mark
+from windlass.checkpoint.optimizer_state import (
+    IMPLEMENTATION,
+    KeepsOwnState,
+    check_shapes,
+    match_groups,
+    part_mark,
+)
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.types import State
 from windlass.dist.flat import FlatParts
 from windlass.zero.library import Place
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
-    """The user's optimizer, over the flat tensors of the engine. Implements `KeepsOwnState`.
+class ZeroOptimizer(torch.optim.Optimizer, KeepsOwnState):
+    """The user's optimizer, over the flat tensors of the engine.
 
     Groups, state and defaults are those of `optimizer`, so schedules on either set the same learning rates. `zero_grad`
     of either discards the gradients that the engine keeps: scripts have `optimizer`, and its own would remove the flat
@@ -40,6 +46,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         optimizer.state.clear()
         self._places: Mapping[nn.Parameter, Place] = {}
         self._discard: Callable[[], None] = _nothing
+        self._engine_groups: list[dict[str, Any]] = []
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     @property
@@ -69,6 +76,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def use_engine(self, places: Mapping[nn.Parameter, Place], discard: Callable[[], None]) -> None:
         """Called once the engine has divided the parameters, with what discards its gradients."""
         self._places, self._discard = places, discard
+        self._engine_groups = self.param_groups
         self._members = [kept for _, group in self._groups if (kept := [p for p in group if p in places])]
         if self._earlier:
             self._fill({parameter: ("a parameter", entry) for parameter, entry in self._earlier.items()})
@@ -79,7 +87,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         entries = {parameter: self._entry(place) for parameter, place in self._places.items()}
         self.state.clear()
         self.state.update({parameter: entry for parameter, entry in entries.items() if entry})
-        settings = iter(self.param_groups)
+        settings = iter(self._engine_groups)  # `param_groups` is one of them if the engine's step raised
         for group, members in self._groups:
             current = next(settings) if any(p in self._places for p in members) else group
             group.update({**current, "params": members})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.deepspeed import file_folders, has_param_files, precision_of
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
+from windlass.dist.device_mesh import export_local_rank, open_group_of_one
 from windlass.dist.flat import FlatParts, divided
 from windlass.dist.gang import Gang
-from windlass.dist.mesh import export_local_rank, open_group_of_one
 from windlass.zero.swap_files import ParamFiles, SwapFiles, check_buffers, lock_files
 
 # The attributes of DeepSpeed's scaler that change in fp16.
@@ -66,7 +66,7 @@ class Place:
         return contextlib.nullcontext() if self.files is None else self.files.filling(self.buffer)
 
     def parts_of(self, tensor: Tensor) -> FlatParts:
-        """The parts of a tensor, as `kept` returns it, that lies in it as the parameter lies in `buffer`."""
+        """This rank's slices of `tensor`, at the offset of the parameter in `buffer`."""
         mine = tensor.detach().narrow(0, self.offset, self.length)
         return FlatParts(self.shape, mine, self.start, self.pieces)
 
@@ -90,17 +90,18 @@ class ZeroEngine:
         optimizer: torch.optim.Optimizer | None,
         config: dict[str, Any],
         device: torch.device,
-        gang: Gang,
+        loss_ranks: Gang,
     ) -> None:
-        library = ready_library(device, gang)
+        library = ready_library(device, loss_ranks)
         _check_fp16(library, config)
         _check_files(library, config)
-        self._lock = lock_files(config, gang.rank)
+        self._lock = lock_files(config, loss_ranks.world.rank)
         self.stage: int = config["zero_optimization"]["stage"]
-        self._trains, self._has_gradients = optimizer is not None, False
-        self._module, self._gang, self._zero = module, gang, library.zero
+        self._trains, self._factor = optimizer is not None, 1.0
+        self._has_gradients = self._complete = False
+        self._module, self._loss_ranks, self._zero = module, loss_ranks, library.zero
         if has_param_files(config):
-            check_buffers(module, config, gang.size)
+            check_buffers(module, config, loss_ranks.size)
         if has_param_files(config) and precision_of(config) is None and not is_divided(module):
             # `initialize` gives `Init` a dtype, and `Init._set_dtype` (deepspeed.runtime.zero.partition_parameters)
             # replaces it by bf16 on a device without fp16, so files would have rounded values. Of a configuration it
@@ -143,17 +144,72 @@ class ZeroEngine:
 
     def backward(self, loss: Tensor, retain_graph: bool) -> None:
         """Add the gradients of `loss`, averaged over ranks."""
+        if self._complete:
+            raise ModelError(
+                "clip_grad_norm_ completes the gradients of an update under DeepSpeed, and this backward would add to "
+                "them: call backward before it, or step() after it"
+            )
         self._has_gradients = True
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
-    def step(self, max_norm: float | None, factor: float) -> tuple[Tensor, bool]:
-        """Multiply the gradients by `factor`, clip them, and update. Without gradients nothing changes, as with any
-        optimizer.
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients by `factor` in the next step."""
+        self._factor = factor
+
+    def norm(self) -> Tensor:
+        """The norm of the gradients that the next `step` takes, infinite if one of them is not finite. Collective.
+
+        The engine completes gradients and measures them within its step, too late for a loop that clips before.
+        So they are completed here, and not once more in the step; no backward may come between.
+        """
+        if not self._has_gradients:
+            return torch.zeros(())
+        zero = self._optimizer
+        if not self._complete:
+            self._complete_gradients()
+        if self.stage < 3:
+            zero._wait_for_offload_copies()
+            norm = torch.as_tensor(zero.scaled_global_norm(), dtype=torch.float32)
+        else:
+            groups = [torch.as_tensor(group, dtype=torch.float32) for group in zero._get_norm_groups()]
+            norm = torch.linalg.vector_norm(torch.stack(groups))
+            norm = torch.where(torch.stack(groups).min() < 0, -1.0, norm)
+        # The engine writes -1 for a norm that is not finite.
+        return torch.where(norm < 0, torch.inf, norm * (self._factor / self.loss_scale))
+
+    def _complete_gradients(self) -> None:
+        """What the engine's step does first; `_once` keeps it from doing so again."""
+        self._complete = True
+        if self.stage > 1:
+            self._optimizer.finalize_gradient_accumulation_boundary()
+        else:
+            self._optimizer.set_gradient_accumulation_boundary(True)
+            self._optimizer.reduce_gradients()
+
+    @contextlib.contextmanager
+    def _once(self) -> Iterator[None]:
+        """Context of a step: gradients that are complete are not completed again."""
+        engine, zero, complete = self._engine, self._optimizer, self._complete
+        self._complete = False
+        if not complete:
+            yield
+            return
+        reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, False
+        zero.finalize_gradient_accumulation_boundary = lambda: zero.set_gradient_accumulation_boundary(True)
+        try:
+            yield
+        finally:
+            engine.enable_backward_allreduce = reduces
+            del zero.finalize_gradient_accumulation_boundary  # its class's again
+
+    def step(self, max_norm: float | None) -> tuple[Tensor, bool]:
+        """Clip the gradients, and update. Without gradients nothing changes, as with any optimizer.
 
         Returns:
-            The norm after `factor` and before clipping, and False if the engine skipped the update, because the norm
+            The norm before clipping, and False if the engine skipped the update, because the norm
             was not finite. In fp16 it has lowered the loss scale then.
         """
+        factor, self._factor = self._factor, 1.0
         if not self._has_gradients:
             return torch.zeros(()), True
         self._has_gradients = False
@@ -161,7 +217,8 @@ class ZeroEngine:
         # By this it divides gradients and norm, also if it changes the scale of fp16 in this step.
         self._optimizer.override_loss_scale(self.loss_scale / factor)
         try:
-            self._engine.step()
+            with self._once():
+                self._engine.step()
         finally:
             self._optimizer.custom_loss_scaler = False
         norm = torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32)
@@ -169,7 +226,7 @@ class ZeroEngine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of every backward since the last step, which frees its own."""
-        zero, self._has_gradients = self._optimizer, False
+        zero, self._has_gradients, self._complete = self._optimizer, False, False
         zero.zero_grad()  # at stage 3 the next backward overwrites then
         if self.stage < 3:
             # As its step does if it skips an update, and before one.
@@ -209,11 +266,11 @@ class ZeroEngine:
 
     def _places_of_whole(self) -> dict[nn.Parameter, Place]:
         """Stages 1 and 2: the parameters of a group, one behind another, are divided into as many runs as ranks."""
-        zero, rank, found = self._optimizer, self._gang.rank, {}
+        zero, rank, found = self._optimizer, self._loss_ranks.rank, {}
         for group, parameters in enumerate(zero.round_robin_bit16_groups):
             length, buffer = int(zero.partition_size[group]), zero.single_partition_of_fp32_groups[group]
             for parameter, before in zip(parameters, zero.round_robin_bit16_offsets[group], strict=True):
-                pieces = divided(parameter.numel(), length, self._gang.size, before)
+                pieces = divided(parameter.numel(), length, self._loss_ranks.size, before)
                 start, count = _of_rank(pieces, rank)
                 offset = max(before - rank * length, 0) if count else 0
                 found[parameter] = Place(buffer, offset, count, parameter.shape, start, pieces)
@@ -225,8 +282,8 @@ class ZeroEngine:
         for parameters in zero.fp16_groups:
             for parameter in parameters:
                 group, offset, length = zero.grad_position[zero.get_param_id(parameter)]
-                pieces = divided(parameter.ds_numel, length, self._gang.size)
-                start, count = _of_rank(pieces, self._gang.rank)
+                pieces = divided(parameter.ds_numel, length, self._loss_ranks.size)
+                start, count = _of_rank(pieces, self._loss_ranks.rank)
                 buffer = zero.fp32_partitioned_groups_flat[group]
                 found[parameter] = Place(
                     buffer, offset, count, parameter.ds_shape, start, pieces, self._files
@@ -241,8 +298,8 @@ class ZeroEngine:
         for parameter in parameters:
             kept = self._param_files.kept(parameter)
             numel, shape = parameter.ds_numel, parameter.ds_shape  # type: ignore[attr-defined]
-            pieces = divided(numel, kept.numel(), self._gang.size)
-            start, count = _of_rank(pieces, self._gang.rank)
+            pieces = divided(numel, kept.numel(), self._loss_ranks.size)
+            start, count = _of_rank(pieces, self._loss_ranks.rank)
             found[parameter] = FlatParts(shape, kept.detach()[:count], start, pieces)
         return found
 
@@ -299,7 +356,7 @@ def is_divided(module: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
-def ready_library(device: torch.device, gang: Gang) -> ModuleType:
+def ready_library(device: torch.device, loss_ranks: Gang) -> ModuleType:
     """DeepSpeed, in a process that has the process group and the variables that it reads.
 
     Raises:
@@ -307,9 +364,9 @@ def ready_library(device: torch.device, gang: Gang) -> ModuleType:
     """
     library = load_library()
     _check_accelerator(library, device)
-    if gang.size == 1 and not torch.distributed.is_initialized():
+    if loss_ranks.size == 1 and not torch.distributed.is_initialized():
         open_group_of_one(device)
-    export_local_rank(gang.world.local_rank)
+    export_local_rank(loss_ranks.world.local_rank)
     return library
 
 

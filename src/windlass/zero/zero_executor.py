@@ -16,10 +16,10 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import bare, customizes_state, let_go
 from windlass.core.types import State
 from windlass.core.waiting import thread_waiting
-from windlass.data.group import Group
+from windlass.data.update_batch import UpdateBatch
 from windlass.dist.beacon import beacon
 from windlass.dist.gang import Gang
-from windlass.engine.executor import StepHooks, StepRequest, StepResult, WeightAverage
+from windlass.engine.executor import StepHooks, StepResult, WeightAverage
 from windlass.transforms.strategy import Strategy
 from windlass.zero.flat_optimizer import ZeroOptimizer
 from windlass.zero.library import ZeroEngine
@@ -52,21 +52,21 @@ class ZeroExecutor:
         optimizer: torch.optim.Optimizer,
         plan: ZeroPlan,
         device: torch.device,
-        gang: Gang,
+        loss_ranks: Gang,
     ) -> None:
         _check_optimizer(optimizer, plan)
         _check_model(module)
         let_go(module)
         own = ZeroOptimizer(optimizer)
-        self._engine = ZeroEngine(module, own, plan.config, device, gang)
+        self._engine = ZeroEngine(module, own, plan.config, device, loss_ranks)
         own.use_engine(self._engine.places(), self._engine.zero_grad)
         self.optimizer: torch.optim.Optimizer = own
         self._own, self._device = own, device
-        self.strategy: Strategy = ZeroModel(module, self._engine, gang)
+        self.strategy: Strategy = ZeroModel(module, self._engine, loss_ranks)
         self._usual_norm = self._max_norm = plan.max_norm
-        self._factor, self._overflowed, self._released = 1.0, False, False
+        self._overflowed = self._released = False
         self._scales = bool(plan.config.get("fp16", {}).get("enabled"))
-        self._norm = torch.zeros((), device=device)
+        self._norm, self._is_last = torch.zeros((), device=device), True
         self._beacon, self._waiting = beacon(), thread_waiting()
 
     @property
@@ -86,6 +86,10 @@ class ZeroExecutor:
             )
         self._engine.backward(loss, bool(options.get("retain_graph")))
 
+    def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
+        self._is_last = last
+        self.backward(loss, **options)
+
     def backward_aux(self, loss: Tensor) -> None:
         if loss.requires_grad:
             raise ModelError(
@@ -99,20 +103,18 @@ class ZeroExecutor:
         """Gradients are not scaled."""
 
     def clip(self, max_norm: float | None) -> Tensor:
-        """Clip in the next `step`. The norm is that of the last update: the engine measures in its step."""
+        """Clip in the next `step`, and return the norm before it; of an unfinished group, that of the last update."""
         self._max_norm = max_norm
+        if self._is_last:
+            self._norm = self._engine.norm().to(self._device)
         return self._norm
 
-    def multiply(self, factor: Tensor) -> None:
-        """Multiply the gradients in the next `step`."""
-        self._factor = float(factor)
-
     def step(self) -> bool:
-        norm, finite = self._engine.step(self._max_norm, self._factor)
+        norm, finite = self._engine.step(self._max_norm)
         self._norm = norm.to(self._device)
         applied = finite and not self._own.skips
         self._overflowed = self._scales and not finite
-        self._max_norm, self._factor, self._own.skips = self._usual_norm, 1.0, False
+        self._max_norm, self._own.skips = self._usual_norm, False
         self._waiting.look()
         return applied
 
@@ -149,23 +151,25 @@ class ZeroExecutor:
 
     # --- one update -------------------------------------------------------------------------------------------------
 
-    def run_step(self, group: Group, request: StepRequest, hooks: StepHooks) -> StepResult:
+    def run_step(
+        self, update: UpdateBatch, hooks: StepHooks, *, max_norm: float | None = None, guard: bool = False
+    ) -> StepResult:
         if not self.strategy.module.training:  # after an evaluation, or a callback that sampled from it
             self.model.train()
         losses: list[Tensor] = []
-        last = len(group.batches) - 1
+        last = len(update.batches) - 1
         self._beacon.call("forward and backward")
-        for index, batch in enumerate(group.batches):
-            losses.append(hooks.micro_step(batch, index, request))
+        for index in range(last + 1):
+            losses.append(hooks.micro_step(update, index))
             if index != last:
                 hooks.event("on_substep_end")
         self._beacon.call("norm and update")
-        loss, rescale = sum(losses[1:], losses[0]), hooks.rescale(request)
+        loss, rescale = sum(losses[1:], losses[0]), hooks.rescale()
         if rescale is not None:
             loss = loss * rescale
-            self.multiply(rescale)
-        self._max_norm = request.max_norm
-        self._own.skips = request.empty and rescale is None
+            self.strategy.multiply([], rescale)
+        self._max_norm = max_norm
+        self._own.skips = update.is_empty and rescale is None
         hooks.event("on_pre_optimizer_step")
         applied = self.step()
         hooks.event("on_optimizer_step")
@@ -192,9 +196,18 @@ class ZeroExecutor:
 
 
 _ELEMENTWISE = (
-    torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.SGD,
-    torch.optim.RMSprop, torch.optim.ASGD, torch.optim.Adadelta,
-)  # fmt: skip
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.SGD,
+    torch.optim.RMSprop,
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+)
+# These need whole matrices; optimizers of the package declare it (`elementwise`).
+_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
@@ -206,14 +219,17 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan) -> None:
             "adamw_torch, or fsdp=True"
         )
         raise ConfigError(Problem("optim", name, fix))
+    elementwise = True if type(optimizer) in _ELEMENTWISE else getattr(optimizer, "elementwise", None)
+    if elementwise is False or isinstance(optimizer, _WHOLE):
+        fix = "computes with whole matrices or layers, which ZeRO joins and cuts; choose adamw_torch, or fsdp=True"
+        raise ConfigError(Problem("optim", name, fix))
     if callable(getattr(optimizer, "eval", None)):
         fix = "averages weights, which ZeRO divides; choose adamw_torch, or fsdp=True"
         raise ConfigError(Problem("optim", name, fix))
     if isinstance(optimizer, torch.optim.Adagrad):
         fix = "makes its state before ZeRO divides the parameters; choose adamw_torch, or fsdp=True"
         raise ConfigError(Problem("optim", name, fix))
-    known = type(optimizer) in _ELEMENTWISE or getattr(optimizer, "elementwise", False)
-    if not known and not plan.any_optimizer:
+    if elementwise is None and not plan.any_optimizer:
         fix = (
             "ZeRO joins parameters into flat tensors and cuts them anywhere, and it is not known if this optimizer "
             "needs whole matrices or layers: choose adamw_torch or fsdp=True, or, if its update of an element depends "

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from windlass.config.deepspeed import for_frozen
 from windlass.config.plan import ZeroPlan
-from windlass.core.module_state import bare, keep_elsewhere
+from windlass.core.module_state import ElsewhereState, bare, keep_elsewhere
 from windlass.dist.gang import Gang
 from windlass.transforms.alone import Alone
 from windlass.transforms.buffers import buffers_of_first_rank, share_buffers
 from windlass.zero.library import ZeroEngine
 
 
-class _Values:
-    """Implements `core.module_state.ElsewhereState`: the engine's fp32 values of the parameters."""
+class _Values(ElsewhereState):
+    """The engine's fp32 values of the parameters."""
 
     def __init__(self, engine: ZeroEngine) -> None:
         self._engine, self._places = engine, engine.places()
@@ -38,7 +38,7 @@ class _Values:
 
 
 class ZeroModel(Alone):
-    """Implements `Strategy`: a model whose optimizer state (stage 1), gradients (2) and parameters (3) are divided.
+    """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are divided.
 
     Checkpoints hold the engine's fp32 values in parts, so that any strategy and any number of ranks reads them.
 
@@ -48,10 +48,10 @@ class ZeroModel(Alone):
 
     saves_parts = True
 
-    def __init__(self, module: nn.Module, engine: ZeroEngine, gang: Gang) -> None:
+    def __init__(self, module: nn.Module, engine: ZeroEngine, loss_ranks: Gang) -> None:
         super().__init__(module)
         self._engine: ZeroEngine | None = engine
-        self._gang = gang
+        self._loss_ranks = loss_ranks
         self._parts = engine
         self.sharded = engine.stage == 3
         self.share_buffers()
@@ -61,19 +61,23 @@ class ZeroModel(Alone):
     def model(self) -> nn.Module:
         return self._module if self._engine is None else self._engine.model
 
+    def multiply(self, gradients: list[Tensor], factor: Tensor) -> None:
+        """The engine has the gradients, and multiplies all of them in its next step."""
+        self._parts.multiply(float(factor))
+
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
         """Nothing to do: sums over ranks always have the same order."""
 
     def share_buffers(self) -> None:
-        if self._gang.size > 1:
+        if self._loss_ranks.size > 1:
             share_buffers(self._module)
 
     def own_buffers(self) -> dict[str, Tensor]:
         """All of them: forwards do not share buffers between ranks."""
-        return super().own_buffers() if self._gang.size == 1 else self._buffers.all()
+        return super().own_buffers() if self._loss_ranks.size == 1 else self._buffers.all()
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
-        return buffers_of_first_rank(self._module) if self._gang.size > 1 else contextlib.nullcontext()
+        return buffers_of_first_rank(self._module) if self._loss_ranks.size > 1 else contextlib.nullcontext()
 
     def whole_state(self) -> dict[str, Any]:
         """Gathered one parameter at a time, onto the host of rank 0. Empty on other ranks."""
@@ -85,8 +89,10 @@ class ZeroModel(Alone):
         for name, value in own.items():
             if isinstance(value, nn.Parameter) and id(value) not in copies:
                 with self._parts.gathered([value]):
-                    copies[id(value)] = value.detach().to("cpu", copy=True) if self._gang.rank == 0 else None
-            if self._gang.rank == 0:
+                    copies[id(value)] = (
+                        value.detach().to("cpu", copy=True) if self._loss_ranks.world.is_main else None
+                    )
+            if self._loss_ranks.world.is_main:
                 state[name] = copies.get(id(value), value)
         return state
 
@@ -109,7 +115,7 @@ class ZeroModel(Alone):
 
 
 def frozen_model(
-    module: nn.Module, plan: ZeroPlan, compute: str, device: torch.device, gang: Gang
+    module: nn.Module, plan: ZeroPlan, compute: str, device: torch.device, loss_ranks: Gang
 ) -> ZeroModel:
     """Divide the parameters of a model that is not trained among ranks. Collective.
 
@@ -117,4 +123,6 @@ def frozen_model(
         plan: its configuration may have "auto".
         compute: "fp32", "bf16" or "fp16".
     """
-    return ZeroModel(module, ZeroEngine(module, None, for_frozen(plan.config, compute), device, gang), gang)
+    return ZeroModel(
+        module, ZeroEngine(module, None, for_frozen(plan.config, compute), device, loss_ranks), loss_ranks
+    )

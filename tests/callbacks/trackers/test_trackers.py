@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parents[1]
 # What a tracker cannot draw, and what its file format rounds.
 NO_NAN = {"clearml"}
 FLOAT32 = {"tensorboard"}
-# Without a connection ClearML begins a run anew; the others continue the one of the checkpoint.
+# Without a connection ClearML begins a run again; the others continue the one of the checkpoint.
 ANEW = {"clearml"}
 
 

@@ -1,4 +1,4 @@
-"""Run by the launcher: five rounds of one collective call, and a rank 1 that fails in the third as it is told."""
+"""Run by the launcher: five rounds of one collective call, and rank 1 fails in the third as its arguments say."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`windlass`, with a launcher that is between two looks at its processes when the first of them ends.
 
-It writes the file of the variable LOOKED when it has seen that processes were told to leave.
+It writes the file of the variable LOOKED when it has seen that processes were preempted.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     leaving_script.py FOLDER WHOM [TIMES]
 
-WHOM is "launcher0" (that of rank 0), "launcher1", "rank1" or "nobody".
+WHOM is "launcher0" (that of rank 0), "launcher1", "rank1" or "none".
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_where_all_lost_their_peers_and_none_had_ended_the_cause_lies_elsewhere(
         ([facts(0, "running", step=5, call="gather"), facts(1, "running", step=5, call="data")], 1),
         # All that run wait: one that had ended does not come any more.
         ([facts(0, "running", step=5, call="sum"), facts(1, "done", step=4, call="end")], 1),
-        # One that had ended is no cause where another is at work.
+        # One that had ended is not a cause where another is at work.
         ([facts(0, "done", step=4, call="end"), facts(1, "running", step=4, call="save")], 1),
         # Seen to stand equally long: the one that has said less.
         ([facts(0, "running", step=3, call="backward", idle=8.0, marks=12),

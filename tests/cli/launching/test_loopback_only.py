@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 from tests.cli.launching.listeners import listening, only_loopback
-from tests.cli.launching.listening_ranks import look
 from tests.cli.launching.test_local import windlass
+from tests.trainer.small import Net, arguments, rows
 
+from windlass import Trainer
 from windlass.dist.listening import is_loopback, open_store
 from windlass.launchers import debug_launcher
 
-SCRIPT = Path(__file__).parent / "listening_ranks.py"
+SCRIPT = Path(__file__)
 
 
 def _found(folder: Path) -> list[set[str]]:
@@ -60,3 +63,30 @@ def test_an_address_of_another_machine_is_not_taken_for_this_one() -> None:
 )
 def test_loopback_is_known_by_its_numbers(address: str, local: bool) -> None:
     assert is_loopback(address) is local
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+def look(folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from windlass.dist.gang import current
+
+    rank = os.environ["RANK"]
+    args = arguments(Path(folder) / "run", max_steps=1, use_cpu=True)
+    Trainer(Net(), args, train_dataset=rows(16)).train()
+    current()
+    init_device_mesh("cpu", (dist.get_world_size(),))
+    dist.new_group(backend="gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    found = {"rank": sorted(listening()), "launcher": sorted(listening(os.getppid()))}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    look(sys.argv[1])

@@ -13,7 +13,7 @@ from tests.dist.launch import end_of
 
 from windlass.cli.launching.failure_report import say
 
-# Fails in the first attempt as it is told; the second ends well.
+# Fails in the first attempt as its arguments say; the second ends well.
 FAILS = """
 import os, pathlib, shutil, sys, tempfile
 from windlass.dist.beacon import beacon

@@ -1,4 +1,4 @@
-"""The launchers that people already use start the same scripts; what they were told reaches the accelerator."""
+"""The launchers that people already use start the same scripts; their settings reach the accelerator."""
 
 from __future__ import annotations
 

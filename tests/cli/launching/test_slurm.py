@@ -10,8 +10,8 @@ import pytest
 from tests.cli.launching.test_local import SCRIPT, windlass
 
 from windlass.cli.launching.engines import from_text, to_text
+from windlass.cli.launching.launch import LaunchPlan
 from windlass.cli.launching.slurm import plan_of_node, run, show
-from windlass.config.launch import LaunchPlan
 from windlass.core.errors import ConfigError
 
 pytest.importorskip("submitit")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.cli.launching.machines import free_port, launch_on_both, start_there, two_machines
-from tests.cli.launching.resuming_ranks import UPDATES, train
 from tests.dist.launch import end_all
+from tests.trainer.small import Net, arguments, rows
 
-SCRIPT = Path(__file__).parent / "resuming_ranks.py"
+from windlass import Trainer, TrainerCallback
+
+SCRIPT = Path(__file__)
 
 
 @pytest.mark.slow
@@ -90,3 +96,39 @@ def test_the_file_that_guides_print_starts_two_machines_with_a_token_or_without(
         assert (job.returncode, text.count(f"together: {ranks}")) == (0, 1), text
         assert text.count("the job has no secret") == int(token is None and not on_loopback)
     assert f"{port}, with{'' if token else 'out'} a token" in said[0]
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+UPDATES, SAMPLES, UPDATE_SIZE = 8, 24, 8
+
+
+class KilledOnce(TrainerCallback):
+    """Rank 1 is killed in update 5, unless it has been before."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.process_index == 1 and state.global_step == 5 and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: Path, world: int) -> Trainer:
+    args = arguments(
+        folder, max_steps=UPDATES, save_strategy="steps", save_steps=2, logging_steps=1,
+        per_device_train_batch_size=UPDATE_SIZE // world,
+    )  # fmt: skip
+    dataset = [{**row, "x": row["x"].double()} for row in rows(SAMPLES)]
+    trainer = Trainer(
+        Net().double(), args, train_dataset=dataset, callbacks=[KilledOnce(folder / "killed-once")]
+    )
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
+    return trainer
+
+
+if __name__ == "__main__":
+    print(f"rank {os.environ['RANK']} of machine {os.environ['GROUP_RANK']}", flush=True)
+    train(Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]))

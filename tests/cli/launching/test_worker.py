@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tests.dist.launch import run_script
 
+from windlass.cli.launching.launch import LaunchPlan
 from windlass.cli.launching.local import command
 from windlass.cli.launching.worker import cores_of
-from windlass.config.launch import LaunchPlan
 from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
 
 WORKER = "windlass.cli.launching.worker"
@@ -23,7 +23,7 @@ WORKER = "windlass.cli.launching.worker"
         (0, 2, [0, 1, 2, 3], [0, 1]),
         (1, 2, [0, 1, 2, 3], [2, 3]),
         (1, 2, [4, 6, 9], [6]),
-        (2, 3, [0, 1], [0, 1]),  # too few: nobody is bound
+        (2, 3, [0, 1], [0, 1]),  # too few: no process is bound
         (0, 1, [0, 1], [0, 1]),
     ],
 )

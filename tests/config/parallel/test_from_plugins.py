@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
-from windlass.config.parallel import from_environment, from_plugins, merge, plan_parallel
+from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin
+from windlass.compat.plugin_parallelism import ParallelismConfig
+from windlass.compat.plugins import DistributedDataParallelKwargs, TorchDynamoPlugin
+from windlass.config.parallel.from_launcher import from_environment
+from windlass.config.parallel.from_script import from_plugins
+from windlass.config.parallel.parallel_plan import plan_parallel
+from windlass.config.parallel.settings import merge
 from windlass.config.plan import CompilePlan, ShardPlan
-from windlass.config.plugin_fsdp import FullyShardedDataParallelPlugin
-from windlass.config.plugin_parallelism import ParallelismConfig
-from windlass.config.plugins import DistributedDataParallelKwargs, TorchDynamoPlugin
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 

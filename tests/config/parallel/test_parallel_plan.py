@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from windlass.config.parallel import from_document, from_flags, merge, plan_parallel
+from windlass.cli.launching.from_files import from_document
+from windlass.config.parallel.from_launcher import from_flags
+from windlass.config.parallel.parallel_plan import plan_parallel
+from windlass.config.parallel.settings import merge
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from windlass import TrainingArguments
-from windlass.config.parallel import from_arguments
+from windlass.config.parallel.from_script import from_arguments
 from windlass.config.parallel.spelling import spellings, to_arguments
 from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from windlass import TrainingArguments
-from windlass.config.launch import resolve_launch
-from windlass.config.launch_flags import add_launch_flags
-from windlass.config.parallel import from_arguments, plan_parallel
-from windlass.config.parallel.from_files import from_document
+from windlass.cli.launching.from_files import from_document
+from windlass.cli.launching.launch import resolve_launch
+from windlass.cli.launching.launch_flags import add_launch_flags
+from windlass.config.parallel.from_script import from_arguments
+from windlass.config.parallel.parallel_plan import plan_parallel
 from windlass.config.parallel.settings import Settings, merge
 from windlass.core import xla
 from windlass.core.errors import ConfigError
@@ -77,7 +78,7 @@ def test_each_option_of_its_wrapper_is_known_refused_or_corrected() -> None:
 
 
 def test_every_option_of_its_wrapper_is_known() -> None:
-    """Those that its constructor has, at their defaults; functions cannot be in a file."""
+    """The arguments that its constructor has, at their defaults; functions cannot be in a file."""
     wrapper = pytest.importorskip("torch_xla.distributed.fsdp", reason="needs torch_xla: make test-xla")
     found = inspect.signature(wrapper.XlaFullyShardedDataParallel.__init__).parameters
     public = {name: one.default for name, one in found.items() if not name.startswith("_")}

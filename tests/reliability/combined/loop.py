@@ -153,7 +153,7 @@ class Loop:
             self.log.add(grad_norm=None if norm is None else float(norm))
 
     def _updated(self) -> bool:
-        """After an update; gives whether it was the last one."""
+        """After an update; returns True if it was the last one."""
         self.log.step += 1
         self.watch.updated()
         asked = self._asked

@@ -16,11 +16,11 @@ from tests.reliability.combined.loop import train_in_a_loop
 from tests.reliability.combined.recipe import Outcome, Recipe
 from tests.reliability.combined.training import train
 from tests.reliability.combined.watch import Instants
-from tests.reliability.dooms import Doom
+from tests.reliability.faults import Fault
 
 from windlass.core.errors import WindlassError
 
-_EVERY_RANK = Strike(Doom("at a file operation", 0.0, everyone=True), {}, 1.0, 1.0)
+_EVERY_RANK = Strike(Fault("at a file operation", 0.0, everyone=True), {}, 1.0, 1.0)
 
 
 def attempt(

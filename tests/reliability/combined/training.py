@@ -181,7 +181,9 @@ def loaded(recipe: Recipe, folder: Path) -> nn.Module:
         return peft.PeftModel.from_pretrained(bare(recipe), str(folder), autocast_adapter_dtype=False)  # type: ignore[arg-type]
     if recipe.model == "llama":
         from transformers import LlamaForCausalLM
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+        unset_hf_deepspeed_config()  # of the run that has ended: it would divide this model among ranks
         return LlamaForCausalLM.from_pretrained(folder, dtype=DTYPES[recipe.dtype])
     model = bare(recipe)
     model.load_state_dict(load_file(folder / "model.safetensors"))
@@ -194,7 +196,9 @@ def digest(model: nn.Module, optimizer: Any) -> str:
     for name, tensor in state_of(model).items():
         hashed.update(name.encode())
         _add(hashed, tensor)
-    _add(hashed, optimizer.state_dict()["state"])
+    # ZeRO's third stage takes the parameters of all groups in a loop, and states are numbered by groups.
+    numbered = any(group["params"] for group in optimizer.param_groups)
+    _add(hashed, optimizer.state_dict()["state"] if numbered else list(optimizer.state.values()))
     return hashed.hexdigest()
 
 

@@ -6,12 +6,17 @@ import os
 from typing import Any
 
 import torch
-from tests.reliability.dooms import OPERATIONS, Countdown, at_operation, die
+from tests.reliability.faults import OPERATIONS, Countdown, at_operation, die
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from windlass import TrainerCallback
 from windlass.dist.sharded import local
+
+
+def held(parameter: Tensor) -> Tensor:
+    """The part of a parameter that this process holds; ZeRO's third stage keeps it beside an empty parameter."""
+    return local(getattr(parameter, "ds_tensor", parameter)).detach()
 
 
 class Instants:
@@ -49,6 +54,7 @@ class Watch(TrainerCallback):
         self._instants, self._decay = instants, decay
         self._started: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
+        self._prompts = set[nn.Module]()  # embeddings of learnt prompts: a forward has one more of them
         self.seen: dict[str, Any] = {
             "rates": [],
             "norms": [],
@@ -69,7 +75,7 @@ class Watch(TrainerCallback):
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) and module not in self._prompts:
             self.seen["forwards"] += 1
             self.seen["widths"].append(list(inputs[0].shape))
         elif isinstance(module, nn.Linear) and isinstance(output, Tensor):
@@ -93,16 +99,19 @@ class Watch(TrainerCallback):
     # --- what it does
 
     def begin(self, model: nn.Module) -> None:
-        self._started = {name: local(p).detach().clone() for name, p in model.named_parameters()}
+        self._started = {name: held(p).clone() for name, p in model.named_parameters()}
         self._trained = dict(model.named_parameters())
-        held = sum(tensor.numel() for tensor in self._started.values())
-        self.seen["share"] = held / sum(p.numel() for p in model.parameters())
+        self._prompts = {module for name, module in model.named_modules() if "prompt_encoder" in name}
+        elements = sum(tensor.numel() for tensor in self._started.values())
+        self.seen["share"] = elements / sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
 
     def update(self, model: nn.Module, optimizer: Any) -> None:
         """Gradients are whole and clipped, and the optimizer is about to use them."""
         self._instants.passes()
-        self.seen["optimizer"] = type(getattr(optimizer, "optimizer", optimizer)).__name__
-        groups = [group for group in optimizer.param_groups if group["params"]]
+        kind = type(getattr(optimizer, "optimizer", optimizer))
+        self.seen["optimizer"] = f"{kind.__module__}.{kind.__qualname__}"
+        # ZeRO's third stage takes the parameters of all groups.
+        groups = [group for group in optimizer.param_groups if group["params"]] or optimizer.param_groups
         self.seen["rates"].append([float(group["lr"]) for group in groups])
         self.seen["peaks"] = [[float(group.get("initial_lr", group["lr"]))] for group in groups]
         self.seen["warm-up"] = groups[0].get("warmup_steps")
@@ -118,13 +127,13 @@ class Watch(TrainerCallback):
 
     def _add_to_average(self, decay: float) -> None:
         for name, parameter in self._trained.items():
-            mine = local(parameter).detach()
+            mine = held(parameter)
             before = self._average.get(name)
             self._average[name] = mine.clone() if before is None else before.lerp(mine, 1 - decay)
 
     def end(self, model: nn.Module) -> None:
         """Note which parameters have moved, and how far they are from their average by hand."""
-        now = {name: local(p).detach() for name, p in model.named_parameters()}
+        now = {name: held(p) for name, p in model.named_parameters()}
         same = now.keys() == self._started.keys()
         self.seen["moved"] = [
             name for name in now if same and not torch.equal(now[name], self._started[name])

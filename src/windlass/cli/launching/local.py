@@ -20,10 +20,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 
 from windlass.cli.launching.agent import Limits, OptionalLogs, WatchingAgent
 from windlass.cli.launching.failure_report import EXIT_UNREACHABLE, exit_code, say
+from windlass.cli.launching.launch_token import TOKEN_VARIABLE, read_token
 from windlass.cli.launching.requeue import Requeue
 from windlass.cli.launching.worker import LAUNCHER_VARIABLE
 from windlass.cli.launching.worker_environment import worker_environment
-from windlass.config.launch_token import TOKEN_VARIABLE, read_token
 from windlass.config.refusal import refuse
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem
 from windlass.core.redact import redact_command, redact_value
@@ -34,7 +34,7 @@ from windlass.dist.machines import meet
 from windlass.dist.rendezvous import DEFAULT_WAIT_SECONDS, Meeting
 
 if TYPE_CHECKING:
-    from windlass.config.launch import LaunchPlan
+    from windlass.cli.launching.launch import LaunchPlan
 
 _LOCALHOST = "127.0.0.1"
 _SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"

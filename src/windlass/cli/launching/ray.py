@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.cli.launching.engines import from_text, to_text
 from windlass.cli.launching.failure_report import Incident, describe, exit_code, say
+from windlass.cli.launching.launch_token import TOKEN_VARIABLE
 from windlass.cli.launching.local import command
 from windlass.cli.launching.watch import Watch, Watched
 from windlass.cli.launching.worker_environment import worker_environment
-from windlass.config.launch_token import TOKEN_VARIABLE
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
 from windlass.core.redact import redact_command
 from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
 
 if TYPE_CHECKING:
-    from windlass.config.launch import LaunchPlan
+    from windlass.cli.launching.launch import LaunchPlan
 
 # The address of the cluster (by default that in RAY_ADDRESS, else a cluster on this machine), the folder of Ray's
 # results, and the resources of a worker.

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 
 from windlass.cli.launching.failure_report import say
-from windlass.config.launch_checks import SLURM_JOB_VARIABLE
+from windlass.cli.launching.launch_checks import SLURM_JOB_VARIABLE
 
 # How often Slurm has restarted this job; not set in the first run.
 _COUNT_VARIABLE = "SLURM_RESTART_COUNT"

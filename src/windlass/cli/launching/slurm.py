@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.cli.launching.engines import from_text, to_text
-from windlass.config.launch_token import read_token
+from windlass.cli.launching.launch_token import read_token
 from windlass.config.nearest import did_you_mean
 from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
@@ -21,7 +21,7 @@ from windlass.core.optional import require
 from windlass.core.output import say
 
 if TYPE_CHECKING:
-    from windlass.config.launch import LaunchPlan
+    from windlass.cli.launching.launch import LaunchPlan
 
 # Options of this engine; all others are those of submitit's SlurmExecutor ("partition", "account", "gpus_per_node",
 # ...) and AutoExecutor ("timeout_min", "mem_gb").

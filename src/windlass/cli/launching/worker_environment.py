@@ -12,7 +12,7 @@ from windlass.core.threads import usable_cores
 from windlass.dist.listening import address_towards
 
 if TYPE_CHECKING:
-    from windlass.config.launch import LaunchPlan
+    from windlass.cli.launching.launch import LaunchPlan
 
 _LOOPBACK = ("lo", "lo0")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of <linux/sockios.h>

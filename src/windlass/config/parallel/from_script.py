@@ -1,4 +1,4 @@
-"""Settings from a script: from `TrainingArguments`, and from the arguments of `Accelerator(...)`."""
+"""Settings from a script: the arguments of a run, the sections in them, and the arguments of `Accelerator(...)`."""
 
 from __future__ import annotations
 
@@ -7,28 +7,66 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.config.nearest import did_you_mean
+from windlass.config.parallel import rows_compile
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.rows_deepspeed import CONFIG
 from windlass.config.parallel.settings import Setting, Settings
 from windlass.config.parallel.table import SECTIONS, TRAINING
+from windlass.config.sections.fields import Fields
 from windlass.config.support_rows import ACCELERATOR_REFUSED
 from windlass.config.values import stated
 from windlass.core.errors import ConfigError, Problem
+
+# --- sections -------------------------------------------------------------------------------------------------------
+
+
+def read_section(settings: Settings, given: Any, section: str, origin: str) -> None:
+    """Read a mapping or dataclass with the fields of a launch file's section; None sets nothing."""
+    if given is None or given == "":
+        return
+    given = _with_dtypes(given)
+    # A mapping has only what was set; an object also has defaults.
+    implicit = False if isinstance(given, Mapping) else None
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if field.init}
+    if not isinstance(given, Mapping):
+        settings.problems.append(Problem(origin, given, "must be a mapping, or an object with these fields"))
+        return
+    known = SECTIONS[section]
+    for word, raw in given.items():
+        if word in known:
+            settings.record(known[word], raw, f"{origin}.{word}", "script", implicit)
+        else:
+            fix = f"there is no such option{did_you_mean(str(word), known)}"
+            settings.problems.append(Problem(f"{origin}.{word}", raw, fix))
+
+
+def _with_dtypes(given: Any) -> Any:
+    """Replace `mixed_precision_policy`, a dtype for each role or one word for all, by a field for each role."""
+    policy = given.get("mixed_precision_policy") if isinstance(given, Mapping) else None
+    if not isinstance(policy, str | Mapping) or not policy:
+        return given
+    others = {word: raw for word, raw in given.items() if word != "mixed_precision_policy"}
+    return {**others, **rows.dtypes_of(policy)}
+
+
+# --- TrainingArguments ----------------------------------------------------------------------------------------------
 
 _OPTIONS = (*rows.SHARDING_WORDS, "offload", "auto_wrap")
 
 # The fields of `TrainingArguments` that are read here.
 FIELDS = (
-    "fsdp", "fsdp_config", "fp8_config", "parallelism_config", "activation_checkpointing",
+    "fsdp",
+    "fsdp_config",
+    "fp8_config",
+    "parallelism_config",
+    "activation_checkpointing",
     *(field for key in TRAINING for field in key.fields),
-)  # fmt: skip
+)
 
 
-# --- TrainingArguments ----------------------------------------------------------------------------------------------
-
-
-def from_arguments(args: Any) -> Settings:
+def from_arguments(args: Fields) -> Settings:
     """Read the settings in a script's arguments; a field at its default sets nothing, except the accumulation."""
     settings = Settings()
     _precision(settings, args)
@@ -40,9 +78,11 @@ def from_arguments(args: Any) -> Settings:
         for field in key.fields:
             settings.record(key, getattr(args, field), f"TrainingArguments.{field}", "script")
     if args.torch_compile:
-        _say(settings, rows.COMPILE_BACKEND, args.torch_compile_backend or "inductor", "torch_compile")
-        _say(settings, rows.COMPILE_MODE, args.torch_compile_mode, "torch_compile_mode")
-        _say(settings, rows.COMPILE_BLOCKS, args.torch_compile_blocks or None, "torch_compile_blocks")
+        _say(
+            settings, rows_compile.COMPILE_BACKEND, args.torch_compile_backend or "inductor", "torch_compile"
+        )
+        _say(settings, rows_compile.COMPILE_MODE, args.torch_compile_mode, "torch_compile_mode")
+        _say(settings, rows_compile.COMPILE_BLOCKS, args.torch_compile_blocks or None, "torch_compile_blocks")
     if args.deepspeed:
         _say(settings, rows.STRATEGY, "deepspeed", "deepspeed")
         _say(settings, CONFIG, args.deepspeed, "deepspeed")
@@ -57,14 +97,14 @@ def _say(settings: Settings, key: Any, raw: Any, field: str) -> None:
     settings.record(key, raw, f"TrainingArguments.{field}", "script", implicit=False)
 
 
-def _precision(settings: Settings, args: Any) -> None:
+def _precision(settings: Settings, args: Fields) -> None:
     for field in ("fp16", "bf16", "fp8"):
         if getattr(args, field):
             _say(settings, rows.PRECISION, field, field)
             return  # several at once are refused when the arguments are checked
 
 
-def _sharding(settings: Settings, args: Any) -> None:
+def _sharding(settings: Settings, args: Fields) -> None:
     options = shard_options(args.fsdp)
     if options is not None:
         _say(settings, rows.STRATEGY, "fsdp", "fsdp")
@@ -109,46 +149,13 @@ def _option(settings: Settings, option: str) -> None:
         settings.problems.append(Problem("TrainingArguments.fsdp", option, fix))
 
 
-# --- sections -------------------------------------------------------------------------------------------------------
-
-
-def read_section(settings: Settings, given: Any, section: str, origin: str) -> None:
-    """Read a mapping or dataclass with the fields of a launch file's section; None sets nothing."""
-    if given is None or given == "":
-        return
-    given = _with_dtypes(given)
-    # A mapping has only what was set; an object also has defaults.
-    implicit = False if isinstance(given, Mapping) else None
-    if dataclasses.is_dataclass(given) and not isinstance(given, type):
-        given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given) if field.init}
-    if not isinstance(given, Mapping):
-        settings.problems.append(Problem(origin, given, "must be a mapping, or an object with these fields"))
-        return
-    known = SECTIONS[section]
-    for word, raw in given.items():
-        if word in known:
-            settings.record(known[word], raw, f"{origin}.{word}", "script", implicit)
-        else:
-            fix = f"there is no such option{did_you_mean(str(word), known)}"
-            settings.problems.append(Problem(f"{origin}.{word}", raw, fix))
-
-
-def _with_dtypes(given: Any) -> Any:
-    """Replace `mixed_precision_policy`, a dtype for each role or one word for all, by a field for each role."""
-    policy = given.get("mixed_precision_policy") if isinstance(given, Mapping) else None
-    if not isinstance(policy, str | Mapping) or not policy:
-        return given
-    others = {word: raw for word, raw in given.items() if word != "mixed_precision_policy"}
-    return {**others, **rows.dtypes_of(policy)}
-
-
 # --- Accelerator ----------------------------------------------------------------------------------------------------
 
 _PLAIN: dict[str, Key] = {
     "mixed_precision": rows.PRECISION,
     "gradient_accumulation_steps": rows.ACCUMULATION,
     "cpu": rows.CPU,
-    "dynamo_backend": rows.COMPILE_BACKEND,
+    "dynamo_backend": rows_compile.COMPILE_BACKEND,
 }
 _SECTIONS = {
     "fsdp_plugin": "fsdp_config",
@@ -162,7 +169,7 @@ _SECTIONS = {
 _UNMEANT: dict[str, Any] = {"gradient_accumulation_steps": 1, "cpu": False}
 
 
-def from_plugins(given: Mapping[str, Any], where: str = "Accelerator") -> Settings:
+def from_plugins(given: Mapping[str, Any]) -> Settings:
     """Read the settings in the arguments of `Accelerator`.
 
     Args:
@@ -170,11 +177,10 @@ def from_plugins(given: Mapping[str, Any], where: str = "Accelerator") -> Settin
             "dynamo_backend", "dynamo_plugin", "fsdp_plugin", "parallelism_config", "ddp_kwargs" and "float8_kwargs"
             (the handlers of DDP and of float8), "deepspeed_plugin" and "megatron_lm_plugin". Plugins as objects, or as
             mappings of what was set. None sets nothing.
-        where: whose arguments they are, for messages.
     """
     settings = Settings()
     for name, value in given.items():
-        origin = f"{where}({name}=)"
+        origin = f"Accelerator({name}=)"
         if value is None:
             continue
         if name in ACCELERATOR_REFUSED:

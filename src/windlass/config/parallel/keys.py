@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.config.parallel.kinds import Reader, flag
+from windlass.config.kinds import Reader, anything, flag
 from windlass.config.sections.setting import setting
 
 _REQUESTS_NOTHING: tuple[Any, ...] = (None, False, "", "no", "false", "none", 0)
+
+# Several families have settings of it.
+NO_MEGATRON = (
+    "needs Megatron-LM, which is not built yet; distributed_type: FSDP shards the model by its layers"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +52,6 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True, slots=True)
 class Key:
     """One setting.
@@ -58,12 +59,12 @@ class Key:
     Attributes:
         name: canonical, as in a recipe's `parallel:` section: "fsdp.cpu_offload".
         read: converts any spelling of a value to the canonical one.
-        default: the value if nobody sets it.
+        default: the value if no source sets it.
         doc: one sentence.
         family: a key of `FAMILIES`.
         words: its names inside the family; Windlass writes the first.
         fields: fields of `TrainingArguments` that set it; a recipe's value goes to the first.
-        written: the value that `accelerate launch` exports if its user set nothing.
+        written: the value that `accelerate launch` exports if its user set nothing; None if it is the default.
         write: converts the canonical value to the spelling that `accelerate launch` reads in files.
         refused: why it cannot be set; empty if it can.
         exported: further environment variables that set it.
@@ -78,7 +79,7 @@ class Key:
     words: tuple[str, ...]
     fields: tuple[str, ...] = ()
     written: Any = None
-    write: Callable[[Any], Any] = _same
+    write: Callable[[Any], Any] = anything
     refused: str = ""
     idle: str = ""
     exported: tuple[str, ...] = ()
@@ -122,21 +123,27 @@ class Key:
         return raw not in _REQUESTS_NOTHING and str(raw).lower() not in _REQUESTS_NOTHING
 
 
-def rows_of(family: str, name: str = "") -> Callable[..., Key]:
-    """Return a function that makes rows of a family; their canonical names begin with `name` (default: the family's).
+class Rows(list[Key]):
+    """The settings of a family, in the order in which they are declared: calling it adds one and returns it.
 
-    Its arguments are the last part of the name, `read`, `default` and `doc`, the words (default: the last part of the
-    name), and the other attributes of `Key` as keywords.
+    Args:
+        family: a key of `FAMILIES`.
+        prefix: begins their canonical names; by default the family's name and a dot.
     """
 
-    def row(last: str, read: Reader, default: Any, doc: str, *words: str, **others: Any) -> Key:
-        return Key(f"{name or family}.{last}", read, default, doc, family, words or (last,), **others)
+    def __init__(self, family: str, prefix: str | None = None) -> None:
+        super().__init__()
+        self._family, self._prefix = family, f"{family}." if prefix is None else prefix
 
-    return row
+    def __call__(self, last: str, read: Reader, default: Any, doc: str, *words: str, **others: Any) -> Key:
+        """Add a setting.
 
-
-def index(keys: Iterable[Key]) -> dict[str, Key]:
-    return {key.name: key for key in keys}
+        Args:
+            last: the last part of its name, and its word if `words` has none.
+            others: the other attributes of `Key`.
+        """
+        self.append(Key(self._prefix + last, read, default, doc, self._family, words or (last,), **others))
+        return self[-1]
 
 
 _DEFAULT_OF_KEY: Any = object()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from windlass.config.deepspeed import precision_of, stage_of, unfit, without_effect
+from windlass.config.parallel import rows_compile
 from windlass.config.parallel import rows_deepspeed as deepspeed
 from windlass.config.parallel import rows_float8 as float8
 from windlass.config.parallel import rows_training as rows
@@ -17,6 +18,7 @@ from windlass.config.plan import CompilePlan, DistPlan, Float8Plan, PrecisionPla
 from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
 from windlass.core.logs import get_logger, warn_once
+from windlass.core.mesh import Mesh
 from windlass.core.world import World
 
 logger = get_logger(__name__)
@@ -193,17 +195,16 @@ def _contradictions(settings: Settings) -> Iterator[tuple[Setting, Setting]]:
 
 def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Problem]:
     sizes = settings.explicit(rows.MESH_REPLICAS, rows.MESH_SHARDS)
-    replicas = settings.value(rows.MESH_REPLICAS)
+    replicas, all_ranks = settings.value(rows.MESH_REPLICAS), world.size
     if not sizes:
         return
     if settings.explicit(rows.MESH_SHARDS) or not is_sharded(settings):
-        if replicas * shards != world.size:
-            made = f"{replicas} replicas of {shards} shards make {replicas * shards} processes"
-            yield Problem(sizes[0].origin, sizes[0].value, f"{made}, and there are {world.size}")
-    elif world.size % replicas:
-        yield Problem(
-            sizes[0].origin, replicas, f"must divide the number of processes, which is {world.size}"
-        )
+        ranks = Mesh(replicate=replicas, shard=shards).size()
+        if ranks != all_ranks:
+            made = f"{replicas} replicas of {shards} shards make {ranks} processes"
+            yield Problem(sizes[0].origin, sizes[0].value, f"{made}, and there are {all_ranks}")
+    elif all_ranks % replicas:
+        yield Problem(sizes[0].origin, replicas, f"must divide the number of processes, which is {all_ranks}")
 
 
 # --- notes ----------------------------------------------------------------------------------------------------------
@@ -254,16 +255,16 @@ def _precision(settings: Settings) -> PrecisionPlan:
 
 
 def _compiled(settings: Settings) -> CompilePlan | None:
-    backend, mode = settings.value(rows.COMPILE_BACKEND), settings.value(rows.COMPILE_MODE)
-    if backend == "no" or settings.value(rows.COMPILE_DISABLED):
+    backend, mode = settings.value(rows_compile.COMPILE_BACKEND), settings.value(rows_compile.COMPILE_MODE)
+    if backend == "no" or settings.value(rows_compile.COMPILE_DISABLED):
         return None
     return CompilePlan(
         backend,
         None if mode == "default" else mode,
-        settings.value(rows.COMPILE_BLOCKS),
-        fullgraph=settings.value(rows.COMPILE_FULLGRAPH),
-        dynamic=settings.value(rows.COMPILE_DYNAMIC),
-        options=settings.value(rows.COMPILE_OPTIONS),
+        settings.value(rows_compile.COMPILE_BLOCKS),
+        fullgraph=settings.value(rows_compile.COMPILE_FULLGRAPH),
+        dynamic=settings.value(rows_compile.COMPILE_DYNAMIC),
+        options=settings.value(rows_compile.COMPILE_OPTIONS),
     )
 
 
@@ -334,8 +335,7 @@ def _replicas(settings: Settings, world: World) -> int:
         return world.size
     if settings.explicit(rows.MESH_REPLICAS):
         return int(settings.value(rows.MESH_REPLICAS))
-    machines = max(world.size // world.local_size, 1)
-    return machines if _sharding(settings).startswith("hybrid") else 1
+    return world.machines if _sharding(settings).startswith("hybrid") else 1
 
 
 def _wrap(settings: Settings) -> Literal["none", "transformer", "size"]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from windlass.config import kinds
 from windlass.config.json_document import read_document
-from windlass.config.parallel import kinds
-from windlass.config.parallel.keys import Key, rows_of
+from windlass.config.parallel.keys import Rows
 
 
 def _document(raw: Any) -> Any:
@@ -18,14 +18,22 @@ def _document(raw: Any) -> Any:
     return read_document(raw) if raw else None
 
 
-_row = rows_of("deepspeed")
+_row = Rows("deepspeed")
 CONFIG = _row(
-    "config", _document, None, "A configuration of DeepSpeed: a JSON file.", "deepspeed_config_file",
-    fields=("deepspeed",), exported=("ACCELERATE_DEEPSPEED_CONFIG_FILE",),
-)  # fmt: skip
-_STAGES = kinds.either(kinds.choice("0", "1", "2", "3"), says="must be 0, 1, 2 or 3")
+    "config",
+    _document,
+    None,
+    "A configuration of DeepSpeed: a JSON file.",
+    "deepspeed_config_file",
+    fields=("deepspeed",),
+    exported=("ACCELERATE_DEEPSPEED_CONFIG_FILE",),
+)
+_STAGES = {str(stage): stage for stage in range(4)}
 STAGE = _row(
-    "zero_stage", lambda raw: int(_STAGES(raw)), 2, "What is divided among ranks, in steps from 0 to 3."
+    "zero_stage",
+    kinds.choice(*_STAGES, also=_STAGES),
+    2,
+    "What is divided among ranks, in steps from 0 to 3.",
 )
 _PLACES = kinds.choice("none", "cpu", "nvme")
 OFFLOAD_OPTIMIZER = _row(
@@ -51,28 +59,38 @@ _CLIPPING = kinds.either(
     kinds.number, kinds.choice("auto", also=dict.fromkeys(("auto", "none"))), says="must be a number, or auto"
 )
 CLIPPING = _row(
-    "gradient_clipping", _CLIPPING, None, "Global norm to which gradients are clipped.",
+    "gradient_clipping",
+    _CLIPPING,
+    None,
+    "Global norm to which gradients are clipped.",
     exported=("ACCELERATE_GRADIENT_CLIPPING",),
-)  # fmt: skip
+)
+MOE = _row(
+    "moe_layers",
+    kinds.words,
+    (),
+    "Classes of layers whose parameters are gathered at once at stage 3: experts.",
+    "deepspeed_moe_layer_cls_names",
+    "transformer_moe_cls_names",
+    exported=("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",),
+)
 INIT = _row(
-    "zero3_init_flag", kinds.flag, None,
+    "zero3_init_flag",
+    kinds.flag,
+    None,
     "Divide models of transformers while they are built; by default at stage 3.",
     exported=("ACCELERATE_DEEPSPEED_ZERO3_INIT",),
-)  # fmt: skip
-SAVE_16BIT = _row(
-    "zero3_save_16bit_model", kinds.flag, False, "Save whole weights in stage 3.",
-    idle="is not needed: save_model always gathers whole weights",
-)  # fmt: skip
-MOE = _row(
-    "moe_layers", kinds.words, (), "Classes of layers whose parameters are gathered at once at stage 3: experts.",
-    "deepspeed_moe_layer_cls_names", "transformer_moe_cls_names",
-    exported=("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",),
-)  # fmt: skip
-FIELDS = (STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, OPTIMIZER_FILES, PARAM_FILES, CLIPPING, MOE)
-USED = Key(
-    "deepspeed.used", kinds.flag, False, "Train with DeepSpeed.", "run", ("use_deepspeed",), written=False
 )
-DEEPSPEED = (USED, CONFIG, *FIELDS, INIT, SAVE_16BIT)
+SAVE_16BIT = _row(
+    "zero3_save_16bit_model",
+    kinds.flag,
+    False,
+    "Save whole weights in stage 3.",
+    idle="is not needed: save_model always gathers whole weights",
+)
+FIELDS = (STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, OPTIMIZER_FILES, PARAM_FILES, CLIPPING, MOE)
+USED = Rows("run", "deepspeed.")("used", kinds.flag, False, "Train with DeepSpeed.", "use_deepspeed")
+DEEPSPEED = (USED, *_row)
 
 
 def config_of(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.config.parallel import kinds
-from windlass.config.parallel.keys import Key, rows_of
-from windlass.config.parallel.rows_training import NO_MEGATRON
+from windlass.config import kinds
+from windlass.config.parallel.keys import NO_MEGATRON, Rows
 
 _PODS = (
     "starts processes on a pod of TPUs, and one process drives all devices of PyTorch/XLA: start the script itself on "
@@ -16,8 +15,7 @@ _DOWNCAST = "is gone from PyTorch/XLA; use --mixed_precision bf16"
 _AWS = "needs Amazon SageMaker, which is not built; start `windlass launch` on the machines themselves"
 _MPI = "is not built; start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
 
-
-_row = rows_of("launch")
+_row = Rows("launch")
 PROCESSES = _row("processes", kinds.whole, None, "Processes on all machines.", "num_processes")
 MACHINES = _row("machines", kinds.positive, 1, "Number of machines.", "num_machines")
 MACHINE_RANK = _row("machine_rank", kinds.natural, 0, "Index of this machine, from 0.")
@@ -25,27 +23,35 @@ MAIN_ADDRESS = _row(
     "main_address", kinds.text, None, "Address of the machine of rank 0.", "main_process_ip", "main_address"
 )
 MAIN_PORT = _row(
-    "main_port", kinds.port, None, "Port on it; 0 selects a free one on one machine.", "main_process_port", "main_port"
-)  # fmt: skip
+    "main_port",
+    kinds.port,
+    None,
+    "Port on it; 0 selects a free one on one machine.",
+    "main_process_port",
+    "main_port",
+)
 _MEETINGS = kinds.choice(
     "static", "c10d", refused=dict.fromkeys(("etcd", "etcd-v2"), "is not built; use static or c10d")
 )
 RENDEZVOUS = _row(
-    "rendezvous", _MEETINGS, "static",
+    "rendezvous",
+    _MEETINGS,
+    "static",
     "How machines find each other: by their ranks (static), or dynamically (c10d).",
-    "rdzv_backend", written="static",
-)  # fmt: skip
+    "rdzv_backend",
+)
 RENDEZVOUS_OPTIONS = _row(
     "rendezvous_options", kinds.options, {}, "Options of the rendezvous, as key=value pairs.", "rdzv_conf"
 )
 TOKEN_FILE = _row(
-    "token_file", kinds.text, None,
-    "File with the shared secret of the machines of a job; by default WINDLASS_RDZV_TOKEN.", "rdzv_token_file",
-)  # fmt: skip
-MAX_RESTARTS = _row("max_restarts", kinds.natural, 0, "How often a failed job is restarted.", written=0)
-MONITOR_INTERVAL = _row(
-    "monitor_interval", kinds.seconds, 0.1, "Seconds between checks of the processes.", written=0.1
+    "token_file",
+    kinds.text,
+    None,
+    "File with the shared secret of the machines of a job; by default WINDLASS_RDZV_TOKEN.",
+    "rdzv_token_file",
 )
+MAX_RESTARTS = _row("max_restarts", kinds.natural, 0, "How often a failed job is restarted.")
+MONITOR_INTERVAL = _row("monitor_interval", kinds.seconds, 0.1, "Seconds between checks of the processes.")
 LOG_DIR = _row("log_dir", kinds.text, None, "Folder for the output of the processes.")
 TEE = _row("tee", kinds.text, "0", "Streams that go to both the console and the folder (0-3, or RANK:N,...).")
 THREADS = _row(
@@ -60,8 +66,8 @@ DEVICES = _row(
     "devices",
 )
 AFFINITY = _row(
-    "affinity", kinds.flag, False, "Bind each process to its own CPU cores.", "enable_cpu_affinity", written=False
-)  # fmt: skip
+    "affinity", kinds.flag, False, "Bind each process to its own CPU cores.", "enable_cpu_affinity"
+)
 ENGINE = _row("engine", kinds.choice("local", "slurm", "ray"), "local", "What starts the processes.")
 ENGINE_OPTIONS = _row("engine_options", kinds.options, {}, "Options of the engine.")
 STALL_TIMEOUT = _row(
@@ -77,29 +83,36 @@ MACHINE_TIMEOUT = _row(
     "Seconds without a message from another machine after which it is considered lost.",
 )
 PREEMPTION_GRACE = _row(
-    "preemption_grace",
-    kinds.positive,
-    120,
-    "Seconds that processes have to save after a request to exit.",
+    "preemption_grace", kinds.positive, 120, "Seconds that processes have to save after a request to exit."
 )
 REQUEUE = _row(
-    "requeue", kinds.flag, False,
+    "requeue",
+    kinds.flag,
+    False,
     "After exit code 75 requeue the job in Slurm, or restart it if there is no Slurm.",
-)  # fmt: skip
+)
 MAX_REQUEUES = _row("max_requeues", kinds.natural, None, "How often at most; by default without a limit.")
-ROLE = _row("role", kinds.text, "default", "Name of the processes in the logs.", written="default")
+ROLE = _row("role", kinds.text, "default", "Name of the processes in the logs.")
 ENVIRONMENT = _row(
-    "environment", kinds.options, {}, "Environment variables for every process, as NAME=value.", "environment", "env"
-)  # fmt: skip
-MULTI_GPU = _row("multi_gpu", kinds.flag, False, "Several accelerators.",
-                 idle="is not needed: num_processes decides, and all accelerators are used")  # fmt: skip
-
+    "environment",
+    kinds.options,
+    {},
+    "Environment variables for every process, as NAME=value.",
+    "environment",
+    "env",
+)
 TPU = _row("tpu", kinds.flag, False, "Train on the devices of PyTorch/XLA, and fail if there are none.")
 
-_IDLE_LAUNCH = (
+MULTI_GPU = _row(
+    "multi_gpu",
+    kinds.flag,
+    False,
+    "Several accelerators.",
+    idle="is not needed: num_processes decides, and all accelerators are used",
+)
+_WITHOUT_EFFECT = (
     _row("same_network", kinds.flag, False, "The machines share a network.", written=True,
          idle="has no effect: the machines connect to main_process_ip in any case"),
-    MULTI_GPU,
     _row("quiet", kinds.flag, False, "Short reports of failures.",
          idle="has no effect: reports of failures are always short"),
     _row("no_tpu_cluster", kinds.flag, False, "No pod of TPUs.",
@@ -108,51 +121,47 @@ _IDLE_LAUNCH = (
          idle="has no effect: scripts are started as a whole"),
 )  # fmt: skip
 
-
+_file, _deepspeed, _megatron = Rows("file"), Rows("deepspeed"), Rows("megatron")
 # Refused flags that take no value.
-_SWITCHES = (
-    "use_megatron_lm", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16",
-)  # fmt: skip
+_SWITCHES = ("use_megatron_lm", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16")
 
 
-def _refused(family: str, reason: str, *words: str, **written: Any) -> tuple[Key, ...]:
-    """Make keys that are known and refused; `written` has the values that accelerate exports by default."""
-    row = rows_of(family)
-    return tuple(
-        row(word, kinds.flag if word in _SWITCHES else kinds.anything, None, "Not built.",
-            written=written.get(word), refused=reason)
-        for word in (*words, *written)
-    )  # fmt: skip
+def _refuse(rows: Rows, reason: str, *words: str, **written: Any) -> None:
+    """Add settings that are known and refused; `written` has the values that accelerate exports by default."""
+    for word in (*words, *written):
+        read = kinds.flag if word in _SWITCHES else kinds.anything
+        rows(word, read, None, "Not built.", written=written.get(word), refused=reason)
 
 
-_REFUSED_LAUNCH = (
-    *_refused("launch", NO_MEGATRON, "use_megatron_lm"),
-    *_refused("launch", _PODS, "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "vm"),
-    *_refused("launch", _DOWNCAST, "downcast_bf16"),
-    *_refused("file", _PODS, "tpu_vm", "tpu_env", "tpu_name", "tpu_zone", "command_file", "commands"),
-    *_refused("launch", _AWS, "aws_access_key_id", "aws_secret_access_key"),
-    *_refused("file", _AWS, "ec2_instance_type", "iam_role_name",
-              "image_uri", "profile", "region", "base_job_name", "pytorch_version", "transformers_version",
-              "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args", "use_sagemaker"),
-    *_refused("launch", _MPI, "mpirun_hostfile"),
-    *_refused("file", _MPI, "mpirun_ccl"),
+_refuse(_row, NO_MEGATRON, "use_megatron_lm")
+_refuse(_row, _PODS, "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "vm")
+_refuse(_row, _DOWNCAST, "downcast_bf16")
+_refuse(_row, _AWS, "aws_access_key_id", "aws_secret_access_key")
+_refuse(_row, _MPI, "mpirun_hostfile")
+_refuse(_file, _PODS, "tpu_vm", "tpu_env", "tpu_name", "tpu_zone", "command_file", "commands")
+_refuse(
+    _file, _AWS,
+    "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version",
+    "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args",
+    "use_sagemaker",
 )  # fmt: skip
-LAUNCH = (
-    PROCESSES, MACHINES, MACHINE_RANK, MAIN_ADDRESS, MAIN_PORT, RENDEZVOUS, RENDEZVOUS_OPTIONS, TOKEN_FILE,
-    MAX_RESTARTS, MONITOR_INTERVAL, LOG_DIR, TEE, THREADS, DEVICES, AFFINITY, ENGINE, ENGINE_OPTIONS, STALL_TIMEOUT,
-    MACHINE_TIMEOUT, PREEMPTION_GRACE, REQUEUE, MAX_REQUEUES, ROLE, ENVIRONMENT, TPU, *_IDLE_LAUNCH, *_REFUSED_LAUNCH,
+_refuse(_file, _MPI, "mpirun_ccl")
+_refuse(
+    _deepspeed,
+    "is for starting over ssh: start `windlass launch` with --machine_rank on every machine, or use --engine slurm",
+    *(
+        f"deepspeed_{word}"
+        for word in ("hostfile", "exclusion_filter", "inclusion_filter", "multinode_launcher")
+    ),
+)
+_refuse(
+    _megatron, NO_MEGATRON,
+    "no_load_optim", "eod_mask_loss", "overlap_cpu_optimizer_d2h_h2d", "no_save_optim", "optimizer_cpu_offload",
+    "use_precision_aware_optimizer", "decoder_last_pipeline_num_layers", "num_micro_batches", "sequence_parallelism",
+    "recompute_activations", "use_distributed_optimizer", "recompute_granularity", "recompute_method",
+    "recompute_num_layers", "attention_backend", "expert_model_parallel_size", "context_parallel_size",
+    "attention_dropout", "hidden_dropout", "attention_softmax_in_fp32", "expert_tensor_parallel_size",
+    "calculate_per_token_loss", "use_rotary_position_embeddings",
+    tp_degree=1, pp_degree=1, use_custom_fsdp=False, gradient_clipping=1.0,
 )  # fmt: skip
-_HOSTS = "is for starting over ssh: start `windlass launch` with --machine_rank on every machine, or use --engine slurm"
-DEEPSPEED = (
-    *_refused("deepspeed", _HOSTS, "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
-              "deepspeed_multinode_launcher"),
-)  # fmt: skip
-MEGATRON = _refused(
-    "megatron", NO_MEGATRON, "no_load_optim", "eod_mask_loss", "overlap_cpu_optimizer_d2h_h2d", "no_save_optim",
-    "optimizer_cpu_offload", "use_precision_aware_optimizer", "decoder_last_pipeline_num_layers",
-    "num_micro_batches", "sequence_parallelism", "recompute_activations", "use_distributed_optimizer",
-    "recompute_granularity", "recompute_method", "recompute_num_layers", "attention_backend",
-    "expert_model_parallel_size", "context_parallel_size", "attention_dropout", "hidden_dropout",
-    "attention_softmax_in_fp32", "expert_tensor_parallel_size", "calculate_per_token_loss",
-    "use_rotary_position_embeddings", tp_degree=1, pp_degree=1, use_custom_fsdp=False, gradient_clipping=1.0,
-)  # fmt: skip
+LAUNCH, DEEPSPEED, MEGATRON = (*_row, *_file), tuple(_deepspeed), tuple(_megatron)

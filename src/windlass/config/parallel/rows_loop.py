@@ -5,13 +5,16 @@ Only objects of a script set them: no flag, variable or file has them, so they a
 
 from __future__ import annotations
 
-from windlass.config.parallel import kinds
-from windlass.config.parallel.keys import rows_of
+from windlass.config import kinds
+from windlass.config.parallel.keys import Rows
 
-_loop = rows_of("loop")
+_loop = Rows("loop")
 SPLIT_BATCHES = _loop(
-    "split_batches", kinds.flag, False, "Batch sizes of loaders are those of all processes together, not of each one."
-)  # fmt: skip
+    "split_batches",
+    kinds.flag,
+    False,
+    "Batch sizes of loaders are those of all processes together, not of each one.",
+)
 DISPATCH_BATCHES = _loop(
     "dispatch_batches",
     kinds.flag,
@@ -19,13 +22,17 @@ DISPATCH_BATCHES = _loop(
     "The main process reads all batches and sends the others their share.",
 )
 EVEN_BATCHES = _loop(
-    "even_batches", kinds.flag, True,
+    "even_batches",
+    kinds.flag,
+    True,
     "Pad the last batch by repeating samples. Both values distribute it as it is, so no sample counts twice.",
-)  # fmt: skip
+)
 SEEDABLE_SAMPLER = _loop(
-    "use_seedable_sampler", kinds.flag, False,
+    "use_seedable_sampler",
+    kinds.flag,
+    False,
     "Shuffle in the order of accelerate's SeedableRandomSampler. The order follows from a seed in any case.",
-)  # fmt: skip
+)
 DATA_SEED = _loop(
     "data_seed",
     kinds.natural,
@@ -33,8 +40,11 @@ DATA_SEED = _loop(
     "Seed of that order; by default drawn from torch's generator at prepare().",
 )
 NON_BLOCKING = _loop(
-    "non_blocking", kinds.flag, False, "Copy batches to the device without waiting; always done from pinned memory."
-)  # fmt: skip
+    "non_blocking",
+    kinds.flag,
+    False,
+    "Copy batches to the device without waiting; always done from pinned memory.",
+)
 STATEFUL = _loop(
     "use_stateful_dataloader", kinds.flag, False, "Save the position of a loader in its `state_dict`."
 )
@@ -51,7 +61,4 @@ SYNC_EACH_BATCH = _loop(
     False,
     "Reduce gradients after each micro-batch: less memory under FSDP, more time. Under DeepSpeed its stage decides it.",
 )
-LOOP = (
-    SPLIT_BATCHES, DISPATCH_BATCHES, EVEN_BATCHES, SEEDABLE_SAMPLER, DATA_SEED, NON_BLOCKING, STATEFUL,
-    ADJUST_SCHEDULER, SYNC_AT_END, SYNC_EACH_BATCH,
-)  # fmt: skip
+LOOP = tuple(_loop)

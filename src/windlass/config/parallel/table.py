@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from windlass.config.parallel import rows_deepspeed, rows_float8, rows_launch, rows_training
-from windlass.config.parallel.keys import FAMILIES, Key, index
+from windlass.config.parallel import rows_compile, rows_deepspeed, rows_float8, rows_launch, rows_training
+from windlass.config.parallel.keys import FAMILIES, Key
 from windlass.config.parallel.settings import Settings
 
 TRAINING = (
@@ -14,13 +14,15 @@ TRAINING = (
     *rows_training.FSDP,
     *rows_training.MESH,
     *rows_training.DDP,
-    *rows_training.COMPILE,
+    *rows_compile.COMPILE,
     *rows_float8.FLOAT8,
     *rows_deepspeed.DEEPSPEED,
 )
 # Families that are refused as a whole, because what they configure is not built.
 UNBUILT = rows_launch.MEGATRON
-KEYS: dict[str, Key] = index((*TRAINING, *rows_launch.LAUNCH, *rows_launch.DEEPSPEED, *UNBUILT))
+KEYS: dict[str, Key] = {
+    key.name: key for key in (*TRAINING, *rows_launch.LAUNCH, *rows_launch.DEEPSPEED, *UNBUILT)
+}
 FLAGS: dict[str, Key] = {word: key for key in KEYS.values() for word in key.flags}
 VARIABLES: dict[str, Key] = {word: key for key in TRAINING for word in key.variables}
 
@@ -46,8 +48,11 @@ TOP_LEVEL = words_of("")
 
 # Every spelling of a setting, but for keys of a launch file's sections; where two settings share one, the first counts.
 SPELLINGS: dict[str, Key] = {
-    **{field: key for key in reversed(KEYS.values()) for field in key.fields}, **FLAGS, **VARIABLES, **KEYS
-}  # fmt: skip
+    **{field: key for key in reversed(KEYS.values()) for field in key.fields},
+    **FLAGS,
+    **VARIABLES,
+    **KEYS,
+}
 
 
 def values_for(settings: Settings, start: str, kind: type) -> dict[str, Any]:

@@ -15,11 +15,20 @@ from windlass.core.world import World
 
 # Options of PyTorch/XLA's wrapper for one process per device. These leave to the compiler what they would decide.
 _LEFT_TO_COMPILER = (
-    "reshard_after_forward", "flatten_parameters", "execute_sharding_on_init", "optimization_barrier_in_forward",
-    "optimization_barrier_in_backward", "sync_on_finalization", "mark_step_on_finalization", "disable_reshard_on_root",
-    "shard_param_on_dim_0", "pin_layout_in_collective_ops", "reduce_scatter_bucket_size_mb", "coalesce_all_gather_ops",
+    "reshard_after_forward",
+    "flatten_parameters",
+    "execute_sharding_on_init",
+    "optimization_barrier_in_forward",
+    "optimization_barrier_in_backward",
+    "sync_on_finalization",
+    "mark_step_on_finalization",
+    "disable_reshard_on_root",
+    "shard_param_on_dim_0",
+    "pin_layout_in_collective_ops",
+    "reduce_scatter_bucket_size_mb",
+    "coalesce_all_gather_ops",
     "fp32_reduce_scatter",
-)  # fmt: skip
+)
 _CALLABLES = ("auto_wrap_policy", "auto_wrapper_callable", "param_init_fn")
 _DTYPES = ("compute_dtype", "buffer_dtype")
 _PROCESSES = ("sharding_groups", "sharding_rank", "sharding_world_size")
@@ -82,14 +91,21 @@ _COMPILER = "PyTorch/XLA's compiler decides when parameters are gathered and fre
 _REFUSED: tuple[tuple[Any, Any, str], ...] = (
     (rows.FSDP_OFFLOAD, bool, "PyTorch/XLA keeps parameters on its devices; leave it out"),
     (rows.FSDP_RECOMPUTE_OFFLOAD, bool, "PyTorch/XLA keeps activations on its devices; leave it out"),
-    (rows.FSDP_SHARDING, lambda word: word != "full_shard",
-     "PyTorch/XLA shards everything over all devices: use full_shard, or leave fsdp out to copy the model to each"),
+    (
+        rows.FSDP_SHARDING,
+        lambda word: word != "full_shard",
+        "PyTorch/XLA shards everything over all devices: use full_shard, or leave fsdp out to copy the model to each",
+    ),
     (rows.FSDP_RESHARD, lambda value: value is not True, _COMPILER),
-    (rows.MESH_REPLICAS, lambda count: count > 1, "PyTorch/XLA has one replica over all devices; leave it out"),
+    (
+        rows.MESH_REPLICAS,
+        lambda count: count > 1,
+        "PyTorch/XLA has one replica over all devices; leave it out",
+    ),
     (rows.FSDP_PARAM_DTYPE, bool, "under PyTorch/XLA the precision decides: use bf16=True"),
     (rows.FSDP_REDUCE_DTYPE, bool, "under PyTorch/XLA gradients are summed in their own dtype; leave it out"),
     (rows.FSDP_OUTPUT_DTYPE, bool, "is not applied under PyTorch/XLA; cast the outputs in the model"),
-)  # fmt: skip
+)
 
 
 def _of_options(found: Setting) -> Iterator[Problem]:

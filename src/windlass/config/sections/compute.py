@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.config.parallel.keys import setting_of
-from windlass.config.parallel.rows_training import COMPILE_BACKEND, COMPILE_MODES
+from windlass.config.parallel.rows_compile import COMPILE_BACKEND, COMPILE_MODES
 from windlass.config.sections.setting import at_least, setting
 
 # `--activation_checkpointing` without a value means True, although the default is None (not set).

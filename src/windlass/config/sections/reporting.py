@@ -34,7 +34,9 @@ class ReportingSection:
         "no", "Count input tokens: all, non_padding or no.", words=("all", "non_padding", "no")
     )
     log_level: str = _reported(
-        "passive", "Log level of the main process ('passive' is info).", choices=LOG_LEVELS
+        "passive",
+        "Log level of the main process ('passive' leaves it, by default at warning).",
+        choices=LOG_LEVELS,
     )
     log_level_replica: str = _reported(
         "warning", "Log level of the other processes ('passive' is warning).", choices=LOG_LEVELS
@@ -44,7 +46,9 @@ class ReportingSection:
     )
 
     # --- trackers ---
-    report_to: list[str] | str | None = _reported("none", "Trackers that receive the logs.")
+    report_to: list[str] | str | None = _reported(
+        "none", "Trackers that receive the logs; 'report' writes report.html and training.png."
+    )
     run_name: str | None = _reported(None, "A name for the run.")
     project: str = _reported("huggingface", "Project name for trackers.")
     trackio_space_id: str | None = _reported(None, "Space that shows trackio logs.")

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from windlass.config.enums import DebugOption
+from windlass.config.parallel import rows_compile
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.quantities import seconds, size_in_bytes
@@ -118,7 +119,7 @@ class RunningSection:
         "The learning rate of a layer is that of the layer above times this.",
         bounds=Range(lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
     )
-    torch_compile_blocks: bool = setting_of(rows.COMPILE_BLOCKS)
+    torch_compile_blocks: bool = setting_of(rows_compile.COMPILE_BLOCKS)
     fp8: bool = setting(
         False, "Multiply in float8 in linear layers, through torchao, and compute in bfloat16 elsewhere."
     )

@@ -45,6 +45,8 @@ class Adafactor(PerParameterOptimizer):
     Half-precision parameters are updated in fp32 and rounded once.
     """
 
+    elementwise = False
+
     def __init__(
         self,
         params: ParamsT,

@@ -24,6 +24,8 @@ class AdaLomo(PerParameterOptimizer):
         in_backward: False keeps all gradients for `step`.
     """
 
+    elementwise = False
+
     def __init__(
         self,
         params: ParamsT,

@@ -41,10 +41,22 @@ class AdamW(torch.optim.AdamW):
         for group, (params, gradients, averages, squares, counts) in calls:
             beta1, beta2 = group["betas"]
             torch._fused_adamw_(
-                params, gradients, averages, squares, [], counts,
-                lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
-                amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
-            )  # fmt: skip
+                params,
+                gradients,
+                averages,
+                squares,
+                [],
+                counts,
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+                grad_scale=None,
+                found_inf=None,
+            )
         return None
 
     def _calls(self) -> list[tuple[dict[str, Any], list[list[Tensor]]]] | None:

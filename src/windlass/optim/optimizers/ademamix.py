@@ -21,8 +21,14 @@ from windlass.optim.optimizers.elementwise import (
 from windlass.optim.optimizers.options import Recipe, read_options
 
 OPTIONS: dict[str, type] = {
-    "beta1": float, "beta2": float, "beta3": float, "alpha": float, "eps": float, "t_alpha": int, "t_beta3": int,
-}  # fmt: skip
+    "beta1": float,
+    "beta2": float,
+    "beta3": float,
+    "alpha": float,
+    "eps": float,
+    "t_alpha": int,
+    "t_beta3": int,
+}
 
 
 def ademamix(plan: OptimizerPlan) -> Recipe:

@@ -82,14 +82,21 @@ class AnyPrecisionAdamW(ElementwiseOptimizer):
         half = [self._rounds and weight.dtype == torch.bfloat16 for weight in batch.weights]
         rows = list(zip(batch.weights, updates, batch.parameters, batch.positions, steps, half, strict=True))
         add_stochastically_(
-            [row[0] for row in rows if row[5]], [row[1] for row in rows if row[5]],
+            [row[0] for row in rows if row[5]],
+            [row[1] for row in rows if row[5]],
             [seed_of(row[2], row[3], row[4]) for row in rows if row[5]],
-        )  # fmt: skip
+        )
         for weight, update in ((row[0], row[1]) for row in rows if not row[5]):
             weight.add_(update)  # in fp32, rounded once
 
 
 anyprecision = recipe_of(
-    AnyPrecisionAdamW, "betas", "eps", use_kahan_summation=bool, bf16_stochastic_round=bool, momentum_dtype=torch.dtype,
-    variance_dtype=torch.dtype, compensation_buffer_dtype=torch.dtype,
-)  # fmt: skip
+    AnyPrecisionAdamW,
+    "betas",
+    "eps",
+    use_kahan_summation=bool,
+    bf16_stochastic_round=bool,
+    momentum_dtype=torch.dtype,
+    variance_dtype=torch.dtype,
+    compensation_buffer_dtype=torch.dtype,
+)

@@ -9,15 +9,10 @@ import torch
 from torch import Tensor
 
 from windlass.config.plan import OptimizerPlan
-from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
-from windlass.dist.sharded import is_sharded
+from windlass.dist.sharded import check_takes_parts
 from windlass.optim.optimizers.ademamix import ademamix_options
 from windlass.optim.optimizers.options import Recipe, read_options
-
-_NO_SHARDS = (
-    "bitsandbytes cannot update sharded parameters: use adamw_torch_8bit (torchao), or replicate the model"
-)
 
 
 def bnb_adamw(plan: OptimizerPlan) -> Recipe:
@@ -58,8 +53,7 @@ def _with_start_state(base: Callable[..., Any], name: str) -> type[torch.optim.O
     class WithStartState(base):  # type: ignore[misc, valid-type]
         def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(params, *args, **kwargs)
-            if any(is_sharded(p) for group in self.param_groups for p in group["params"]):
-                raise ConfigError(Problem("optim", name, _NO_SHARDS))
+            check_takes_parts(self, "optim", name)
 
         def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
             """The state of a parameter before its first update, in the memory that the library chooses for it."""

@@ -51,9 +51,13 @@ class GrokAdamW(ElementwiseOptimizer):
         if not 0 <= alpha_init <= 1:
             raise ValueError(f"alpha_init={alpha_init} must be between 0 and 1")
         options = {
-            "alpha_init": alpha_init, "lamb": lamb, "gamma": gamma, "grokking_signal": 0.0,
-            "grokking_signal_decay_rate": grokking_signal_decay_rate, "gradient_clipping": gradient_clipping,
-        }  # fmt: skip
+            "alpha_init": alpha_init,
+            "lamb": lamb,
+            "gamma": gamma,
+            "grokking_signal": 0.0,
+            "grokking_signal_decay_rate": grokking_signal_decay_rate,
+            "gradient_clipping": gradient_clipping,
+        }
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options}
         )
@@ -92,6 +96,12 @@ def _clipped(batch: Batch, limit: float) -> list[Tensor]:
 
 
 grokadamw = recipe_of(
-    GrokAdamW, "betas", "eps", alpha_init=float, lamb=float, gamma=float, grokking_signal_decay_rate=float,
+    GrokAdamW,
+    "betas",
+    "eps",
+    alpha_init=float,
+    lamb=float,
+    gamma=float,
+    grokking_signal_decay_rate=float,
     gradient_clipping=float,
-)  # fmt: skip
+)

@@ -41,11 +41,18 @@ class LowRankOptimizer(PerParameterOptimizer):
     """
 
     projects = True
+    elementwise = False
 
     def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], rank: int, update_proj_gap: int, scale: float,
-        proj_type: str, in_backward: bool,
-    ) -> None:  # fmt: skip
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        rank: int,
+        update_proj_gap: int,
+        scale: float,
+        proj_type: str,
+        in_backward: bool,
+    ) -> None:
         projection = {
             "rank": rank,
             "update_proj_gap": update_proj_gap,
@@ -121,8 +128,12 @@ def _tell_full_ranks(group: dict[str, Any]) -> None:
     if small:
         _log.info(
             "rank=%d is above the smaller side of %d of the %d projected weights (the smallest is %d x %d): their full "
-            "rank is used", group["rank"], len(small), len(group["params"]), *min(small, key=min),
-        )  # fmt: skip
+            "rank is used",
+            group["rank"],
+            len(small),
+            len(group["params"]),
+            *min(small, key=min),
+        )
 
 
 def projected_sides(shape: Sequence[int], proj_type: str) -> tuple[str, ...]:

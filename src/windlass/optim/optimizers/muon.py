@@ -41,6 +41,8 @@ class MuonWithAdamW(Optimizer):
         ValueError: a group lacks `use_muon`, or has it for a parameter that is not a matrix.
     """
 
+    elementwise = False
+
     def __init__(
         self,
         params: ParamsT,

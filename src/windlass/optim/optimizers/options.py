@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from windlass.config.kinds import flag
 from windlass.config.nearest import did_you_mean
 from windlass.config.plan import OptimizerPlan
 from windlass.config.refusal import refuse
@@ -22,7 +23,6 @@ _WORDS: dict[type, str] = {
     bool: "true or false",
     str: "text",
 }
-_TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 # Options that have an argument of their own; setting both would leave one without effect.
 _ELSEWHERE = {
     "weight_decay": "set the weight_decay argument instead: it reaches the groups that decay",
@@ -76,9 +76,4 @@ def _parse(value: Any, kind: type) -> Any:
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
             raise ValueError(value)
         return found
-    if kind is not bool:
-        return kind(value)
-    text = str(value).lower()
-    if text not in _TRUE + _FALSE:
-        raise ValueError(text)
-    return text in _TRUE
+    return flag(value) if kind is bool else kind(value)

@@ -42,6 +42,8 @@ class StableAdamW(ElementwiseOptimizer):
         keeps_small_updates: updates below the resolution of half-precision weights are not lost.
     """
 
+    elementwise = False
+
     def __init__(
         self,
         params: ParamsT,
@@ -82,7 +84,7 @@ class StableAdamW(ElementwiseOptimizer):
         torch._foreach_add_(
             squares, torch._foreach_mul(grown, [1 - _debiased(beta2, step) for step in steps])
         )
-        # In fp32: of an eps of 1e-6 half precision has no square.
+        # In fp32, because eps**2 underflows in half precision.
         ratios = [g.float() / s.float().clamp(min=eps**2) for g, s in zip(grown, squares, strict=True)]
         means = [total / p.numel() for total, p in zip(batch.sums(ratios), batch.parameters, strict=True)]
         rates = [group["lr"] / mean.sqrt().clamp(min=1.0) for mean in means]

@@ -67,8 +67,11 @@ def _stable_steps(span: Span, given: float | None, decay: float) -> float:
     if span.total is not None and span.warmup + given + decay != span.total:
         _log.warning(
             "warmup_stable_decay: warm-up %s + stable %s + decay %s updates are not the run's %s.",
-            span.warmup, given, decay, span.total,
-        )  # fmt: skip
+            span.warmup,
+            given,
+            decay,
+            span.total,
+        )
     return given
 
 

@@ -1,0 +1,216 @@
+"""What checkpoints of runs and of loops of the user's own are made of: named states, models and optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.checkpoint.adapters import Adapter, KnownAdapter
+from windlass.checkpoint.codec import encode
+from windlass.checkpoint.manager import Checkpoint
+from windlass.checkpoint.nodes import Disks
+from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
+from windlass.core.errors import CheckpointError, Problem, WindlassError
+from windlass.core.module_state import state_of, with_copied_buffers
+from windlass.core.rng import load_rng_state, rng_state
+from windlass.core.types import State, Stateful
+from windlass.dist.gang import Gang
+from windlass.transforms.strategy import Strategy, adopt_own_state, load_own_state, own_state
+
+# --- named states -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """One entry of a checkpoint.
+
+    Attributes:
+        name: of its file.
+        owner: the object whose state it is.
+        rolls_back: a rollback restores it. It does not restore the position: the data that led there is skipped.
+        optional: checkpoints of earlier versions lack it.
+        earlier: its name in checkpoints of earlier versions; empty if it is the same.
+    """
+
+    name: str
+    owner: Stateful
+    rolls_back: bool = True
+    optional: bool = False
+    earlier: str = ""
+
+    def load(self, checkpoint: Checkpoint, all_ranks: Gang) -> None:
+        """Restore the owner; raise CheckpointError if the part is missing or holds something else."""
+        name = self.earlier if self.earlier and checkpoint.has(self.earlier) else self.name
+        if self.optional and not checkpoint.has(name):
+            return
+        with reading(checkpoint, name):
+            self.owner.load_state_dict(checkpoint.shared(name))
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart(SavedPart):
+    """An entry of which each rank has its own. `adopt` restores it from the states of all ranks if their number has
+    changed; None: it is not restored.
+    """
+
+    adopt: Callable[[list[State]], None] | None = None
+
+    def load(self, checkpoint: Checkpoint, all_ranks: Gang) -> None:
+        if self.optional and not checkpoint.has_of_rank(self.name, 0):
+            return
+        with reading(checkpoint, "rank-*"):
+            if checkpoint.world_size == all_ranks.size:
+                self.owner.load_state_dict(checkpoint.per_rank(self.name, all_ranks.rank))
+            elif self.adopt is not None:
+                self.adopt([checkpoint.per_rank(self.name, rank) for rank in range(checkpoint.world_size)])
+
+
+def states_of(parts: Sequence[SavedPart]) -> tuple[dict[str, State], dict[str, State]]:
+    """The states that are the same on all ranks, and those of this rank, by name."""
+    states = {part.name: part.owner.state_dict() for part in parts}
+    of_rank = {part.name for part in parts if isinstance(part, RankPart)}
+    shared = {name: state for name, state in states.items() if name not in of_rank}
+    return shared, {name: states[name] for name in states if name in of_rank}
+
+
+def check_savable(name: str, shown: object, owner: Stateful) -> None:
+    """Check that the state of a script's object can be written.
+
+    Args:
+        name, shown: of the object in errors; `owner` may be a wrapper of it.
+
+    Raises:
+        CheckpointError: it has no state, or one that is not data.
+    """
+    try:
+        encode(owner.state_dict())
+    except (AttributeError, CheckpointError) as error:
+        fix = (
+            f"its state cannot be saved with the run: {error}. Let its `state_dict` return data, and its "
+            "`load_state_dict` restore it; or set save_strategy='no'"
+        )
+        raise CheckpointError(str(Problem(name, type(shown).__name__, fix))) from None
+
+
+@contextlib.contextmanager
+def reading(checkpoint: Checkpoint, part: str) -> Iterator[None]:
+    """Within the body, a part is restored; an error of a part that holds something else names its file."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, WindlassError):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{checkpoint.folder / part}.json does not hold what a run saves there ({what})"
+        ) from error
+
+
+class Generators:
+    """The random generators of this process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def state_dict(self) -> State:
+        return rng_state(self._device)
+
+    def load_state_dict(self, state: State) -> None:
+        load_rng_state(state, self._device)
+
+
+class Buffers:
+    """Buffers of a model that differ between ranks."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def state_dict(self) -> State:
+        return own_state(self._strategy)
+
+    def load_state_dict(self, state: State) -> None:
+        load_own_state(self._strategy, state)
+
+    def adopt(self, states: list[State]) -> None:
+        """Take rank 0's."""
+        adopt_own_state(self._strategy, states)
+
+
+# --- models and optimizers --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelState:
+    """What is saved of one model.
+
+    Attributes:
+        state: its state dict; of a sharded adapter, the adapter's own tensors and the buffers.
+        in_parts: each rank writes its part.
+        gathered: `state` has whole tensors of which ranks hold parts.
+        adapter: the adapter, if the model trains nothing else.
+        fingerprint: of the adapter's base weights, on writer ranks.
+    """
+
+    state: dict[str, Any]
+    in_parts: bool = False
+    gathered: bool = False
+    adapter: Adapter | None = None
+    fingerprint: Mapping[str, list[Any]] = field(default_factory=dict)
+
+
+class SavedModel:
+    """A model as checkpoints hold it; only its adapter if nothing else is trained."""
+
+    def __init__(self, model: nn.Module, strategy: Strategy) -> None:
+        self._model, self._strategy = model, strategy
+        self._adapter = KnownAdapter(model)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that is all this model trains; None if it trains other weights."""
+        return self._adapter.find()
+
+    def content(self, disks: Disks, is_writer: bool) -> ModelState:
+        """What this rank saves. Collective."""
+        adapter, strategy = self.adapter, self._strategy
+        if strategy.saves_parts and adapter is None:
+            return ModelState(self.of_first_rank(disks.nodes), in_parts=True)
+        gathered = self.gathered()
+        state = self.of_first_rank(disks.nodes) if gathered is None else gathered
+        known = adapter is not None and (is_writer or strategy.sharded)
+        fingerprint = self._adapter.fingerprint() if known else {}
+        return ModelState(state, gathered=gathered is not None, adapter=adapter, fingerprint=fingerprint)
+
+    def gathered(self) -> dict[str, Any] | None:
+        """Whole tensors (on the main process) if ranks hold parts of them; None if the model has them itself.
+        Collective.
+        """
+        adapter, strategy = self.adapter, self._strategy
+        if not (strategy.sharded or (strategy.saves_parts and adapter is not None)):
+            return None
+        return strategy.whole_state() if adapter is None else adapter.gathered()
+
+    def of_first_rank(self, nodes: int) -> dict[str, Any]:
+        """The model's state dict with rank 0's buffers (running statistics differ between ranks) on each rank that
+        writes a copy, one for each of `nodes` disks. Collective if there are several.
+        """
+        if nodes == 1:
+            return state_of(self._model)
+        with self._strategy.buffers_of_first_rank():
+            return with_copied_buffers(self._model)
+
+
+def saved_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, in_parts: bool
+) -> tuple[State, Mapping[str, Tensor]]:
+    """The state of an optimizer for the main process to write, and the tensors of which every rank writes its part
+    (none unless `in_parts`). Collective.
+    """
+    return (
+        split_optimizer_state(optimizer, model) if in_parts else (save_optimizer_state(optimizer, model), {})
+    )

@@ -1,0 +1,187 @@
+"""The rules that need the data or the process, in one table, and what no run calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from windlass.assemble.batch import objections
+from windlass.assemble.facts import Facts
+from windlass.config.arguments import TrainingArguments
+from windlass.config.json_document import mapping
+from windlass.config.plan import CallPlan
+from windlass.core.errors import Problem
+
+# Methods of other trainers that are parts of their loop; the loop of Windlass never calls an override of them.
+_CHECKPOINTS = "override `_save_checkpoint`, `_save` or `_load_from_checkpoint`"
+_COLUMNS = "override `_set_signature_columns_if_needed`, or set remove_unused_columns=False"
+_CLIPPING = "set max_grad_norm, or use a callback's on_pre_optimizer_step"
+NEVER_CALLED = {
+    "_inner_training_loop": "override `training_step`, `compute_loss` or use a callback",
+    "_run_epoch": "override `training_step`, `compute_loss` or use a callback",
+    "_maybe_log_save_evaluate": "override `log`, `evaluate` or `_save_checkpoint`, or set control flags in a "
+    "callback",
+    "_wrap_model": "the engine wraps the model itself; override `create_optimizer` or pass the wrapped model",
+    "_prepare_for_training": "use a callback's on_train_begin",
+    "_init_training_state": "use a callback's on_train_begin",
+    "_finalize_training": "use a callback's on_train_end",
+    "get_batch_samples": "the loader yields all micro-batches of an update: override `get_train_dataloader`, or "
+    "`count_targets` for another denominator",
+    "_get_num_items_in_batch": "override `count_targets`",
+    "set_initial_training_values": "set max_steps or num_train_epochs",
+    "_evaluate": "override `evaluate`",
+    "_nested_gather": "the engine joins what ranks found itself; override `evaluation_loop` or `prediction_step`",
+    "prediction_loop": "override `evaluation_loop`",
+    "_remove_unused_columns": _COLUMNS,
+    "_get_collator_with_removed_columns": _COLUMNS,
+    "_clip_grad_norm": _CLIPPING,
+    "_get_grad_norm": _CLIPPING,
+    "_get_learning_rate": "override `log`",
+    "_track_num_input_tokens": "override `log`",
+    "_get_output_dir": "set output_dir",
+    "_move_model_to_device": "place the model yourself and set args.place_model_on_device=False",
+    "_save_rng_state": _CHECKPOINTS,
+    "_save_optimizer_and_scheduler": _CHECKPOINTS,
+    "_save_scaler": _CHECKPOINTS,
+    "_load_rng_state": _CHECKPOINTS,
+    "_load_scaler": _CHECKPOINTS,
+    "_load_callback_state": _CHECKPOINTS,
+    "_rotate_checkpoints": "set save_total_limit",
+}
+MAX_STEPS = 10**9
+
+Condition = Callable[[TrainingArguments, CallPlan, Facts], Any]
+_LOST_WEIGHTS = (
+    "it casts the trained weights; set eval_strategy='no' and evaluate afterwards, or use bf16=True"
+)
+# (option, the rule is broken if, fix): `name` is the option of each row.
+RULES: tuple[tuple[str, Condition, str], ...] = (
+    (
+        "train_dataset",
+        lambda args, plan, facts: not facts.has_training_data,
+        "training needs one: pass `train_dataset=` or override `get_train_dataloader`",
+    ),
+    (
+        "eval_strategy",
+        lambda args, plan, facts: not facts.has_evaluation_data and args.eval_strategy != "no",
+        "pass `eval_dataset=`, or set eval_strategy='no'",
+    ),
+    (
+        "save_strategy",
+        lambda args, plan, facts: not facts.has_evaluation_data and args.save_strategy == "best",
+        "pass `eval_dataset=`: the best checkpoint is found by evaluating",
+    ),
+    (
+        "max_steps",
+        lambda args, plan, facts: facts.groups_per_epoch is None and args.max_steps <= 0,
+        "the training data is a stream without a length: set max_steps to the number of updates to make",
+    ),
+    (
+        "max_steps",
+        lambda args, plan, facts: args.max_steps > MAX_STEPS,
+        f"a run makes at most {MAX_STEPS:,} updates; is a unit wrong?",
+    ),
+    (
+        "num_train_epochs",
+        lambda args, plan, facts: (
+            args.max_steps <= 0 and args.num_train_epochs * (facts.groups_per_epoch or 0) > MAX_STEPS
+        ),
+        f"with this data that is more than {MAX_STEPS:,} updates; is a unit wrong?",
+    ),
+    (
+        "bf16_full_eval",
+        lambda args, plan, facts: args.bf16_full_eval and args.eval_strategy != "no",
+        _LOST_WEIGHTS,
+    ),
+    (
+        "fp16_full_eval",
+        lambda args, plan, facts: args.fp16_full_eval and args.eval_strategy != "no",
+        _LOST_WEIGHTS,
+    ),
+    (
+        "ddp_find_unused_parameters",
+        lambda args, plan, facts: args.ddp_find_unused_parameters and args.ddp_static_graph,
+        "a static graph uses the same parameters in every step: leave one of the two out",
+    ),
+    (
+        "activation_checkpointing_kwargs",
+        lambda args, plan, facts: (
+            plan.optimizer.in_backward and bool(_recompute_options(args).get("use_reentrant"))
+        ),
+        "a reentrant checkpoint accumulates gradients block by block, and the optimizer updates when the first part "
+        "arrives: leave use_reentrant out",
+    ),
+    (
+        "activation_checkpointing_kwargs",
+        lambda args, plan, facts: "memory_budget" in _recompute_options(args) and not args.torch_compile,
+        "the compiler chooses what to recompute within a memory_budget: set torch_compile=True, or use "
+        "every_n_layers or selective",
+    ),
+    (
+        "activation_checkpointing_kwargs",
+        lambda args, plan, facts: (
+            "memory_budget" in _recompute_options(args) and len(_recompute_options(args)) > 1
+        ),
+        "the compiler chooses what to recompute within a memory_budget: leave the other options out",
+    ),
+    (
+        "activation_checkpointing_kwargs",
+        lambda args, plan, facts: not is_share(_recompute_options(args).get("memory_budget", 0)),
+        "memory_budget must be a number from 0 (recompute all) to 1 (keep what is fastest)",
+    ),
+    (
+        "torch_compile",
+        lambda args, plan, facts: bool(args.torch_compile) and _takes_two_backwards(args, plan),
+        "an optimizer that updates in the backward needs two backwards of one graph for clipping, nonfinite_policy and "
+        "fp16, and a compiled graph frees its buffers in the first: leave these at their defaults, or do not compile",
+    ),
+    (
+        "warmup_steps",
+        lambda args, plan, facts: type(args).get_warmup_steps is not TrainingArguments.get_warmup_steps,
+        "get_warmup_steps is overridden, and a run does not call it: set warmup_steps, or override create_scheduler",
+    ),
+    (
+        "liger_kernel_config",
+        lambda args, plan, facts: bool(args.liger_kernel_config) and not args.use_liger_kernel,
+        "has no effect without use_liger_kernel=True; set it, or leave this out",
+    ),
+    (
+        "auto_find_batch_size",
+        lambda args, plan, facts: args.auto_find_batch_size and "get_train_dataloader" in facts.overridden,
+        "a loader of your own makes its batches itself, so they cannot be made smaller: give a train_dataset",
+    ),
+    (
+        "auto_find_batch_size",
+        lambda args, plan, facts: args.auto_find_batch_size and args.dataloader_drop_last,
+        "which samples are dropped would depend on the size found: set dataloader_drop_last=False",
+    ),
+)
+
+
+def broken_rules(args: TrainingArguments, plan: CallPlan, facts: Facts) -> Iterator[Problem]:
+    """What keeps a run from starting with this plan."""
+    for name, broken, fix in RULES:
+        if broken(args, plan, facts):
+            value = getattr(args, name, None)
+            yield Problem(name, getattr(value, "value", value), fix)
+    for name, instead in NEVER_CALLED.items():
+        if name in facts.overridden:
+            fix = f"Windlass runs its own loop and would never call it; {instead}"
+            yield Problem(name, "overridden", fix)
+    yield from objections(args, plan.batches.ranks)
+
+
+def is_share(value: Any) -> bool:
+    """Return True for a number from 0 to 1."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _recompute_options(args: TrainingArguments) -> dict[str, Any]:
+    return mapping(args.activation_checkpointing_kwargs)
+
+
+def _takes_two_backwards(args: TrainingArguments, plan: CallPlan) -> bool:
+    if not plan.optimizer.in_backward or plan.batches.accumulation > 1:
+        return False
+    guarded = plan.stability.max_grad_norm or plan.stability.nonfinite != "raise"
+    return bool(guarded or args.fp16)

@@ -1,0 +1,82 @@
+"""`windlass chat`: talk to a trained model on the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+from windlass.cli.command_line import CommandParser
+from windlass.cli.generate_command import add_options
+from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.output import is_terminal, say
+
+if TYPE_CHECKING:
+    from windlass.cli.text_writer import Message, Writer
+
+_HELP = "Ctrl-C stops an answer, Ctrl-D ends the chat, /clear begins a new one."
+_PROMPT = "> "
+
+
+def chat_command(words: list[str]) -> int:
+    """Answer lines until the input ends, and return the exit code."""
+    options = build_parser().parse_args(words)
+    from windlass.cli.text_writer import Writer
+
+    writer = Writer(options)
+    if writer.tokenizer.chat_template is None:
+        fix = "its tokenizer has no chat template, so it was not trained on conversations; use windlass generate"
+        raise ConfigError(Problem("MODEL", options.model, fix))
+    begin: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
+    if is_terminal(sys.stdin):
+        with contextlib.suppress(ImportError):  # not on every system
+            import readline  # noqa: F401  (makes input() a line that can be edited)
+        say(_HELP)
+    messages = list(begin)
+    with contextlib.suppress(EOFError):
+        while True:
+            line = _read()
+            if line == "/clear":
+                messages = list(begin)
+            elif line:
+                messages = _answer(writer, [*messages, {"role": "user", "content": line}])
+    return 0
+
+
+def _read() -> str:
+    """Return the next line. Raises EOFError at the end of the input, and for Ctrl-C on a terminal."""
+    if not is_terminal(sys.stdin):
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.strip()
+    try:
+        return input(_PROMPT).strip()
+    except (EOFError, KeyboardInterrupt):
+        say()
+        raise EOFError from None
+
+
+def _answer(writer: Writer, messages: list[Message]) -> list[Message]:
+    """Print the model's turn, and return the messages with it; without the last one if it was not answered."""
+    try:
+        text = writer.write("", messages)
+    except KeyboardInterrupt:
+        say("(stopped)", error=True)
+        return messages[:-1]
+    except DataError as error:
+        say(f"{error}, or type /clear", error=True)
+        return messages[:-1]
+    return [*messages, {"role": "assistant", "content": text}]
+
+
+def build_parser() -> CommandParser:
+    """Return the parser of the command."""
+    parser = CommandParser(
+        prog="windlass chat",
+        description=f"Talk to a trained model, which answers in its chat template. {_HELP}",
+        example="windlass chat runs/sft-lora",
+    )
+    add_options(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message, at the beginning of each chat")
+    return parser

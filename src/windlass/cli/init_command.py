@@ -1,0 +1,45 @@
+"""`windlass init`: copy a built-in recipe into a file of the user's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from windlass.cli.built_in_recipes import ENDINGS, built_in
+from windlass.cli.command_line import CommandParser
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.output import say
+
+
+def init_command(words: list[str]) -> int:
+    """Copy a recipe, and return the exit code."""
+    options = build_parser().parse_args(words)
+    source = built_in(options.name)
+    target = Path(options.path or source.name).expanduser()
+    if target.is_dir():
+        target /= source.name
+    if target.suffix not in ENDINGS:
+        raise ConfigError(Problem("PATH", options.path, "must be a folder, or end with .yaml"))
+    if target.exists():
+        raise ConfigError(Problem("PATH", str(target), "exists already; name another file"))
+    text = source.read_text(encoding="utf-8")
+    # The commands in its header run the copy.
+    command = rf"^(#.*windlass train)(?: {source.stem})?(?= |$)"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(
+        re.sub(command, lambda found: f"{found[1]} {target}", text, flags=re.MULTILINE), encoding="utf-8"
+    )
+    say(f"{target} is written. Run it:\n  windlass train {target}")
+    return 0
+
+
+def build_parser() -> CommandParser:
+    """Return the parser of the command."""
+    parser = CommandParser(
+        prog="windlass init",
+        description="Copy a built-in recipe into a file of your own, to change it.",
+        example="windlass init sst2 mine.yaml",
+    )
+    parser.add_argument("name", metavar="NAME", help="a built-in recipe; `windlass recipes` lists them")
+    parser.add_argument("path", nargs="?", metavar="PATH", help="the new file (default: NAME.yaml)")
+    return parser

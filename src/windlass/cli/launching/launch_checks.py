@@ -1,0 +1,201 @@
+"""Checks of a launch before the first process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.cli.launching.launch_plan import LaunchPlan
+from windlass.config.parallel import rows_float8, rows_training
+from windlass.config.parallel import rows_launch as rows
+from windlass.config.parallel.keys import Key
+from windlass.config.parallel.settings import Settings
+from windlass.core.errors import Problem
+
+# Engine -> (reason, settings that it decides itself), which are refused with it.
+_PLACES = "it decides itself where the processes connect"
+_LEFT_TO_ENGINE: dict[str, tuple[tuple[str, tuple[Key, ...]], ...]] = {
+    "local": (("it has no options of its own", (rows.ENGINE_OPTIONS,)),),
+    "slurm": ((_PLACES, (rows.MACHINE_RANK, rows.MAIN_ADDRESS)),),
+    "ray": (
+        (
+            "it distributes the processes over its cluster, and num_processes is their number",
+            (rows.MACHINES,),
+        ),
+        (
+            _PLACES,
+            (
+                rows.MACHINE_RANK,
+                rows.MAIN_ADDRESS,
+                rows.MAIN_PORT,
+                rows.RENDEZVOUS,
+                rows.RENDEZVOUS_OPTIONS,
+                rows.TOKEN_FILE,
+            ),
+        ),
+        (
+            "it does not monitor the progress of its processes",
+            (rows.STALL_TIMEOUT, rows.MACHINE_TIMEOUT, rows.MONITOR_INTERVAL),
+        ),
+        ("it stores the output of its processes itself", (rows.LOG_DIR, rows.TEE, rows.ROLE)),
+        ("it gives each process its device", (rows.DEVICES,)),
+        ("it requests its processes to exit itself", (rows.PREEMPTION_GRACE, rows.REQUEUE)),
+    ),
+}
+SLURM_JOB_VARIABLE = "SLURM_JOB_ID"
+_TEE = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
+
+
+def _port_in_use(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The devices of this machine, as the command line determines them; nothing here imports torch.
+
+    Attributes:
+        devices: number of accelerators.
+        device_kind: their type ("cuda"); "cpu" if there are none.
+        lacks: (precision, True for the CPU) -> why it is not available; None if it is.
+        port_in_use: (port) -> True if a program listens on it.
+    """
+
+    devices: int = 0
+    device_kind: str = "cpu"
+    lacks: Callable[[str, bool], str | None] = lambda precision, cpu: None
+    port_in_use: Callable[[int], bool] = _port_in_use
+
+
+def launch_problems(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
+    """All problems of `plan` on this machine."""
+    yield from _script(plan)
+    yield from _sizes(plan)
+    yield from _multi_gpu(plan.settings)
+    if not _TEE.fullmatch(plan.tee):
+        yield _problem(plan, rows.TEE, "must be 0, 1, 2 or 3, or RANK:N pairs with commas between them")
+    yield from _left_to_engine(plan)
+    if plan.engine == "local":
+        # The machines of a cluster are not this machine.
+        yield from _meeting_point(plan, machine)
+        yield from _devices(plan, machine)
+
+
+def _problem(plan: LaunchPlan, key: Key, fix: str) -> Problem:
+    said = plan.settings.get(key.name)
+    if said is None:
+        return Problem(f"--{key.flags[0]}", key.default, fix)
+    return Problem(said.origin, said.value, fix)
+
+
+def _script(plan: LaunchPlan) -> Iterator[Problem]:
+    if plan.module and plan.no_python:
+        yield Problem("--no_python", True, "contradicts --module: the script is a program or a module")
+    elif plan.no_python:
+        if shutil.which(plan.script) is None and not Path(plan.script).is_file():
+            yield Problem("script", plan.script, "is not a program that can be found; give its path")
+    elif plan.module:
+        if not _is_module(plan.script):
+            yield Problem(
+                "script", plan.script, "is not a module that can be imported; is its folder on PYTHONPATH?"
+            )
+    elif not Path(plan.script).is_file():
+        fix = (
+            f"is not a file in {Path.cwd()}; give the path of a script, or --module with the name of a module"
+        )
+        yield Problem("script", plan.script, fix)
+    elif plan.script.endswith((".yaml", ".yml")):
+        fix = f"is a recipe and no script: windlass launch -m windlass train {plan.script}"
+        yield Problem("script", plan.script, fix)
+
+
+def _is_module(name: str) -> bool:
+    first = name.partition(".")[0]
+    # The working directory is on the path of the script, and not always on that of the launcher.
+    if Path(f"{first}.py").is_file() or Path(first).is_dir():
+        return True
+    return importlib.util.find_spec(first) is not None
+
+
+def _sizes(plan: LaunchPlan) -> Iterator[Problem]:
+    if plan.processes < 1:
+        yield _problem(plan, rows.PROCESSES, "must be at least 1; give --num_processes")
+    elif plan.processes % plan.machines:
+        fix = f"is the number on all machines together, and {plan.machines} machines cannot share it equally"
+        yield _problem(plan, rows.PROCESSES, fix)
+    if plan.machine_rank >= plan.machines:
+        fix = f"must lie in 0..{plan.machines - 1} for {plan.machines} machine(s)"
+        yield _problem(plan, rows.MACHINE_RANK, fix)
+
+
+def _multi_gpu(settings: Settings) -> Iterator[Problem]:
+    flag, strategy = settings.get("launch.multi_gpu"), settings.get(rows_training.STRATEGY.name)
+    if flag is not None and flag.source == "flag" and strategy is not None and strategy.value == "fsdp":
+        fix = f"requests replicas of the model, and {strategy.origin} shards; leave one of the two out"
+        yield Problem(flag.origin, True, fix)
+
+
+def _left_to_engine(plan: LaunchPlan) -> Iterator[Problem]:
+    for reason, keys in _LEFT_TO_ENGINE.get(plan.engine, ()):
+        for key in keys:
+            if plan.settings.value(key) != key.default:
+                yield _problem(
+                    plan, key, f"cannot be had with the {plan.engine} engine: {reason}; leave it out"
+                )
+
+
+def requeue_problems(plan: LaunchPlan, environ: Mapping[str, str]) -> Iterator[Problem]:
+    """Problems of restarting a preempted job."""
+    if plan.max_requeues is not None and not plan.requeue:
+        yield _problem(plan, rows.MAX_REQUEUES, "limits --requeue, which is not set; add it")
+    if plan.requeue and plan.engine == "local" and plan.machines > 1 and SLURM_JOB_VARIABLE not in environ:
+        fix = "needs Slurm for several machines, whose launchers cannot restart a job by themselves; leave it out"
+        yield _problem(plan, rows.REQUEUE, fix)
+
+
+def _meeting_point(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
+    if plan.machines > 1:
+        if plan.main_address is None:
+            yield _problem(
+                plan, rows.MAIN_ADDRESS, "is needed for several machines: the address of machine 0"
+            )
+        if not plan.main_port:
+            yield _problem(plan, rows.MAIN_PORT, "is needed for several machines: a free port on machine 0")
+    # Without ranks, the first machine that can listens on the port, and the others connect to it.
+    listens = plan.machine_rank == 0 and (plan.machines == 1 or plan.rendezvous == "static")
+    if plan.main_port and listens and machine.port_in_use(plan.main_port):
+        fix = "is in use on this machine; use another, or 0 on one machine, which selects a free one"
+        yield _problem(plan, rows.MAIN_PORT, fix)
+
+
+def _devices(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
+    here = plan.processes // plan.machines
+    cpu = plan.cpu or machine.devices == 0
+    wanted = [word for word in plan.devices.split(",") if word]
+    count = len(wanted) if wanted else machine.devices
+    if not cpu and here > count:
+        fix = f"means {here} processes on this machine, which has {count} device(s); start at most {count}, or --cpu"
+        yield _problem(plan, rows.PROCESSES, fix)
+    if plan.settings.value(rows.MULTI_GPU) and cpu:
+        fix = "requests accelerators, and this launch has none; leave it out to run on the CPU"
+        yield _problem(plan, rows.MULTI_GPU, fix)
+    absent = [word for word in wanted if word.isdigit() and int(word) >= machine.devices]
+    if absent and not plan.cpu:
+        fix = f"names {', '.join(absent)}, and this machine has {machine.devices} device(s), counted from 0"
+        yield _problem(plan, rows.DEVICES, fix)
+    precision = plan.settings.get(rows_training.PRECISION.name)
+    emulated = plan.settings.value(rows_float8.EMULATE)
+    reason = None if precision is None or emulated else machine.lacks(precision.value, cpu)
+    if precision is not None and reason:
+        yield Problem(precision.origin, precision.value, reason)

@@ -1,0 +1,51 @@
+"""Keeps remarks of other libraries off the screen of a command: its user cannot act on them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+
+from windlass.core.output import is_terminal
+
+# They report at import what they found of optional parts of their own.
+_LOGGERS = ("torchao", "bitsandbytes", "torch.utils._pytree", "DeepSpeed")
+_NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # of huggingface_hub, which transformers reads too
+# They call deprecated functions of each other.
+_MODULES = r"(transformers|peft|torchao|torch|bitsandbytes|deepspeed|datasets|tokenizers|accelerate)(\.|$)"
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Within the body, hide warnings of libraries, and their bars if standard error is not a terminal. Their errors are
+    shown.
+
+    Nothing is imported. Warnings are left alone if the options of Python (`-W`, `PYTHONWARNINGS`) choose them.
+    """
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    hides_bars = _NO_BARS not in os.environ and not is_terminal(sys.stderr)
+    with warnings.catch_warnings():
+        if not sys.warnoptions:
+            for category in (FutureWarning, DeprecationWarning):
+                warnings.filterwarnings("ignore", category=category, module=_MODULES)
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+            logger.addFilter(_is_error)  # DeepSpeed sets the level of its own when it is imported
+        if hides_bars:
+            os.environ[_NO_BARS] = "1"
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+                logger.removeFilter(_is_error)
+            if hides_bars:
+                os.environ.pop(_NO_BARS, None)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

@@ -1,0 +1,27 @@
+"""`windlass recipes`: list the built-in recipes."""
+
+from __future__ import annotations
+
+from windlass.cli.built_in_recipes import described, names
+from windlass.cli.command_line import CommandParser
+from windlass.core.output import say
+
+_COMMANDS = """
+windlass train NAME     run one; training.max_steps=100 changes a value
+windlass init NAME      copy one into a file of your own"""
+
+
+def recipes_command(words: list[str]) -> int:
+    """List the recipes, and return the exit code."""
+    build_parser().parse_args(words)
+    for name in names():
+        what, needs = described(name)
+        say(f"{name:<20}{what}\n{'':<20}needs {needs}")
+    say(_COMMANDS)
+    return 0
+
+
+def build_parser() -> CommandParser:
+    """Return the parser of the command."""
+    description = "List the built-in recipes: what each trains, and what it needs."
+    return CommandParser(prog="windlass recipes", description=description)

@@ -1,0 +1,46 @@
+"""`windlass report`: write the report of a run from its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from windlass.callbacks.metrics_log import FILE_NAME
+from windlass.callbacks.report import write_report
+from windlass.callbacks.run_record import RECORD
+from windlass.checkpoint.run_lock import is_held
+from windlass.cli.command_line import CommandParser
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.output import say
+
+
+def report_command(words: list[str]) -> int:
+    """Write the report of a run, and print where it is; return the exit code."""
+    options = build_parser().parse_args(words)
+    run: Path = options.run
+    if not any((run / name).is_file() for name in (FILE_NAME, RECORD)):
+        raise ConfigError(Problem("RUN", str(run), _fix(run)))
+    for path in write_report(run, options.output_dir or run, runs=is_held(run)):
+        say(str(path))
+    return 0
+
+
+def build_parser() -> CommandParser:
+    """Return the parser of the command."""
+    parser = CommandParser(
+        prog="windlass report",
+        description="Write report.html and training.png of a run from its folder, also while it runs and after it was "
+        "killed. Other files of the run are only read.",
+        example="windlass report runs/first",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder (output_dir)")
+    parser.add_argument(
+        "--output-dir", metavar="DIR", type=Path, help="where the report goes; by default RUN"
+    )
+    return parser
+
+
+def _fix(run: Path) -> str:
+    below = sorted(str(path.parent) for path in run.glob(f"*/{FILE_NAME}")) if run.is_dir() else []
+    if below:
+        return f"holds runs, and is not one; give one of them: {', '.join(below)}"
+    return f"is not the folder of a run, which has {FILE_NAME}"

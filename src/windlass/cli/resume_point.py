@@ -1,0 +1,121 @@
+"""Where `windlass train` continues from, checked before data and model are prepared, and the command that continues."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.cli.built_in_recipes import is_recipe
+from windlass.cli.command_line import LAUNCH_VARIABLE, program
+from windlass.cli.training import run_folder
+from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.locations import is_url
+from windlass.core.world import world_from_environment
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """A verified checkpoint, and its step."""
+
+    path: Path
+    step: int
+
+
+def find_resume_point(resume: bool | str | None, args: TrainingArguments) -> ResumePoint | None:
+    """Return the checkpoint that a run continues from; None for a new run, or if only all ranks together can find it.
+
+    Args:
+        resume: True, "auto" or a path, as `Trainer.train` takes it.
+
+    Raises:
+        CheckpointError: there is none, or the one that was named is damaged. ConfigError: it is past `max_steps`.
+    """
+    if not resume or is_url(str(args.output_path)) or world_from_environment().machines > 1:
+        return None
+    point = _find(
+        "auto" if resume == "auto" else True if isinstance(resume, bool) else Path(resume), run_folder(args)
+    )
+    if point is not None and 0 < args.max_steps < point.step:
+        raise past_the_end(args, args.max_steps, point.step)
+    return point
+
+
+def past_the_end(args: TrainingArguments, last: int, step: int) -> ConfigError:
+    """Return the error of a checkpoint of a later `step` than the `last` one of the run."""
+    key = "max_steps" if args.max_steps > 0 else "num_train_epochs"
+    fix = f"ends at step {last}, and the checkpoint is of step {step}: raise it, or name an earlier one: --resume DIR"
+    return ConfigError(Problem(f"training.{key}", getattr(args, key), fix))
+
+
+def _find(which: str | bool | Path, folder: Path) -> ResumePoint | None:
+    from windlass.checkpoint.foreign import find_foreign, open_foreign
+    from windlass.checkpoint.store import Store, no_checkpoint
+
+    store = Store(folder)
+    if which == "auto" and store.is_fresh():
+        return None
+    foreign = find_foreign(store, which if isinstance(which, Path) else True)
+    if foreign is not None:
+        return ResumePoint(foreign, open_foreign(foreign).step)
+    if isinstance(which, Path):
+        info = store.verify(which)
+        return ResumePoint(info.path, info.step)
+    newest, skipped = store.newest_verified()
+    if newest is None:
+        reasons = "".join(f"\n  - {why}" for _, why in skipped)
+        raise CheckpointError(no_checkpoint(shown_path(folder), reasons))
+    return ResumePoint(newest, next(info.step for info in store.list() if info.path == newest))
+
+
+def check_folder(args: TrainingArguments) -> None:
+    """Raise ConfigError if the output folder cannot be written, as far as that shows without writing."""
+    from windlass.trainer.run_folder import unwritable
+
+    folder = run_folder(args).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise unwritable(str(args.output_dir), OSError(errno.ENOTDIR, f"{existing} is a file"))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise unwritable(str(args.output_dir), OSError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
+def shown_path(path: Path | str) -> str:
+    """Return a path as messages show it: relative within the working directory, else absolute."""
+    whole = Path(path).absolute()
+    return os.path.relpath(whole) if whole.is_relative_to(Path.cwd()) else str(whole)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def resume_command(arguments: Sequence[str]) -> str:
+    """Return the command line that resumes this one, quoted for a shell."""
+    kept, skip = [], False
+    for index, word in enumerate(arguments):
+        if skip:
+            skip = False
+        elif word == "--resume":
+            # The checkpoint after it is older than the newest one.
+            following = arguments[index + 1] if index + 1 < len(arguments) else "-"
+            skip = not (following.startswith("-") or "=" in following or is_recipe(following))
+        elif not word.startswith("--resume=") and word != "--dry-run":
+            kept.append(word)
+    return shlex.join([*_launcher(), *kept, "--resume"])
+
+
+def _launcher() -> list[str]:
+    """The words before "train" in the command that started this process."""
+    launched: list[str] = json.loads(os.environ.get(LAUNCH_VARIABLE, "[]"))
+    if launched and Path(launched[-1]).name == "windlass":  # and not a script that started this command
+        return launched
+    world = world_from_environment()
+    if not world.is_distributed:
+        return program()
+    nodes = [] if world.machines == 1 else ["--nnodes", str(world.machines)]
+    return ["torchrun", *nodes, "--nproc-per-node", str(world.local_size), "-m", "windlass"]

@@ -1,0 +1,29 @@
+"""The rows that `windlass data` shows and prepares, with what they are prepared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.text.located_rows import LocatedRows
+from windlass.text.text_options import TextOptions
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSplit:
+    """Rows, and what they are prepared with."""
+
+    rows: LocatedRows
+    options: TextOptions
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """Splits by name.
+
+    Attributes:
+        tokenizer: None if none was named.
+    """
+
+    splits: dict[str, SourceSplit]
+    tokenizer: Any

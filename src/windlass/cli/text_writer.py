@@ -1,0 +1,134 @@
+"""Text that a trained model writes, printed as it is generated, for `windlass generate` and `windlass chat`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from windlass.cli.command_line import DTYPES
+from windlass.config.refusal import refuse
+from windlass.config.sections.setting import Range, at_least
+from windlass.core.errors import DataError, Problem
+from windlass.core.optional import require
+from windlass.core.output import STDOUT, escaped, say
+from windlass.finetuning.text_generation import generate
+from windlass.finetuning.trained_model import find_model, open_trained
+
+Message = dict[str, str]
+
+
+class Writer:
+    """Generates text with one model, and prints it as it appears.
+
+    Attributes:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._most = options.max_new_tokens
+        self._choice = _sampling(options)
+        name = find_model(options.model)
+        if name != options.model:
+            say(f"{name}:", error=True)
+        dtype = "auto" if options.dtype is None else getattr(torch, DTYPES[options.dtype])
+        self._model, self.tokenizer = open_trained(name, options.base, dtype)
+        if options.seed is not None:
+            torch.manual_seed(options.seed)
+
+    def write(self, text: str, messages: Sequence[Message] = ()) -> str:
+        """Print what the model writes after `text`, or as the next turn of `messages`, and return it. Ctrl-C raises
+        KeyboardInterrupt; what was printed until then ends with a new line.
+
+        Raises:
+            DataError: the prompt is empty, or does not fit into the model's context.
+        """
+        device = next(self._model.parameters()).device
+        is_encoder_decoder = bool(self._model.config.is_encoder_decoder)
+        if messages:
+            inputs = chat_tokens(self.tokenizer, messages)
+        else:
+            # A model does not continue a text after its end token, which an encoder reads.
+            whole = is_encoder_decoder or not _ends_texts(self.tokenizer)
+            inputs = self.tokenizer(text, return_tensors="pt", add_special_tokens=whole)
+        inputs = inputs.to(device)
+        length = inputs["input_ids"].shape[1]
+        if length == 0:
+            raise DataError("the prompt has no tokens; give a text")
+        most = min(self._most, positions_left(self._model.config, length))
+        if most < 1:
+            raise DataError(f"the prompt has {length} tokens, which fill the model's context; shorten it")
+        printed: Any = _printer(self.tokenizer, skip_prompt=not is_encoder_decoder)
+        try:
+            with torch.no_grad():
+                generate(
+                    self._model,
+                    inputs,
+                    streamer=printed,
+                    max_new_tokens=most,
+                    pad_token_id=self.tokenizer.pad_token_id,
+                    **self._choice,
+                )
+        finally:
+            say()
+        return str(printed.text)
+
+
+def chat_tokens(tokenizer: Any, messages: Sequence[Message]) -> Any:
+    """Return the messages in the tokenizer's chat template, up to the beginning of the next turn, as a batch of one."""
+    return tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+
+
+def _ends_texts(tokenizer: Any) -> bool:
+    """Return True if the tokenizer adds an end token to a text, after which a model does not continue it."""
+    end = tokenizer.eos_token_id
+    return end is not None and tokenizer("a")["input_ids"][-1:] == [end]
+
+
+def positions_left(config: Any, used: int) -> int:
+    """Return how many tokens a model can add to a prompt of `used` tokens."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return sys.maxsize if most is None else int(most) - used
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `generate` that were chosen; those of the model are its defaults."""
+    share = Range(lambda number: 0 < number <= 1, "must be above 0 and at most 1")
+    rules = (
+        ("max_new_tokens", at_least(1)),
+        ("temperature", at_least(0)),
+        ("top_p", share),
+        ("top_k", at_least(1)),
+    )
+    given = ((f"--{name.replace('_', '-')}", getattr(options, name), rule) for name, rule in rules)
+    refuse(
+        Problem(name, value, rule.words)
+        for name, value, rule in given
+        if value is not None and not rule.holds(value)
+    )
+    if options.temperature == 0:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    chosen = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    return {"do_sample": True, **chosen} if chosen else {}
+
+
+def _printer(tokenizer: Any, *, skip_prompt: bool) -> Any:
+    """Return a streamer of transformers that prints text without control characters, and keeps it as `text`."""
+    streamer: Any = require("transformers", "generate text").TextStreamer
+
+    class Printer(streamer):  # type: ignore[misc]
+        text = ""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.text += text
+            STDOUT.write(escaped(text))
+            STDOUT.flush()
+
+    made: Any = Printer
+    return made(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)

@@ -1,0 +1,130 @@
+"""The memory that a model may use on each device: all that is free, or an even share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from windlass.compat.big_models.module_sizes import Dtype, compute_module_sizes, get_module_leaves
+from windlass.config.quantities import convert_file_size_to_int
+from windlass.core.device import visible_devices
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_logger
+from windlass.core.memory import available_memory
+
+Room = dict[int | str, int]
+"""Bytes by device: the index of an accelerator, `"mps"`, `"cpu"` or `"disk"`."""
+Limits = Mapping[int | str, int | str]
+"""As `Room`, with sizes that may be text, such as "10GB"."""
+
+USED_OF_ONLY_DEVICE = 0.9  # leaves memory for activations if no limit was given
+SLACK = 1.25  # layers do not fill a device to the last byte
+_logger = get_logger(__name__)
+
+
+def get_max_memory(max_memory: Limits | None = None) -> Room:
+    """Bytes that may be used on each device, accelerators first.
+
+    Args:
+        max_memory: sizes such as `{0: "10GB", "cpu": "30GB"}`. By default, the free memory of each accelerator and the
+            available memory of the host.
+
+    Raises:
+        ConfigError: unknown devices, all of them at once; or something that is not a size.
+    """
+    if max_memory is None:
+        return _free_memory()
+    problems = [
+        Problem("max_memory", key, "name devices by the index of an accelerator, 'mps', 'cpu' or 'disk'")
+        for key in max_memory
+        if not isinstance(key, int) and key not in ("mps", "cpu", "disk")
+    ]
+    if problems:
+        raise ConfigError(problems)
+    numbers = sorted(key for key in max_memory if isinstance(key, int))
+    absent = [number for number in numbers if not 0 <= number < visible_devices()]
+    if absent:
+        _logger.warning("max_memory names devices %s, but %d are visible", absent, visible_devices())
+    order = [*numbers, *(name for name in ("mps", "cpu", "disk") if name in max_memory)]
+    return {key: convert_file_size_to_int(max_memory[key]) for key in order}
+
+
+def _free_memory() -> Room:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type == "mps":
+        return {"mps": available_host_memory()}  # the host and the device share one memory
+    room: Room = {index: torch.accelerator.get_memory_info(index)[0] for index in range(visible_devices())}
+    return {**room, "cpu": available_host_memory()}
+
+
+def available_host_memory() -> int:
+    """Bytes of host memory that are available without swapping, within the limits of the container."""
+    available = available_memory()
+    if available is not None:
+        return available
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        fix = "this system does not report its available memory: specify it, e.g. {'cpu': '16GB'}"
+        raise ConfigError(Problem("max_memory", None, fix)) from None
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Limits | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    low_zero: bool = False,
+) -> Room:
+    """A `max_memory` for `infer_auto_device_map` with which it fills accelerators evenly.
+
+    Each accelerator but the last is limited to an even share, plus slack for a block that does not fit exactly.
+
+    Args:
+        low_zero: put as little as possible on device 0, e.g. for `generate`.
+    """
+    room = get_max_memory(max_memory)
+    devices = [key for key in room if key not in ("cpu", "disk") and room[key] > 0]
+    if not devices:
+        return room
+    if len(devices) == 1:
+        low_zero = False
+        if max_memory is None and isinstance(devices[0], int):
+            room[devices[0]] = int(room[devices[0]] * USED_OF_ONLY_DEVICE)
+            _logger.info("using up to 90 %% of device %s; set max_memory to change that", devices[0])
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    total = sizes.get("", 0)
+    blocks = _largest_block(model, sizes, class_names(no_split_module_classes))
+    share = total // (len(devices) - low_zero) + int(SLACK * max(blocks, _mean_layer(sizes)))
+    numbers = sorted(key for key in devices if isinstance(key, int))
+    for index in numbers[:-1]:  # the last one keeps its limit, in case the slack is too small
+        room[index] = min(room[0] if low_zero and index == 0 else share, room[index])
+    if low_zero:
+        others = sum(room[index] for index in range(1, len(devices)))
+        room[0] = min(max(0, total - others), room[0])
+    return room
+
+
+def class_names(names: Sequence[str] | str | None) -> list[str]:
+    """Class names as a list."""
+    return [names] if isinstance(names, str) else list(names or [])
+
+
+def _largest_block(model: nn.Module, sizes: Mapping[str, int], no_split: Sequence[str]) -> int:
+    """The size of the largest block that must not be split; of each class, the first one counts."""
+    first: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if name and type(module).__name__ in no_split:
+            first.setdefault(type(module).__name__, sizes.get(name, 0))
+    return max(first.values(), default=0)
+
+
+def _mean_layer(sizes: Mapping[str, int]) -> int:
+    tensors = set(get_module_leaves(sizes))
+    modules = {name: size for name, size in sizes.items() if name not in tensors}
+    layers = get_module_leaves(modules)
+    return int(sum(modules[name] for name in layers) / max(len(layers), 1))

@@ -1,0 +1,1 @@
+"""Configurations of other programs, as recipes of Windlass."""

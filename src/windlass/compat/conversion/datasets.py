@@ -1,0 +1,87 @@
+"""The datasets of another program's configuration, as the section `data` of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windlass.compat.conversion.made import Conversion, ForeignConfig
+
+
+@dataclass(slots=True)
+class Dataset:
+    """One dataset.
+
+    Attributes:
+        path: a file, a folder, or a name on the hub.
+        options: keys of the section `data` with which it is read.
+        weight: its share of a mixture; None = by the number of its rows.
+        conversational: its rows are conversations.
+    """
+
+    path: str
+    options: dict[str, Any] = field(default_factory=dict)
+    weight: float | None = None
+    conversational: bool = False
+
+    def __post_init__(self) -> None:
+        if is_on_hub(self.path):
+            self.options["format"] = "hub"
+
+
+def is_on_hub(path: str) -> bool:
+    """Return True unless the path names a file or folder of this machine."""
+    return not Path(path).suffix and not Path(path).exists()
+
+
+def put_training_data(made: Conversion, found: Sequence[Dataset], source: ForeignConfig, key: str) -> None:
+    """Set what is trained on: one dataset, or a mixture of all that are read in the same way as the first."""
+    if not found:
+        return
+    first = found[0]
+    alike = {item.path: item for item in reversed(found) if item.options == first.options}
+    kept = [item for item in found if alike.get(item.path) is item]
+    for name, value in first.options.items():
+        made.put(f"data.{name}", value)
+    if left := [item.path for item in found if not any(item is one for one in kept)]:
+        why = f"not {', '.join(left)}: the sources of data.mixture are read with the same keys, and once each"
+        made.lose(source, key, why)
+    if len(kept) == 1:
+        made.put("data.train", first.path)
+    elif any(item.weight for item in kept):
+        made.put("data.mixture", {item.path: item.weight or 1.0 for item in kept})
+    else:
+        made.put("data.mixture", [item.path for item in kept])
+
+
+def put_evaluation_data(
+    made: Conversion, found: Sequence[Dataset], source: ForeignConfig, key: str, trained_on: Sequence[Dataset]
+) -> None:
+    """Set what is evaluated on: one file that is read as the training data is."""
+    if not found:
+        return
+    first = found[0]
+    options = trained_on[0].options if trained_on else {}
+    if first.options.get("format") == "hub" and trained_on and first.path == trained_on[0].path:
+        made.put("data.eval_split", first.options.get("split", "train"))
+        return
+    if len(found) > 1 or first.options != options:
+        made.lose(
+            source,
+            key,
+            "a recipe evaluates on one dataset, read with the keys of the training data: set data.eval",
+        )
+        return
+    made.put("data.eval", first.path)
+
+
+def messages_of(column: str, role: str, content: str, roles: Mapping[str, str]) -> dict[str, Any]:
+    """Return the keys of `data` for conversations: nothing for those that are read as they are."""
+    if (column, role, content) == ("messages", "role", "content") and not roles:
+        return {}
+    if (column, role, content) == ("conversations", "from", "value") and not roles:
+        return {}
+    wanted = {"column": column, "role": role, "content": content, "roles": dict(roles)}
+    return {"messages": {name: value for name, value in wanted.items() if value}}

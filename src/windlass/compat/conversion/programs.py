@@ -1,0 +1,60 @@
+"""The programs whose configurations are converted: which one a file is of, and the recipe that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from windlass.compat.conversion import axolotl, llama_factory, trl
+from windlass.compat.conversion.made import Conversion, ForeignConfig
+from windlass.core.errors import ConfigError, Problem
+
+# In this order: `model_name_or_path` is a key of the last two.
+_PROGRAMS = {"Axolotl": axolotl, "LLaMA-Factory": llama_factory, "TRL": trl}
+
+
+def convert(values: Mapping[str, Any], training_keys: Collection[str], folder: Path = Path()) -> Conversion:
+    """Return the recipe of a configuration, and what is not in it.
+
+    Args:
+        training_keys: keys of the section `training`, which are taken over under their names.
+        folder: of the file.
+
+    Raises:
+        ConfigError: the configuration is of none of the programs, or not of supervised fine-tuning.
+    """
+    name = _program_of(values)
+    _refuse_other_training(values)
+    source, made = ForeignConfig(values, folder), Conversion(name)
+    program = _PROGRAMS[name]
+    program.convert(source, made)
+    for key in source.unread():
+        if key in training_keys:
+            made.put(f"training.{key}", source.take(key))
+    made.lose_rest(source, program.REASONS)
+    if not _evaluates(made):
+        made.put("data.eval_fraction", 0)  # a recipe holds out a part of the data by default
+    return made
+
+
+def _program_of(values: Mapping[str, Any]) -> str:
+    for name, program in _PROGRAMS.items():
+        if any(sign in values for sign in program.SIGNS):
+            return name
+    signs_of = "; ".join(f"{name}: {', '.join(program.SIGNS)}" for name, program in _PROGRAMS.items())
+    fix = f"is of none of the known programs, which have keys such as {signs_of}"
+    raise ConfigError(Problem("FILE", sorted(values)[:8], fix))
+
+
+def _refuse_other_training(values: Mapping[str, Any]) -> None:
+    """`stage` is a key of LLaMA-Factory, `rl` one of Axolotl."""
+    fix = "is another kind of training than supervised fine-tuning, which is all that is converted"
+    for key, converted in (("stage", ("sft", None)), ("rl", (None, False, ""))):
+        if values.get(key) not in converted:
+            raise ConfigError(Problem(key, values[key], fix))
+
+
+def _evaluates(made: Conversion) -> bool:
+    named = any(made.get(f"data.{key}") is not None for key in ("eval", "eval_split", "eval_fraction"))
+    return named or made.get("training.eval_strategy") not in (None, "no", False)

@@ -1,0 +1,234 @@
+"""Command lines, JSON and YAML files into dataclasses: the parser that training scripts use."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from windlass.compat.flags import add_field, string_to_bool
+from windlass.config import documents
+from windlass.config.accepting import AcceptsOldNames
+from windlass.config.nearest import did_you_mean
+from windlass.config.renamed import OLD_NAMES
+from windlass.config.sections.setting import default_of
+from windlass.config.values import coerce
+from windlass.core.plain_text import read_text
+
+__all__ = ["HfArg", "HfArgumentParser", "string_to_bool"]
+
+
+def HfArg(  # noqa: N802 (scripts know it by this name)
+    *,
+    aliases: str | list[str] | None = None,
+    help: str | None = None,
+    default: Any = dataclasses.MISSING,
+    default_factory: Callable[[], Any] | Any = dataclasses.MISSING,
+    metadata: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """A dataclass field with further flags (`aliases=["-e"]`) and a help text for the command line."""
+    info = dict(metadata or {})
+    if aliases is not None:
+        info["aliases"] = aliases
+    if help is not None:
+        info["help"] = help
+    return dataclasses.field(metadata=info, default=default, default_factory=default_factory, **kwargs)
+
+
+class HfArgumentParser(argparse.ArgumentParser):
+    """An `ArgumentParser` that takes its flags from dataclasses and returns their instances.
+
+    Each field becomes `--name` (and `--na-me`). A bool that defaults to True also gets `--no_name`. Flags added by
+    hand are returned in an additional namespace. `TrainingArguments` also takes the flags of its old names.
+
+    Args:
+        dataclass_types: one dataclass, or several; the flags of all share one command line.
+        kwargs: as for `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, dataclass_types: Any = None, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        super().__init__(**kwargs)
+        if dataclass_types is None:
+            dataclass_types = []
+        elif dataclasses.is_dataclass(dataclass_types) or not isinstance(dataclass_types, Iterable):
+            dataclass_types = [dataclass_types]
+        self.dataclass_types: list[Any] = list(dataclass_types)
+        for dtype in self.dataclass_types:
+            self._add_dataclass(dtype)
+        for dtype in self.dataclass_types:
+            if isinstance(dtype, AcceptsOldNames):
+                self._add_old_names()
+                break
+
+    def _add_dataclass(self, dtype: Any) -> None:
+        group_name = getattr(dtype, "_argument_group_name", None)
+        group = self.add_argument_group(group_name) if group_name else self
+        for field, hint in _typed_fields(dtype):
+            add_field(group, field, hint)
+
+    def _add_old_names(self) -> None:
+        """Flags of old names, unless a script declares the name itself. They are left out of `--help`."""
+        for name, old in OLD_NAMES.items():
+            flags = [
+                f
+                for f in (f"--{name}", f"--{name.replace('_', '-')}")
+                if f not in self._option_string_actions
+            ]
+            if f"--{name}" not in flags:
+                continue
+            kwargs: dict[str, Any] = {"type": old.kind}
+            if old.kind is bool:
+                kwargs = {"type": string_to_bool, "nargs": "?", "const": True}
+            self.add_argument(
+                *dict.fromkeys(flags), dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kwargs
+            )
+
+    def parse_args_into_dataclasses(
+        self,
+        args: Sequence[str] | None = None,
+        return_remaining_strings: bool = False,
+        look_for_args_file: bool = True,
+        args_filename: str | None = None,
+        args_file_flag: str | None = None,
+    ) -> tuple[Any, ...]:
+        """Parse a command line.
+
+        Args:
+            args: its words; `sys.argv[1:]` if not given.
+            return_remaining_strings: return words that no flag takes as an additional list, instead of raising.
+            look_for_args_file: read more words from the file beside the script that ends in `.args`, if there is one.
+            args_filename: read them from this file instead.
+            args_file_flag: a flag that names files of words; may be given several times, later ones win.
+
+        Returns:
+            The instances in the order of the dataclasses; a namespace if there are other flags; the remaining words
+            if asked for.
+
+        Raises:
+            ValueError: words that no flag takes.
+            ConfigError: a dataclass refused its values.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        files, words = _args_files(words, look_for_args_file, args_filename, args_file_flag)
+        # The command line is after the files, because the last value of a flag counts.
+        words = [word for path in files if path.exists() for word in path.read_text().split()] + words
+        namespace, remaining = self.parse_known_args(words)
+        outputs = self._instances(namespace, self._given(words))
+        if vars(namespace):
+            outputs.append(namespace)
+        if return_remaining_strings:
+            return (*outputs, remaining)
+        if remaining:
+            hints = "".join(
+                did_you_mean(w, self._option_string_actions) for w in remaining if w.startswith("--")
+            )
+            raise ValueError(f"no argument takes these words of the command line: {remaining}{hints}")
+        return tuple(outputs)
+
+    def _given(self, words: Sequence[str]) -> set[str]:
+        """Names of the arguments whose flags are on the command line."""
+        actions = self._option_string_actions
+        flags = (word.partition("=")[0] for word in words)
+        return {actions[flag].dest for flag in flags if flag in actions}
+
+    def _instances(self, namespace: argparse.Namespace, given: set[str]) -> list[Any]:
+        """Build each dataclass and take its values out of the namespace.
+
+        A default is only passed on if the command line has its flag, so that the dataclass knows what was requested.
+        """
+        found = vars(namespace)
+        old = {
+            name: found.pop(name) for name in list(found) if name in OLD_NAMES and not self._declared(name)
+        }
+        inputs = []
+        for dtype in self.dataclass_types:
+            fields = [f for f in dataclasses.fields(dtype) if f.init]
+            inputs.append({f.name: found[f.name] for f in fields if _passed_on(f, found[f.name], given)})
+        for dtype in self.dataclass_types:
+            for field in dataclasses.fields(dtype):
+                found.pop(field.name, None)
+        outputs = []
+        for dtype, values in zip(self.dataclass_types, inputs, strict=True):
+            takes_old = isinstance(dtype, AcceptsOldNames)
+            outputs.append(dtype(**values, **(old if takes_old else {})))
+        return outputs
+
+    def _declared(self, name: str) -> bool:
+        return any(name in dtype.__dataclass_fields__ for dtype in self.dataclass_types)
+
+    def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """Fill the dataclasses from a mapping. Raises ValueError for a key that no dataclass takes, unless
+        `allow_extra_keys`.
+        """
+        used: set[str] = set()
+        outputs = []
+        for dtype in self.dataclass_types:
+            keys = {f.name for f in dataclasses.fields(dtype) if f.init}
+            if isinstance(dtype, AcceptsOldNames):
+                keys |= {name for name in OLD_NAMES if not self._declared(name)}
+            inputs = {name: value for name, value in args.items() if name in keys}
+            used |= set(inputs)
+            outputs.append(dtype(**coerce(dtype, inputs)))
+        unused = sorted(set(args) - used)
+        if unused and not allow_extra_keys:
+            known = [f.name for dtype in self.dataclass_types for f in dataclasses.fields(dtype)]
+            hints = "".join(did_you_mean(name, known) for name in unused)
+            raise ValueError(f"no argument takes these keys: {unused}{hints}")
+        return tuple(outputs)
+
+    def parse_json_file(
+        self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False
+    ) -> tuple[Any, ...]:
+        """Fill the dataclasses from a JSON file. Raises the errors of `parse_dict`."""
+        text = read_text(Path(json_file))
+        values = documents.loads(text, str(json_file), json_text=True).values
+        return self.parse_dict(values, allow_extra_keys)
+
+    def parse_yaml_file(
+        self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False
+    ) -> tuple[Any, ...]:
+        """Fill the dataclasses from a YAML file. Raises the errors of `parse_dict`."""
+        text = read_text(Path(yaml_file))
+        return self.parse_dict(documents.loads(text, str(yaml_file)).values, allow_extra_keys)
+
+
+def _typed_fields(dtype: Any) -> list[tuple[dataclasses.Field[Any], Any]]:
+    from typing import get_type_hints
+
+    try:
+        types = get_type_hints(dtype)
+    except NameError as error:
+        raise RuntimeError(
+            f"the types of {dtype.__name__} cannot be resolved ({error}); declare it and its types in a module"
+        ) from error
+    return [(field, types[field.name]) for field in dataclasses.fields(dtype) if field.init]
+
+
+def _passed_on(field: dataclasses.Field[Any], value: Any, given: set[str]) -> bool:
+    if field.name in given:
+        return True
+    default = default_of(field)
+    return default is dataclasses.MISSING or bool(value != default)
+
+
+def _args_files(
+    words: list[str], beside_script: bool, name: str | None, flag: str | None
+) -> tuple[list[Path], list[str]]:
+    """The files to read more words from, least important first, and the words without the flag that names files."""
+    files: list[Path] = []
+    if name:
+        files.append(Path(name))
+    elif beside_script and sys.argv and sys.argv[0]:
+        files.append(Path(sys.argv[0]).with_suffix(".args"))
+    if flag:
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument(flag, dest="files", type=Path, action="append", default=[])
+        found, words = finder.parse_known_args(words)
+        files.extend(found.files)
+    return files, words

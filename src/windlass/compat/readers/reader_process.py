@@ -1,0 +1,113 @@
+"""Requests to the process that reads files of `torch.save` (see `torch_reader`).
+
+The first request starts the process, which ends if none follows for some seconds. It is a new interpreter: nothing is
+forked from this process, which may have threads and devices.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import threading
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass.checkpoint import strict_json
+from windlass.compat.readers import torch_reader
+from windlass.core.errors import CheckpointError
+
+
+class _ReadingProcess:
+    """A process that reads files."""
+
+    def __init__(self) -> None:
+        # -P: the folder of that file is not one of modules. It finds torch where this process did.
+        command = [sys.executable, "-P", torch_reader.__file__, str(Path(torch.__file__).parents[1])]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self._channel, other = socket.socketpair()
+        with other:
+            self._process = subprocess.Popen(
+                command, stdin=other.fileno(), stdout=subprocess.DEVNULL, env=environment
+            )
+
+    def ask(self, file: FileIO, kind: bytes) -> bytes:
+        """Return the answer about an open file; nothing if the process has ended."""
+        incoming, outgoing = os.pipe()
+        with open(incoming, "rb") as answer:
+            try:
+                socket.send_fds(self._channel, [kind], [file.fileno(), outgoing])
+            except OSError:
+                return b""
+            finally:
+                os.close(outgoing)
+            return answer.read(torch_reader.MAX_ANSWER + 10_000)
+
+    def close(self) -> None:
+        """End the process, and wait for it."""
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+_lock = threading.Lock()
+_running: list[_ReadingProcess] = []
+
+
+def describe(file: FileIO, path: Path, *, objects: bool) -> Any:
+    """Return the description of the content of an open file (see `torch_reader`).
+
+    Args:
+        objects: its content may have objects beside plain values; none is created.
+
+    Raises:
+        CheckpointError: the file has another content, is damaged, or takes too much memory or time.
+    """
+    answer = _answer(file, torch_reader.OBJECTS if objects else torch_reader.PLAIN)
+    description, complete, ended = answer.rpartition(b"\n")
+    if ended or not complete:
+        reason = (
+            ended.decode("ascii", "replace") if complete else "the process that reads such files has ended"
+        )
+        raise CheckpointError(f"{path} cannot be read: {reason}")
+    found = strict_json.parse(description, str(path), allow_nan=True)
+    if isinstance(found, dict) and "error" in found:
+        raise CheckpointError(f"{path} cannot be read: {str(found['error'])[:1000]}")
+    return found
+
+
+def _answer(file: FileIO, kind: bytes) -> bytes:
+    """The answer of the running process, or of a new one if that has ended meanwhile."""
+    if not hasattr(socket, "send_fds"):
+        raise CheckpointError(
+            f"files of torch.save can't be read on {sys.platform}: it has no limits of memory and time. Convert them: "
+            "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+        )
+    with _lock:
+        found = _running[0].ask(file, kind) if _running else b""
+        if not found:
+            _close()
+            _running.append(_ReadingProcess())
+            found = _running[0].ask(file, kind)
+        return found
+
+
+def _close() -> None:
+    while _running:
+        _running.pop().close()
+
+
+def _renew_lock() -> None:
+    """In a fork: a thread that held the lock does not exist there. The fork may use the running process."""
+    global _lock
+    _lock = threading.Lock()
+
+
+atexit.register(_close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)

@@ -1,0 +1,256 @@
+"""The one place where values are converted: those of a file, a flag, a variable, a recipe or a script.
+
+A reader converts a value to its canonical form. It raises `ValueError` with the end of a sentence ("must be ...") if it
+cannot, returns None if the value leaves the setting unset, and accepts its own results.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any
+
+Reader = Callable[[Any], Any]
+TRUE = ("true", "yes", "y", "t", "on", "1")
+FALSE = ("false", "no", "n", "f", "off", "0")
+
+
+def flag(raw: Any) -> bool:
+    word = str(raw).strip().lower()
+    if word in TRUE:
+        return True
+    if word in FALSE:
+        return False
+    raise ValueError("must be true or false")
+
+
+def whole(raw: Any) -> int:
+    if not isinstance(raw, bool) and isinstance(raw, int | str):
+        try:
+            return int(raw)
+        except ValueError:
+            pass
+    raise ValueError("must be a whole number")
+
+
+def number(raw: Any) -> float:
+    if not isinstance(raw, bool) and isinstance(raw, int | float | str):
+        try:
+            return float(raw)
+        except ValueError:
+            pass
+    raise ValueError("must be a number")
+
+
+def _bounded(read: Reader, holds: Callable[[Any], bool], fix: str) -> Reader:
+    """Return a reader of the numbers for which `holds` is true."""
+
+    def read_bounded(raw: Any) -> Any:
+        value = read(raw)
+        if not holds(value):
+            raise ValueError(fix)
+        return value
+
+    return read_bounded
+
+
+positive = _bounded(whole, lambda n: n >= 1, "must be at least 1")
+natural = _bounded(whole, lambda n: n >= 0, "must not be negative")
+port = _bounded(whole, lambda n: 0 <= n <= 65535, "must be a port between 0 (choose a free one) and 65535")
+seconds = _bounded(number, lambda n: 0 < n < float("inf"), "must be a number of seconds above 0")
+
+
+def text(raw: Any) -> str:
+    if isinstance(raw, str | int | float) and not isinstance(raw, bool):
+        return str(raw)
+    raise ValueError("must be text")
+
+
+def anything(raw: Any) -> Any:
+    return raw
+
+
+def words(raw: Any) -> tuple[str, ...]:
+    """Names: a list of them, or text with commas between them."""
+    if isinstance(raw, str):
+        return tuple(word.strip() for word in raw.split(",") if word.strip())
+    if isinstance(raw, list | tuple | set | frozenset) and all(isinstance(item, str) for item in raw):
+        return tuple(raw)
+    raise ValueError("must be a list of names, or names with commas between them")
+
+
+def names_or_pattern(raw: Any) -> str | tuple[str, ...]:
+    """A regular expression as text, or a list of names."""
+    return raw if isinstance(raw, str) else words(raw)
+
+
+def options(raw: Any) -> dict[str, Any]:
+    """A mapping, text such as `timeout=60,join_timeout=30`, or a list of such pairs."""
+    if isinstance(raw, Mapping):
+        return {str(key): value for key, value in raw.items()}
+    # A pair in a list may contain commas, as `CUDA_VISIBLE_DEVICES=0,1`.
+    pairs = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(pairs, list) or not all(isinstance(pair, str) for pair in pairs):
+        raise ValueError("must be a mapping, or text such as name=value,name=value")
+    found = {}
+    for pair in filter(None, (part.strip() for part in pairs)):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"must be name=value pairs with commas between them, and {pair!r} is not a pair")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def plain_options(raw: Any) -> dict[str, Any]:
+    """As `options`, and text is read as JSON if it is: numbers and truth values keep their types."""
+    return {key: _plain(value) if isinstance(value, str) else value for key, value in options(raw).items()}
+
+
+def _plain(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _spellings(raw: Any) -> tuple[Any, ...]:
+    """The names by which `raw` may select a choice: name and value of an enum, because torch's enums have the word as
+    their name and a number as their value, or the name of a function or of a partial of one.
+    """
+    if isinstance(raw, Enum):
+        return raw.name, raw.value
+    function = raw.func if isinstance(raw, functools.partial) else raw
+    return (function.__name__,) if callable(function) and hasattr(function, "__name__") else (raw,)
+
+
+def numbered(words: Iterable[str]) -> dict[str, str]:
+    """Each word by its number from 1, for `choice(also=)`."""
+    return {str(number): word for number, word in enumerate(words, start=1)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OneOf:
+    """A reader of one of the words `allowed`, in any case.
+
+    Attributes:
+        also: other spellings (in lower case), and the canonical value of each.
+        refused: known words that are not built, with the reason as the end of a sentence.
+    """
+
+    allowed: tuple[str, ...]
+    also: Mapping[str, Any]
+    refused: Mapping[str, str]
+
+    def __call__(self, raw: Any) -> Any:
+        table = {word.lower(): word for word in self.allowed} | dict(self.also)
+        for word in (str(spelling).strip().lower() for spelling in _spellings(raw)):
+            if word in table:
+                return table[word]
+            if word in self.refused:
+                raise ValueError(self.refused[word])
+        raise ValueError(f"must be one of {', '.join(self.allowed)}")
+
+
+def choice(
+    *allowed: str, also: Mapping[str, Any] | None = None, refused: Mapping[str, str] | None = None
+) -> OneOf:
+    return OneOf(allowed, also or {}, refused or {})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Either:
+    """A reader that tries `readers` in order and returns the first result; `says` is its error."""
+
+    readers: tuple[Reader, ...]
+    says: str
+
+    def __call__(self, raw: Any) -> Any:
+        for reader in self.readers:
+            try:
+                return reader(raw)
+            except ValueError:
+                continue
+        raise ValueError(self.says)
+
+
+def either(*readers: Reader, says: str) -> Either:
+    return Either(readers, says)
+
+
+_SHAPES: dict[Reader, str] = {
+    flag: "{true,false}",
+    **dict.fromkeys((whole, positive, natural, port), "N"),
+    number: "X",
+    seconds: "SECONDS",
+    text: "TEXT",
+    words: "NAME,NAME",
+    names_or_pattern: "NAME,NAME",
+    options: "NAME=VALUE",
+    plain_options: "NAME=VALUE",
+}
+
+
+def shape(read: Reader) -> str:
+    """Return the form of a value, as a help shows it: `N`, `{static,c10d}`, `NAME=VALUE`."""
+    if isinstance(read, OneOf):
+        return f"{{{','.join(read.allowed)}}}"
+    if isinstance(read, Either):
+        return "|".join(shape(reader) for reader in read.readers)
+    return _SHAPES.get(read, "VALUE")
+
+
+# --- by the type of a field -----------------------------------------------------------------------------------------
+
+
+def as_declared(value: Any, kinds: tuple[Any, ...]) -> Any:
+    """A value of a script in the form that its field declares: words become members of an enum, NumPy's numbers
+    Python's, and 8.0 is 8 if the type is int. Others are unchanged.
+
+    Args:
+        kinds: the alternatives of the field's type.
+    """
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str):
+            return next((member for member in kind if member.value == str(value)), value)
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, Integral) and (int in kinds or float in kinds):
+        return int(value)
+    if int in kinds and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if float in kinds and isinstance(value, Real) and not isinstance(value, int):
+        return float(value)
+    return value
+
+
+def from_text(value: Any, kinds: tuple[Any, ...]) -> Any:
+    """A text as the number or bool that its field declares, if it is one; another value is unchanged."""
+    if not isinstance(value, str) or str in kinds or Any in kinds:
+        return value
+    for kind, read in ((bool, flag), (int, int), (float, float)):
+        if kind in kinds:
+            try:
+                return read(value)
+            except ValueError:
+                continue
+    return value
+
+
+def typed_words(value: Any) -> Any:
+    """Words that are truth values or numbers become them, also inside mappings."""
+    if isinstance(value, dict):
+        return {key: typed_words(item) for key, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value

@@ -1,0 +1,116 @@
+"""The axes along which the ranks of a job are laid out, as plain numbers.
+
+On the ground floor for the same reason as `world.py`: configuration checks the sizes of axes, process groups are made
+from them, and neither may import the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, get_args
+
+from windlass.core.errors import ConfigError, Problem
+
+Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]
+View = Literal["data", "loss", "model", "all"]
+
+# Outermost first: consecutive ranks differ along the last axis, because consecutive ranks are usually on one machine,
+# and the later axes exchange more.
+AXES: tuple[Axis, ...] = get_args(Axis)
+VIEWS: dict[View, tuple[Axis, ...]] = {
+    "data": ("replicate", "shard"),
+    "loss": ("replicate", "shard", "context"),
+    "model": ("pipeline", "context", "tensor"),
+    "all": AXES,
+}
+"""The axes of each view. A view of a rank is the ranks that differ from it along these axes alone.
+
+data: ranks with different samples. loss: ranks with different targets, whose counts and losses are summed. model: ranks
+that compute the same samples together. all: every rank of the job.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The number of ranks along each axis; their product is the number of ranks.
+
+    Attributes:
+        replicate: copies of the model, which train on different samples.
+        shard: ranks that each store a part of one copy, and train on different samples too.
+        context: ranks that each have a part of the sequences of the same samples.
+        tensor: ranks that each compute with a part of every weight, on the same samples.
+        pipeline: ranks that each compute some of the layers, on the same samples.
+        expert: ranks among which the experts of a copy are divided. They are ranks of `shard` and `context`: this
+            axis adds none.
+
+    Raises:
+        ConfigError: a size is below 1, or the experts cannot be divided so.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        problems = [
+            Problem(f"Mesh.{name}", size, "must be at least 1")
+            for name, size in asdict(self).items()
+            if size < 1
+        ]
+        if not problems and self.shard * self.context % self.expert:
+            fix = f"must divide shard={self.shard} times context={self.context}"
+            problems = [Problem("Mesh.expert", self.expert, fix)]
+        if problems:
+            raise ConfigError(problems)
+
+    def along(self, axis: Axis) -> int:
+        """The number of ranks along `axis`."""
+        return int(getattr(self, axis))
+
+    def size(self, view: View = "all") -> int:
+        """The number of ranks in each gang of `view`. Raises ConfigError if there is no such view."""
+        return math.prod(self.along(axis) for axis in _axes_of(view))
+
+    def index(self, axis: Axis, rank: int) -> int:
+        """The position of `rank` along `axis`."""
+        inner = AXES[AXES.index(axis) + 1 :]
+        return rank // math.prod(map(self.along, inner)) % self.along(axis)
+
+    def ranks(self, view: View, rank: int) -> tuple[int, ...]:
+        """The ranks in the `view` of `rank`, itself included, in ascending order."""
+        varied = _axes_of(view)
+        positions = [range(self.along(axis)) if axis in varied else [self.index(axis, rank)] for axis in AXES]
+        return tuple(map(self._rank_at, itertools.product(*positions)))
+
+    def parts(self, view: View) -> list[tuple[int, ...]]:
+        """The gangs into which `view` divides the job: the same list on every rank."""
+        return sorted({self.ranks(view, rank) for rank in range(self.size())})
+
+    def with_replicas(self, replicas: int) -> Mesh:
+        """The same ranks, with those of `data` divided into so many copies of the model. Views do not change.
+
+        Raises:
+            ConfigError: they do not divide into so many.
+        """
+        ranks = self.size("data")
+        if replicas < 1 or ranks % replicas:
+            fix = f"must divide the number of processes, {ranks}"
+            raise ConfigError(Problem("dp_replicate_size", replicas, fix))
+        return replace(self, replicate=replicas, shard=ranks // replicas)
+
+    def _rank_at(self, positions: tuple[int, ...]) -> int:
+        rank = 0
+        for axis, position in zip(AXES, positions, strict=True):
+            rank = rank * self.along(axis) + position
+        return rank
+
+
+def _axes_of(view: View) -> tuple[Axis, ...]:
+    if view not in VIEWS:
+        raise ConfigError(Problem("view", view, f"must be one of {', '.join(VIEWS)}"))
+    return VIEWS[view]

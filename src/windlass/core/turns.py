@@ -1,0 +1,53 @@
+"""Run work on one process first, such as tokenising, whose result is cached on disk."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from windlass.core.errors import PeerError
+from windlass.core.world import World
+
+_turn = itertools.count()
+
+
+@contextmanager
+def main_process_first(world: World, local: bool, description: str, timeout: timedelta) -> Iterator[None]:
+    """Run the body on the main process (of each machine with `local`) first, then on the others.
+
+    The processes communicate by the launcher's key-value store, because scripts call this before there is a process
+    group. All processes must make the same calls in the same order. Raises PeerError if the main process failed, so
+    its result is missing.
+    """
+    if not world.is_distributed:
+        yield
+        return
+    store = _store(world.rank, world.size)
+    node = os.environ.get("GROUP_RANK", str(world.machine)) if local else "all"
+    key = f"windlass/first/{next(_turn)}/{node}"
+    if not (world.is_local_main if local else world.is_main):
+        store.wait([key], timeout)
+        if store.get(key) != b"done":
+            raise PeerError(f"the main process failed at {description!r}; see its own error")
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        store.set(key, "failed")
+        raise
+    store.set(key, "done")
+
+
+@functools.cache
+def _store(rank: int, size: int) -> Any:
+    """The store of the job; the process group that is made later uses the same one."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(rendezvous("env://", rank, size))
+    return store

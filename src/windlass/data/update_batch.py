@@ -1,0 +1,91 @@
+"""The data of one update, and the protocol of its sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from windlass.core.types import State
+
+
+@dataclass(slots=True)
+class UpdateBatch:
+    """All micro-batches of one update on this rank (a group), fetched before its first backward.
+
+    A source sets what is known of its data. `engine.feed.Feed` counts it, and adds the sums over all ranks.
+
+    Attributes:
+        batches: collated micro-batches, in host memory; never empty.
+        ids: for each micro-batch, the positions of its samples in the dataset (empty lists if unknown).
+        dealt_samples: number of samples of all ranks that Windlass deals; 0 if each rank has data of its own.
+        epoch: the pass over the data it belongs to, from 0.
+        last_in_epoch: this rank has no further data in this epoch.
+        filler: this rank has no samples left; `batches` repeats other data and must have zero weight.
+        position: the loader's state once this group is consumed; what a checkpoint after this update stores.
+        targets, samples: numbers of each micro-batch of this rank, on the host.
+        denominator, total_samples, tokens, positions: sums over all ranks: targets, samples, tokens as the
+            configuration counts them, and positions with padding.
+        last: no rank has a further update in this epoch.
+        signals: signals of all ranks when this was fetched, summed; the same on all ranks.
+    """
+
+    batches: list[Any]
+    ids: list[list[int]]
+    dealt_samples: int
+    epoch: int
+    last_in_epoch: bool
+    filler: bool = False
+    position: State = field(default_factory=dict)
+    targets: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    denominator: float = 0.0
+    total_samples: float = 0.0
+    tokens: float = 0.0
+    positions: float = 0.0
+    last: bool = False
+    signals: Sequence[float] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """No target was counted on any rank. Such an update is skipped: momentum and weight decay would change weights
+        without data. The weights of `LossTerms` are not part of this count.
+        """
+        return self.denominator == 0
+
+    @property
+    def divisor(self) -> float:
+        """What summed losses are divided by: the denominator, or 1 without targets, because 0 / 0 would be NaN."""
+        return self.denominator or 1.0
+
+
+class GroupSource(Protocol):
+    """Groups of this rank from any position: a loader that deals samples, or a user's own in `data.foreign_loader`."""
+
+    def groups(self, accumulation: int) -> Iterator[UpdateBatch]:
+        """The groups from the current position to the end of its pass; the next call continues with the next pass."""
+        ...
+
+    def groups_per_epoch(self, accumulation: int) -> int | None:
+        """Updates of a pass; None if only reading shows it."""
+        ...
+
+    def groups_left(self, position: State, accumulation: int) -> int | None:
+        """Updates from `position` (a `state_dict`) to the end of its pass, in the sizes of this run."""
+        ...
+
+    def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
+        """The position after so many updates of `epoch`, for a run that another program began."""
+        ...
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`, unless a restored position already lies in it."""
+        ...
+
+    def state_dict(self) -> State:
+        """Where the group after the last one taken begins."""
+        ...
+
+    def load_state_dict(self, state: State) -> None:
+        """Go to where `state` was taken."""
+        ...

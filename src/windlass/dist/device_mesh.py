@@ -1,0 +1,43 @@
+"""PyTorch's `DeviceMesh` of a job's data axes, over which FSDP2 shards a model."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from windlass.core.device import backend_for
+from windlass.core.mesh import AXES, VIEWS, Mesh
+from windlass.dist.gang import leave
+from windlass.dist.listening import gloo_on_loopback
+
+
+def data_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """The ranks of this rank's data view: on one axis, "shard", or with several replicas on two, "replicate" and
+    "shard", where consecutive ranks share one copy of the model. Collective.
+    """
+    if not dist.is_initialized():
+        open_group_of_one(device)
+    if device.index is not None:
+        # Collectives of a mesh run on the current device of its type.
+        torch.accelerator.set_device_index(device.index)
+    axes = [axis for axis in AXES if axis == "shard" or mesh.along(axis) > 1]
+    whole = init_device_mesh(device.type, tuple(map(mesh.along, axes)), mesh_dim_names=tuple(axes))
+    data = tuple(axis for axis in axes if axis in VIEWS["data"])
+    return whole if len(data) == len(axes) else whole[data]
+
+
+def open_group_of_one(device: torch.device) -> None:
+    """A mesh of one rank needs a process group too; its store is in this process, so no port is opened."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with gloo_on_loopback():
+        dist.init_process_group(backend_for(device), store=store, rank=0, world_size=1)
+    atexit.register(leave)
+
+
+def export_local_rank(rank: int) -> None:
+    """Set the variable that launchers set, which DeepSpeed reads also in a process that none started."""
+    os.environ.setdefault("LOCAL_RANK", str(rank))

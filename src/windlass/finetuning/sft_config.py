@@ -1,0 +1,172 @@
+# ruff: noqa: RUF009 (`setting` makes a dataclass field)
+"""`SFTConfig`: the settings of supervised fine-tuning, under the names that scripts know from TRL."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from windlass.config.arguments import TrainingArguments
+from windlass.config.described import described
+from windlass.config.sections.setting import STRIDE, at_least, setting
+
+PACKING_STRATEGIES = ("bfd", "bfd_split", "wrapped")
+TRUNCATION_MODES = ("keep_start", "keep_end", "error")
+LOSS_TYPES = ("nll", "dft")
+# Words of earlier versions of TRL, and what replaced them.
+_OLD_WORDS = {
+    "loss_type": {"chunked_nll": "nll"},
+    "packing_strategy": {"bfd-requeue": "bfd_split", "ffd": "bfd"},
+}
+
+
+@described()
+@dataclass(repr=False)
+class SFTConfig(TrainingArguments):
+    """The settings of an `SFTTrainer`: those of `TrainingArguments`, and those of fine-tuning.
+
+    Four defaults differ from `TrainingArguments`: `learning_rate` 2e-5, `logging_steps` 10,
+    `gradient_checkpointing` True, and `bf16` True unless `fp16` or `fp8` is set.
+
+    Raises:
+        ConfigError: as for `TrainingArguments`.
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "dataset_kwargs",
+    ]
+
+    EARLIER_NAMES: ClassVar[dict[str, str]] = {"max_seq_length": "max_length"}
+
+    # --- defaults that differ ---
+    learning_rate: float = setting(2e-5, "Learning rate at the end of warm-up.", bounds=at_least(0))
+    logging_steps: float = setting(
+        10, "Updates between two reports; below 1 a share of all updates.", bounds=STRIDE
+    )
+    gradient_checkpointing: bool | None = setting(
+        True,
+        "Recompute activations in the backward.",
+        nargs="?",
+        const=True,
+        mapped="is the earlier name of activation_checkpointing; setting either sets both",
+    )
+    bf16: bool | None = setting(
+        None, "Train in bfloat16 mixed precision; by default unless fp16 or fp8 is set."
+    )  # type: ignore[assignment]
+
+    # --- model ---
+    model_init_kwargs: dict[str, Any] | str | None = setting(
+        None, "Options of `from_pretrained`, for a model given by name: a dict or JSON.", document=True
+    )
+    trust_remote_code: bool = setting(False, "Run Python code that comes with a model or tokenizer.")
+    router_aux_loss_coef: float | None = setting(
+        None, "Weight of the load-balancing loss of experts; by default the model's; 0 turns it off."
+    )
+    chat_template_path: str | None = setting(
+        None, "A Jinja file, or a tokenizer whose chat template and special tokens are taken over."
+    )
+
+    # --- data ---
+    dataset_text_field: str = setting("text", "Column with the text of plain-text datasets.")
+    dataset_kwargs: dict[str, Any] | str | None = setting(
+        None, "Options of data preparation; the only one is skip_prepare_dataset.", document=True
+    )
+    dataset_num_proc: int | None = setting(
+        None,
+        "Processes that prepare data.",
+        bounds=at_least(1),
+        per_rank="how fast data is prepared; the result is the same",
+    )
+    eos_token: str | None = setting(None, "Token that ends a turn or a text; by default the tokenizer's.")
+    max_length: int | None = setting(
+        1024, "Tokens of a sample, or of a packed row; None does not truncate.", bounds=at_least(1)
+    )
+    truncation_mode: str = setting(
+        "keep_start",
+        "Which end of a long sample is kept; error: such a sample is refused.",
+        choices=TRUNCATION_MODES,
+    )
+    shuffle_dataset: bool = setting(False, "Shuffle the prepared dataset once, before training.")
+    packing: bool = setting(False, "Put several samples into rows of max_length tokens.")
+    packing_strategy: str = setting(
+        "bfd",
+        "bfd: best-fit decreasing, long samples cut; bfd_split: long samples split; wrapped: cut anywhere.",
+        choices=PACKING_STRATEGIES,
+    )
+    padding_free: bool = setting(False, "Join the samples of a batch into one row without padding.")
+    pad_to_multiple_of: int | str | None = setting(
+        "auto", "Pad batches to a multiple of this length; 'auto' and None do not."
+    )
+    eval_packing: bool | None = setting(None, "Pack evaluation data; by default as `packing`.")
+
+    # --- loss ---
+    completion_only_loss: bool | None = setting(
+        None, "Train on completions alone; by default if the data has prompts and completions."
+    )
+    assistant_only_loss: bool = setting(False, "Train on the assistant's turns of conversations alone.")
+    loss_type: str = setting(
+        "nll",
+        "nll: negative log-likelihood; dft: dynamic fine-tuning (arXiv:2508.05629).",
+        choices=LOSS_TYPES,
+    )
+    activation_offloading: bool = setting(False, "Keep activations for the backward in host memory.")
+
+    # --- old ---
+    pad_token: str | None = setting(
+        None,
+        "Token for padding.",
+        mapped="is set on the tokenizer; set `tokenizer.pad_token` and pass the tokenizer instead",
+    )
+
+    def __post_init__(self) -> None:
+        if self.bf16 is None:
+            self.bf16 = not (self.fp16 or self.fp8)
+        self._read_padding()
+        self._translate_words()
+        super().__post_init__()
+
+    def _read_padding(self) -> None:
+        value = self.pad_to_multiple_of
+        if isinstance(value, str) and value.lower() in ("auto", "none", "null"):
+            self.pad_to_multiple_of = None
+        elif isinstance(value, str) and value.isdecimal():
+            self.pad_to_multiple_of = int(value)
+
+    def _translate_words(self) -> None:
+        for name, words in _OLD_WORDS.items():
+            value = getattr(self, name)
+            if value in words:
+                self._warn_old(f"{name}={value!r} is now {words[value]!r}")
+                setattr(self, name, words[value])
+        if self.pad_token is not None:
+            self._warn_old("pad_token is deprecated: set `tokenizer.pad_token`, and pass the tokenizer")
+        if self.truncation_mode == "keep_end":
+            self._warn_old(
+                "truncation_mode='keep_end' is deprecated: the end of a sample may lack its context"
+            )
+
+    @staticmethod
+    def _warn_old(message: str) -> None:
+        warnings.warn(message, FutureWarning, stacklevel=6)
+
+    @property
+    def packs_evaluation(self) -> bool:
+        """True if evaluation data is packed."""
+        return self.packing if self.eval_packing is None else self.eval_packing
+
+    @property
+    def skips_preparation(self) -> bool:
+        """True if datasets are used as they are (`dataset_kwargs={"skip_prepare_dataset": True}`)."""
+        options = self.dataset_kwargs
+        return isinstance(options, dict) and bool(options.get("skip_prepare_dataset"))
+
+    @property
+    def joins_rows(self) -> bool:
+        """True if batches are one row of documents, without padding: those of training too if evaluation data alone is
+        packed, because both are collated in one way.
+        """
+        packs = self.packing or self.packs_evaluation
+        return self.padding_free or (packs and self.packing_strategy != "wrapped")

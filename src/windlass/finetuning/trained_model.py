@@ -1,0 +1,90 @@
+"""The model and the tokenizer of a run, a checkpoint or a folder, loaded to generate text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass.checkpoint.adapters import ADAPTER_CONFIG, peft_library
+from windlass.checkpoint.sharded import index_name
+from windlass.checkpoint.store import Store
+from windlass.checkpoint.stored import load_folder
+from windlass.checkpoint.survey import notes_of
+from windlass.core.device import choose_device
+from windlass.core.errors import CheckpointError, ModelError
+from windlass.core.locations import is_folder_name
+from windlass.core.optional import require
+from windlass.finetuning.base_model import load_model
+from windlass.finetuning.merging import base_of
+
+_PURPOSE = "generate text"
+_CONFIG = "config.json"
+
+
+def find_model(word: str) -> str:
+    """Return the folder with the model of a run: that in the folder itself, else its best checkpoint, else the newest
+    complete one. The name of a model on the Hub is returned as it is. Raises CheckpointError if there is none.
+    """
+    folder = Path(word).expanduser()
+    if not folder.is_dir():
+        if is_folder_name(word):
+            raise CheckpointError(f"{word} is not a folder")
+        return word
+    if any((folder / name).is_file() for name in (_CONFIG, ADAPTER_CONFIG)):
+        return str(folder)
+    whole = Store(folder).whole()
+    if not whole:
+        raise CheckpointError(f"{folder} holds neither a model ({_CONFIG}) nor a complete checkpoint")
+    best = notes_of(whole).best
+    return str(next((info.path for info in whole if info.path.name == best), whole[-1].path))
+
+
+def open_trained(name: str, base: str | None, dtype: str | torch.dtype) -> tuple[Any, Any]:
+    """Return the model, in evaluation mode on the device of this process, and its tokenizer.
+
+    Args:
+        name: a folder with a model, an adapter or the parts of a sharded model; or the name of a model on the Hub.
+        base: name or folder of the model below an adapter; by default the one that the adapter names.
+        dtype: of the weights; "auto": as they are stored.
+
+    Raises:
+        CheckpointError, ModelError: there is no such model, it has no tokenizer, or it cannot generate.
+    """
+    folder, sources = Path(name), [name]
+    if (folder / ADAPTER_CONFIG).is_file():
+        below = base or base_of(folder)
+        sources.append(below)
+        model: Any = peft_library(_PURPOSE).PeftModel.from_pretrained(
+            load_model(below, {"dtype": dtype}), name, is_trainable=False
+        )
+    elif (folder / index_name("model")).is_file():
+        model = _of_parts(folder, dtype)
+    else:
+        model = load_model(name, {"dtype": dtype})
+    if not getattr(model, "can_generate", bool)():
+        raise ModelError(f"{name} holds a {type(model).__name__}, which does not generate text")
+    return model.to(choose_device()).eval(), _tokenizer(sources)
+
+
+def _of_parts(folder: Path, dtype: str | torch.dtype) -> Any:
+    """Return the model whose weights several ranks saved in parts."""
+    transformers = require("transformers", _PURPOSE)
+    config = transformers.AutoConfig.from_pretrained(str(folder))
+    kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+    model = kind(config)
+    load_folder(folder, model)
+    return model if dtype == "auto" else model.to(dtype)
+
+
+def _tokenizer(sources: list[str]) -> Any:
+    auto = require("transformers", _PURPOSE).AutoTokenizer
+    for place in sources:
+        try:
+            return auto.from_pretrained(place)
+        except (OSError, ValueError, TypeError, AttributeError):
+            continue
+    raise ModelError(
+        f"there is no tokenizer in {' or '.join(sources)}; save it there (tokenizer.save_pretrained)"
+    )

@@ -1,0 +1,80 @@
+"""The model, tokenizer and adapter of a trainer that tunes language models, whatever its data and its loss are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from windlass.assemble.resolve import resolve_parallel
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.world import world_from_environment
+from windlass.finetuning.base_model import (
+    open_model,
+    open_tokenizer,
+    set_special_tokens,
+    write_special_tokens,
+)
+from windlass.finetuning.peft_adapters import add_adapter, is_peft_model, is_quantized, let_gradients_in
+from windlass.finetuning.sft_config import SFTConfig
+from windlass.finetuning.templates import adopt_template
+from windlass.trainer.defaults import seed_all
+from windlass.transforms.few_bits import keep_trainable
+
+
+@dataclass(frozen=True, slots=True)
+class TunedModel:
+    """A model to tune.
+
+    Attributes:
+        model: with its adapter, if one is trained.
+        processing_class: tokenizer, or a processor with one.
+        tokenizer: the tokenizer itself, with its special tokens and chat template set.
+    """
+
+    model: nn.Module
+    processing_class: Any
+    tokenizer: Any
+
+
+def open_tuned_model(
+    model: Any,
+    args: SFTConfig,
+    processing_class: Any = None,
+    quantization_config: Any = None,
+    peft_config: Any = None,
+) -> TunedModel:
+    """Load or build the model and its tokenizer, and add the adapter. Seeds all random generators.
+
+    Args:
+        model: a module; a name or folder; or a config of transformers, for new weights.
+        args: its fields on the model, the tokenizer and gradient checkpointing are read, none on data or loss.
+        processing_class: by default the tokenizer in the model's folder or repository.
+        quantization_config: how a loaded model is quantized.
+        peft_config: the adapter to train; the model's own weights are frozen.
+
+    Raises:
+        ConfigError, ModelError, TypeError: what cannot be loaded, or not combined.
+    """
+    seed_all(args)  # new weights and new adapters are drawn from these generators
+    opened = open_model(model, args, quantization_config)
+    keep_trainable(opened)
+    _check_sharding(args, opened)
+    processing_class = open_tokenizer(processing_class, opened, args)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    new_tokens = adopt_template(args.chat_template_path, opened, processing_class)
+    set_special_tokens(tokenizer, args)
+    write_special_tokens(tokenizer, opened)
+    if peft_config is not None:
+        opened = add_adapter(opened, peft_config, new_tokens)
+    if is_peft_model(opened) and args.gradient_checkpointing:
+        let_gradients_in(opened)
+    return TunedModel(opened, processing_class, tokenizer)
+
+
+def _check_sharding(args: SFTConfig, model: nn.Module) -> None:
+    """Raise ConfigError for a quantized model under FSDP2, which cannot divide packed weights and their constants."""
+    if is_quantized(model) and resolve_parallel(args, world_from_environment()).dist.shard is not None:
+        fix = "does not divide weights of few bits; train without fsdp (each process holds the base)"
+        raise ConfigError(Problem("fsdp", args.fsdp, fix))

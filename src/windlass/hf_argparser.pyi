@@ -1,0 +1,6 @@
+from windlass.compat.flags import (
+    make_choice_type_function as make_choice_type_function, string_to_bool as string_to_bool,
+)
+from windlass.compat.parser import (
+    HfArg as HfArg, HfArgumentParser as HfArgumentParser,
+)

@@ -1,0 +1,323 @@
+"""Saving a run: what is in a checkpoint, when a failed save is tried again, and what follows a commit."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from windlass.accelerator.saved_parts import ModelState, SavedPart, saved_optimizer, states_of
+from windlass.checkpoint.adapters import BASE_STATE
+from windlass.checkpoint.background import Saver, VotedCommit
+from windlass.checkpoint.content import Content
+from windlass.checkpoint.history import HistoryKeeper
+from windlass.checkpoint.host_memory import HostMemory
+from windlass.checkpoint.manager import costs_one_save
+from windlass.checkpoint.sharded import parts_of_rank
+from windlass.checkpoint.store import SaveDropped, Store
+from windlass.checkpoint.weights import weights_bytes
+from windlass.core.errors import CheckpointError
+from windlass.core.events import TrainerState
+from windlass.core.logs import get_job_logger, showing_place
+from windlass.core.threads import thread_count
+from windlass.trainer.best_tracker import BestTracker
+from windlass.trainer.hooks import WriteModel
+from windlass.trainer.resuming import CheckpointSource
+from windlass.trainer.run_context import RunContext
+
+logger = get_job_logger(__name__)
+# Seconds before a further attempt: doubled after each that fails. Most errors of network storage pass in this time.
+FIRST_PAUSE, LONGEST_PAUSE = 10.0, 600.0
+# Seconds before each further attempt at the last save of a run, and of a run that was preempted.
+LAST_PAUSES = (2.0, 5.0, 15.0, 30.0, 60.0)
+LEAVING_PAUSES = (1.0, 3.0)
+
+
+class RunCheckpoints:
+    """Saves a run.
+
+    Attributes:
+        saver: writes the checkpoints.
+        best: the best evaluations, and their checkpoints.
+        history: what of `log_history` is saved; on the writer rank of the folder.
+        parts: the states besides weights, optimizer and history, in the order in which they are restored.
+        newest: the last complete checkpoint of this run, or the one it was resumed from until it has saved one.
+        rollbacks: rollbacks since `newest` was saved.
+        ephemeral: the clock requested the checkpoint that is being saved, in case the run is interrupted.
+
+    Args:
+        opener: of the run's folder.
+    """
+
+    def __init__(self, context: RunContext, opener: CheckpointSource) -> None:
+        plan, device = context.plan.save, context.session.device
+        self._context, self._all_ranks = context, context.all_ranks
+        self._events, self._plan = context.events, plan
+        self._folder = opener.folder
+        memory = HostMemory(device, plan.host_memory)
+        self.saver = Saver(opener.manager, context.all_ranks, memory, VotedCommit())
+        self.best = BestTracker(plan, context.events, opener.manager.store.path_for)
+        self.history = HistoryKeeper()
+        self.parts: Sequence[SavedPart] = ()
+        self._retry = SaveRetry(plan.max_failures)
+        self._saved_at = time.monotonic()
+        self.newest: Path | None = None
+        self.rollbacks = 0
+        self.ephemeral = False
+
+    # --- when to save -----------------------------------------------------------------------------------------------
+
+    def is_due(self) -> bool:
+        """Return True if this rank's clock requests a checkpoint: an ephemeral one, or one to replace a failed one."""
+        if self._retry.reason is not None:
+            return self._retry.is_due()
+        every = self._plan.every
+        return every is not None and time.monotonic() - self._saved_at >= every
+
+    def begin_attempt(self, planned: bool, due: bool) -> None:
+        """Called before a save between two updates.
+
+        Args:
+            planned: not the clock alone requests it.
+            due: the main process's clock reported that it is due.
+        """
+        self.ephemeral = not (planned or self._retry.owes_ordinary)
+        self._retry.begin(self._events.state.global_step, due, ordinary=not self.ephemeral)
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def save(self, described: Mapping[str, Any]) -> None:
+        """Save the run. Training continues while the checkpoint is written; `on_save` is called once it is committed.
+        Collective. `described` are further entries of the manifest.
+        """
+        self.finish()
+        state, best = self._events.state, self.best
+        step, previous_best = state.global_step, best.begin_save()
+        content = self._content_on_all_ranks(step)
+        ended = partial(self._ended, replace(state, log_history=list(state.log_history)), previous_best)
+        if content is None:
+            ended(None)
+            return
+        meta = {
+            "windlass": "checkpoint",
+            "epoch": state.epoch,
+            **described,
+            "metric": best.metric_at(step),
+            "best_metric": None if state.best_metric is None else float(state.best_metric),
+            "ephemeral": self.ephemeral,
+            **thread_count(),
+        }
+        self._saved_at = time.monotonic()
+        # A script's own way to save reads the live model.
+        may_wait = self._plan.background and self._all_ranks.vote(
+            self._context.hooks.may_save_in_background() and content.write_model is None
+        )
+        self.saver.save(
+            step, content, meta=meta, background=may_wait, ended=ended, protected=best.checkpoints()
+        )
+
+    def _content_on_all_ranks(self, step: int) -> Content | None:
+        """This rank's content of a checkpoint; None if a disk that it needs was full. Collective: if a rank has
+        something that cannot be saved, all ranks raise CheckpointError.
+        """
+        manager = self.saver.manager
+        content, error = None, None
+        # A part that fails to return its state must not leave other ranks waiting in the exchange below.
+        try:
+            if manager.store.is_writer:
+                self._folder.confirm()
+            content = self._content(manager.store).encoded()
+        except BaseException as raised:
+            error = raised
+        # Small files are first written into the system's temporary folder, which may be full.
+        only_this_save = isinstance(error, Exception) and costs_one_save(error)
+        everywhere = self._all_ranks.gather_objects(None if error is None else [only_this_save, f"{error}"])
+        if error is not None and not only_this_save:
+            raise error
+        failed = [(rank, *failure) for rank, failure in enumerate(everywhere) if failure is not None]
+        for rank, costs_one, reason in failed:
+            if not costs_one:
+                raise CheckpointError(
+                    f"checkpoint {step} was dropped: rank {rank} has nothing to save: {reason}"
+                )
+        if failed:
+            manager.warn(step, error if isinstance(error, Exception) else SaveDropped(failed[0][2]))
+            return None
+        return content
+
+    def _ended(self, as_saved: TrainerState, previous_best: str | None, folder: Path | None) -> None:
+        """Called once a save commits, or with a folder of None once it fails."""
+        if folder is None:
+            self.best.failed(as_saved, previous_best)
+            self._retry.failed(as_saved.global_step, str(self.saver.manager.last_failure), self.newest)
+            return
+        self.newest, self.rollbacks = folder, 0
+        self.history.saved(folder)
+        self._retry.succeeded()
+        self.best.committed(as_saved)
+        asked = self._events.control.should_save
+        self._events.fire("on_save", as_saved)
+        self._events.control.should_save |= asked  # a request made since then is for another save
+
+    def finish(self) -> None:
+        """Wait until the save under way is committed or has failed. Collective."""
+        self.saver.finish()
+
+    def finish_last(self, save_again: Callable[[], None], leaving: bool = False) -> None:
+        """Wait for the save under way. If it failed, save again after pauses until a save is committed. The pauses are
+        shorter if the process is `leaving` because it was preempted. Collective.
+        """
+        self.finish()
+        for pause in LEAVING_PAUSES if leaving else LAST_PAUSES:
+            if not self._retry.owes_ordinary:
+                return
+            logger.warning("the last save of the run failed; trying again in %g s", pause)
+            time.sleep(pause)
+            self._retry.begin(self._events.state.global_step, due=False, ordinary=True)
+            save_again()
+            self.finish()
+
+    def check_last(self) -> None:
+        """Raise CheckpointError if the last save of the run failed."""
+        if self._retry.owes_ordinary:
+            newest = self.newest or "none of this run"
+            raise CheckpointError(
+                f"training ended at step {self._events.state.global_step}, but its last save failed: "
+                f"{self._retry.reason}. Last whole checkpoint: {newest}. While this process lives, "
+                "trainer.save_model(FOLDER) writes the model elsewhere; or repair the output folder and run again with "
+                "resume_from_checkpoint=True"
+            )
+
+    def abandon(self) -> None:
+        """Called if the run ends in an error. The save under way may still commit; if it fails, that is not raised."""
+        with contextlib.suppress(Exception):
+            if self._all_ranks.size == 1:
+                self.finish()
+            else:
+                self.saver.leave()  # other ranks may be anywhere
+        self.saver.memory.free()  # code that handles the error may keep the Trainer
+
+    # --- what is saved ----------------------------------------------------------------------------------------------
+
+    def _content(self, store: Store) -> Content:
+        """This rank's content of a checkpoint of the present step, with the live tensors; the writer rank of the folder
+        has what is saved once. Collective.
+        """
+        files, disks = self._context.files, store.disks
+        model = files.saved.content(disks, store.is_writer)
+        shared: dict[str, Any] = {}
+        spread: dict[str, Mapping[str, Any]] = {"model": model.state} if model.in_parts else {}
+        if not self._plan.model_only:
+            optimizer, in_parts = self._context.built.executor.optimizer, files.strategy.saves_parts
+            shared["optimizer"], divided = saved_optimizer(optimizer, files.model, in_parts)
+            spread |= {"optimizer": divided} if in_parts else {}
+        # Nothing below is collective: a part that fails to return its state must not leave other ranks waiting.
+        of_run, of_rank = states_of(() if self._plan.model_only else self.parts)
+        own = Content(
+            per_rank=of_rank,
+            parts=[parts_of_rank(*item, self._all_ranks, disks.members) for item in spread.items()],
+        )
+        state = self._events.saved_state()
+        if not store.is_writer:
+            return own
+        history = self.history.plan(state)
+        shared |= of_run
+        shared |= history.states
+        if model.adapter is not None:
+            shared[BASE_STATE] = model.adapter.base_state(model.fingerprint, model.state)
+        own = replace(own, shared=shared, history=history)
+        return self._with_model(own, model, store.path_for(self._events.state.global_step))
+
+    def _with_model(self, own: Content, model: ModelState, target: Path) -> Content:
+        """Add the weights that are not saved in parts, and the small files of the model."""
+        files, write = self._context.files, self._context.hooks.write_model
+        weights = {} if model.in_parts else model.state
+        if write is None and files.saves_own_way and not model.in_parts:
+            write = files.write
+        if write is not None:
+            gathered = weights if model.in_parts or model.gathered else None
+            write_model = partial(_write_for, write, target, gathered)
+            return replace(own, write_model=write_model, other_bytes=weights_bytes(weights))
+        name, tensors = files.named(weights)
+        return replace(
+            own,
+            weights={name: tensors} if tensors else {},
+            layout=files.layout,
+            files=files.small_files(target),
+        )
+
+
+def _write_for(write: WriteModel, target: Path, gathered: Mapping[str, Any] | None, folder: Path) -> None:
+    """Write a model into the folder that becomes `target`, which what transformers logs names."""
+    with showing_place("transformers", folder, target):
+        write(folder, gathered)
+
+
+class SaveRetry:
+    """Counts failed saves. All ranks make the same calls, so they count alike; only the main process's clock decides
+    that a pause is over, which the others learn with the counts of their batches.
+
+    Args:
+        limit: consecutive failures at which the run ends; None: never. Those within the pause after a failure do not
+            count: a run that saves every second does not end because of a minute without its disk.
+
+    Attributes:
+        reason: why the last save failed; None if it did not.
+        owes_ordinary: a save of the run's plan failed and none has succeeded since: the next one replaces it.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self.reason: str | None = None
+        self.owes_ordinary = False
+        self._failures, self._counted_at, self._counts = 0, -1, True
+        self._since = self._retry_at = 0.0
+        self._is_ordinary = True
+
+    def is_due(self) -> bool:
+        """Return True if the pause after a failed save is over, by this rank's clock."""
+        return self.reason is not None and time.monotonic() >= self._retry_at
+
+    def begin(self, step: int, due: bool, ordinary: bool) -> None:
+        """Called before an attempt.
+
+        Args:
+            due: the main process's clock reported that a pause is over.
+            ordinary: the checkpoint is one of the run's plan.
+        """
+        # What was sent before the last failure was known may still report the end of its pause.
+        self._counts = self.reason is None or (due and step > self._counted_at + 1)
+        self._is_ordinary = ordinary
+
+    def succeeded(self) -> None:
+        if self.reason is not None:
+            logger.warning("saving works again, after %d failed saves", self._failures)
+        self.reason, self._failures, self.owes_ordinary = None, 0, False
+        self._counts = self._is_ordinary = True
+
+    def failed(self, step: int, reason: str, newest: object) -> None:
+        """Called after an attempt that failed; raise CheckpointError, which names the newest checkpoint, if too many
+        have.
+        """
+        now = time.monotonic()
+        if self.reason is None:
+            self._since = now
+        self.reason = reason
+        self.owes_ordinary |= self._is_ordinary
+        self._is_ordinary = True  # saves that a script starts itself do not call `begin`
+        if not self._counts:
+            return
+        self._failures, self._counted_at, self._counts = self._failures + 1, step, False
+        if self._limit is not None and self._failures >= self._limit:
+            raise CheckpointError(
+                f"training ends at step {step}: saving failed {self._failures} times in a row "
+                f"(max_save_failures={self._limit}) in {now - self._since:.0f} s, the last time because of: {reason}. "
+                f"Last whole checkpoint: {newest or 'none of this run'}. Repair the output folder and resume from there"
+            )
+        pause = min(FIRST_PAUSE * 2.0 ** (self._failures - 1), LONGEST_PAUSE)
+        self._retry_at = now + pause
+        logger.warning("retrying the save in %.0f s, or earlier if a save is due by then", pause)

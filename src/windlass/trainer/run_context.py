@@ -1,0 +1,56 @@
+"""What the parts of a run are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.assemble.build import Built
+from windlass.config.plan import RunPlan
+from windlass.dist.gang import Gang
+from windlass.trainer.hooks import TrainHooks
+from windlass.trainer.interruption import Interruption
+from windlass.trainer.model_writer import ModelWriter
+from windlass.trainer.run_events import Events
+from windlass.trainer.services import Services
+from windlass.trainer.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What all parts of one call of `train()` share. Nothing of it is replaced before the call ends.
+
+    Attributes:
+        services: the objects that live as long as the Trainer.
+        plan: what the run does.
+        hooks: the methods of the Trainer that it calls.
+        built: its executor and its schedule.
+        files: the writer of its model.
+        interruption: the requests to end it early.
+    """
+
+    services: Services
+    plan: RunPlan
+    hooks: TrainHooks
+    built: Built
+    files: ModelWriter
+    interruption: Interruption
+
+    @property
+    def session(self) -> Session:
+        """This process, its device and the other processes."""
+        return self.services.session
+
+    @property
+    def all_ranks(self) -> Gang:
+        """Every process of the job."""
+        return self.services.session.all_ranks
+
+    @property
+    def events(self) -> Events:
+        """The state, the control flags and the callbacks."""
+        return self.services.events
+
+    @property
+    def forwards_meet(self) -> bool:
+        """True if a forward of one rank waits for the others, so that all need equal numbers of batches."""
+        return self.built.executor.strategy.sharded or self.services.accelerator.forwards_meet

@@ -1,0 +1,1 @@
+from windlass.config.callback_interface import TrainerCallback as TrainerCallback

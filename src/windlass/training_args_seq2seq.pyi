@@ -1,0 +1,2 @@
+from windlass.config.arguments import TrainingArguments as TrainingArguments
+from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments

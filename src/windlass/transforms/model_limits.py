@@ -1,0 +1,80 @@
+"""What a model declares about its inputs: the tokens, positions and classes that it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from windlass.transforms.neftune import vocabulary_of
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The limits that a model of transformers declares; None where it declares none.
+
+    Attributes:
+        tokens: rows of the embedding of its input.
+        classes: what a label may count to: `num_labels` of a classifier, the vocabulary of a language model.
+        is_classifier: a label is a class, not a token.
+        positions: tokens that a row may have.
+        positions_learned: the positions are a table, so a longer row fails; other models compute them, and only were
+            not trained on longer rows.
+    """
+
+    tokens: int | None = None
+    classes: int | None = None
+    is_classifier: bool = False
+    positions: int | None = None
+    positions_learned: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelLimits:
+        """Read the limits of a model, of the base model if it has an adapter."""
+        base = getattr(model, "get_base_model", None)
+        model = base() if callable(base) else model
+        config = getattr(model, "config", None)
+        if config is None:
+            return cls()
+        tokens, is_classifier = (
+            vocabulary_of(model),
+            str(getattr(model, "loss_type", "")).endswith("Classification"),
+        )
+        classes = _classes(config) if is_classifier else _output_tokens(model)
+        positions = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
+        if not isinstance(positions, int) or positions <= 0:
+            return cls(tokens, classes, is_classifier)
+        tables = [
+            module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding)
+            and ("position" in name or name.endswith("wpe"))
+            and module.num_embeddings >= positions
+        ]
+        # Models after RoBERTa count positions from behind the padding, whose rows no token gets.
+        padding = max(
+            (
+                t.padding_idx + 1
+                for t in tables
+                if t.padding_idx is not None and t.num_embeddings == positions
+            ),
+            default=0,
+        )
+        return cls(tokens, classes, is_classifier, positions - padding, bool(tables))
+
+
+def _output_tokens(model: nn.Module) -> int | None:
+    """The tokens that a language model predicts; None for other models."""
+    head = getattr(model, "get_output_embeddings", None)
+    return getattr(head(), "out_features", None) if callable(head) else None
+
+
+def _classes(config: object) -> int | None:
+    """The classes of a classifier; None if its labels are numbers, or several for each row."""
+    count = getattr(config, "num_labels", None)
+    kind = getattr(config, "problem_type", None)
+    return (
+        count
+        if isinstance(count, int) and count > 1 and kind in (None, "single_label_classification")
+        else None
+    )

@@ -1,0 +1,1 @@
+from windlass.callbacks.notebook import NotebookProgressCallback as NotebookProgressCallback

@@ -1,0 +1,23 @@
+"""The optimizer that `prepare` returns (in loops: `test_own_loop.py`, `test_copies.py`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from windlass import Accelerator
+from windlass.core.errors import ModelError
+
+
+def test_states_whose_parameters_an_engine_took_are_not_numbered() -> None:
+    """DeepSpeed's third stage empties the groups: torch's own `state_dict` ends in a KeyError then."""
+    layer = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    prepared = Accelerator(cpu=True).prepare(optimizer)
+    assert prepared.state_dict()["state"].keys() == {0, 1}
+    optimizer.param_groups[0]["params"].clear()
+    with pytest.raises(ModelError, match=r"save and load it with `accelerator\.save_state`"):
+        prepared.state_dict()

@@ -1,0 +1,62 @@
+"""`windlass checkpoint diff` in words: short, also if much differs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from windlass.checkpoint.content import Content
+from windlass.checkpoint.manager import CheckpointManager
+from windlass.checkpoint.store import Store
+from windlass.checkpoint.weights import WEIGHTS_NAME
+from windlass.cli.main import main
+
+
+def save(root: Path, step: int, weights: dict[str, torch.Tensor], rows: int) -> str:
+    history = [{"step": row, "loss": 1.0, "epoch": 0.5} for row in range(rows)]
+    state = {"global_step": step, "epoch": step / 2, "log_history": history}
+    content = Content(shared={"trainer_state": state}, per_rank={}, weights={WEIGHTS_NAME: weights}, files={})
+    path = CheckpointManager(Store(root)).save(step, content, meta={})
+    assert path is not None
+    return str(path)
+
+
+@pytest.mark.parametrize("many", [3, 8])
+def test_many_tensors_and_rows_are_counted(
+    many: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {f"layer.{index}": torch.zeros(4) for index in range(many)}
+    after = {name: value + 0.25 for name, value in before.items()} | {"layer.1": torch.full((4,), 1.5)}
+    paths = save(tmp_path, 1, before, rows=1), save(tmp_path, 2, {**after, "new": torch.ones(1)}, rows=5)
+    assert main(["checkpoint", "diff", *paths]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "model: new: added" in lines
+    assert "trainer_state.json: global_step: 1 became 2" in lines
+    assert "trainer_state.json: log_history: different in 4 of its rows" in lines
+    if many > 5:
+        assert f"model: {many} tensors differ, most of all layer.1: max abs difference 1.5" in lines
+    else:
+        assert "model: layer.2: max abs difference 0.25" in lines
+    assert lines[-1].startswith(f"{many + 1 + 2 + 12} differences (--json lists them); ")
+    assert main(["checkpoint", "diff", *paths, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["differences"]
+    assert len(found) == many + 1 + 2 + 12
+    assert [one["largest"] for one in found if one["name"] == "layer.1"] == [1.5]
+
+
+def test_a_tensor_that_is_not_a_number_differs_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {f"layer.{index}": torch.zeros(4) for index in range(9)}
+    after = {name: value + 9 for name, value in before.items()} | {"layer.3": torch.full((4,), float("nan"))}
+    assert main(["checkpoint", "diff", save(tmp_path, 1, before, 0), save(tmp_path, 2, after, 0)]) == 1
+    assert "most of all layer.3: max abs difference nan" in capsys.readouterr().out
+
+
+def test_a_row_or_two_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = {"layer": torch.zeros(1)}
+    assert main(["checkpoint", "diff", save(tmp_path, 1, weights, 1), save(tmp_path, 2, weights, 2)]) == 1
+    assert "trainer_state.json: log_history/1/loss: added" in capsys.readouterr().out

@@ -1,0 +1,39 @@
+"""A trainer with data and a loss of another kind uses the model, tokenizer and adapter as `SFTTrainer` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.finetuning import small
+from tests.finetuning.test_peft_adapters import lora
+from tests.trainer.preference_trainer import PreferenceTrainer, accuracy
+
+from windlass import default_data_collator
+from windlass.finetuning.tuned_model import open_tuned_model
+
+pytest.importorskip("peft")
+
+
+def test_preferences_are_trained_with_an_adapter_on_a_loaded_model(tmp_path: Path) -> None:
+    # An `SFTTrainer` refuses these settings, which are about the data of an `SFTTrainer`.
+    args = small.arguments(
+        tmp_path / "run", packing=True, max_length=None, max_steps=8, gradient_checkpointing=True,
+        remove_unused_columns=False,
+    )  # fmt: skip
+    tuned = open_tuned_model(small.saved(tmp_path / "base"), args, peft_config=lora())
+    assert (tuned.tokenizer.pad_token, tuned.processing_class) == ("<pad>", tuned.tokenizer)
+    frozen = {n: p.clone() for n, p in tuned.model.named_parameters() if not p.requires_grad}
+    ids = torch.arange(6, 14)
+    pairs = [{"chosen": ids.roll(shift), "rejected": ids.flip(0).roll(shift)} for shift in range(8)]
+    trainer = PreferenceTrainer(
+        tuned.model, args, train_dataset=pairs, eval_dataset=pairs, compute_metrics=accuracy,
+        processing_class=tuned.processing_class, data_collator=default_data_collator,
+    )  # fmt: skip
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    now = dict(trainer.model.named_parameters())
+    assert frozen
+    assert all(torch.equal(now[name], kept) for name, kept in frozen.items())
