@@ -177,7 +177,9 @@ def test_a_chat_on_a_terminal(run: Path) -> None:
         terminal.until("\n>")
         terminal.type("the cat\r")
         answer = expected(str(run / "checkpoint-1"), "the cat").strip()
-        terminal.until(f"> the cat\n{answer}\n>")  # what is typed before the prompt is not the end of the input
+        terminal.until(
+            f"> the cat\n{answer}\n>"
+        )  # what is typed before the prompt is not the end of the input
         terminal.type("\x04")
         assert terminal.end() == 0, terminal.lines
         assert "Traceback" not in "".join(terminal.lines)

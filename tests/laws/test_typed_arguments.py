@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import typing
 from collections.abc import Iterator
 
 import pytest
 from tests.laws.source import modules
+
+from windlass import Accelerator
 
 NAMES = ("args", "training_args")
 
@@ -32,6 +36,12 @@ ANYTHING = ("Any", "Any | None", "Callable[[], Any]")
 def test_no_arguments_of_any_type() -> None:
     found = [f"{module.where}:{line}" for module in modules() for line in untyped(module.tree)]
     assert not found, "\n".join(found)
+
+
+def test_every_argument_of_an_accelerator_has_a_type() -> None:
+    types = typing.get_type_hints(Accelerator.__init__)
+    assert types.keys() >= set(inspect.signature(Accelerator).parameters)
+    assert not [name for name, found in types.items() if "Any" in str(found)]
 
 
 @pytest.mark.parametrize(

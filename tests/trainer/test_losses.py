@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.dist.launch import launch
+from tests.trainer.small import weights_hash
 from torch import Tensor, nn
 
 from windlass import LossTerms, Trainer, TrainingArguments
@@ -331,3 +332,27 @@ def test_a_smoothed_sum_over_bf16_logits_keeps_its_digits() -> None:
 def test_counts_are_tensors_of_their_kind() -> None:
     assert as_count(3.0, torch.device("cpu")).dtype == torch.int64
     assert as_count(2.5, torch.device("cpu")).item() == 2.5
+
+
+def test_the_count_of_an_update_without_targets_is_one_and_it_changes_no_weight(folder: Path) -> None:
+    """A sum that is divided by 0 would be NaN."""
+    counts: list[float] = []
+
+    class Summing(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            if num_items_in_batch is not None:
+                counts.append(float(num_items_in_batch))
+            logits = model(inputs["x"])["logits"]
+            loss = nn.functional.cross_entropy(logits, inputs["labels"], reduction="sum")
+            return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+    ignored = [{**sample, "labels": -100} for sample in samples()]
+    trainer = trainer_for(folder, Summing, data=ignored)
+    before = weights_hash(trainer.model)
+    result = trainer.train()
+    assert counts
+    assert set(counts) == {1.0}
+    assert result.training_loss == 0.0
+    assert weights_hash(trainer.model) == before

@@ -42,7 +42,7 @@ from windlass.config.plan import (
 )
 from windlass.config.quantities import options_from, seconds, size_in_bytes
 from windlass.config.refusal import refuse
-from windlass.config.sections.optimisation import OptimisationSection
+from windlass.config.sections.fields import OptimisationSection
 from windlass.config.support_rows import IN_BACKWARD_OPTIMIZERS
 from windlass.config.validate import check
 from windlass.core.world import World

@@ -85,6 +85,7 @@ class CallbackHandler:
         self.eval_dataloader: Any = None
         self._listeners: dict[str, tuple[Listener, ...]] = {}
         self._active: list[str] = []
+        self._calls_are_replaced = False
         self._known = -1
         for callback in callbacks:
             self.add_callback(callback)
@@ -101,6 +102,8 @@ class CallbackHandler:
         super().__setattr__(name, value)
         if name in _SHARED:
             self._shared[name] = value
+        elif name == "call_event":
+            self._calls_are_replaced = True
 
     # --- the callbacks
 
@@ -145,6 +148,9 @@ class CallbackHandler:
         """Collect the listeners. Needed only after a method of a callback was assigned."""
         self._listeners = {event: tuple(_bound(self.callbacks, event)) for event in EVENTS}
         self._known = len(self.callbacks)
+        self._calls_are_replaced = (
+            "call_event" in self.__dict__ or type(self).call_event is not CallbackHandler.call_event
+        )
 
     def listens(self, event: str) -> bool:
         """Return True if a callback listens to this event.
@@ -153,14 +159,11 @@ class CallbackHandler:
         """
         if len(self.callbacks) != self._known:  # scripts also edit the list itself
             self.refresh()
-        return bool(self._listeners[event]) or self._calls_are_replaced()
-
-    def _calls_are_replaced(self) -> bool:
-        return "call_event" in self.__dict__ or type(self).call_event is not CallbackHandler.call_event
+        return self._calls_are_replaced or bool(self._listeners[event])
 
     def listens_outside(self, event: str) -> bool:
         """Return True if a callback that is not one of Windlass listens to this event."""
-        return self._calls_are_replaced() or (
+        return self._calls_are_replaced or (
             self.listens(event)
             and any(not _module_of(listener).startswith("windlass.") for listener in self._listeners[event])
         )

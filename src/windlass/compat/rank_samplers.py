@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DistributedSampler, Sampler
 
 from windlass.data import shards
-from windlass.data.rebalance import balanced_batches
+from windlass.data.dealt_rows import balanced_batches
 
 
 def get_dataloader_sampler(dataloader: Any) -> Any:
@@ -122,7 +122,7 @@ class BatchRebalanceSampler(Sampler[list[int]]):
     """Batches of one process, of such sizes that padded batches cost about the same on all processes.
 
     Every update takes the same samples as a shuffled order would; the engine's own cut
-    (`windlass.data.rebalance.balanced_batches`) deals them to processes and micro-batches.
+    (`windlass.data.dealt_rows.balanced_batches`) deals them to processes and micro-batches.
 
     Args:
         lengths: length of each sample, in tokens.

@@ -1,4 +1,8 @@
-"""Which samples make the batches of a pass, over all ranks: cut from an order, or taken from a batch sampler."""
+"""Which samples make the batches of a pass, over all ranks: cut from an order, or taken from a batch sampler.
+
+Samples are divided between ranks in contiguous runs whose sizes differ by one at most, larger ones first; for
+token-budget batches so that every micro-batch of an update costs about the same.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,11 @@ from typing import Any, NamedTuple
 
 from windlass.core.errors import DataError
 from windlass.data.batch_reader import DealtBatch
-from windlass.data.cut import dealt
 from windlass.data.order import Order, RebalancedOrder, own_generators, run_sampler
-from windlass.data.rebalance import balanced_batches
 
 # Rows whose positions are converted from an order's array at once: each conversion costs as much as reading a row.
 _ROWS_AT_ONCE = 64
+_QUADRATIC = 0.001  # cost of attention, relative to the rest of a model
 
 
 class Row(NamedTuple):
@@ -160,3 +163,86 @@ def _positions(batch: Any, sampler: Any) -> list[int]:
             "numbers), none of them empty."
         )
     return positions
+
+
+# --- dividing samples between ranks -----------------------------------------------------------------------------------
+
+
+def share(count: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The half-open range of `count` items that `rank` of `ranks` gets."""
+    base, extra = divmod(count, ranks)
+    low = rank * base + min(rank, extra)
+    return low, low + base + (rank < extra)
+
+
+def shares_of(count: int, ranks: int) -> tuple[int, ...]:
+    """How many of `count` items each rank gets."""
+    base, extra = divmod(count, ranks)
+    return tuple(base + (rank < extra) for rank in range(ranks))
+
+
+def dealt(ids: list[int], ranks: int) -> list[list[int]]:
+    """The runs of `ids` that the ranks get."""
+    if ranks == 1:
+        return [ids]
+    return [ids[low:high] for low, high in (share(len(ids), ranks, rank) for rank in range(ranks))]
+
+
+def balanced_batches(ids: list[int], lengths: list[int], rows: int, ranks: int) -> list[list[list[int]]]:
+    """Deal `ids` into `rows` micro-batches for each of `ranks` ranks, minimising the largest cost.
+
+    The cost of a padded micro-batch of b samples, the longest of n tokens, is b * (n + 0.001 * n^2), where the second
+    term is attention's.
+
+    Samples are sorted by falling length and cut into contiguous groups; the cheapest cut under a cost limit
+    is greedy, and the smallest feasible limit is found by bisection. Groups are dealt by falling cost: the
+    `ranks` most expensive ones make row 0, so that the ranks of one row cost alike.
+
+    Returns:
+        `rows` lists of `ranks` lists of ids; empty lists only if there are fewer samples than `rows * ranks`.
+    """
+    by_length = sorted(zip(lengths, ids, strict=True), key=lambda pair: -pair[0])
+    costs = [n + _QUADRATIC * n * n for n, _ in by_length]
+    sizes = _sizes(costs, rows * ranks)
+    groups, start = [], 0
+    for size in sizes:
+        price = size * costs[start] if size else 0.0
+        groups.append((price, [i for _, i in by_length[start : start + size]]))
+        start += size
+    groups.sort(key=lambda group: -group[0])
+    return [[members for _, members in groups[row * ranks : (row + 1) * ranks]] for row in range(rows)]
+
+
+def _sizes(costs: list[float], count: int) -> list[int]:
+    """Sizes of `count` contiguous groups over samples of falling `costs`, with the smallest possible largest cost."""
+    if len(costs) <= count:
+        return [1] * len(costs) + [0] * (count - len(costs))
+    even = [share(len(costs), count, group) for group in range(count)]
+    low, high = costs[0], max((end - start) * costs[start] for start, end in even)
+    for _ in range(40):
+        limit = (low + high) / 2
+        if _greedy(costs, limit, count) is None:
+            low = limit
+        else:
+            high = limit
+    sizes = _greedy(costs, high, count) or [end - start for start, end in even]
+    while len(sizes) < count:  # a limit may need fewer groups; every rank must have work
+        widest = max(range(len(sizes)), key=sizes.__getitem__)
+        half = sizes[widest] // 2
+        sizes[widest : widest + 1] = [sizes[widest] - half, half]
+    return sizes
+
+
+def _greedy(costs: list[float], limit: float, count: int) -> list[int] | None:
+    """Fill each group up to `limit`; None if more than `count` groups are needed."""
+    sizes: list[int] = []
+    start = 0
+    while start < len(costs):
+        if len(sizes) == count:
+            return None
+        size = len(costs) - start if costs[start] == 0 else min(int(limit / costs[start]), len(costs) - start)
+        if size == 0:
+            return None
+        sizes.append(size)
+        start += size
+    return sizes

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from windlass.core.errors import DataError
 from windlass.core.trees import batch_size_of, map_leaves, tensors_in
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
-from windlass.data.cut import share, shares_of
+from windlass.data.dealt_rows import share, shares_of
 from windlass.data.same_stream import BegunPass, check_dispatched
 from windlass.data.stream import SharedStream
 from windlass.dist.gang import Gang

@@ -16,7 +16,7 @@ from windlass.core.rng import STREAM_COLLATE, derive_seed
 from windlass.core.types import Collator
 from windlass.data.batch_reader import DealtBatch, PassRequest
 from windlass.data.bookmark import WITNESSES, Bookmark, StreamPlace, belongs, marks_of, why_read_again
-from windlass.data.cut import share, shares_of
+from windlass.data.dealt_rows import share, shares_of
 from windlass.data.pin import wants_pinning
 from windlass.data.reading import Reading, open_reading
 from windlass.data.same_stream import NoSampleError

@@ -24,8 +24,10 @@ class UpdateBatch:
         filler: this rank has no samples left; `batches` repeats other data and must have zero weight.
         position: the loader's state once this group is consumed; what a checkpoint after this update stores.
         targets, samples: numbers of each micro-batch of this rank, on the host.
-        denominator, total_samples, tokens, positions: sums over all ranks: targets, samples, tokens as the
-            configuration counts them, and positions with padding.
+        denominator: targets of all ranks. Without any, an update is skipped, because momentum and weight decay would
+            change weights without data. The weights of `LossTerms` are not part of this count.
+        total_samples, tokens, positions: sums over all ranks: samples, tokens as the configuration counts them, and
+            positions with padding.
         last: no rank has a further update in this epoch.
         signals: signals of all ranks when this was fetched, summed; the same on all ranks.
     """
@@ -45,18 +47,6 @@ class UpdateBatch:
     positions: float = 0.0
     last: bool = False
     signals: Sequence[float] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        """No target was counted on any rank. Such an update is skipped: momentum and weight decay would change weights
-        without data. The weights of `LossTerms` are not part of this count.
-        """
-        return self.denominator == 0
-
-    @property
-    def divisor(self) -> float:
-        """What summed losses are divided by: the denominator, or 1 without targets, because 0 / 0 would be NaN."""
-        return self.denominator or 1.0
 
 
 class GroupSource(Protocol):

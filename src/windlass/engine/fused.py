@@ -88,7 +88,7 @@ class FusedExecutor(NativeExecutor):
         else:
             rescale = hooks.rescale()
             waits = self._max_norm is not None or self._guard or self._scaler.active
-            if update.is_empty and rescale is None:
+            if rescale is None and not update.denominator:
                 self._run(Pass.DISCARD, loss)
                 self._norm = loss.detach().new_zeros(())
             elif len(update.batches) > 1 and waits:

@@ -251,13 +251,10 @@ class Loop:
         self._updates_in_epoch += 1
         self._position = batch.position
         self._data_spent = batch.last
-        self._state.epoch = self._fractional_epoch(batch.last)
-
-    def _fractional_epoch(self, last: bool) -> float:
-        if last:
-            return float(self._epoch + 1)
-        # A stream of unknown length: the run as a whole counts as one pass.
-        return self._epoch + self._updates_in_epoch / (self._updates_per_epoch or self._state.max_steps)
+        # Of a stream of unknown length the run as a whole counts as one pass.
+        per_epoch = self._updates_per_epoch or self._state.max_steps
+        passed = 1.0 if batch.last else self._updates_in_epoch / per_epoch
+        self._state.epoch = self._epoch + passed
 
     # --- when to stop -----------------------------------------------------------------------------------------------
 
@@ -286,7 +283,7 @@ class Loop:
     def _rolled_back(self, batch: UpdateBatch, result: StepResult) -> bool:
         """Check the update for non-finite values; return True if the run was rolled back because of them."""
         suspect = Suspect(self._state.global_step, batch, result.losses, result.applied)
-        if batch.is_empty and not result.applied:
+        if not result.applied and not batch.denominator:
             warn_once(
                 logger, "updates whose data holds no target on any rank are skipped, and counted as skipped"
             )

@@ -132,14 +132,11 @@ class NativeExecutor:
         if rescale is not None:
             self.strategy.multiply(gradients, rescale)
         norm = self.strategy.total_norm(gradients)
-        if max_norm is not None and not self._is_within(norm, max_norm):
-            # The same formula as torch.nn.utils.clip_grad_norm_, so the same bits.
-            self.strategy.multiply(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        if max_norm is None or (norm.is_cpu and host.read(norm) + 1e-6 <= max_norm):
+            return norm  # a factor of one; on an accelerator the host does not wait for the norm to know
+        # The same formula as torch.nn.utils.clip_grad_norm_, so the same bits.
+        self.strategy.multiply(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
-
-    def _is_within(self, norm: Tensor, max_norm: float) -> bool:
-        """On the CPU the norm can be read in place, and a factor of one left out; elsewhere the device decides."""
-        return norm.is_cpu and host.read(norm) + 1e-6 <= max_norm
 
     def step(self) -> bool:
         self.strategy.check_used()
@@ -235,7 +232,7 @@ class NativeExecutor:
         if rescale is not None:
             loss = loss * rescale
         norm = self.clip(max_norm, rescale)
-        self._skip = update.is_empty and rescale is None
+        self._skip = rescale is None and not update.denominator
         if guard and not math.isfinite(float(norm)):
             # The norm is the same on all ranks, so all decide alike without an exchange. The policy reads only it.
             self._skip = True

@@ -130,7 +130,9 @@ class FiniteWatch:
     def add(self, loss: Tensor, norm: Tensor, tag: Any) -> tuple[Any, float, float] | None:
         """Add one update; return `(tag, loss, norm)` of an update that was not finite, if any."""
         if not self._asynchronous:
-            return _judge(tag, _peek(loss), _peek(norm))
+            # The memory of mps is shared, and cannot be pinned.
+            read = host.read if loss.is_cpu else float
+            return _judge(tag, read(loss), read(norm))
         earlier = self.flush()
         if self._recorded:
             self._pending = ((loss.detach(), norm.detach()), None, tag)
@@ -153,12 +155,6 @@ class FiniteWatch:
         event.synchronize()
         loss, norm = host.read(pinned)
         return _judge(tag, loss, norm)
-
-
-def _peek(value: Tensor) -> float:
-    if value.is_cpu:
-        return float(host.read(value))
-    return float(value)  # mps: memory is shared and cannot be pinned
 
 
 def _judge(tag: Any, loss: float, norm: float) -> tuple[Any, float, float] | None:

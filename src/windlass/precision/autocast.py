@@ -22,6 +22,5 @@ def autocast_context(plan: PrecisionPlan, device: torch.device) -> Callable[[], 
     """
     dtype = COMPUTE_DTYPES.get(plan.compute)
     if dtype is None:
-        null = nullcontext()
-        return lambda: null
+        return nullcontext
     return partial(torch.autocast, device.type, dtype=dtype)

@@ -10,37 +10,35 @@ from typing import TYPE_CHECKING
 from windlass.core.lazy import LazyModule
 
 if TYPE_CHECKING:
-    from windlass.callbacks import handler
-    from windlass.data import columns
-    from windlass.metrics import evaluation
-    from windlass.trainer import (
-        card,
-        defaults,
-        evaluator,
-        hooks,
-        inputs,
-        interruption,
-        model_writer,
-        optimization,
-        overview,
-        plans,
-        preparation,
-        publishing,
-        reports,
-        run_folder,
-        services,
-        session,
-    )
+    from windlass.callbacks import handler as handler
+    from windlass.data import columns as columns
+    from windlass.metrics import evaluation as evaluation
+    from windlass.trainer import card as card
+    from windlass.trainer import defaults as defaults
+    from windlass.trainer import evaluator as evaluator
+    from windlass.trainer import hooks as hooks
+    from windlass.trainer import interruption as interruption
+    from windlass.trainer import loading as loading
+    from windlass.trainer import model_writer as model_writer
+    from windlass.trainer import optimization as optimization
+    from windlass.trainer import overview as overview
+    from windlass.trainer import plans as plans
+    from windlass.trainer import preparation as preparation
+    from windlass.trainer import publishing as publishing
+    from windlass.trainer import reports as reports
+    from windlass.trainer import run_folder as run_folder
+    from windlass.trainer import services as services
+    from windlass.trainer import session as session
 else:
-    card = LazyModule("windlass.trainer.card")
-    columns = LazyModule("windlass.data.columns")
-    defaults = LazyModule("windlass.trainer.defaults")
-    evaluation = LazyModule("windlass.metrics.evaluation")
-    evaluator = LazyModule("windlass.trainer.evaluator")
     handler = LazyModule("windlass.callbacks.handler")
+    columns = LazyModule("windlass.data.columns")
+    evaluation = LazyModule("windlass.metrics.evaluation")
+    card = LazyModule("windlass.trainer.card")
+    defaults = LazyModule("windlass.trainer.defaults")
+    evaluator = LazyModule("windlass.trainer.evaluator")
     hooks = LazyModule("windlass.trainer.hooks")
-    inputs = LazyModule("windlass.trainer.inputs")
     interruption = LazyModule("windlass.trainer.interruption")
+    loading = LazyModule("windlass.trainer.loading")
     model_writer = LazyModule("windlass.trainer.model_writer")
     optimization = LazyModule("windlass.trainer.optimization")
     overview = LazyModule("windlass.trainer.overview")
@@ -51,25 +49,3 @@ else:
     run_folder = LazyModule("windlass.trainer.run_folder")
     services = LazyModule("windlass.trainer.services")
     session = LazyModule("windlass.trainer.session")
-
-__all__ = [
-    "card",
-    "columns",
-    "defaults",
-    "evaluation",
-    "evaluator",
-    "handler",
-    "hooks",
-    "inputs",
-    "interruption",
-    "model_writer",
-    "optimization",
-    "overview",
-    "plans",
-    "preparation",
-    "publishing",
-    "reports",
-    "run_folder",
-    "services",
-    "session",
-]

@@ -57,14 +57,15 @@ class MicroSteps(StepHooks):
         """Run micro-batch `index` of an update; return this rank's share of the update's loss, detached."""
         normaliser, batch = self._normaliser, update.batches[index]
         filler = update.total_samples > 0 and update.samples[index] == 0
+        divisor = update.denominator or 1.0  # without targets 0 / 0 would be NaN
         if index == 0:
-            normaliser.begin(update.divisor, filler)
+            normaliser.begin(divisor, filler)
             self._accumulation.micro_batches = len(update.batches)
         last = index == len(update.batches) - 1
         share = update.samples[index] / max(update.total_samples, 1.0)
         normaliser.scope(update.targets[index], share, last, filler)
         self._accumulation.sync_gradients = last
-        count = self._loss.count(update.divisor) if self._needs_count else None
+        count = self._loss.count(divisor) if self._needs_count else None
         try:
             with self._loss.script.watching():
                 if self._check is None:

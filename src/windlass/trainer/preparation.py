@@ -34,8 +34,8 @@ from windlass.trainer.compare_ranks import check_call_alike, check_plan_alike
 from windlass.trainer.continuing import ForeignPlace, find_place
 from windlass.trainer.defaults import align_special_tokens, warn_of_spare_devices
 from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, replaced
-from windlass.trainer.inputs import group_source
 from windlass.trainer.interruption import Interruption
+from windlass.trainer.loading import group_source
 from windlass.trainer.model_writer import ModelWriter
 from windlass.trainer.publishing import fetched
 from windlass.trainer.resuming import (

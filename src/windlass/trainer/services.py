@@ -18,7 +18,7 @@ from windlass.precision.check import check_precision
 from windlass.trainer.batch_faults import BatchFaults
 from windlass.trainer.batch_fitter import BatchFitter
 from windlass.trainer.evaluator import Evaluator
-from windlass.trainer.inputs import EvaluationLoaders
+from windlass.trainer.loading import EvaluationLoaders
 from windlass.trainer.loss_policy import LossPolicy
 from windlass.trainer.plans import Plans
 from windlass.trainer.run_events import Events

@@ -61,7 +61,7 @@ class SignalExchange:
         """Apply the signals of all ranks, given as sums, at the present step."""
         received = Signals(*sums) if any(sums) else _NONE
         self._interruption.note_preemptions(received.leave)
-        if self._saver.busy:
+        if received is not _NONE and self._saver.busy:
             self._saver.agreed(Counters(received.written, received.settled, received.failed))
         self.clock_asks = received.save_due > 0
         # A signal that was sent before a save began still requests it. And the clock does not replace the checkpoint

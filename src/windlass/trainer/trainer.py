@@ -28,8 +28,8 @@ from windlass.trainer.lazy_modules import (
     evaluator,
     handler,
     hooks,
-    inputs,
     interruption,
+    loading,
     model_writer,
     optimization,
     overview,
@@ -556,7 +556,7 @@ class Trainer:
             DataError: there is none, or the name is unknown.
         """
         return self._get_dataloader(
-            dataset=inputs.named_dataset(eval_dataset, self.eval_dataset),
+            dataset=loading.named_dataset(eval_dataset, self.eval_dataset),
             description="Evaluation",
             batch_size=self.args.eval_batch_size,
             sampler_fn=self._get_eval_sampler,
@@ -593,7 +593,7 @@ class Trainer:
         used, collate = self._with_used_columns(dataset, description.lower())
         plan = self._plan
         if is_training:
-            return inputs.training_loader(plan, dataset, used, collate, sampler_fn, batch_size)
+            return loading.training_loader(plan, dataset, used, collate, sampler_fn, batch_size)
         given = dataset, self.data_collator, self._signature_columns
         return self._services.eval_loaders.loader(
             plan,
@@ -622,7 +622,7 @@ class Trainer:
         if not self.args.remove_unused_columns:
             return dataset, self.data_collator
         self._set_signature_columns_if_needed()
-        return inputs.with_columns(dataset, self.data_collator, self._signature_columns or [], what)
+        return loading.with_columns(dataset, self.data_collator, self._signature_columns or [], what)
 
     def num_examples(self, dataloader: Any) -> int:
         """Samples of a loader over all ranks; estimated from its length if it has no dataset."""

@@ -169,7 +169,7 @@ class ZeroExecutor:
             loss = loss * rescale
             self.strategy.multiply([], rescale)
         self._max_norm = max_norm
-        self._own.skips = update.is_empty and rescale is None
+        self._own.skips = rescale is None and not update.denominator
         hooks.event("on_pre_optimizer_step")
         applied = self.step()
         hooks.event("on_optimizer_step")

@@ -15,7 +15,7 @@ from windlass.optim.optimizers.options import Recipe, recipe_of
 
 # Without the wrappers, which run hooks: those of the step below run them already.
 _torch_step: Callable[..., Any] = inspect.unwrap(torch.optim.Adam.step)
-_DENSE = (nn.Parameter, Tensor)
+_DENSE = frozenset((nn.Parameter, Tensor))
 
 
 class AdamW(torch.optim.AdamW):
@@ -82,11 +82,12 @@ class AdamW(torch.optim.AdamW):
                 [state["exp_avg_sq"] for state in states],
             ]
             kinds = {(p.device, p.dtype, p.grad.layout) for p in params}
-            if len(kinds) > 1 or _is_captured(params[0]):
+            # While a CUDA graph is recorded, torch refuses a step that is not `capturable`.
+            if len(kinds) > 1 or (params[0].is_cuda and torch.cuda.is_current_stream_capturing()):
                 return None
             # Beside sharded parameters there may be whole ones, such as those without elements: of both in one list
             # `DTensor` makes an error.
-            if any(type(p) not in _DENSE for p in params):
+            if not _DENSE.issuperset(map(type, params)):
                 if not _are_divided_alike(tensors):
                     return None
                 tensors = [locals_of(each) for each in tensors]
@@ -107,11 +108,6 @@ def _is_plain(group: dict[str, Any]) -> bool:
     if not group["fused"] or isinstance(group["lr"], Tensor):
         return False
     return not (group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"])
-
-
-def _is_captured(parameter: Tensor) -> bool:
-    """Return True if a CUDA graph is recorded, which torch refuses."""
-    return parameter.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _are_divided_alike(tensors: list[list[Tensor]]) -> bool:

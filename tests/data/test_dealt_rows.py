@@ -1,9 +1,14 @@
+"""Which samples make the batches of a pass, and how they are divided between ranks."""
+
+from __future__ import annotations
+
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.cases import Numbers, train_loader
 
-from windlass.data.cut import share, shares_of
-from windlass.data.dealt_rows import SampleRows, rank_rows
+from windlass.data.dealt_rows import SampleRows, balanced_batches, rank_rows, share, shares_of
 from windlass.data.order import SequentialOrder
 
 
@@ -49,3 +54,41 @@ def test_a_rank_without_a_sample_in_a_row_has_a_filler_only_if_it_has_none_at_al
     first, second = rank_rows(rows.rows(0, 0), 3)
     assert (first.ids, first.shares, first.filler, first.last) == ([3], (1, 1, 1, 1), False, False)
     assert (second.ids, second.shares, second.filler, second.last) == ([4], (1, 0, 0, 0), True, True)
+
+
+def cost(members: list[int], lengths: list[int]) -> float:
+    longest = max((lengths[i] for i in members), default=0)
+    return len(members) * (longest + 0.001 * longest**2)
+
+
+def best_possible(lengths: list[int], groups: int) -> float:
+    """The smallest dearest group over all contiguous cuts of the samples by falling length, tried one by one."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    inner = itertools.combinations(range(1, len(order)), groups - 1)
+    cuts = ([0, *cut, len(order)] for cut in inner)
+    return min(max(cost(order[a:b], lengths) for a, b in itertools.pairwise(cut)) for cut in cuts)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=9),
+    rows=st.integers(1, 2),
+    world=st.integers(1, 3),
+)
+def test_every_sample_once_everyone_busy_and_no_cut_is_cheaper(
+    lengths: list[int], rows: int, world: int
+) -> None:
+    dealt = balanced_batches(list(range(len(lengths))), lengths, rows, world)
+    groups = [members for row in dealt for members in row]
+    assert (len(dealt), len(groups)) == (rows, rows * world)
+    assert sorted(i for members in groups for i in members) == list(range(len(lengths)))
+    assert sum(map(bool, groups)) == min(len(lengths), rows * world)
+    prices = [cost(members, lengths) for members in groups]
+    assert prices == sorted(prices, reverse=True), "the dearest groups share a row"
+    if len(lengths) >= rows * world:
+        assert max(prices) <= best_possible(lengths, rows * world) * (1 + 1e-9)
+
+
+@given(lengths=st.lists(st.integers(0, 1), min_size=4, max_size=12))
+def test_samples_without_tokens_do_no_harm(lengths: list[int]) -> None:
+    dealt = balanced_batches(list(range(len(lengths))), lengths, 2, 2)
+    assert all(members for row in dealt for members in row)
