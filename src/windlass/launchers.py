@@ -24,6 +24,7 @@ from windlass.config.parallel.from_launcher import OWN_VARIABLE, to_environment
 from windlass.config.parallel.settings import Settings
 from windlass.config.parallel.table import KEYS
 from windlass.config.refusal import refuse
+from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.lazy import loader_of
 from windlass.core.logs import get_logger, warn_once
@@ -73,7 +74,7 @@ def notebook_launcher(
     """
     import torch
 
-    count = _devices() or 1 if num_processes is None else num_processes
+    count = visible_devices() or 1 if num_processes is None else num_processes
     settings = Settings()
     settings.record(
         KEYS["precision"], mixed_precision, "notebook_launcher(mixed_precision=)", "flag", implicit=False
@@ -83,7 +84,7 @@ def notebook_launcher(
         with _in_environment(settings):
             function(*args)
         return
-    threads = torch.get_num_threads() if _devices() else 1
+    threads = torch.get_num_threads() if visible_devices() else 1
     endpoint = rdzv_endpoint or f"{master_addr}:{use_port}"
     meeting = _meeting(num_nodes, node_rank, rdzv_backend, endpoint, rdzv_conf or {}, rdzv_id)
     _launch(
@@ -134,12 +135,6 @@ def _in_environment(settings: Settings) -> Iterator[None]:
     finally:
         del os.environ[OWN_VARIABLE]
         os.environ.update({name: value for name, value in before.items() if value is not None})
-
-
-def _devices() -> int:
-    import torch
-
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def _machine_problems(count: int, node_rank: int, num_nodes: int, backend: str) -> Iterator[Problem]:

@@ -21,6 +21,14 @@ _taken: set[int] = set()
 _running: Any = None
 
 
+def signal_name(number: int) -> str:
+    """Return `"SIGTERM"` for 15; a number without a name is `"signal 77"`."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 @contextlib.contextmanager
 def handling(number: int, handle: Callable[[int], None]) -> Iterator[None]:
     """Within the body this process calls `handle` for the signal, and its workers ignore it. Main thread only."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from windlass.core.errors import WorkerError
 from windlass.core.foreign_threads import wait_for_foreign_threads
+from windlass.core.job_signals import signal_name
 from windlass.core.logs import get_logger
 from windlass.dist.beacon import beacon
 
@@ -98,7 +99,7 @@ class _Popen(popen_fork.Popen):
         """Fork; return the end of a pipe from which the sign of the child can be read."""
         global _entrance
         read, write = os.pipe()
-        blocked = {number for number in signal.valid_signals() if _name(number) not in _FAULTS}
+        blocked = {number for number in signal.valid_signals() if signal_name(number) not in _FAULTS}
         wait_for_foreign_threads()
         # A signal to the whole job must not meet a worker between the handlers of its parent and its own.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -142,11 +143,4 @@ class _Popen(popen_fork.Popen):
 
 def how_it_ended(code: int) -> str:
     """An exit code of `multiprocessing` in words."""
-    return f"was killed by {_name(-code)}" if code < 0 else f"exited with code {code}"
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"

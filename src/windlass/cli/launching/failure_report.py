@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import signal
 import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from windlass.core import output
 from windlass.core.errors import EXIT_PREEMPTED
+from windlass.core.job_signals import signal_name
 from windlass.dist.beacon import Mark
 
 # Errors of a rank whose peers have gone: a consequence of their failure, never its cause.
@@ -252,7 +252,7 @@ def _cause(rank: RankFacts) -> str:
     if rank.message:
         return f"raised {rank.message.strip()}"
     if rank.exit_code is not None and rank.exit_code < 0:
-        name = _signal_name(-rank.exit_code)
+        name = signal_name(-rank.exit_code)
         hint = " (often the machine ran out of memory)" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
     if rank.exit_code == EXIT_STALLED:
@@ -271,13 +271,6 @@ def _state(rank: RankFacts) -> str:
         return "had saved and exited on request"
     cause = f"lost its peers: {rank.message.strip()}" if rank.lost_its_peers else _cause(rank)
     return textwrap.shorten(cause.splitlines()[0], _MAX_QUOTE, placeholder=" ...")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _script_frames(stacks: str) -> str:
