@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,19 @@ def test_list_is_ordered_by_step_and_knows_what_is_inside(two: Path) -> None:
     assert listed[0].nbytes == sum(
         p.stat().st_size for p in files_of(listed[0].path) if p.name != MANIFEST_NAME
     )
+
+
+def test_a_save_reads_the_manifest_of_each_earlier_checkpoint_twice_at_most(two: Path) -> None:
+    """Once for the number of the new one, once for retention; a long run may keep hundreds."""
+
+    class Reads(Files):
+        def read(self, path: Path, limit: int) -> bytes:
+            found[str(path.relative_to(two))] += 1
+            return super().read(path, limit)
+
+    found: Counter[str] = Counter()
+    save(two, 11, Reads(), limit=None)
+    assert found[f"checkpoint-9/{MANIFEST_NAME}"] == found[f"checkpoint-10/{MANIFEST_NAME}"] == 2
 
 
 def test_an_absent_root_is_an_empty_store(tmp_path: Path) -> None:

@@ -64,13 +64,15 @@ class MirroredStore(Store):
             super().remove(path)
 
     def committed(self) -> _Infos:
-        here = {info.order: info for info in super().committed()}
+        found = {info.order: info for info in (*self._elsewhere(), *self.list())}
+        return [info for _, info in sorted(found.items())]
+
+    def _elsewhere(self) -> _Infos:
         try:
-            there = {one.info.order: one.info for one in self.mirror.list()}
+            return [one.info for one in self.mirror.list()]
         except OSError as error:  # the next save tries again
             _logger.warning("%s; going by what was seen there before", error.strerror or error)
-            there = {info.order: info for info in self.mirror.seen}
-        return [info for _, info in sorted({**there, **here}.items())]
+            return list(self.mirror.seen)
 
     def whole(self) -> _Infos:
         """Those in the remote folder: retention there must not count local ones."""

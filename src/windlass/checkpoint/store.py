@@ -117,6 +117,10 @@ class Store:
         """The committed checkpoints, local and remote, in order of their commits."""
         return self.list()
 
+    def _elsewhere(self) -> _Infos:
+        """The committed checkpoints that are known to be in a remote folder."""
+        return []
+
     def whole(self) -> _Infos:
         """Committed checkpoints that have all their files in their sizes; retention counts these."""
         return [info for info in self.list() if has_all_files(info)]
@@ -303,7 +307,7 @@ class Store:
         """What retention must not remove: with several disks, the newest checkpoint that is known to be committed on
         all of them. That is the previous one, until the ranks have agreed again.
         """
-        return [info.path for info in self.list() if info.order == self._on_all]
+        return [] if self._on_all is None else [i.path for i in self.list() if i.order == self._on_all]
 
     @property
     def is_writer(self) -> bool:
@@ -375,7 +379,7 @@ class Store:
             except (CheckpointError, OSError) as error:
                 if is_unreachable(error):
                     raise OSError(errno.EIO, f"the checkpoints there cannot be listed: {error}") from error
-        return max([*serials, *(info.serial for info in self.committed())]) + 1
+        return max([*serials, *(info.serial for info in self._elsewhere())]) + 1
 
     def _recover(self) -> None:
         """Restore the name of a replaced checkpoint if the process ended between the two renames."""
