@@ -253,3 +253,9 @@ def test_availability_takes_the_arguments_of_the_peer() -> None:
     assert ours.is_mps_available("1.12") == bool(peer.is_mps_available("1.12"))
     with pytest.raises(ValueError, match="both True"):
         ours.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
+
+
+def test_the_notebook_callback_has_two_names() -> None:
+    from windlass.utils.notebook import NotebookProgressCallback
+
+    assert NotebookProgressCallback is windlass.NotebookProgressCallback
