@@ -1,0 +1,76 @@
+"""Causal attention over sequences that are divided among ranks: heads travel instead of keys.
+
+Each rank exchanges its tokens of all heads for all tokens of its heads, attends them as one process would, and
+exchanges back (Jacobs et al., "DeepSpeed Ulysses", 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from windlass.core.errors import ConfigError, Problem
+from windlass.transforms.ring_attention import Sight, ring_attention
+from windlass.transforms.zigzag import Zigzag
+
+
+def ulysses_attention(
+    query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Any, scale: float | None = None
+) -> Tensor:
+    """Attend over whole rows, of which each rank of `group` has a part: arguments and result as `ring_attention`.
+
+    If there are fewer heads of keys than ranks, each is sent to several ranks.
+
+    Raises:
+        ConfigError: the heads cannot be divided among the ranks.
+    """
+    size = sight.division.size
+    refuse_heads(query.shape[1], key.shape[1], size)
+    if key.shape[1] % size:
+        copies = size // key.shape[1]
+        key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
+    queries, keys, values = (
+        sight.division.whole(_exchange(states, group, 1, 2), 2) for states in (query, key, value)
+    )
+    alone = replace(sight, division=Zigzag(1, sight.division.length))
+    attended = ring_attention(queries, keys, values, alone, None, scale)
+    return _exchange(sight.division.parts(attended, 2), group, 2, 1)
+
+
+def refuse_heads(heads: int, key_heads: int, size: int) -> None:
+    """Raise ConfigError if heads, or those of keys, cannot be divided among `size` ranks."""
+    if heads % size:
+        raise ConfigError(Problem("sp_size", size, f"must divide the number of attention heads, {heads}"))
+    if key_heads % size and size % key_heads:
+        fix = f"must divide the number of key-value heads, {key_heads}, or be a multiple of it"
+        raise ConfigError(Problem("sp_size", size, fix))
+
+
+def _exchange(states: Tensor, group: Any, split: int, join: int) -> Tensor:
+    exchanged: Tensor = _Exchange.apply(states, group, split, join)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """Cut along `split`, send each rank its piece, and join what is received along `join`."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, group: Any, split: int, join: int) -> Tensor:
+        ctx.group, ctx.split, ctx.join = group, split, join
+        return _exchanged(states, group, split, join)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(gradient, ctx.group, ctx.join, ctx.split), None, None, None
+
+
+def _exchanged(states: Tensor, group: Any, split: int, join: int) -> Tensor:
+    size = dist.get_world_size(group)
+    sent = torch.stack(states.chunk(size, split))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), join)
