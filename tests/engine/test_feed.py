@@ -57,8 +57,7 @@ class Doubling(Gang):
 def feed_of(trace: list[str], **options: Any) -> Feed:
     counts = Counts(
         targets=lambda batch: 3.0,
-        tokens=lambda batch: 5,
-        positions=lambda batch: batch["x"].numel(),
+        inputs=lambda batch: (5, batch["x"].numel()),
         inspect=lambda group: trace.append("inspect"),
     )
     return Feed(Source(trace, **options), 2, counts, Doubling(trace))
@@ -94,7 +93,7 @@ class Waited(Gang):
 def test_an_epoch_left_early_leaves_no_exchange_under_way() -> None:
     """One that outlived the process group would abort the process at its end."""
     gang = Waited()
-    counts = Counts(lambda batch: 1.0, lambda batch: 0, lambda batch: 0, lambda group: None)
+    counts = Counts(lambda batch: 1.0, lambda batch: (0, 0), lambda group: None)
     updates = Feed(Source([]), 1, counts, gang).epoch(0)
     next(updates)
     updates.close()  # type: ignore[attr-defined]
@@ -155,7 +154,7 @@ class LongerElsewhere(Gang):
 
 
 def test_in_step_a_rank_with_fewer_micro_batches_runs_along_with_what_weighs_nothing() -> None:
-    counts = Counts(lambda batch: 3.0, lambda batch: 0, lambda batch: 0, lambda group: None)
+    counts = Counts(lambda batch: 3.0, lambda batch: (0, 0), lambda group: None)
     together = next(Feed(Shorter([]), 3, counts, LongerElsewhere(), in_step=True).epoch(0))
     assert (together.targets, together.samples) == ([3.0, 3.0, 0.0], [2, 2, 0])
     own, again = together.batches[0], together.batches[2]

@@ -238,9 +238,9 @@ class Step:
     def parts(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def advance_schedule(self) -> None: ...
-
     def event(self, name: str) -> None: ...
+
+    def stepped(self, applied: bool) -> None: ...
 
 
 def scaled_updates(lr: float, executor: Any, init_scale: float) -> tuple[list[bool], torch.Tensor]:

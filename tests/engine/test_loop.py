@@ -75,6 +75,7 @@ class Counting:
 class Hooks:
     def __init__(self, state: TrainerState, act: dict[int, str]) -> None:
         self.control, self.state, self.act = TrainerControl(), state, act
+        self.progress = self
         self.trace: list[str] = []
         self.saved: dict[int, State] = {}
         self.loop: Loop
@@ -83,12 +84,12 @@ class Hooks:
     def steps(self) -> Any:
         return self
 
-    def event(self, name: str) -> None:
-        if name == "on_epoch_begin":
-            self.trace.append("epoch")
+    def epoch_begin(self) -> None:
+        self.trace.append("epoch")
 
     def epoch_end(self, complete: bool) -> None:
         self.trace.append(f"end {self.state.epoch:g}")
+        self._save()
 
     def data_ahead(self) -> None: ...
 
@@ -98,14 +99,13 @@ class Hooks:
     def shrink(self) -> int:
         raise NotImplementedError
 
-    def step_end(self) -> None:
+    def step_begin(self, step: int) -> None: ...
+
+    def step_end(self, batch: Any, applied: bool) -> None:
         flag = self.act.get(self.state.global_step)
         if flag is not None:
             setattr(self.control, flag, True)
-
-    def set_learning_rate(self, step: int) -> None: ...
-
-    def update_applied(self, batch: Any, applied: bool) -> None: ...
+        self._save()
 
     def explain_nonfinite(self, suspect: Any) -> str:
         return nonfinite_at(suspect.step, suspect.data.ids)
@@ -115,7 +115,7 @@ class Hooks:
 
     def signals_received(self, signals: Any) -> None: ...
 
-    def due(self) -> None:
+    def _save(self) -> None:
         self.saved[len(self.trace)] = {"loop": self.loop.state_dict(), "state": self.state.to_dict()}
 
 
@@ -129,7 +129,7 @@ def made(
 ) -> tuple[Loop, Hooks]:
     state = TrainerState(max_steps=max_steps)
     hooks = Hooks(state, act or {})
-    counts = Counts(lambda _: 1.0, lambda _: 0, lambda _: 0, lambda _: None)
+    counts = Counts(lambda _: 1.0, lambda _: (0, 0), lambda _: None)
     loop = Loop(
         Counting(options.get("bad")),  # type: ignore[arg-type]
         Feed(Source(length, known), 1, counts, Gang()),

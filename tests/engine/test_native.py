@@ -48,20 +48,14 @@ class Hooks:
     def parts(self) -> dict[str, Tensor]:
         return {"part": torch.tensor(2.0)}
 
-    def advance_schedule(self) -> None:
-        assert any(p.grad is not None for p in self.executor.model.parameters())
-        self.trace.append("schedule")
-
     def event(self, name: str) -> None:
-        if name == "on_optimizer_step":
-            assert any(p.grad is not None for p in self.executor.model.parameters()), (
-                "gradients are there to be seen"
-            )
-        self.trace.append(
-            {"on_substep_end": "substep", "on_pre_optimizer_step": "before", "on_optimizer_step": "after"}[
-                name
-            ]
+        self.trace.append({"on_substep_end": "substep", "on_pre_optimizer_step": "before"}[name])
+
+    def stepped(self, applied: bool) -> None:
+        assert any(p.grad is not None for p in self.executor.model.parameters()), (
+            "gradients are there to be seen"
         )
+        self.trace.append("applied" if applied else "skipped")
 
 
 def group(count: int, denominator: float = 1.0) -> UpdateBatch:
@@ -100,8 +94,7 @@ def test_events_come_in_their_order() -> None:
         "substep",
         "micro 2",
         "before",
-        "after",
-        "schedule",
+        "applied",
     ]
 
 

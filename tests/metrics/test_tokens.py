@@ -66,10 +66,13 @@ def test_rows_are_found_in_nested_batches() -> None:
 def test_positions_with_and_without_padding(lengths: list[int]) -> None:
     mask = torch.tensor([[1] * n + [0] * (5 - n) for n in lengths])
     batch = {"input_ids": mask + 3, "attention_mask": mask}
-    by_mask, by_token = InputCounter(), InputCounter(pad_token_id=3)
-    assert by_mask.positions(batch) == 5 * len(lengths)
-    assert by_mask.real(batch) == by_token.real({"input_ids": batch["input_ids"]}) == sum(lengths)
-    assert by_mask.real({"input_ids": batch["input_ids"]}) == 5 * len(lengths), (
-        "without mask or pad, all are real"
+    by_mask = InputCounter(tokens="non_padding")
+    by_token = InputCounter(tokens="non_padding", pad_token_id=3)
+    positions = 5 * len(lengths)
+    assert by_mask(batch) == by_token({"input_ids": batch["input_ids"]}) == (sum(lengths), positions)
+    assert by_mask({"input_ids": batch["input_ids"]}) == (positions, positions), (
+        "no mask or pad: all are real"
     )
-    assert by_mask.positions([1]) == by_mask.real([1]) == by_mask.real({"x": mask}) == 0
+    assert by_mask([1]) == by_mask({"x": mask}) == InputCounter()([1]) == (0, 0)
+    assert InputCounter()(batch) == (positions, positions)
+    assert InputCounter(tokens="no")(batch) == (0, positions)

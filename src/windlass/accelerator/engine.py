@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -81,6 +82,7 @@ class TrainerEngine:
 
     Attributes:
         step_was_skipped: set by the run after each update.
+        backward: that of the normaliser of the run, for its executor.
     """
 
     saves_state = False
@@ -93,18 +95,18 @@ class TrainerEngine:
     ) -> None:
         self.step_was_skipped = False
         self._owned, self._dist, self.autocast = owned, dist, autocast
-        self._run: tuple[UpdateNormaliser, Executor] | None = None
+        self.backward: Callable[..., None] = _refuse_backward
         self.strategies: Sequence[Strategy] = ()
 
     def attach(self, normaliser: UpdateNormaliser, executor: Executor) -> None:
         """Start a run, with what normalizes its losses and computes gradients. The strategy of the executor is used
         after the run, too.
         """
-        self._run, self.strategies = (normaliser, executor), (executor.strategy,)
+        self.backward, self.strategies = partial(normaliser.backward, executor=executor), (executor.strategy,)
 
     def detach(self) -> None:
         """End the run."""
-        self._run = None
+        self.backward = _refuse_backward
 
     @property
     def dist(self) -> DistPlan:
@@ -120,12 +122,6 @@ class TrainerEngine:
         # The Trainer has distributed these; a plain DataLoader of a script is prepared like any other.
         return isinstance(item, DealtLoader) and item.is_dealt
 
-    def backward(self, loss: Any, **kwargs: Any) -> None:
-        if self._run is None:
-            raise ModelError("accelerator.backward(loss) was called outside a training step of the Trainer")
-        normaliser, executor = self._run
-        normaliser.backward(loss, executor, **kwargs)
-
     def use_learning_rate(self, rate: float) -> None:
         """Nothing to do: the schedule of the run has set it."""
 
@@ -138,3 +134,7 @@ class TrainerEngine:
     def free_memory(self) -> None:
         # Runs call this between updates, where a garbage collection would take too long.
         clear_device_cache()
+
+
+def _refuse_backward(loss: Any, **_: Any) -> None:
+    raise ModelError("accelerator.backward(loss) was called outside a training step of the Trainer")

@@ -70,6 +70,7 @@ class CallbackHandler:
         model, optimizer, lr_scheduler, train_dataloader, eval_dataloader, processing_class: passed to every event by
             name; assign them whenever they change.
         callbacks: the instances, in the order in which they are called.
+        heard: the events that have listeners. `listens` also notices that a script edited the list of callbacks.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class CallbackHandler:
         self.eval_dataloader: Any = None
         self._listeners: dict[str, tuple[Listener, ...]] = {}
         self._active: list[str] = []
-        self._calls_are_replaced = False
+        self.heard: frozenset[str] = frozenset()
         self._known = -1
         for callback in callbacks:
             self.add_callback(callback)
@@ -103,7 +104,7 @@ class CallbackHandler:
         if name in _SHARED:
             self._shared[name] = value
         elif name == "call_event":
-            self._calls_are_replaced = True
+            self.heard = frozenset(EVENTS)
 
     # --- the callbacks
 
@@ -148,9 +149,8 @@ class CallbackHandler:
         """Collect the listeners. Needed only after a method of a callback was assigned."""
         self._listeners = {event: tuple(_bound(self.callbacks, event)) for event in EVENTS}
         self._known = len(self.callbacks)
-        self._calls_are_replaced = (
-            "call_event" in self.__dict__ or type(self).call_event is not CallbackHandler.call_event
-        )
+        replaced = "call_event" in self.__dict__ or type(self).call_event is not CallbackHandler.call_event
+        self.heard = frozenset(e for e in EVENTS if replaced or self._listeners[e])
 
     def listens(self, event: str) -> bool:
         """Return True if a callback listens to this event.
@@ -159,14 +159,14 @@ class CallbackHandler:
         """
         if len(self.callbacks) != self._known:  # scripts also edit the list itself
             self.refresh()
-        return self._calls_are_replaced or bool(self._listeners[event])
+        return event in self.heard
 
     def listens_outside(self, event: str) -> bool:
         """Return True if a callback that is not one of Windlass listens to this event."""
-        return self._calls_are_replaced or (
-            self.listens(event)
-            and any(not _module_of(listener).startswith("windlass.") for listener in self._listeners[event])
-        )
+        if not self.listens(event):
+            return False
+        listeners = self._listeners[event]
+        return not listeners or any(not _module_of(one).startswith("windlass.") for one in listeners)
 
     # --- the events
 

@@ -222,4 +222,11 @@ class TrainerControl(ExportableState):
             setattr(self, name, bool(value))
 
 
+class Progress:
+    """The progress of a run, and what it is to do next. Scripts may replace `control`, so it is read each time."""
+
+    state: TrainerState
+    control: TrainerControl
+
+
 CONTROL_FLAGS = tuple(f.name for f in dataclasses.fields(TrainerControl))

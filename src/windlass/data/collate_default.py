@@ -26,7 +26,9 @@ def auto_collate(samples: list[Any]) -> Any:
     """Dict samples as `default_data_collator` makes them; tuples, tensors and numbers as PyTorch's
     `default_collate` does.
     """
-    return default_data_collator(samples) if isinstance(samples[0], Mapping) else plain_collate(samples)
+    if isinstance(samples[0], Mapping):
+        return _collated(samples, _stack_torch, _torch_labels)
+    return plain_collate(samples)
 
 
 def default_data_collator(features: Features, return_tensors: str = "pt") -> Batch:
@@ -43,13 +45,10 @@ def default_data_collator(features: Features, return_tensors: str = "pt") -> Bat
         key -> tensor or array of shape (batch, *shape of the value).
     """
     samples = features if isinstance(features[0], Mapping) else [vars(feature) for feature in features]
-    try:
-        if return_tensors == "pt":
-            return _collated(samples, _stack_torch, _torch_labels)
-        if return_tensors == "np":
-            return _collated(samples, _stack_numpy, _numpy_labels)
-    except KeyError as error:
-        raise _lacking(samples) or error from error
+    if return_tensors == "pt":
+        return _collated(samples, _stack_torch, _torch_labels)
+    if return_tensors == "np":
+        return _collated(samples, _stack_numpy, _numpy_labels)
     raise unknown_framework(return_tensors)
 
 
@@ -67,13 +66,21 @@ def _collated(
     samples: Features, stack: Callable[[list[Any]], Any], labels: Callable[[list[Any], bool], Any]
 ) -> Batch:
     first, batch = samples[0], {}
-    if first.get("label") is not None:
-        batch["labels"] = labels([sample["label"] for sample in samples], False)
-    elif first.get("label_ids") is not None:
-        batch["labels"] = labels([sample["label_ids"] for sample in samples], True)
-    for name, value in first.items():
-        if name not in ("label", "label_ids") and value is not None and not isinstance(value, str):
-            batch[name] = _stacked(name, [sample[name] for sample in samples], stack)
+    name: Any = None
+    try:
+        if first.get("label") is not None:
+            batch["labels"] = labels([sample["label"] for sample in samples], False)
+        elif first.get("label_ids") is not None:
+            batch["labels"] = labels([sample["label_ids"] for sample in samples], True)
+        for name, value in first.items():
+            if name not in ("label", "label_ids") and value is not None and not isinstance(value, str):
+                batch[name] = stack([sample[name] for sample in samples])
+    except KeyError as error:
+        raise _lacking(samples) or error from error
+    except (RuntimeError, ValueError, TypeError) as error:
+        if name is None:
+            raise  # of the labels
+        raise _cannot_stack(name, [sample[name] for sample in samples], error) from error
     return batch
 
 
@@ -89,17 +96,14 @@ def _lacking(samples: Features) -> DataError | None:
     return None
 
 
-def _stacked(name: str, values: list[Any], stack: Callable[[list[Any]], Any]) -> Any:
-    try:
-        return stack(values)
-    except (RuntimeError, ValueError, TypeError) as error:
-        shapes = sorted({str(list(np.shape(value))) for value in values if hasattr(value, "__len__")})
-        raise DataError(
-            f"column {name!r} cannot be stacked into a batch ({error}). "
-            + (f"Its samples have the shapes {' and '.join(shapes[:3])}. " if len(shapes) > 1 else "")
-            + "Pad the samples to one length, or pass a data_collator that does, such as "
-            "DataCollatorWithPadding(tokenizer)."
-        ) from error
+def _cannot_stack(name: str, values: list[Any], error: Exception) -> DataError:
+    shapes = sorted({str(list(np.shape(value))) for value in values if hasattr(value, "__len__")})
+    return DataError(
+        f"column {name!r} cannot be stacked into a batch ({error}). "
+        + (f"Its samples have the shapes {' and '.join(shapes[:3])}. " if len(shapes) > 1 else "")
+        + "Pad the samples to one length, or pass a data_collator that does, such as "
+        "DataCollatorWithPadding(tokenizer)."
+    )
 
 
 def _stack_torch(values: list[Any]) -> torch.Tensor:

@@ -73,14 +73,13 @@ class ColumnCollator:
 
     def __call__(self, samples: list[Any]) -> Any:
         if self._keep and isinstance(samples[0], Mapping):
-            if not self.message_logged:
-                self.message_logged = bool(_unused(samples[0], self.columns, self.what, self.logger))
-            keep = self._keep
-            samples = [
-                s if keep.issuperset(s) else {name: value for name, value in s.items() if name in keep}
-                for s in samples
-            ]
+            samples = [s if s and self._keep.issuperset(s) else self._kept(s) for s in samples]
         return self.collate(samples)
+
+    def _kept(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        if not self.message_logged:
+            self.message_logged = bool(_unused(sample, self.columns, self.what, self.logger))
+        return {name: value for name, value in sample.items() if name in self._keep}
 
 
 def _unused(present: Iterable[str], columns: list[str], what: str, log: Any = logger) -> list[str]:

@@ -120,11 +120,13 @@ class DealtLoader(DataLoader[Any], GroupSource):
         """
         place, rows = self._place, list[DealtBatch]()
         epoch, start, place.resume = place.epoch, place.consumed, 0
+        of_pass: State | None = None
         for row in self._training_pass(epoch, start, accumulation):
             rows.append(row)
             if len(rows) == accumulation or row.last:
+                of_pass = self._of_pass(epoch) if of_pass is None else of_pass
                 self._move_after(row, epoch)
-                yield self._group(rows, epoch)
+                yield self._group(rows, epoch, of_pass)
                 rows = []
         if place.epoch == epoch:
             raise DataError(
@@ -142,7 +144,7 @@ class DealtLoader(DataLoader[Any], GroupSource):
         place.epoch, place.consumed = (epoch + 1, 0) if row.last else (epoch, row.end)
         place.bookmark = row.bookmark
 
-    def _group(self, rows: list[DealtBatch], epoch: int) -> UpdateBatch:
+    def _group(self, rows: list[DealtBatch], epoch: int, of_pass: State) -> UpdateBatch:
         own = [row for row in rows if not row.filler]
         return UpdateBatch(
             batches=[row.batch for row in own or rows[:1]],
@@ -151,11 +153,15 @@ class DealtLoader(DataLoader[Any], GroupSource):
             epoch=epoch,
             last_in_epoch=rows[-1].last,
             filler=not own,
-            position=self._position(epoch),
+            position=self._position(of_pass),
         )
 
-    def _position(self, epoch: int) -> State:
-        """The state after a group of `epoch`."""
+    def _of_pass(self, epoch: int) -> State:
+        """The entries of a position that stay the same in a pass, collected once; they may cost as much as a group."""
+        return {}
+
+    def _position(self, of_pass: State) -> State:
+        """The present position, with the entries of its pass."""
         return self.state_dict()
 
     def batches_in_step(self) -> Iterator[tuple[list[int] | None, Any]]:

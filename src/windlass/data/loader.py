@@ -127,17 +127,14 @@ class Loader(DealtLoader):
             self._place.epoch, self._place.consumed = epoch, 0
 
     def state_dict(self) -> State:
-        return self._position(self.epoch)
+        return self._position(self._of_pass(self.epoch))
 
-    def _position(self, epoch: int) -> State:
+    def _of_pass(self, epoch: int) -> State:
         # The length is that of `epoch`: to know the next epoch's, a sampler of the user would have to run.
-        place = self._place
-        return {
-            "seed": place.seed,
-            "epoch": place.epoch,
-            "consumed": place.consumed,
-            "length": self._length(epoch),
-        }
+        return {"seed": self.seed, "length": self._length(epoch)}
+
+    def _position(self, of_pass: State) -> State:
+        return {**of_pass, "epoch": self._place.epoch, "consumed": self._place.consumed}
 
     def load_state_dict(self, state: State) -> None:
         self._passes = 0

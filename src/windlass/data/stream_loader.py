@@ -114,9 +114,6 @@ class StreamLoader(Loader):
         if self._dispatched is not None:
             self._dispatched = self._new_dispatched()
 
-    def state_dict(self) -> State:
-        return super().state_dict() | self._parts() | {"bookmark": self._bookmark()}
-
     def position_in(self, state: State) -> int:
         now = int(self._parts().get("parts", 1))
         return int(state["consumed"]) * int(state.get("parts", 1)) // now
@@ -131,12 +128,13 @@ class StreamLoader(Loader):
                 f"continues after its own first {place.consumed} samples. Only the stream knows which samples those are"
             )
 
-    def _position(self, epoch: int) -> State:
-        return super()._position(epoch) | self._parts() | {"bookmark": self._bookmark()}
+    def _of_pass(self, epoch: int) -> State:
+        return super()._of_pass(epoch) | self._parts()
 
-    def _bookmark(self) -> Any:
+    def _position(self, of_pass: State) -> State:
         place = self._place
-        return place.bookmark if belongs(place.bookmark, place.epoch, place.consumed) else None
+        bookmark = place.bookmark if belongs(place.bookmark, place.epoch, place.consumed) else None
+        return super()._position(of_pass) | {"bookmark": bookmark}
 
     def _parts(self) -> State:
         return {"parts": self.batch.ranks} if self.own_parts else {}

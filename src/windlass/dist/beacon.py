@@ -126,35 +126,25 @@ class Beacon:
         """Record that `number` updates are done."""
         self._step = number
         self._count += 1
-        self._write_mark()
 
     def call(self, name: str) -> None:
         """Record the next operation. The launcher reads the first 64 bytes of its name in UTF-8."""
         self._call = name
         self._count += 1
-        self._write_mark()
 
     def note(self, name: str) -> None:
         """Record the current activity without counting it as progress."""
         self._call = name
-        self._write_mark()
 
     def sign(self, collectives: int) -> None:
         """Record that the process is alive, and how many collectives it has issued, without counting it as progress."""
         self._looks += 1
         self._collectives = collectives
-        self._write_life()
 
     def mark(self) -> Mark:
         """The last mark of this process."""
         step = None if self._step == _NO_STEP else self._step
         return Mark(self._count, step, self._call, self._looks, self._collectives)
-
-    def _write_mark(self) -> None:
-        """Publish the mark; this beacon keeps it for its process."""
-
-    def _write_life(self) -> None:
-        """Publish the sign of life."""
 
 
 class LitBeacon(Beacon):
@@ -167,6 +157,22 @@ class LitBeacon(Beacon):
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._write_life()
         self._write_mark()
+
+    def step(self, number: int) -> None:
+        super().step(number)
+        self._write_mark()
+
+    def call(self, name: str) -> None:
+        super().call(name)
+        self._write_mark()
+
+    def note(self, name: str) -> None:
+        super().note(name)
+        self._write_mark()
+
+    def sign(self, collectives: int) -> None:
+        super().sign(collectives)
+        self._write_life()
 
     def _write_mark(self) -> None:
         _MARK.pack_into(self._map, 0, self._count, self._step, self._call.encode())

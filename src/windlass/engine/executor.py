@@ -51,11 +51,11 @@ class StepHooks:
         """Named auxiliary losses of the update, this rank's share."""
         return {}
 
-    def advance_schedule(self) -> None:
-        """Called after an update was applied, while its gradients exist."""
-
     def event(self, name: str) -> None:
-        """Called at `on_substep_end`, `on_pre_optimizer_step` and `on_optimizer_step`."""
+        """Called at `on_substep_end` and `on_pre_optimizer_step`."""
+
+    def stepped(self, applied: bool) -> None:
+        """Called after an update was applied or skipped, while its gradients exist: `on_optimizer_step`."""
 
 
 class WeightAverage(Protocol):

@@ -10,8 +10,7 @@ from typing import Any
 from windlass.core.errors import DataError
 from windlass.core.types import State
 from windlass.data.update_batch import GroupSource, UpdateBatch
-from windlass.dist.gang import Gang
-from windlass.dist.lockstep import Lockstep, Round
+from windlass.dist.gang import Gang, Pending
 from windlass.metrics.tokens import rows
 
 
@@ -22,12 +21,12 @@ class Counts:
     `inspect` sees the first group before anything of it is counted: what the counts mean may depend on it. If it
     returns a number, it is called again with the same samples in that many micro-batches.
     `check` sees every group before it is counted, and raises if the model cannot compute it; None: nothing is checked.
+    `inputs` returns the tokens of a batch, as the configuration counts them, and its positions with padding.
     `signals` are numbers that this rank sends to the others with the counts, so agreeing costs nothing.
     """
 
     targets: Callable[[Any], float]
-    tokens: Callable[[Any], int]
-    positions: Callable[[Any], int]
+    inputs: Callable[[Any], tuple[int, int]]
     inspect: Callable[[UpdateBatch], int | None]
     signals: Callable[[], Sequence[float]] = tuple
     check: Callable[[UpdateBatch], None] | None = None
@@ -62,7 +61,8 @@ class Feed:
         self._inspected = False
         self._position: State = {}
         self._groups: Iterator[UpdateBatch] = iter(())
-        self._rounds = Lockstep[UpdateBatch](all_ranks)
+        # The update that was fetched ahead, and the sums of its counts over ranks.
+        self._ahead: tuple[UpdateBatch, Pending] | None = None
         # The source's position before and after the last update.
         self._position_before: State = {}
         self._position_after: State = {}
@@ -87,26 +87,42 @@ class Feed:
         """The updates that are left of epoch `number`."""
         self._fetch(self._open(number))
         try:
-            while self._rounds.under_way:
-                yield self._take()
+            while self._ahead is not None:
+                yield self._take(*self._ahead)
         finally:
-            self._rounds.close()  # the epoch may be left early, on all ranks
+            self._end_sum()  # the epoch may be left early, on all ranks
             self._groups = iter(())  # workers that read for this epoch alone end with it
 
     def again(self, accumulation: int) -> UpdateBatch:
         """Read the last update again, in this many micro-batches, as the source cuts them now. In a world of one."""
-        self._rounds.close()
+        self._end_sum()
         self._position_after = self._position_before
         self._reopen(accumulation)
         self._fetch(None)
-        return self._take()
+        assert self._ahead is not None, "the same samples come again"
+        return self._take(*self._ahead)
 
-    def _take(self) -> UpdateBatch:
-        """Return the update that was fetched ahead, and start fetching the next one."""
-        current = self._summed(self._rounds.end())
-        self._position_before, self._position_after = self._position_after, current.position
-        self._fetch(None if current.last else current)
-        return current
+    def _take(self, group: UpdateBatch, counts: Pending) -> UpdateBatch:
+        """Return the update that was fetched ahead, with its sums over all ranks, and fetch the next one."""
+        self._ahead = None
+        going_on, group.denominator, group.total_samples, group.tokens, group.positions, *more = counts.wait()
+        group.last = not going_on
+        if group.dealt_samples and 0 < going_on < self._all_ranks.size:
+            ended = self._all_ranks.size - int(going_on)
+            raise DataError(_ENDS_APART.format(ended, self._all_ranks.size))
+        if self._in_step:
+            _fill_up(group, sum(ranks > 0 for ranks in more[: self._accumulation]))
+            del more[: self._accumulation]
+        group.signals = more
+        self._position_before, self._position_after = self._position_after, group.position
+        self._fetch(None if group.last else group)
+        return group
+
+    def _end_sum(self) -> None:
+        """Wait for the sum that was begun: one that is under way could outlive the process group."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead[1].wait()
 
     def _open(self, number: int) -> UpdateBatch | None:
         """Begin the epoch; return a group to use as a filler if the restored position is past this epoch."""
@@ -140,7 +156,8 @@ class Feed:
         signals = self._counts.signals()
         # The sums are the numbers of ranks that have a k-th micro-batch, and show how many the longest has.
         present = [float(len(group.batches) > k) for k in range(self._accumulation)] if self._in_step else []
-        self._rounds.begin(group, not group.last_in_epoch, [*sums, *present, *signals])
+        going_on = float(not group.last_in_epoch)  # the sum is the number of ranks that have more data
+        self._ahead = group, self._all_ranks.start_sum([going_on, *sums, *present, *signals])
 
     def _count(self, group: UpdateBatch) -> list[float]:
         """Count each micro-batch; return the sums over all of them."""
@@ -153,7 +170,7 @@ class Feed:
         group.targets = [counts.targets(batch) for batch in batches]
         # The ids are exact; a batch of joined sequences, for example, is one row.
         group.samples = [len(i) or rows(b) for i, b in zip(group.ids, batches, strict=True)]
-        tokens, positions = sum(map(counts.tokens, batches)), sum(map(counts.positions, batches))
+        tokens, positions = map(sum, zip(*map(counts.inputs, batches), strict=True))
         sums = [sum(group.targets), sum(group.samples), tokens, positions]
         return sums if self._sends_counts else [0.0] * len(sums)
 
@@ -165,22 +182,13 @@ class Feed:
         self._inspected = True
         return group
 
-    def _summed(self, ended: Round[UpdateBatch]) -> UpdateBatch:
-        """The group of this round, with the sums over all ranks."""
-        group, going_on = ended.item, ended.going_on
-        group.denominator, group.total_samples, group.tokens, group.positions, *more = ended.sums
-        group.last = not going_on
-        if group.dealt_samples and 0 < going_on < self._all_ranks.size:
-            raise DataError(_ENDS_APART.format(self._all_ranks.size - going_on, self._all_ranks.size))
-        width = self._accumulation if self._in_step else 0
-        present, group.signals = more[:width], more[width:]
-        missing = sum(ranks > 0 for ranks in present) - len(group.batches) if present else 0
-        if missing > 0:
-            # Copies: a training step may take labels out of its batch.
-            group.batches = [*group.batches, *(copy.copy(group.batches[0]) for _ in range(missing))]
-            group.ids = [*group.ids, *([] for _ in range(missing))]
-            group.targets, group.samples = (
-                [*group.targets, *[0.0] * missing],
-                [*group.samples, *[0] * missing],
-            )
-        return group
+
+def _fill_up(group: UpdateBatch, micro_batches: int) -> None:
+    """Repeat the first micro-batch without weight until there are as many as the longest rank has."""
+    missing = micro_batches - len(group.batches)
+    if missing > 0:
+        # Copies: a training step may take labels out of its batch.
+        group.batches = [*group.batches, *(copy.copy(group.batches[0]) for _ in range(missing))]
+        group.ids = [*group.ids, *([] for _ in range(missing))]
+        group.targets = [*group.targets, *[0.0] * missing]
+        group.samples = [*group.samples, *[0] * missing]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from windlass.core.errors import NonFiniteError
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import Progress
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import StepSeeder
 from windlass.core.types import State
@@ -45,22 +45,14 @@ class LoopHooks:
 
     Attributes:
         steps: what an update calls.
+        progress: the state, which the loop moves, and the flags that callbacks set.
     """
 
     steps: StepHooks
+    progress: Progress
 
-    @property
-    def state(self) -> TrainerState:
-        """The progress of the run, which the loop moves. It stays the same object."""
-        raise NotImplementedError
-
-    @property
-    def control(self) -> TrainerControl:
-        """The flags that callbacks set. Events may replace the object, so it is read each time."""
-        raise NotImplementedError
-
-    def event(self, name: str) -> None:
-        """Called at `on_epoch_begin`, `on_step_begin` and `on_step_end`."""
+    def epoch_begin(self) -> None:
+        """Called when the run enters an epoch."""
 
     def data_ahead(self) -> None:
         """Called before the data of the next update is requested."""
@@ -77,20 +69,18 @@ class LoopHooks:
         """
         raise NotImplementedError
 
-    def step_end(self) -> None:
-        """Called after each update that was not rolled back."""
+    def step_begin(self, step: int) -> None:
+        """Called before update `step`, counted from 0: set its learning rate."""
+
+    def step_end(self, batch: UpdateBatch, applied: bool) -> None:
+        """Called after the update of this data was applied or skipped, and not rolled back. Log, evaluate and save, as
+        the control flags request.
+        """
 
     def epoch_end(self, complete: bool) -> None:
-        """Called when the run leaves an epoch; `complete` unless the run stops with data of the epoch left."""
-
-    def due(self) -> None:
-        """Log, evaluate and save, as the control flags request."""
-
-    def set_learning_rate(self, step: int) -> None:
-        """Set the learning rate of update `step`."""
-
-    def update_applied(self, batch: UpdateBatch, applied: bool) -> None:
-        """Called after the update of this data was applied or skipped."""
+        """Called when the run leaves an epoch; `complete` unless the run stops with data of the epoch left. Log,
+        evaluate and save, as the control flags request.
+        """
 
     def update_refused(self, suspect: Suspect, result: StepResult) -> bool:
         """Called on every rank after an update was refused because its gradients were not finite.
@@ -138,7 +128,8 @@ class Loop:
         seed_step: StepSeeder,
         options: LoopOptions,
     ) -> None:
-        self._executor, self._feed, self._hooks, self._state = executor, feed, hooks, hooks.state
+        self._executor, self._feed, self._hooks = executor, feed, hooks
+        self._progress, self._state = hooks.progress, hooks.progress.state
         self._ledger, self._seed_step, self._options = ledger, seed_step, options
         self._watch = FiniteWatch(ledger.device)
         self._beacon = beacon()
@@ -163,8 +154,8 @@ class Loop:
     def _run_epoch(self) -> None:
         if not self._epoch_open:
             self._epoch_open = True
-            self._hooks.control.new_epoch()
-            self._hooks.event("on_epoch_begin")
+            self._progress.control.new_epoch()
+            self._hooks.epoch_begin()
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch
         self._beacon.call("read data")
@@ -174,7 +165,7 @@ class Loop:
                 if self._leaves_epoch():
                     break
         if self._updates_in_epoch == before == 0:
-            self._hooks.control.should_training_stop = True
+            self._progress.control.should_training_stop = True
             logger.warning("epoch %d has no data for an update: training stops", self._epoch)
         self._close_epoch()
 
@@ -198,7 +189,7 @@ class Loop:
     waits_for_data = False
 
     def _close_epoch(self) -> None:
-        if self._hooks.control.should_epoch_stop:
+        if self._progress.control.should_epoch_stop:
             # A callback ended the epoch early: the rest of its data is skipped.
             self._position = {}
         self._epoch_open = False
@@ -208,16 +199,13 @@ class Loop:
             self._epoch += 1
             self._updates_in_epoch = 0
         self._hooks.epoch_end(complete)
-        self._hooks.due()
 
     def _update(self, batch: UpdateBatch) -> None:
         """One optimizer update: group -> gradients -> update -> ledger -> events."""
-        state, hooks = self._state, self._hooks
-        hooks.control.new_step()
-        self._seed_step(state.global_step)
-        self._beacon.step(state.global_step)
-        hooks.set_learning_rate(state.global_step)
-        hooks.event("on_step_begin")
+        step, hooks = self._state.global_step, self._hooks
+        self._seed_step(step)
+        self._beacon.step(step)
+        hooks.step_begin(step)
         batch, result = self._compute(batch)
         self._advance(batch)
         self._ledger.add(result.loss, result.norm, result.parts, result.applied)
@@ -225,9 +213,7 @@ class Loop:
         hooks.signals_received(batch.signals)
         if self._rolled_back(batch, result):
             return
-        hooks.update_applied(batch, result.applied)
-        hooks.step_end()
-        hooks.due()
+        hooks.step_end(batch, result.applied)
 
     def _compute(self, batch: UpdateBatch) -> tuple[UpdateBatch, StepResult]:
         """Compute the update; if memory runs out, retry with the same samples in smaller micro-batches."""
@@ -259,7 +245,7 @@ class Loop:
     # --- when to stop -----------------------------------------------------------------------------------------------
 
     def _leaves_epoch(self) -> bool:
-        control = self._hooks.control
+        control = self._progress.control
         return (
             control.should_training_stop
             or control.should_epoch_stop
@@ -269,13 +255,13 @@ class Loop:
     @property
     def _stopped_within_epoch(self) -> bool:
         """The run ends here and the epoch does not: a checkpoint saved now must continue with the rest of its data."""
-        ended = self._data_spent or self._hooks.control.should_epoch_stop
+        ended = self._data_spent or self._progress.control.should_epoch_stop
         return self._leaves_epoch() and not ended
 
     def _finished(self) -> bool:
         if self._epoch_open:
             return False
-        stop = self._hooks.control.should_training_stop or self._state.global_step >= self._state.max_steps
+        stop = self._progress.control.should_training_stop or self._state.global_step >= self._state.max_steps
         return stop or self._epoch >= self._options.epochs + self._extra_epochs
 
     # --- non-finite values ------------------------------------------------------------------------------------------
@@ -344,7 +330,7 @@ class Loop:
             "updates_per_epoch": self._updates_per_epoch,
             "epoch_open": self._epoch_open,
             "data_spent": self._data_spent,
-            "epoch_stopped": self._epoch_open and self._hooks.control.should_epoch_stop,
+            "epoch_stopped": self._epoch_open and self._progress.control.should_epoch_stop,
             "position": self._position,
             "extra_epochs": self._extra_epochs,
         }
@@ -354,7 +340,7 @@ class Loop:
         self._epoch_open, self._data_spent = state["epoch_open"], state["data_spent"]
         own, self._own_position = self._own_position, None
         self._position, self._extra_epochs = state["position"] if own is None else own, state["extra_epochs"]
-        self._hooks.control.should_epoch_stop = state["epoch_stopped"]
+        self._progress.control.should_epoch_stop = state["epoch_stopped"]
         if self._options.restart_epoch and not self._data_spent:
             self._restart_epoch()
         self._feed.restore(self._position)

@@ -47,13 +47,11 @@ class NativeExecutor:
         parameters: list[nn.Parameter] | None = None,
         reduce_each: bool = False,
     ) -> None:
-        self.strategy, self._reduce_each = strategy, reduce_each
+        self.strategy, self._module, self._reduce_each = strategy, strategy.module, reduce_each
         self.optimizer = optimizer
         update_singly(optimizer)
         self._scaler = scaler or UnitScaler(device)
-        self._parameters = (
-            _trained_parameters(strategy.module, optimizer) if parameters is None else parameters
-        )
+        self._parameters = _trained_parameters(self._module, optimizer) if parameters is None else parameters
         self._aux_gradients: dict[nn.Parameter, Tensor] = {}
         self._overflow: Tensor | None = None
         self._skip = False
@@ -74,7 +72,8 @@ class NativeExecutor:
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients of `loss`: this rank's share times the number of ranks, because ranks are averaged."""
-        self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
+        scaled = self._scaler.scale(loss) if self._scaler.active else loss
+        scaled.backward(**options)  # type: ignore[no-untyped-call]
 
     def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
         self.backward(loss, **options)
@@ -127,7 +126,8 @@ class NativeExecutor:
         Args:
             parameters: clip these instead of all that are trained here, for loops of the user's own.
         """
-        self.unscale()
+        if self._scaler.active:
+            self.unscale()
         gradients = [p.grad for p in parameters or self._parameters if p.grad is not None]
         if rescale is not None:
             self.strategy.multiply(gradients, rescale)
@@ -212,7 +212,7 @@ class NativeExecutor:
         self, update: UpdateBatch, hooks: StepHooks, *, max_norm: float | None = None, guard: bool = False
     ) -> StepResult:
         """Gradients of every micro-batch, one norm, one update."""
-        if not self.strategy.module.training:  # after an evaluation, or a callback that sampled from it
+        if not self._module.training:  # after an evaluation, or a callback that sampled from it
             self.model.train()
         loss: Tensor | None = None
         losses: list[Tensor] = []
@@ -238,10 +238,7 @@ class NativeExecutor:
             self._skip = True
         hooks.event("on_pre_optimizer_step")
         applied = self.step()
-        hooks.event("on_optimizer_step")
-        if applied:
-            # Before the gradients are cleared: a schedule of the script may read them.
-            hooks.advance_schedule()
+        hooks.stepped(applied)
         self.zero_grad()
         return StepResult(loss, norm, applied, hooks.parts(), self._overflowed, losses)
 

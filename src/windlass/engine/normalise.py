@@ -142,7 +142,7 @@ class UpdateNormaliser(Normaliser):
         executor.backward(scaled, **options)
 
     def apply(self, loss: Tensor | LossTerms) -> Tensor:
-        scaled = super().apply(loss)
+        scaled = self._terms(loss) if isinstance(loss, LossTerms) else self._plain(loss)
         share = _account(scaled, self.ranks)
         if self.last and self._waiting is not None:
             share, self._waiting = share + self._waiting * self.correction, None

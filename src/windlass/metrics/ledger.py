@@ -27,7 +27,7 @@ class Ledger:
 
     def __init__(self, device: torch.device, sum_over_ranks: SumOverRanks) -> None:
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.device = device
+        self.device, self._on_host = device, device.type == "cpu"
         self._sum_over_ranks = sum_over_ranks
         self._parts: dict[str, Any] = {}
         self._updates = 0
@@ -48,13 +48,13 @@ class Ledger:
             self._skipped_loss = self._skipped_loss + self._taken(loss)
             return
         self._updates += 1
-        self._loss = self._loss + self._taken(loss)
+        self._loss = self._loss + (host.read(loss) if self._on_host else self._taken(loss))
         for name, value in parts.items():
             self._parts[name] = self._parts.get(name, 0.0) + self._taken(value)
 
     def _taken(self, value: Tensor | float) -> Any:
         """A value in the form of the sums: a number on the CPU, a scalar tensor on a device."""
-        if self.device.type == "cpu":
+        if self._on_host:
             return host.read(value) if isinstance(value, Tensor) else value
         return torch.as_tensor(value, dtype=self._dtype, device=self.device)
 
@@ -71,8 +71,7 @@ class Ledger:
         norms = [] if self._last_norm is None else [self._taken(self._last_norm)]
         # One transfer for all values: each waits for the device. The norm is already the same on every rank.
         values = shares + norms
-        on_host = self.device.type == "cpu"
-        packed = torch.tensor(values, dtype=self._dtype) if on_host else torch.stack(values).cpu()
+        packed = torch.tensor(values, dtype=self._dtype) if self._on_host else torch.stack(values).cpu()
         sums = self._sum_over_ranks(packed[: len(shares)]).numpy()
         if self._updates:
             self.total_loss += float(sums[0])

@@ -54,17 +54,12 @@ class TargetCounter:
         """The integer labels that are counted, None if rows are."""
         if type(batch) is not dict and not isinstance(batch, Mapping):
             return None
-        if "shift_labels" in batch:
-            return _integer(batch["shift_labels"])
-        present = [batch[name] for name in self.label_names if batch.get(name) is not None]
-        return _integer(present[0]) if len(present) == 1 else None
-
-
-def _integer(labels: Any) -> Tensor | None:
-    if not isinstance(labels, Tensor) or not labels.ndim:
-        return None
-    kind = labels.dtype
-    return None if kind.is_floating_point or kind.is_complex else labels
+        names = ("shift_labels",) if "shift_labels" in batch else self.label_names
+        present = [batch[name] for name in names if batch.get(name) is not None]
+        if len(present) != 1 or not isinstance(present[0], Tensor) or not present[0].ndim:
+            return None
+        kind = present[0].dtype
+        return None if kind.is_floating_point or kind.is_complex else present[0]
 
 
 def _count(labels: Tensor, first: int) -> int:
@@ -81,29 +76,30 @@ def _count(labels: Tensor, first: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class InputCounter:
-    """Counts the input positions of a batch.
+    """Counts the inputs of a batch: its tokens, and its positions with padding.
 
     Attributes:
-        main_input: the key of the batch whose positions are counted.
+        main_input: the key of the batch whose positions are counted; a batch without it has none.
+        tokens: which positions are tokens: "all", "no", or "non_padding" ones.
         pad_token_id: the padding of batches without an attention mask; None: they have no padding.
     """
 
     main_input: str = "input_ids"
+    tokens: str = "all"
     pad_token_id: int | None = None
 
-    def positions(self, batch: Any) -> int:
-        """All positions, padding included; 0 if the batch has no such input."""
+    def __call__(self, batch: Any) -> tuple[int, int]:
         main = batch.get(self.main_input) if isinstance(batch, Mapping) else None
-        return int(main.numel()) if isinstance(main, Tensor) else 0
+        positions = int(main.numel()) if isinstance(main, Tensor) else 0
+        if self.tokens == "non_padding":
+            return self._real(batch, main, positions), positions
+        return (positions if self.tokens == "all" else 0), positions
 
-    def real(self, batch: Any) -> int:
+    def _real(self, batch: Any, main: Any, positions: int) -> int:
         """Positions other than padding, by the attention mask or else by the padding token."""
-        if not isinstance(batch, Mapping):
-            return 0
-        mask = batch.get("attention_mask")
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         if isinstance(mask, Tensor):
             return int(np.count_nonzero(mask.numpy()) if mask.is_cpu else (mask != 0).sum())
-        main = batch.get(self.main_input)
         if not isinstance(main, Tensor) or self.pad_token_id is None:
-            return self.positions(batch)
+            return positions
         return int((main != self.pad_token_id).sum())

@@ -33,7 +33,7 @@ class FactorSchedule(LRScheduler):
     update and is not needed here.
     """
 
-    follows_metric = False
+    follows_metric = counts_steps = False
 
     def __init__(self, optimizer: Optimizer, factor: Factor) -> None:
         self.optimizer = optimizer
@@ -121,6 +121,8 @@ class UserSchedule:
 
     It is stepped after each applied update, or, if its `step` requires a metric, after each evaluation.
     """
+
+    counts_steps = True
 
     def __init__(self, inner: Any, optimizer: Optimizer | None = None) -> None:
         self.inner = inner

@@ -67,8 +67,10 @@ class DueWork:
         self.run()
 
     def run(self) -> None:
-        """Log, evaluate and save, in this order, each if requested."""
+        """Log, evaluate and save, in this order, each if a callback of any rank, the clock or a signal requests it."""
         events, interruption = self._events, self._interruption
+        if events.flags_may_differ:
+            events.merge_flags()
         if events.control.should_log:
             self._do("log", self._log)
         if events.control.should_evaluate:
@@ -119,10 +121,8 @@ class DueWork:
         try:
             with self._context.services.evaluator.interruptible(self._interruptible):
                 return self._hooks.evaluate()
-        except EvaluationAbandoned:
+        except (EvaluationAbandoned, WaitBrokenOff):
             pass
-        except WaitBrokenOff:
-            self._interruption.note_preemptions(0.0)  # in a world of one, which need not ask
         # The resumed run starts it again, and reports everything again.
         del events.state.log_history[logged:]
         events.handler.load_state_dict(states)

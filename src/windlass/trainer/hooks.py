@@ -22,7 +22,6 @@ from windlass.core.logs import get_logger, warn_once
 from windlass.engine.evaluate import Evaluation
 from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.loss_policy import LossHooks
-from windlass.trainer.losses import takes
 from windlass.transforms.strategy import Strategy
 
 if TYPE_CHECKING:  # the class whose methods are bound here; nothing below knows it
@@ -72,6 +71,7 @@ def loss_hooks(trainer: Trainer, owner: type) -> LossHooks:
         training_step=trainer.training_step,
         count_targets=trainer.count_targets,
         prepare_inputs=trainer._prepare_inputs,
+        own_items=bool(overrides(trainer, owner, "_prepare_input")),
         autocast=trainer.autocast_smart_context_manager,
         function=trainer.compute_loss_func,
         default_loss=not overrides(trainer, owner, "compute_loss"),
@@ -181,7 +181,7 @@ class TrainHooks:
             get_train_dataloader=trainer.get_train_dataloader,
             data_facts=trainer.data_facts,
             create_optimizer=create_optimizer,
-            training_step=_training_step(trainer),
+            training_step=trainer._micro_step,
             noting_loss=lambda note: _noting_loss(trainer, note),
             log=_log(trainer),
             evaluate=lambda: trainer.evaluate(ignore_keys=ignore_keys),
@@ -197,18 +197,6 @@ class TrainHooks:
             overridden=overridden,
             has_evaluation_data=trainer.eval_dataset is not None or bool(own_evaluation),
         )
-
-
-def _training_step(trainer: Trainer) -> TrainingStep:
-    takes_count = takes(trainer.training_step, "num_items_in_batch")
-
-    def step(batch: Any, count: Tensor | None) -> None:
-        if takes_count:
-            trainer.training_step(trainer.model_wrapped, batch, num_items_in_batch=count)
-        else:
-            trainer.training_step(trainer.model_wrapped, batch)
-
-    return step
 
 
 def _save_checkpoint(trainer: Trainer) -> Callable[[], None]:

@@ -55,7 +55,8 @@ class Interruption:
     Attributes:
         stop_requested: Ctrl-C was pressed here; the other ranks get the request with their data.
         preemption_requested: a scheduler's signal arrived here.
-        preempted: all ranks know that one of them got a scheduler's signal.
+        preempted: all ranks know that one of them got a scheduler's signal; so the run saves and exits between two
+            updates.
         stopped: all ranks know of a Ctrl-C: the run ends with this update, and is saved at the next point between two
             updates.
         epoch_goes_on: the run was stopped so that the run that resumes it ends the epoch, with its events.
@@ -86,6 +87,8 @@ class Interruption:
             if self.preemption_requested:
                 return
             self.preemption_requested = True
+            # One process need not wait until its own request comes back with the data of an update.
+            self.preempted = self._all_ranks.size == 1
             if self._is_main:
                 name = signal.Signals(number).name
                 write_at_once(
@@ -145,11 +148,6 @@ class Interruption:
     def stop(self) -> None:
         """End the run with this update on all ranks."""
         self.stopped = self.epoch_goes_on = True
-
-    def note_preemptions(self, requests: float) -> None:
-        """Note how many ranks got a scheduler's signal, by the last exchange."""
-        # One process need not wait until its own request comes back with the data of this update.
-        self.preempted = requests > 0 or (self._all_ranks.size == 1 and self.preemption_requested)
 
     def is_preempted(self) -> bool:
         """Return True if any rank got a scheduler's signal. Collective."""

@@ -20,7 +20,7 @@ from windlass.engine.normalise import Meaning, UpdateNormaliser
 from windlass.engine.probe import Probe, rounding_of
 from windlass.engine.splitting import Kind, Split
 from windlass.metrics.tokens import TargetCounter
-from windlass.trainer.losses import as_count, batch_loss, call_model, check_loss, loss_of, takes
+from windlass.trainer.losses import as_count, call_model, check_loss, loss_of, smoothed_loss, takes
 from windlass.trainer.script_loss import ScriptLoss, check_smoothing
 from windlass.trainer.session import Session
 from windlass.trainer.wrappers import accepts_count
@@ -37,6 +37,7 @@ class LossHooks:
     Attributes:
         model: the bare model.
         compute_loss, training_step, count_targets, prepare_inputs: its bound methods.
+        own_items: `_prepare_input` is overridden, so it is called for each item of a batch.
         autocast: returns the mixed-precision context of a forward.
         function: `compute_loss_func`.
         default_loss, default_step, default_count: `compute_loss`, `training_step`, `count_targets` are not overridden.
@@ -50,6 +51,7 @@ class LossHooks:
     training_step: Callable[..., Any]
     count_targets: Callable[[Any], float]
     prepare_inputs: Callable[[Any], Any]
+    own_items: bool
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     function: Callable[..., Any] | None
     default_loss: bool
@@ -88,6 +90,7 @@ class LossPolicy:
         kind: how the model's own loss adds up, once it is measured.
         takes_count, step_takes_count: `compute_loss` and `training_step` accept `num_items_in_batch`.
         measured: the first batch of this run was measured.
+        is_unreported: `report_script_loss` is to be called after an update.
     """
 
     def __init__(self, session: Session, accelerator: Accelerator) -> None:
@@ -105,7 +108,7 @@ class LossPolicy:
             self._loss_ranks.size, sum_on_device=self._loss_ranks.sum_on_device
         )
         self._saved: State = {}
-        self._is_unsaid = False
+        self.is_unreported = False
 
     def adopt(self, hooks: LossHooks) -> None:
         """Read the hooks' signatures, once for all steps. `compute_loss` may have only three arguments."""
@@ -168,17 +171,32 @@ class LossPolicy:
     def default_loss(
         self, model: nn.Module, inputs: Any, count: Tensor | int | None, function: Callable[..., Any] | None
     ) -> tuple[Any, Any]:
-        """The loss of the default `compute_loss`, and the outputs of the model; `function` is `compute_loss_func`."""
+        """Run a batch through the model and compute its loss: the default of `Trainer.compute_loss`.
+
+        Args:
+            count: `num_items_in_batch`; None outside training.
+            function: `compute_loss_func`.
+
+        Returns:
+            (loss, outputs of the model)
+
+        Raises:
+            NoLossError: the model returned no loss.
+        """
         hooks = self.hooks
-        loss, outputs = batch_loss(
-            model,
-            inputs,
-            count,
-            function=function,
-            smoothing=hooks.smoothing,
-            shifted=self.counter.shifted,
-            gets_count=self.gets_count,
-        )
+        smoothing, labels = hooks.smoothing, None
+        if (smoothing or function is not None) and "labels" in inputs:
+            inputs = dict(inputs)
+            labels = inputs.pop("labels")
+        if self.gets_count and count is not None and labels is None:
+            inputs = {**inputs, "num_items_in_batch": count}
+        outputs = call_model(model, inputs)
+        if function is not None:
+            loss = function(outputs, labels, num_items_in_batch=count)
+        elif labels is not None:
+            loss = smoothed_loss(outputs, labels, smoothing, self.counter.shifted, count)
+        else:
+            loss = loss_of(outputs, inputs)
         # A function that is not declared multiplies by itself, and a model that does not read the count returns a mean.
         divides = (self.gets_count or bool(hooks.smoothing)) and function is None and self.script.read_count
         if hooks.declared or (divides and not (hooks.default_loss and hooks.default_step)):
@@ -260,7 +278,7 @@ class LossPolicy:
         )
         if self.script.complete:
             self.normaliser.meaning = Meaning.SCALED
-        self._saved, self._is_unsaid = {}, hooks.of_script and declared is None
+        self._saved, self.is_unreported = {}, hooks.of_script and declared is None
 
     def _counting_functions(self) -> list[Callable[..., Any]]:
         """The functions of the script that compute its loss, if they get the count."""
@@ -357,9 +375,7 @@ class LossPolicy:
         """Log once, after the first update, that a script's loss is a mean over its micro-batch. Only then is it known
         that it does not return `LossTerms`.
         """
-        if not self._is_unsaid:
-            return
-        self._is_unsaid = False
+        self.is_unreported = False
         if self.script.complete is not False or self._shares() == 1 or self._loss_ranks.rank != 0:
             return
         if any("num_items_in_batch" in signature(f).parameters for f in self._counting_functions()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,45 +19,6 @@ from windlass.metrics.tokens import IGNORE_INDEX
 
 class NoLossError(ModelError):
     """A model returned no loss."""
-
-
-def batch_loss(
-    model: nn.Module,
-    inputs: Any,
-    count: Tensor | int | None,
-    *,
-    function: Callable[..., Any] | None,
-    smoothing: float,
-    shifted: bool,
-    gets_count: bool,
-) -> tuple[Any, Any]:
-    """Run a batch through the model and compute its loss: the default of `Trainer.compute_loss`.
-
-    Args:
-        count: `num_items_in_batch`; None outside training.
-        function: `compute_loss_func`.
-        smoothing: `label_smoothing_factor`.
-        shifted: label t is predicted from position t-1.
-        gets_count: the model's forward takes `num_items_in_batch`.
-
-    Returns:
-        (loss, outputs of the model)
-
-    Raises:
-        NoLossError: the model returned no loss.
-    """
-    labels = None
-    if (smoothing or function is not None) and "labels" in inputs:
-        inputs = dict(inputs)
-        labels = inputs.pop("labels")
-    if gets_count and count is not None and labels is None:
-        inputs = {**inputs, "num_items_in_batch": count}
-    outputs = call_model(model, inputs)
-    if function is not None:
-        return function(outputs, labels, num_items_in_batch=count), outputs
-    if labels is not None:
-        return smoothed_loss(outputs, labels, smoothing, shifted, count), outputs
-    return loss_of(outputs, inputs), outputs
 
 
 def check_differentiable(loss: Any) -> Tensor:
@@ -79,14 +41,20 @@ def without_gradient(loss: Any) -> Any:
     return loss if isinstance(loss, LossTerms) else loss.detach()
 
 
-def on_device(data: Any, device: torch.device, move: Callable[[Any], Any]) -> Any:
-    """`data` with every tensor in it moved to `device`, in new containers of the same types. `move` is called for the
-    items of a container: `_prepare_input`, which a script may override.
+def on_device(data: Any, device: torch.device, own: Callable[[Any], Any] | None) -> Any:
+    """`data` with every tensor in it moved to `device`, in new containers of the same types.
+
+    Args:
+        own: a script's own `_prepare_input`, which is called for the items of a container.
     """
     if isinstance(data, Tensor):
         return data if data.device == device else data.to(device, non_blocking=True)
+    move = functools.partial(on_device, device=device, own=None) if own is None else own
     if isinstance(data, Mapping):
-        moved = {key: move(value) for key, value in data.items()}
+        moved = {
+            key: item if own is None and isinstance(item, Tensor) and item.device == device else move(item)
+            for key, item in data.items()
+        }
         return moved if type(data) is dict else type(data)(moved)  # type: ignore[call-arg]
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*map(move, data))

@@ -23,11 +23,12 @@ class MicroSteps(StepHooks):
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._events, self._hooks, self._built = context.events, context.hooks, context.built
+        self._events, self._hooks, self._schedule = context.events, context.hooks, context.built.schedule
         self._accelerator, self._loss = context.services.accelerator, context.services.loss
         self._faults = context.services.faults
         self._accumulation, self._normaliser = self._accelerator.gradient_state, self._loss.normaliser
         self._executor, self._step = context.built.executor, context.hooks.training_step
+        self._run_step = self._step
         self._needs_count = False
         self._check: DoubleNormalizationCheck | None = None
 
@@ -35,6 +36,7 @@ class MicroSteps(StepHooks):
         """Before the first update: measure the loss on its first batch, and warm up the model."""
         self._loss.measure(batch, training=True)
         self._needs_count = self._loss.needs_count
+        self._run_step = self._watched_step if self._loss.script.is_watched else self._step
         self.check_division(accumulation)
         with self._accelerator.discarding():
             self._executor.warm_up(lambda: self._discarded(batch))
@@ -67,22 +69,25 @@ class MicroSteps(StepHooks):
         self._accumulation.sync_gradients = last
         count = self._loss.count(divisor) if self._needs_count else None
         try:
-            with self._loss.script.watching():
-                if self._check is None:
-                    self._step(batch, count)
-                else:
-                    self._checked_step(self._check, batch, count)
+            if self._check is None:
+                self._run_step(batch, count)
+            else:
+                self._checked_step(self._check, batch, count)
         except Exception as error:
             self._faults.explain(error, Fed("training", batch, update.ids[index]))
             raise
         return normaliser.take()
+
+    def _watched_step(self, batch: Any, count: Tensor | None) -> None:
+        with self._loss.script.watching():
+            self._step(batch, count)
 
     def _checked_step(self, check: DoubleNormalizationCheck, batch: Any, count: Tensor | None) -> None:
         watchers = self._normaliser.watchers
         self._normaliser.watchers = (check.given, *watchers)
         try:
             with self._hooks.noting_loss(check.returned):
-                self._step(batch, count)
+                self._run_step(batch, count)
         finally:
             self._normaliser.watchers = watchers
         if check.is_decided():
@@ -90,20 +95,26 @@ class MicroSteps(StepHooks):
 
     def rescale(self) -> Tensor | None:
         """The factor that corrects an update's gradients once its true weight is known; None if it was known before."""
+        if self._normaliser.weight is None:
+            if self._loss.is_unreported:
+                self._loss.report_script_loss()
+            return None
         total = self._normaliser.total
-        if total is not None:
-            return self._normaliser.denominator / total
-        self._loss.report_script_loss()
-        return None
-
-    def advance_schedule(self) -> None:
-        """Called after an update was applied: the step of a schedule that keeps its own count."""
-        self._built.schedule.advance()
+        assert total is not None
+        return self._normaliser.denominator / total
 
     def event(self, name: str) -> None:
         """Fire an event of callbacks, which usually has no listeners."""
-        if self._events.handler.listens(name):
+        if name in self._events.handler.heard:
             self._events.fire(name)
+
+    def stepped(self, applied: bool) -> None:
+        """Fire `on_optimizer_step`, and step a schedule that keeps its own count."""
+        if "on_optimizer_step" in self._events.handler.heard:
+            self._events.fire("on_optimizer_step")
+        if applied and self._schedule.counts_steps:
+            # The gradients exist still: a schedule of the script may read them.
+            self._schedule.advance()
 
     def parts(self) -> dict[str, Tensor]:
         """Named auxiliary losses of the update, this rank's share."""

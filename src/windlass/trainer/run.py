@@ -17,7 +17,7 @@ from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
 from windlass.config.plan import UpdateSize
 from windlass.core.clock import Moment
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import TrainerState
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import StepSeeder
 from windlass.core.types import State, Stateful, TrainOutput
@@ -27,6 +27,7 @@ from windlass.engine.executor import StepResult
 from windlass.engine.feed import Counts, Feed
 from windlass.engine.loop import Loop, LoopHooks, LoopOptions, Suspect
 from windlass.metrics.ledger import Ledger
+from windlass.metrics.tokens import InputCounter
 from windlass.trainer.batch_faults import Fed
 from windlass.trainer.batch_fitter import UpdateFitter
 from windlass.trainer.best_tracker import find_metric
@@ -40,7 +41,7 @@ from windlass.trainer.publishing import end_waits
 from windlass.trainer.resuming import CheckpointSource, merged_ledger, saved_loss
 from windlass.trainer.run_checkpoints import RunCheckpoints
 from windlass.trainer.run_context import RunContext
-from windlass.trainer.run_reports import RunReports, count_inputs
+from windlass.trainer.run_reports import RunReports
 from windlass.trainer.run_restorer import RunRestorer
 from windlass.trainer.session import together
 from windlass.trainer.signal_exchange import SignalExchange
@@ -71,7 +72,9 @@ class Run(LoopHooks, Interruptible):
         pad_token: int | None,
     ) -> None:  # fmt: skip
         plan, services, session = context.plan, context.services, context.session
-        self._context, self._events, self._folder = context, context.events, opener.folder
+        self._context, self._folder = context, opener.folder
+        self.progress = self._events = context.events
+        self._empty_cache_every = context.plan.reports.empty_cache_every
         self.executor, self.schedule = context.built.executor, context.built.schedule
         self._registered = services.accelerator.registered_objects
         self._source_samples = getattr(source, "num_samples", None)
@@ -115,10 +118,11 @@ class Run(LoopHooks, Interruptible):
 
     def _counts(self, pad_token: int | None) -> Counts:
         context = self._context
-        tokens, positions = count_inputs(context.files.model, context.plan.reports.tokens, pad_token)
+        main_input = getattr(context.files.model, "main_input_name", "input_ids")
+        inputs = InputCounter(main_input, context.plan.reports.tokens, pad_token)
         count = context.services.loss.hooks.count_targets
         check = self._check_batches if context.services.faults.checks_ahead else None
-        return Counts(count, tokens, positions, self._inspect_first, self._signals.own, check)
+        return Counts(count, inputs, self._inspect_first, self._signals.own, check)
 
     def _check_batches(self, group: UpdateBatch) -> None:
         for batch, ids in zip(group.batches, group.ids, strict=True):
@@ -308,15 +312,18 @@ class Run(LoopHooks, Interruptible):
         if self._context.interruption.epoch_goes_on:
             job_logger.warning(
                 "stopped at step %d of %d; train(resume_from_checkpoint=True) continues from %s",
-                self.state.global_step,
-                self.state.max_steps,
+                self._events.state.global_step,
+                self._events.state.max_steps,
                 self.newest_checkpoint or "the beginning: nothing was saved",
             )
 
     def data_ahead(self) -> None:
         """Called before the data of the next update is requested."""
-        self._fitter.remember()
-        self._context.interruption.check_wait()
+        if self._fitter.is_active:
+            self._fitter.remember()
+        interruption = self._context.interruption
+        if interruption.stopped or interruption.preemption_requested:
+            interruption.check_wait()
 
     @property
     def waits_for_data(self) -> bool:
@@ -379,23 +386,29 @@ class Run(LoopHooks, Interruptible):
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    @property
-    def state(self) -> TrainerState:
-        return self._events.state
+    def epoch_begin(self) -> None:
+        self._events.fire("on_epoch_begin")
 
-    @property
-    def control(self) -> TrainerControl:
-        return self._events.control
-
-    def event(self, name: str) -> None:
-        """Fire an event of a step, which usually has no listeners."""
-        if self._events.handler.listens(name):
-            self._events.fire(name)
-
-    def set_learning_rate(self, step: int) -> None:
+    def step_begin(self, step: int) -> None:
+        events = self._events
+        events.control.new_step()
         self.schedule.set(step)
+        if events.handler.listens("on_step_begin"):
+            events.fire("on_step_begin")
 
-    def due(self) -> None:
+    def step_end(self, batch: UpdateBatch, applied: bool) -> None:
+        """Count the data, fire `on_step_end`, and do the work that is due."""
+        self._reports.count(batch)
+        self._context.services.engine.step_was_skipped = not applied
+        if self._empty_cache_every and self.progress.state.global_step % self._empty_cache_every == 0:
+            self._context.services.accelerator.free_memory()
+        if "on_step_end" in self._events.handler.heard:
+            self._events.fire("on_step_end")
+        self._due.run()
+
+    def epoch_end(self, complete: bool) -> None:
+        if complete or not self._context.interruption.epoch_goes_on:
+            self._events.fire("on_epoch_end")
         self._due.run()
 
     def too_large(self, error: Exception) -> bool:
@@ -408,25 +421,7 @@ class Run(LoopHooks, Interruptible):
         self.steps.check_division(self._fitter.size.accumulation)
         return self._fitter.size.accumulation
 
-    def step_end(self) -> None:
-        self.event("on_step_end")
-        self._events.merge_flags()
-
-    def epoch_end(self, complete: bool) -> None:
-        if complete or not self._context.interruption.epoch_goes_on:
-            self.event("on_epoch_end")
-        self._events.merge_flags()
-
-    # --- after an update ----------------------------------------------------------------------------------------------
-
-    def update_applied(self, batch: UpdateBatch, applied: bool) -> None:
-        """Counts that follow an update: samples, tokens, FLOPs."""
-        self._reports.update_applied(batch)
-        services = self._context.services
-        services.engine.step_was_skipped = not applied
-        every = self._context.plan.reports.empty_cache_every
-        if every and self._events.state.global_step % every == 0:
-            services.accelerator.free_memory()
+    # --- non-finite updates -------------------------------------------------------------------------------------------
 
     def explain_nonfinite(self, suspect: Suspect) -> str:
         return find_nonfinite_samples(suspect, self._context.session.data_ranks)
@@ -446,9 +441,10 @@ class Run(LoopHooks, Interruptible):
     # --- signals of other ranks ---------------------------------------------------------------------------------------
 
     def signals_received(self, signals: Sequence[float]) -> None:
-        received = self._signals.apply(signals, self._events.state.global_step)
-        if received.stop:
-            self.stop()
+        if self._signals.clock_asks or any(signals):
+            received = self._signals.apply(signals, self.progress.state.global_step)
+            if received.stop:
+                self.stop()
 
 
 class Position:

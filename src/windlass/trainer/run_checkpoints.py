@@ -71,6 +71,11 @@ class RunCheckpoints:
 
     # --- when to save -----------------------------------------------------------------------------------------------
 
+    @property
+    def keeps_time(self) -> bool:
+        """True if the clock may request a checkpoint."""
+        return self._plan.every is not None or self._retry.reason is not None
+
     def is_due(self) -> bool:
         """Return True if this rank's clock requests a checkpoint: an ephemeral one, or one to replace a failed one."""
         if self._retry.reason is not None:

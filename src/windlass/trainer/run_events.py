@@ -16,7 +16,7 @@ from windlass.callbacks.report import ReportCallback
 from windlass.callbacks.weight_averaging import SWACallback
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import RunPlan
-from windlass.core.events import CONTROL_FLAGS, TrainerControl, TrainerState
+from windlass.core.events import CONTROL_FLAGS, Progress, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.types import State
 from windlass.trainer.session import Session
@@ -35,9 +35,12 @@ _OF_THIS_RUN = (
 )
 
 
-class Events:
+class Events(Progress):
     """Owns the state, control flags and callbacks of a Trainer, and fires all events. `args` returns the arguments that
     callbacks get, which a script may replace at any time.
+
+    Attributes:
+        flags_may_differ: callbacks of a script's own may set flags on one rank alone.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class Events:
     ) -> None:
         self._args, self._all_ranks, self._world = args, session.all_ranks, session.world
         self.handler = handler
-        self._flags_may_differ = False
+        self.flags_may_differ = False
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -69,7 +72,7 @@ class Events:
                 setattr(self.state, item.name, getattr(saved, item.name))
 
     def fire(self, event: str, state: TrainerState | None = None, **payload: Any) -> None:
-        """Call the callbacks with `state`, by default the present one."""
+        """Call the callbacks with `state`, by default the present one. Costs little if none listens."""
         self.control = self.handler.fire(event, self._args(), state or self.state, self.control, **payload)
 
     def add_log(self, logs: dict[str, Any]) -> None:
@@ -81,14 +84,14 @@ class Events:
         """Check if any rank has callbacks of a script's own, whose flags may differ. Collective."""
         if self._all_ranks.size > 1:
             own = [not type(c).__module__.startswith("windlass.") for c in self.handler.callbacks]
-            self._flags_may_differ = bool(self._all_ranks.sum(torch.tensor(float(any(own)))))
+            self.flags_may_differ = bool(self._all_ranks.sum(torch.tensor(float(any(own)))))
             self.merge_flags()
 
     def merge_flags(self) -> None:
         """Set each flag that a callback of any rank set. Windlass's own callbacks set the same flags on every rank, so
         nothing is exchanged without others. Collective.
         """
-        if self._flags_may_differ:
+        if self.flags_may_differ:
             wishes = self._all_ranks.start_sum([float(getattr(self.control, name)) for name in CONTROL_FLAGS])
             for name, count in zip(CONTROL_FLAGS, wishes.wait(), strict=True):
                 setattr(self.control, name, count > 0)

@@ -13,7 +13,6 @@ from windlass.core.threads import LoadWatch, processes_and_threads
 from windlass.data.update_batch import UpdateBatch
 from windlass.metrics.ledger import Ledger
 from windlass.metrics.speed import speed_metrics
-from windlass.metrics.tokens import InputCounter
 from windlass.precision.dtypes import dtypes_of, weights_of
 from windlass.trainer.defaults import multiplied_parameters
 from windlass.trainer.run_context import RunContext
@@ -56,8 +55,8 @@ class RunReports:
         """Within the body, compilations are counted for `summary`, if the plan compiles."""
         return nullcontext() if self._compiled is None else self._compiled.counting()
 
-    def update_applied(self, batch: UpdateBatch) -> None:
-        """Called after an update from this data, applied or skipped."""
+    def count(self, batch: UpdateBatch) -> None:
+        """Count the data of an update, applied or skipped."""
         self._samples += batch.total_samples
         self.counts["samples"] += batch.total_samples
         self._updates += 1
@@ -102,9 +101,3 @@ class RunReports:
             metrics["train_compiled_graphs"] = self._compiled.graphs
             metrics["train_recompilations"] = self._compiled.recompilations
         return metrics
-
-
-def count_inputs(model: object, tokens: str, pad_token: int | None) -> tuple[Any, Any]:
-    """Return two functions of a batch: its tokens for `num_input_tokens_seen`, and its positions with padding."""
-    inputs = InputCounter(getattr(model, "main_input_name", "input_ids"), pad_token)
-    return {"no": lambda _: 0, "all": inputs.positions, "non_padding": inputs.real}[tokens], inputs.positions

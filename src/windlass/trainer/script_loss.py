@@ -107,9 +107,14 @@ class ScriptLoss:
         """The call under way has read its count; known for calls that decide, and for micro-batches without targets."""
         return self._is_given_count if self._noted is None else self._noted.was_read
 
+    @property
+    def is_watched(self) -> bool:
+        """True if each call of the loss needs `watching`."""
+        return self._watched
+
     def watching(self) -> AbstractContextManager[None]:
         """Context of a call, in which uses of the number of processes are noted."""
-        self._use = CountUse() if self._watched and self._shares() > 1 else None
+        self._use = CountUse() if self._shares() > 1 else None
         return contextlib.nullcontext() if self._use is None else watched_process_count(self._use)
 
     def look(self, loss: Tensor | LossTerms) -> None:

@@ -48,8 +48,8 @@ class SignalExchange:
 
     def own(self) -> Signals:
         """This rank's signals."""
-        due = self._all_ranks.rank == 0 and self._checkpoints.is_due()
-        interruption = self._interruption
+        checkpoints, interruption = self._checkpoints, self._interruption
+        due = self._all_ranks.rank == 0 and checkpoints.keeps_time and checkpoints.is_due()
         asks = due or interruption.stop_requested or interruption.preemption_requested
         if not asks and not self._saver.busy:
             return _NONE  # the usual case, in every update
@@ -60,7 +60,7 @@ class SignalExchange:
     def apply(self, sums: Sequence[float], step: int) -> Signals:
         """Apply the signals of all ranks, given as sums, at the present step."""
         received = Signals(*sums) if any(sums) else _NONE
-        self._interruption.note_preemptions(received.leave)
+        self._interruption.preempted |= received.leave > 0
         if received is not _NONE and self._saver.busy:
             self._saver.agreed(Counters(received.written, received.settled, received.failed))
         self.clock_asks = received.save_due > 0

@@ -441,6 +441,13 @@ class Trainer:
         self.model_wrapped = self._run.executor.model
         return self._run.execute(checkpoint, place)
 
+    def _micro_step(self, batch: Any, count: Tensor | None) -> None:
+        """`training_step` of a run, which older overrides define without the target count."""
+        if self._services.loss.step_takes_count:
+            self.training_step(self.model_wrapped, batch, num_items_in_batch=count)
+        else:
+            self.training_step(self.model_wrapped, batch)
+
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
@@ -499,7 +506,8 @@ class Trainer:
 
     def _prepare_input(self, data: Any) -> Any:
         """`data` with every tensor in it moved to this process's device."""
-        return on_device(data, self._session.device, self._prepare_input)
+        own = self._prepare_input if self._services.loss.hooks.own_items else None
+        return on_device(data, self._session.device, own)
 
     def compute_loss_context_manager(self) -> contextlib.AbstractContextManager[Any]:
         """The context of the forward and the loss: mixed precision."""

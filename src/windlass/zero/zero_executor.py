@@ -172,9 +172,7 @@ class ZeroExecutor:
         self._own.skips = rescale is None and not update.denominator
         hooks.event("on_pre_optimizer_step")
         applied = self.step()
-        hooks.event("on_optimizer_step")
-        if applied:
-            hooks.advance_schedule()
+        hooks.stepped(applied)
         return StepResult(loss, self._norm, applied, hooks.parts(), self._overflowed, losses)
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:

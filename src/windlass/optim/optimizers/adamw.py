@@ -63,11 +63,13 @@ class AdamW(torch.optim.AdamW):
         """For each group with gradients: parameters, gradients, both moments, and counts of updates. None if torch
         would do something else than to call the kernel once for each.
         """
-        if _is_scaled(self):
-            return None
+        if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
+            return None  # torch's `GradScaler` has the kernel divide the gradients
         found: list[tuple[dict[str, Any], list[list[Tensor]]]] = []
         for group in self.param_groups:
-            if not _is_plain(group):
+            if not group["fused"] or isinstance(group["lr"], Tensor):
+                return None
+            if group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"]:
                 return None
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
@@ -93,21 +95,6 @@ class AdamW(torch.optim.AdamW):
                 tensors = [locals_of(each) for each in tensors]
             found.append((group, [*tensors, [state["step"] for state in states]]))
         return found
-
-
-def _is_scaled(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if torch's `GradScaler` has the kernel divide the gradients."""
-    return (
-        getattr(optimizer, "grad_scale", None) is not None
-        or getattr(optimizer, "found_inf", None) is not None
-    )
-
-
-def _is_plain(group: dict[str, Any]) -> bool:
-    """Return True if the group's options leave nothing to do but the fused kernel."""
-    if not group["fused"] or isinstance(group["lr"], Tensor):
-        return False
-    return not (group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"])
 
 
 def _are_divided_alike(tensors: list[list[Tensor]]) -> bool:

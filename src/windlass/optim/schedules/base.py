@@ -36,7 +36,7 @@ class Span:
 
 def warming_up(span: Span, after: Factor) -> Factor:
     """Linear warm-up from 0 to the peak, then `after`, which receives the step of the run."""
-    return partial(_warm_up, span.warmup, after)
+    return partial(_warm_up, span.warmup, after) if span.warmup else after
 
 
 def decaying(span: Span, name: str, curve: Callable[[float], float]) -> Factor:
@@ -49,7 +49,7 @@ def decaying(span: Span, name: str, curve: Callable[[float], float]) -> Factor:
 
 
 def _warm_up(warmup: float, after: Factor, step: int) -> float:
-    return step / max(1, warmup) if step < warmup else after(step)
+    return step / max(1, warmup) if step < warmup else after(step)  # a warm-up may be shorter than an update
 
 
 def _along(curve: Callable[[float], float], start: float, length: float, step: int) -> float:
