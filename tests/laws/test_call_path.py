@@ -10,7 +10,7 @@ import sys
 import pytest
 from tests.laws.source import ROOT
 
-UPDATE_FILES, UPDATE_CALLS = 47, 162
+UPDATE_FILES, UPDATE_CALLS = 33, 103
 SAVE_FILES = 63
 
 

@@ -104,18 +104,18 @@ class _PendingSave:
 class BackgroundSaver:
     """At most one save under way. `begin` and `finish` are collective, `agreed` is called with the same sums on every
     rank; nothing else talks.
+
+    Attributes:
+        busy: a save is under way; the same on every rank.
     """
 
     def __init__(self, manager: CheckpointManager) -> None:
-        self._manager, self._store = manager, manager.store
+        self.manager, self._store = manager, manager.store
         self._pending: _PendingSave | None = None
-        self._begun = 0
-
-    @property
-    def busy(self) -> bool:
-        return self._pending is not None
+        self.busy, self._begun = False, 0
 
     def counters(self) -> Counters:
+        """This rank's progress, to be summed over ranks."""
         pending, begun = self._pending, self._begun
         if pending is None:
             return Counters(begun, begun, False)
@@ -161,13 +161,13 @@ class BackgroundSaver:
         def commit() -> None:
             _give_way()
             store.commit(staged)
-            self._manager.prune(protected)
+            self.manager.prune(protected)
 
         name = f"windlass-save-{step}"
         pending = _PendingSave(step, staged, BackgroundCall(name, write))
         if store.is_writer:
             pending.commit = BackgroundCall(name, commit)
-        self._pending = pending
+        self._pending, self.busy = pending, True
         self._begun += 1
         pending.writing.start()
         return True
@@ -255,7 +255,7 @@ class BackgroundSaver:
     # --- its end
 
     def _end(self, pending: _PendingSave, dropped: bool) -> Outcome:
-        self._pending = None
+        self._pending, self.busy = None, False
         pending.ended.set()
         if not dropped:
             return Outcome(pending.step, self._store.path_for(pending.step))
@@ -274,7 +274,7 @@ class BackgroundSaver:
         """
         if not costs_one_save(error):
             raise error
-        self._manager.warn(step, error)
+        self.manager.warn(step, error)
 
 
 # --- what a loop uses -------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class CommitPolicy:
 
 class VotedCommit(CommitPolicy):
     """Ranks send the progress of a save with the counts of their data (`Saver.counters`), and all learn at the same
-    update that it is committed (`Saver.agreed`).
+    update that it is committed (`Saver.received`).
     """
 
 
@@ -320,7 +320,7 @@ class SeenCommit(CommitPolicy):
         atexit.unregister(background.leave)
 
 
-class Saver:
+class Saver(BackgroundSaver):
     """Writes the checkpoints of one folder, at most one at a time.
 
     Args:
@@ -330,15 +330,9 @@ class Saver:
     def __init__(
         self, manager: CheckpointManager, all_ranks: Gang, memory: HostMemory, commit: CommitPolicy
     ) -> None:
-        self.manager, self.memory = manager, memory
-        self._all_ranks, self._commit = all_ranks, commit
-        self._background = BackgroundSaver(manager)
+        super().__init__(manager)
+        self.memory, self._all_ranks, self._commit = memory, all_ranks, commit
         self._ended: Ended | None = None
-
-    @property
-    def busy(self) -> bool:
-        """True while a save is under way; the same on every rank."""
-        return self._background.busy
 
     def save(
         self,
@@ -355,7 +349,7 @@ class Saver:
         Args:
             background: write a copy while the caller continues, if all ranks have memory for it.
             ended: called with the folder once it is committed, or with None if the save failed: at once, or from
-                `agreed` or `finish`.
+                `received` or `finish`.
             protected: folders that retention keeps, besides this save's.
         """
         manager, others = self.manager, list(protected)
@@ -365,44 +359,32 @@ class Saver:
             ended(write(step, content, meta=meta, protected=others))
             return
         kept = [manager.store.path_for(step), *others]
-        if self._background.begin(step, *copied, meta=meta, protected=kept):
+        if self.begin(step, *copied, meta=meta, protected=kept):
             self._ended = ended
-            self._commit.begun(self._background)
+            self._commit.begun(self)
         elif self._commit.raises and manager.last_failure is not None:
             raise manager.last_failure
         else:
             ended(None)
 
-    def counters(self) -> Counters:
-        """This rank's progress, to be summed over ranks."""
-        return self._background.counters()
-
-    def agreed(self, counters: Counters) -> None:
-        """Apply what all ranks know of the progress of the save under way."""
-        self._report(self._background.agreed(counters))
+    def received(self, counters: Counters) -> None:
+        """Apply the sums of all ranks' counters to the save under way."""
+        self._announce(self.agreed(counters))
 
     def finish(self) -> None:
         """Wait for the save under way. Collective."""
         try:
-            outcome = self._background.finish()
+            outcome = super().finish()
         except Exception:
-            self._commit.over(self._background)
+            self._commit.over(self)
             raise
-        self._report(outcome)
+        self._announce(outcome)
 
-    def wait(self) -> None:
-        """Wait until no thread of this rank writes. Not collective."""
-        self._background.wait()
-
-    def leave(self) -> None:
-        """Finish the pending save without collectives; called if the loop ends in an error."""
-        self._background.leave()
-
-    def _report(self, outcome: Outcome | None) -> None:
+    def _announce(self, outcome: Outcome | None) -> None:
         if outcome is not None:
             ended, self._ended = self._ended, None
             assert ended is not None
-            self._commit.over(self._background)
+            self._commit.over(self)
             ended(outcome.folder)
 
 

@@ -149,7 +149,7 @@ class DealtLoader(DataLoader[Any], GroupSource):
         return UpdateBatch(
             batches=[row.batch for row in own or rows[:1]],
             ids=[row.ids for row in own] or [[]],
-            dealt_samples=0 if self.own_parts else sum([sum(row.shares) for row in rows]),
+            dealt_samples=sum([sum(row.shares) for row in rows]),
             epoch=epoch,
             last_in_epoch=rows[-1].last,
             filler=not own,
@@ -162,7 +162,7 @@ class DealtLoader(DataLoader[Any], GroupSource):
 
     def _position(self, of_pass: State) -> State:
         """The present position, with the entries of its pass."""
-        return self.state_dict()
+        return {**of_pass, "epoch": self._place.epoch, "consumed": self._place.consumed}
 
     def batches_in_step(self) -> Iterator[tuple[list[int] | None, Any]]:
         """A pass of this rank's batches, each with the positions of its samples in the dataset.

@@ -2,17 +2,90 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from operator import length_hint
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.random.mtrand import get_bit_generator
+
+from windlass.core.errors import DataError
 from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed, seed_generators
 from windlass.core.types import Collator
-from windlass.data.seeding import DrawWatch, Sandbox, collator_reseeder, fingerprint, set_epochs
+from windlass.data.batch_reader import DealtBatch
+from windlass.data.pin import pin
+from windlass.data.seeding import Sandbox, collator_reseeder, fingerprint, set_epochs
 
-_AS_THEY_ARE = nullcontext()
+_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
+_TORCH = torch.default_generator
+_draw_python = random.random
+# Without the conversions of `random.getstate` and `random.setstate`.
+_state_of_python, _set_python = super(random.Random, _PYTHON).getstate, super(random.Random, _PYTHON).setstate
+_compare_memory = ctypes.CDLL(None).memcmp
+_compare_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class DrawWatch:
+    """Detects draws from one of the three generators, at a fifth of the cost of seeding them.
+
+    NumPy's and PyTorch's states are compared as bytes. Python's cannot be read so cheaply: a twin is kept in
+    step with it, and two numbers are drawn for each batch, one before and one after. If reading did draw, all three
+    are restored.
+
+    Calls that look free in a tight loop cost microseconds between the forward and the backward of a step, where their
+    code is cold; hence memory is read here, rather than the libraries asked.
+    """
+
+    def __init__(self) -> None:
+        self._twin = random.Random(0)
+        self._draw_twin = self._twin.random
+        self._bits: Any = None
+        self.drew = False
+
+    def __reduce__(self) -> Any:
+        # A worker constructs its own: the twin is in step with the generator of this process.
+        return type(self), ()
+
+    def __enter__(self) -> DrawWatch:
+        if _draw_python() != self._draw_twin():
+            self._twin.setstate(random.getstate())  # other code drew: synchronize the twin
+        self._gauss = _PYTHON.gauss_next
+        bits = get_bit_generator()
+        if bits is not self._bits:
+            self._bits, self._twister = bits, _memory_of(bits)
+        self._numpy = self._twister.tobytes()
+        self._torch = _TORCH.get_state()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch_state = _TORCH.get_state()
+        self.drew = (
+            _draw_python() != self._draw_twin()
+            or _PYTHON.gauss_next is not self._gauss
+            or self._twister.tobytes() != self._numpy
+            or _compare_memory(torch_state.data_ptr(), self._torch.data_ptr(), torch_state.numel()) != 0
+        )
+        if self.drew:
+            random.setstate(self._twin.getstate())
+            _PYTHON.gauss_next = self._gauss
+            self._twister[:] = self._numpy
+            _TORCH.set_state(self._torch)
+
+
+class StrictWatch(DrawWatch):
+    """Leaves Python's generator as it was, too, which costs three times as much."""
+
+    def __enter__(self) -> DrawWatch:
+        self._python = _state_of_python()
+        super(random.Random, self._twin).setstate(self._python)
+        return super().__enter__()
+
+    def __exit__(self, *reason: object) -> None:
+        super().__exit__(*reason)
+        _set_python(self._python)
 
 
 class Fetch:
@@ -30,7 +103,7 @@ class Fetch:
 
     def __init__(self, dataset: Any, collate: Collator, seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
-        self._sandbox, self._watch = Sandbox(), DrawWatch()
+        self._sandbox, self._watch, self._strict = Sandbox(), DrawWatch(), StrictWatch()
         self._quiet: bool | None = None  # draws nothing; None: not known before the first batch
         self._epoch: int | None = None
         self._bind()
@@ -60,9 +133,9 @@ class Fetch:
             self._epoch = epoch
             set_epochs(epoch, self._dataset)
         if self._quiet:
-            with self._sandbox if isolate else _AS_THEY_ARE, self._watch:
+            with self._strict if isolate else self._watch as watch:
                 batch = self._collated(self._read_many(ids), ids)
-            if not self._watch.drew:
+            if not watch.drew:
                 return batch
             self._quiet = False
         elif not isolate:
@@ -130,3 +203,32 @@ class FetchItem:
         with self._sandbox:
             self._sandbox.seed(derive_seed(STREAM_SAMPLE, self._seed, epoch, ids[0]))
             return self._convert(self._dataset[ids if self._many else ids[0]])
+
+
+Fetching = Fetch | FetchItem
+"""Reads and collates the samples of one task, in any process."""
+
+
+def read_here(
+    fetch: Fetching, epoch: int, tasks: Iterator[DealtBatch], isolated: float, pinned: bool
+) -> Iterator[DealtBatch]:
+    """The tasks, with their data read in this process. The first `isolated` leave Python's generator unchanged."""
+    for number, task in enumerate(tasks):
+        batch = fetch(epoch, task.ids, number < isolated)
+        task.batch = pin(batch) if pinned else batch
+        yield task
+
+
+def _memory_of(bits: Any) -> memoryview:
+    """NumPy's default generator as it lies in memory: a Mersenne twister's 624 words, and the position in them.
+
+    Raises:
+        DataError: a script has set another kind of generator, whose state has another shape.
+    """
+    if not isinstance(bits, np.random.MT19937):
+        raise DataError(
+            f"NumPy's default generator was replaced by {type(bits).__name__}; reading data repeatably needs the "
+            "Mersenne twister it comes with: leave it, and give code of yours a generator of its own"
+        )
+    words = (ctypes.c_uint32 * 625).from_address(bits.ctypes.state_address)
+    return memoryview(words).cast("B")

@@ -133,9 +133,6 @@ class Loader(DealtLoader):
         # The length is that of `epoch`: to know the next epoch's, a sampler of the user would have to run.
         return {"seed": self.seed, "length": self._length(epoch)}
 
-    def _position(self, of_pass: State) -> State:
-        return {**of_pass, "epoch": self._place.epoch, "consumed": self._place.consumed}
-
     def load_state_dict(self, state: State) -> None:
         self._passes = 0
         super().load_state_dict(state)

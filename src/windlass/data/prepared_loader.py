@@ -222,14 +222,13 @@ class PreparedLoader(DealtLoader):
 
     def state_dict(self) -> State:
         """The position after the current batch. O(1) in size and time."""
-        place = self._place
-        return {
-            "seed": place.seed,
-            "epoch": place.epoch,
-            "consumed": place.consumed,
-            "unit": self._reader.unit,
-            "bookmark": place.bookmark,
-        }
+        return self._position(self._of_pass(self.epoch))
+
+    def _of_pass(self, epoch: int) -> State:
+        return {"seed": self._place.seed, "unit": self._reader.unit}
+
+    def _position(self, of_pass: State) -> State:
+        return {**super()._position(of_pass), "bookmark": self._place.bookmark}
 
     def _reseed(self, seed: int) -> None:
         self._reader.reseed(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +10,9 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from windlass.core.errors import DataError
 from windlass.core.rng import STREAM_COLLATE, STREAM_ORDER, derive_seed, seed_generators
 
-_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 _TORCH = torch.default_generator
-_draw_python = random.random
-_compare_memory = ctypes.CDLL(None).memcmp
-_compare_memory.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Sandbox:
@@ -40,71 +34,6 @@ class Sandbox:
     def seed(self, seed: int) -> None:
         """Seed all three, for what is read next (8 us)."""
         seed_generators(seed)
-
-
-class DrawWatch:
-    """Detects draws from one of the three generators, at a fifth of the cost of seeding them.
-
-    NumPy's and PyTorch's states are compared as bytes. Python's cannot be read so cheaply: a twin is kept in
-    step with it, and two numbers are drawn for each batch, one before and one after. If reading did draw, all three
-    are restored.
-
-    Calls that look free in a tight loop cost microseconds between the forward and the backward of a step, where their
-    code is cold; hence memory is read here, rather than the libraries asked.
-    """
-
-    def __init__(self) -> None:
-        self._twin = random.Random(0)
-        self._draw_twin = self._twin.random
-        self._bits: Any = None
-        self.drew = False
-
-    def __reduce__(self) -> Any:
-        # A worker constructs its own: the twin is in step with the generator of this process.
-        return DrawWatch, ()
-
-    def __enter__(self) -> DrawWatch:
-        if _draw_python() != self._draw_twin():
-            self._twin.setstate(random.getstate())  # other code drew: synchronize the twin
-        self._gauss = _PYTHON.gauss_next
-        bits = get_bit_generator()
-        if bits is not self._bits:
-            self._bits, self._twister = bits, _memory_of(bits)
-        self._numpy = self._twister.tobytes()
-        self._torch = _TORCH.get_state()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.drew = (
-            _draw_python() != self._draw_twin()
-            or _PYTHON.gauss_next is not self._gauss
-            or self._twister.tobytes() != self._numpy
-            or _differ(_TORCH.get_state(), self._torch)
-        )
-        if self.drew:
-            random.setstate(self._twin.getstate())
-            _PYTHON.gauss_next = self._gauss
-            self._twister[:] = self._numpy
-            _TORCH.set_state(self._torch)
-
-
-def _memory_of(bits: Any) -> memoryview:
-    """NumPy's default generator as it lies in memory: a Mersenne twister's 624 words, and the position in them.
-
-    Raises:
-        DataError: a script has set another kind of generator, whose state has another shape.
-    """
-    if not isinstance(bits, np.random.MT19937):
-        raise DataError(
-            f"NumPy's default generator was replaced by {type(bits).__name__}; reading data repeatably needs the "
-            "Mersenne twister it comes with: leave it, and give code of yours a generator of its own"
-        )
-    words = (ctypes.c_uint32 * 625).from_address(bits.ctypes.state_address)
-    return memoryview(words).cast("B")
-
-
-def _differ(state: torch.Tensor, earlier: torch.Tensor) -> bool:
-    return bool(_compare_memory(state.data_ptr(), earlier.data_ptr(), state.numel()))
 
 
 def fingerprint() -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,15 +11,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from windlass.config.plan import DataPlan
 from windlass.data.batch_reader import DealtBatch
-from windlass.data.fetch import Fetch, FetchItem
-from windlass.data.pin import pin, wants_pinning
+from windlass.data.fetch import Fetching, read_here
+from windlass.data.pin import wants_pinning
 from windlass.data.workers import Reader, TaskBoard, read_batches
 
 _SHOWN = 8  # samples that a message lists
-
-
-Fetching = Fetch | FetchItem
-"""Reads and collates the samples of one task, in any process."""
 
 
 class Source:
@@ -45,7 +42,8 @@ class Source:
                 read them already, and its draws are part of the generator's saved state.
         """
         if self._plan.workers == 0:
-            return self._in_process(epoch, tasks, private, isolated)
+            isolated_here = math.inf if private else isolated
+            return read_here(self.fetch, epoch, tasks, isolated_here, wants_pinning(self._plan.pin_memory))
         if private:
             return self._private(epoch, tasks)
         if self._pool is None:
@@ -65,15 +63,6 @@ class Source:
         pool, self._idle = self._idle or WorkerPool(self.fetch, self._plan, persistent), None
         yield from pool.run(epoch, tasks)
         self._idle = pool if persistent else None
-
-    def _in_process(
-        self, epoch: int, tasks: Iterator[DealtBatch], private: bool, isolated: int
-    ) -> Iterator[DealtBatch]:
-        fetch, pinned = self.fetch, wants_pinning(self._plan.pin_memory)
-        for number, task in enumerate(tasks):
-            batch = fetch(epoch, task.ids, private or number < isolated)
-            task.batch = pin(batch) if pinned else batch
-            yield task
 
 
 class WorkerPool:

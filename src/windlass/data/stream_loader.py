@@ -16,6 +16,7 @@ from windlass.data.dispatch import Dispatched
 from windlass.data.loader import Loader
 from windlass.data.same_stream import splits_itself
 from windlass.data.stream import RowCutter, SharedStream
+from windlass.data.update_batch import UpdateBatch
 from windlass.dist.gang import Gang
 
 logger = get_logger(__name__)
@@ -127,6 +128,11 @@ class StreamLoader(Loader):
                 f"{type(self.dataset).__name__} was split into {parts} parts by itself, and is read in {now} now: each "
                 f"continues after its own first {place.consumed} samples. Only the stream knows which samples those are"
             )
+
+    def _group(self, rows: list[DealtBatch], epoch: int, of_pass: State) -> UpdateBatch:
+        group = super()._group(rows, epoch, of_pass)
+        group.dealt_samples = 0 if self.own_parts else group.dealt_samples
+        return group
 
     def _of_pass(self, epoch: int) -> State:
         return super()._of_pass(epoch) | self._parts()

@@ -131,7 +131,8 @@ class FiniteWatch:
         if not self._asynchronous:
             # The memory of mps is shared, and cannot be pinned.
             read = host.read if loss.is_cpu else float
-            return _judge(tag, read(loss), read(norm))
+            values = read(loss), read(norm)
+            return None if math.isfinite(values[0]) and math.isfinite(values[1]) else (tag, *values)
         earlier = self.flush()
         if self._recorded:
             self._pending = ((loss.detach(), norm.detach()), None, tag)

@@ -48,7 +48,15 @@ class TargetCounter:
         if labels is None:
             # A batch without visible rows has the weight of one.
             return float(rows(batch) or 1)
-        return float(_count(labels, first=int(self.shifted and "shift_labels" not in batch)))
+        first = int(self.shifted and "shift_labels" not in batch)
+        if not labels.is_cpu:  # `count_nonzero` of PyTorch/XLA counts a mask as 1
+            return float((labels[..., first:] != IGNORE_INDEX).sum())
+        if labels.ndim == 1 and labels.numel() <= 64:  # one label a row: too few for array arithmetic to pay
+            values = host.read(labels)[first:]
+            return float(len(values) - values.count(IGNORE_INDEX))
+        # NumPy reads the same memory: no tensor operation, hence nothing that could wait for a device. Labels are
+        # compared before they are cut, because it compares what is not contiguous at half the speed.
+        return float(np.count_nonzero((labels.numpy() != IGNORE_INDEX)[..., first:]))
 
     def labels(self, batch: Any) -> Tensor | None:
         """The integer labels that are counted, None if rows are."""
@@ -60,18 +68,6 @@ class TargetCounter:
             return None
         kind = present[0].dtype
         return None if kind.is_floating_point or kind.is_complex else present[0]
-
-
-def _count(labels: Tensor, first: int) -> int:
-    """The labels at position `first` of each row and after it that are not -100."""
-    if not labels.is_cpu:  # `count_nonzero` of PyTorch/XLA counts a mask as 1
-        return int((labels[..., first:] != IGNORE_INDEX).sum())
-    if labels.ndim == 1 and labels.numel() <= 64:  # one label a row: too few for array arithmetic to pay
-        values = host.read(labels)[first:]
-        return len(values) - int(values.count(IGNORE_INDEX))
-    # NumPy reads the same memory: no tensor operation, hence nothing that could wait for a device. Labels are compared
-    # before they are cut, because it compares what is not contiguous at half the speed.
-    return int(np.count_nonzero((labels.numpy() != IGNORE_INDEX)[..., first:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,13 +156,10 @@ class UpdateFitter:
         self._rng: State | None = None
         self._tried: list[int] = []
 
-    @property
-    def is_active(self) -> bool:
-        """True if updates that ran out of memory are tried again, after `remember`."""
-        return self._fitter.active
-
     def remember(self) -> None:
-        """Before the data of an update is requested: copy what a forward changes, and the random generators."""
+        """Before the data of an update is requested, if `auto_find_batch_size` is on: copy what a forward changes, and
+        the random generators.
+        """
         if self._before is None:
             self._before = ForwardState(self._model)
         else:

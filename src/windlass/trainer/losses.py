@@ -63,12 +63,10 @@ def on_device(data: Any, device: torch.device, own: Callable[[Any], Any] | None)
     return data
 
 
-def checked_batch(inputs: Any, columns: list[str] | None) -> Any:
-    """Return the batch; raise ModelError, with the `columns` that the model takes, if it is empty."""
-    if isinstance(inputs, (Mapping, list, tuple)) and len(inputs) == 0:
-        known = ", ".join(columns or []) or "unknown"
-        raise ModelError(f"a batch is empty; the model's forward takes: {known}")
-    return inputs
+def empty_batch(columns: list[str] | None) -> ModelError:
+    """The error of a batch without inputs, with the `columns` that the model takes."""
+    known = ", ".join(columns or []) or "unknown"
+    return ModelError(f"a batch is empty; the model's forward takes: {known}")
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

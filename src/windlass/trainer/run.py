@@ -319,7 +319,7 @@ class Run(LoopHooks, Interruptible):
 
     def data_ahead(self) -> None:
         """Called before the data of the next update is requested."""
-        if self._fitter.is_active:
+        if self._context.services.fitter.active:
             self._fitter.remember()
         interruption = self._context.interruption
         if interruption.stopped or interruption.preemption_requested:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -47,6 +48,8 @@ class RunCheckpoints:
         parts: the states besides weights, optimizer and history, in the order in which they are restored.
         newest: the last complete checkpoint of this run, or the one it was resumed from until it has saved one.
         rollbacks: rollbacks since `newest` was saved.
+        due_at: `time.monotonic()` at which the clock requests a checkpoint, an ephemeral one or one to replace a
+            failed one; infinite if it requests none.
         ephemeral: the clock requested the checkpoint that is being saved, in case the run is interrupted.
 
     Args:
@@ -65,23 +68,18 @@ class RunCheckpoints:
         self.parts: Sequence[SavedPart] = ()
         self._retry = SaveRetry(plan.max_failures)
         self._saved_at = time.monotonic()
+        self._set_clock()
         self.newest: Path | None = None
         self.rollbacks = 0
         self.ephemeral = False
 
     # --- when to save -----------------------------------------------------------------------------------------------
 
-    @property
-    def keeps_time(self) -> bool:
-        """True if the clock may request a checkpoint."""
-        return self._plan.every is not None or self._retry.reason is not None
-
-    def is_due(self) -> bool:
-        """Return True if this rank's clock requests a checkpoint: an ephemeral one, or one to replace a failed one."""
-        if self._retry.reason is not None:
-            return self._retry.is_due()
+    def _set_clock(self) -> None:
         every = self._plan.every
-        return every is not None and time.monotonic() - self._saved_at >= every
+        self.due_at = math.inf if every is None else self._saved_at + every
+        if self._retry.reason is not None:
+            self.due_at = self._retry.retry_at
 
     def begin_attempt(self, planned: bool, due: bool) -> None:
         """Called before a save between two updates.
@@ -117,6 +115,7 @@ class RunCheckpoints:
             **thread_count(),
         }
         self._saved_at = time.monotonic()
+        self._set_clock()
         # A script's own way to save reads the live model.
         may_wait = self._plan.background and self._all_ranks.vote(
             self._context.hooks.may_save_in_background() and content.write_model is None
@@ -159,10 +158,12 @@ class RunCheckpoints:
         if folder is None:
             self.best.failed(as_saved, previous_best)
             self._retry.failed(as_saved.global_step, str(self.saver.manager.last_failure), self.newest)
+            self._set_clock()
             return
         self.newest, self.rollbacks = folder, 0
         self.history.saved(folder)
         self._retry.succeeded()
+        self._set_clock()
         self.best.committed(as_saved)
         asked = self._events.control.should_save
         self._events.fire("on_save", as_saved)
@@ -272,6 +273,7 @@ class SaveRetry:
 
     Attributes:
         reason: why the last save failed; None if it did not.
+        retry_at: `time.monotonic()` at which the pause after a failed save is over.
         owes_ordinary: a save of the run's plan failed and none has succeeded since: the next one replaces it.
     """
 
@@ -280,12 +282,8 @@ class SaveRetry:
         self.reason: str | None = None
         self.owes_ordinary = False
         self._failures, self._counted_at, self._counts = 0, -1, True
-        self._since = self._retry_at = 0.0
+        self._since = self.retry_at = 0.0
         self._is_ordinary = True
-
-    def is_due(self) -> bool:
-        """Return True if the pause after a failed save is over, by this rank's clock."""
-        return self.reason is not None and time.monotonic() >= self._retry_at
 
     def begin(self, step: int, due: bool, ordinary: bool) -> None:
         """Called before an attempt.
@@ -324,5 +322,5 @@ class SaveRetry:
                 f"Last whole checkpoint: {newest or 'none of this run'}. Repair the output folder and resume from there"
             )
         pause = min(FIRST_PAUSE * 2.0 ** (self._failures - 1), LONGEST_PAUSE)
-        self._retry_at = now + pause
+        self.retry_at = now + pause
         logger.warning("retrying the save in %.0f s, or earlier if a save is due by then", pause)

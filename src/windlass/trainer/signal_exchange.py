@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ class SignalExchange:
     def own(self) -> Signals:
         """This rank's signals."""
         checkpoints, interruption = self._checkpoints, self._interruption
-        due = self._all_ranks.rank == 0 and checkpoints.keeps_time and checkpoints.is_due()
+        due = self._all_ranks.rank == 0 and time.monotonic() >= checkpoints.due_at
         asks = due or interruption.stop_requested or interruption.preemption_requested
         if not asks and not self._saver.busy:
             return _NONE  # the usual case, in every update
@@ -62,7 +63,7 @@ class SignalExchange:
         received = Signals(*sums) if any(sums) else _NONE
         self._interruption.preempted |= received.leave > 0
         if received is not _NONE and self._saver.busy:
-            self._saver.agreed(Counters(received.written, received.settled, received.failed))
+            self._saver.received(Counters(received.written, received.settled, received.failed))
         self.clock_asks = received.save_due > 0
         # A signal that was sent before a save began still requests it. And the clock does not replace the checkpoint
         # that the run was resumed from.

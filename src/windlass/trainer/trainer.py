@@ -46,7 +46,7 @@ from windlass.trainer.losses import (
     as_count,
     call_model,
     check_differentiable,
-    checked_batch,
+    empty_batch,
     on_device,
     without_gradient,
 )
@@ -502,7 +502,10 @@ class Trainer:
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """A batch on this process's device, as a new container: hooks may take labels out of it."""
-        return checked_batch(self._prepare_input(inputs), self._signature_columns)
+        prepared = self._prepare_input(inputs)
+        if isinstance(prepared, Mapping | list | tuple) and not prepared:
+            raise empty_batch(self._signature_columns)
+        return prepared
 
     def _prepare_input(self, data: Any) -> Any:
         """`data` with every tensor in it moved to this process's device."""
