@@ -54,7 +54,7 @@ def test_a_path_that_does_not_exist_is_found() -> None:
 # --- names ------------------------------------------------------------------------------------------------------------
 
 _NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*\))?")
-# Of PyTorch, Python, pytest, the shell, devices, other packages, or of pages elsewhere; and what is put together of parts.
+# Of PyTorch, Python, pytest, the shell, devices, other packages or pages elsewhere; or put together of parts.
 FOREIGN = {
     "COMET_API_KEY", "CUDA_DEVICE_ORDER", "FASTEST_FIRST", "Init._set_dtype", "PCI_BUS_ID", "cu126", "cu130",
     "datasets", "flock", "gcsfs", "global_step500", "huggingface_hub", "hypothesis", "make", "mypy", "ninja", "no-run",

@@ -88,7 +88,8 @@ class Trainer:
         model: the trained module.
         model_wrapped: the module that forwards run through: during `train()` the wrapper of its strategy, if any.
         accelerator: device, ranks and precision; prepares other models that a script trains beside this one.
-        optimizer, lr_scheduler: those of the current or last `train()`; None before.
+        optimizer: that of the current or last `train()`; None before.
+        lr_scheduler: that of the current or last `train()`; None before.
         label_names: keys of a batch that are labels.
         can_return_loss: the model's forward computes a loss by default.
         place_model_on_device: the model is moved to this process's device.
