@@ -69,13 +69,8 @@ def notebook_launcher(
         master_addr: address of the rendezvous.
         node_rank: the number of this machine; the same call runs on each machine.
         num_nodes: number of machines.
-        rdzv_backend: as in torch's elastic launcher.
-        rdzv_endpoint: as in torch's elastic launcher; by default `master_addr:use_port`.
-        rdzv_conf: as in torch's elastic launcher.
-        rdzv_id: as in torch's elastic launcher.
-        max_restarts: how often the processes are started again after a failure.
-        monitor_interval: seconds between two looks at the processes.
-        log_line_prefix_template: as in torch's elastic launcher.
+
+    The arguments from `rdzv_backend` on are those of torch's elastic launcher.
 
     Raises:
         ConfigError: the processes cannot be started, or the function uses a value that cannot be sent to them.
