@@ -17,10 +17,10 @@ from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.loop_content import LoopContent, check_fits
 from windlass.accelerator.loop_places import SaveLock, StatePlaces
-from windlass.accelerator.model_files import warn_if_unsafe
 from windlass.accelerator.prepared import Prepared
 from windlass.accelerator.saved_parts import ModelState
 from windlass.accelerator.setup import Setup
+from windlass.accelerator.value_files import warn_if_unsafe
 from windlass.checkpoint.background import Ended, Saver, SeenCommit
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.host_memory import HostMemory
