@@ -1,4 +1,4 @@
-"""The schedules of `windlass.optim.public` by type, Adafactor's own rate as a schedule, and a rolling mean of metrics."""
+"""The schedules of `windlass.optim.public` by type, the rate of Adafactor as a schedule, and a rolling mean."""
 
 from __future__ import annotations
 
