@@ -44,14 +44,13 @@ def get_available_trackers() -> list[str]:
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Register a tracker of your own for `log_with` in this process.
+    """Register a tracker of your own for `log_with` in this process. Raises ConfigError if it is not such a class, or
+    lacks `name` or `requires_logging_directory`.
+
 
     Args:
         tracker_class: subclass of `GeneralTracker`. It is called with the project's name, the logging folder if
             `requires_logging_directory` is true, and the keywords of `init_kwargs`.
-
-    Raises:
-        ConfigError: it is not such a class, or lacks `name` or `requires_logging_directory`.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ConfigError(Problem("tracker_class", tracker_class, "give a subclass of GeneralTracker"))

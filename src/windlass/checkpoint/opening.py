@@ -31,14 +31,13 @@ def open_store(
     disks: Disks | None = None,
     name: str = _OF_A_RUN,
 ) -> Store:
-    """The checkpoints in `output_dir` as this rank of `all_ranks` sees them. Nothing is read or written yet.
+    """The checkpoints in `output_dir` as this rank of `all_ranks` sees them. Nothing is read or written yet. Raises
+    ConfigError for a URL that cannot be opened.
+
 
     Args:
         name: of the folder of a checkpoint (see `Store`). Files beside checkpoints are uploaded only with the default,
             which is that of a Trainer's run.
-
-    Raises:
-        ConfigError: a URL that cannot be opened.
     """
     all_ranks = all_ranks or Gang()
     disks = disks or Disks.shared(all_ranks.size)
@@ -68,10 +67,8 @@ def store_of_checkpoint(url: str, all_ranks: Gang, disks: Disks) -> tuple[Store,
 
 
 def upload_files(output_dir: str) -> None:
-    """If `output_dir` is a URL, upload the files beside checkpoints in its staging folder.
-
-    Raises:
-        OSError: something did not arrive.
+    """If `output_dir` is a URL, upload the files beside checkpoints in its staging folder. Raises OSError if something
+    did not arrive.
     """
     if is_url(output_dir):
         _mirror(output_dir, local_folder(output_dir), Disks.shared(1)).upload_loose()
@@ -79,10 +76,8 @@ def upload_files(output_dir: str) -> None:
 
 def open_on_all(manager: CheckpointManager, which: Literal[True] | str, all_ranks: Gang) -> Checkpoint:
     """Open a checkpoint, for True the newest one that verifies. Collective: the main process, or one process of each
-    disk, chooses and verifies for all, so nothing is hashed twice.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged; the same on every rank.
+    disk, chooses and verifies for all, so nothing is hashed twice. Raises CheckpointError if there is none, or it is
+    damaged; the same on every rank.
     """
     if manager.store.disks.nodes > 1:
         return manager.receive(choose_on_all(manager.store, which))
@@ -114,14 +109,13 @@ class _Found:
 
 
 def choose_on_all(store: Store, which: Literal[True] | str | Path) -> Handover:
-    """What `resume_from_checkpoint` means, verified on every disk by its writer rank: True takes the last
-    committed one of those that are complete on all disks. Collective.
+    """What `resume_from_checkpoint` means, verified on every disk by its writer rank: True takes the last committed one
+    of those that are complete on all disks. Collective. Raises CheckpointError if there is none, or this job cannot go
+    on from it; the same on every rank.
+
 
     Returns:
         The checkpoint as it lies on this rank's disk.
-
-    Raises:
-        CheckpointError: there is none, or this job cannot go on from it; the same on every rank.
     """
     info = _newest_on_all(store) if which is True else _at(store, Path(which))
     handovers = store.gather(None if info is None else hand_over(info))

@@ -65,10 +65,8 @@ class Reader:
 
 
 def start_timeout(environ: Mapping[str, str]) -> float:
-    """Seconds after which a worker that has not started is replaced, as the environment sets it.
-
-    Raises:
-        ConfigError: it is not a number above 0.
+    """Seconds after which a worker that has not started is replaced, as the environment sets it. Raises ConfigError if
+    it is not a number above 0.
     """
     text = environ.get(START_TIMEOUT_VARIABLE, str(START_TIMEOUT))
     try:

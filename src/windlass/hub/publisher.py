@@ -76,10 +76,8 @@ class Publisher:
         return self._settings.repository if self._client is None else self._client.repository
 
     def open(self) -> Uploads:
-        """As `connect`; the error names the setting to change.
-
-        Raises:
-            ConfigError: the Hub refuses the name or the token, or cannot be reached.
+        """As `connect`; the error names the setting to change. Raises ConfigError if the Hub refuses the name or the
+        token, or cannot be reached.
         """
         try:
             return self.connect()
@@ -87,10 +85,8 @@ class Publisher:
             raise ConfigError(_problem(self._settings, error, in_branch=self._client is not None)) from None
 
     def connect(self) -> Uploads:
-        """Create the repository and the branch, if they do not exist.
-
-        Raises:
-            HubError: the Hub refuses it, or cannot be reached.
+        """Create the repository and the branch, if they do not exist. Raises HubError if the Hub refuses it, or cannot
+        be reached.
         """
         if self._uploads is None:
             settings = self._settings

@@ -88,13 +88,12 @@ ALPACA = (
 
 
 def recognise_form(columns: Iterable[str], text_field: str = "text") -> Form:
-    """Return the form of a dataset with these columns.
+    """Return the form of a dataset with these columns. Raises DataError if no form fits; lists the forms and the
+    columns found.
+
 
     Args:
         text_field: name of the column with plain text.
-
-    Raises:
-        DataError: no form fits; lists the forms and the columns found.
     """
     found = list(columns)
     for form, needed in _COLUMNS.items():
@@ -120,13 +119,12 @@ def is_conversational_row(row: Row) -> bool:
 
 
 def standardised(row: Row, form: Form, text_field: str, has_template: bool) -> dict[str, Any]:
-    """Return `row` with the columns of its kind only: tokens, "text", "prompt" and "completion", or "messages".
+    """Return `row` with the columns of its kind only: tokens, "text", "prompt" and "completion", or "messages". Raises
+    DataError for a value of the wrong type, an unknown role, a message without content or an empty conversation.
+
 
     Args:
         has_template: the tokenizer has a chat template, so that an instruction is rendered as a message.
-
-    Raises:
-        DataError: a value of the wrong type, an unknown role, a message without content or an empty conversation.
     """
     if not isinstance(row, Mapping):
         raise DataError(f"must be a mapping of columns, not {type(row).__name__}")
