@@ -234,7 +234,7 @@ class Files:
             yield file
 
     def read(self, path: Path, limit: int) -> bytes:
-        """A whole file of at most `limit` bytes. Raises CheckpointError if it is missing, not a plain file, or larger."""
+        """A file of at most `limit` bytes. Raises CheckpointError if it is missing, not a plain file, or larger."""
         with self.reading(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
