@@ -141,7 +141,7 @@ class Accelerator(Ranks):
             device,
             settings,
             _scaler(settings, device),
-            functools.partial(OwnLoop, settings.dist, all_ranks.over("loss")),
+            functools.partial(OwnLoop, settings.dist, all_ranks.over("data")),
         )
         self._trackers = Trackers(trackers, settings.project.logging_dir)
         check_operations(settings.debug or operations_are_checked())
@@ -189,7 +189,7 @@ class Accelerator(Ranks):
             device,
             settings,
             UnitScaler(torch.device("cpu")),
-            functools.partial(OwnLoop, settings.dist, all_ranks.over("loss")),
+            functools.partial(OwnLoop, settings.dist, all_ranks.over("data")),
         )
         accelerator._trackers = Trackers([], None)
         if not PROCESS:

@@ -790,8 +790,10 @@ class Trainer:
                 has_loss = evaluator.output_has_loss(outputs, by_model)
             else:
                 loss, outputs, has_loss = None, call_model(model, inputs), False
+            if prediction_loss_only:  # logits of divided rows are gathered when they are read
+                return loss, None, None
             _, logits = evaluation.split_outputs(outputs, has_loss=has_loss, ignore_keys=keys)
-        return (loss, None, None) if prediction_loss_only else (loss, detach(logits), labels)
+        return loss, detach(logits), labels
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
