@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def samples(count: int = 36) -> list[dict[str, list[int]]]:
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     width = max(len(row["input_ids"]) for row in rows)
     fills = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-    columns = {name: [] for name in fills}
+    columns: dict[str, list[list[int]]] = {name: [] for name in fills}
     for row in rows:
         missing = width - len(row["input_ids"])
         for name, fill in fills.items():
@@ -62,59 +63,68 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 def token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """In float64, as no model of transformers computes its own."""
     logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = nn.functional.cross_entropy(logits, targets, reduction=reduction)
-    return loss if num_items_in_batch is None else loss / num_items_in_batch
+    if num_items_in_batch is None:
+        return nn.functional.cross_entropy(logits, targets)
+    return nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
 
 class Noted(Trainer):
     """Notes what is logged."""
 
+    noted: list[dict[str, float]]
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        self.__dict__.setdefault("noted", []).append(dict(logs))
+        self.noted = [*getattr(self, "noted", []), dict(logs)]
         super().log(logs, start_time)
 
 
-def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
-    return {
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    return TrainingArguments(**{
         "output_dir": str(folder), "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3,
         "gradient_accumulation_steps": 3, "max_steps": 6, "max_grad_norm": 0.3, "learning_rate": 0.02,
         "weight_decay": 0.1, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True,
-        "save_strategy": "no", "train_sampling_strategy": "sequential", **changes,
-    }  # fmt: skip
+        "save_strategy": "no", "train_sampling_strategy": "sequential", "include_num_input_tokens_seen": "non_padding",
+        **changes,
+    })  # fmt: skip
 
 
-def train(name: str, folder: Path, *, own_loss: bool = False, resume: bool = False, **changes: Any) -> dict[str, Any]:
-    """Train and evaluate; return what was logged, and the weights."""
+def first_logits(found: Any) -> dict[str, float]:
+    return {"logits": float(found.predictions[:, :3].sum())}
+
+
+KEPT = ("loss", "grad_norm", "eval_loss", "eval_logits", "num_input_tokens_seen")
+
+
+def train(
+    name: str, folder: Path, *, own_loss: bool = False, resume: bool = False, **changes: Any
+) -> dict[str, list[float]]:
+    """Train and evaluate; return what was reported, and the weights."""
     trainer = Noted(
         model(name),
-        TrainingArguments(**arguments(folder, **changes)),
+        arguments(folder, **changes),
         data_collator=collate,
         train_dataset=samples(),
         eval_dataset=samples(7),
         compute_loss_func=None if own_loss else token_loss,
-        compute_metrics=lambda found: {"sum": float(found.predictions[0, :2, :].sum() if not isinstance(found.predictions, tuple) else 0.0)},
+        compute_metrics=first_logits,
     )
     result = trainer.train(resume_from_checkpoint=resume)
-    metrics = trainer.evaluate()
-    logged = [
-        {key: value for key, value in one.items() if key in ("loss", "grad_norm", "eval_loss", "eval_sum")}
-        for one in trainer.noted
-    ]
-    weights = {key: whole(value).detach().flatten().tolist() for key, value in trainer.model.state_dict().items()}
+    trainer.evaluate()
+    reported = [[one[key] for key in KEPT if key in one] for one in trainer.noted]
+    weights = {key: whole(value).detach().flatten() for key, value in trainer.model.state_dict().items()}
     return {
-        "logged": [one for one in logged if one], "train_loss": result.training_loss, "weights": weights,
-        "eval": [metrics["eval_loss"], metrics["eval_sum"]],
-        "tokens": trainer.state.num_input_tokens_seen,
-    }  # fmt: skip
+        "reported": [value for one in reported for value in one] + [result.training_loss],
+        "weights": torch.cat([weights[key] for key in sorted(weights)]).tolist(),
+    }
 
 
 def main() -> None:
-    folder, names, parallel, changes = Path(sys.argv[1]), sys.argv[2].split(","), *map(json.loads, sys.argv[3:5])
-    given = {"parallelism_config": ParallelismConfig(**parallel)} if parallel else {}
-    found = {name: train(name, folder / "run" / name, **given, **changes) for name in names}
-    rank = int(__import__("os").environ.get("RANK", "0"))
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    found = {}
+    for case, (name, parallel, changes) in cases.items():
+        given = {"parallelism_config": ParallelismConfig(**parallel)} if parallel else {}
+        found[case] = train(name, folder / case, **given, **changes)
+    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

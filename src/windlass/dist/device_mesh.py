@@ -10,23 +10,27 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from windlass.core.device import backend_for
-from windlass.core.mesh import Mesh
+from windlass.core.mesh import AXES, VIEWS, Mesh
 from windlass.dist.gang import leave
 from windlass.dist.listening import gloo_on_loopback
 
 
 def loss_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """The ranks of this rank's loss view: on one axis, "shard", or with several replicas on two, "replicate" and
-    "shard", where consecutive ranks share one copy of the model. Ranks that divide sequences have shards too. Collective.
+    "shard", where consecutive ranks share one copy of the model. Ranks that divide sequences have shards too.
+    Collective.
     """
     if not dist.is_initialized():
         open_group_of_one(device)
     if device.index is not None:
         # Collectives of a mesh run on the current device of its type.
         torch.accelerator.set_device_index(device.index)
-    sizes = {"replicate": mesh.replicate, "shard": mesh.shard * mesh.context}
-    axes = [axis for axis in sizes if axis == "shard" or sizes[axis] > 1]
-    return init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+    sizes = {axis: mesh.along(axis) for axis in AXES if axis != "context"}
+    sizes["shard"] *= mesh.context
+    axes = [axis for axis, size in sizes.items() if axis == "shard" or size > 1]
+    whole = init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+    loss = tuple(axis for axis in axes if axis in VIEWS["loss"])
+    return whole if len(loss) == len(axes) else whole[loss]
 
 
 def open_group_of_one(device: torch.device) -> None:

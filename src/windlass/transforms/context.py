@@ -294,7 +294,9 @@ def _refuse_unfit(model: Any, method: str, context_ranks: Gang) -> None:
         fix = "has an encoder, whose sequences are not divided; set cp_size=1 and sp_size=1"
         raise ConfigError(Problem("model", type(model).__name__, fix))
     if getattr(config, "output_router_logits", False):
-        fix = "adds a loss that is not a sum over parts of a row: set it to False, or cp_size and sp_size to 1"
+        fix = (
+            "adds a loss that is not a sum over parts of a row: set it to False, or cp_size and sp_size to 1"
+        )
         raise ConfigError(Problem("model.config.output_router_logits", True, fix))
 
 

@@ -223,29 +223,25 @@ def _axes_objections(settings: Settings) -> Iterator[Problem]:
 
 
 def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Problem]:
-    axes = _axes(settings)
+    axes, all_ranks = _axes(settings), world.size
     together = math.prod(found.value for found in axes)
-    if world.size % together:
+    if all_ranks % together:
         made = " times ".join(f"{found.origin}={found.value}" for found in axes)
-        fix = f"{made} must divide the number of processes, which is {world.size}: start a multiple of {together}"
+        fix = f"{made} must divide the number of processes, which is {all_ranks}: start a multiple of {together}"
         yield Problem(axes[0].origin, axes[0].value, fix)
         return
     sizes = settings.explicit(rows.MESH_REPLICAS, rows.MESH_SHARDS)
-    replicas, data_ranks = settings.value(rows.MESH_REPLICAS), world.size // together
+    replicas, data_ranks = settings.value(rows.MESH_REPLICAS), all_ranks // together
     if not sizes:
         return
-    there_are = (
-        f"there are {world.size}" if together == 1 else f"{world.size} divided by {together} are {data_ranks}"
-    )
+    there_are = f"there are {all_ranks}" + (f", {together} to each batch" if axes else "")
     if settings.explicit(rows.MESH_SHARDS) or not is_sharded(settings):
         ranks = Mesh(replicate=replicas, shard=shards).size()
         if ranks != data_ranks:
             made = f"{replicas} replicas of {shards} shards make {ranks} processes"
             yield Problem(sizes[0].origin, sizes[0].value, f"{made}, and {there_are}")
     elif data_ranks % replicas:
-        whose = (
-            "the number of processes" if together == 1 else "the number of processes with different samples"
-        )
+        whose = "the number of processes" + (" with different samples" if axes else "")
         yield Problem(sizes[0].origin, replicas, f"must divide {whose}, which is {data_ranks}")
 
 
@@ -376,7 +372,8 @@ def _reshard(settings: Settings) -> bool | int:
 
 def _replicas(settings: Settings, world: World) -> int:
     if _sharding(settings) == "no_shard":
-        return world.size // int(math.prod(found.value for found in _axes(settings)))
+        all_ranks, together = world.size, math.prod(found.value for found in _axes(settings))
+        return int(all_ranks // together)
     if settings.explicit(rows.MESH_REPLICAS):
         return int(settings.value(rows.MESH_REPLICAS))
     return world.machines if _sharding(settings).startswith("hybrid") else 1
