@@ -743,7 +743,9 @@ class Accelerator(Ranks):
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[None]:
-        """Do nothing: sequences are not split over processes (`parallelism_config.cp_size` above 1 is refused)."""
+        """Do nothing: with `cp_size` above 1 the forward of a prepared model divides the sequences, and returns the
+        loss and the logits of whole rows, so that `buffers` stay whole.
+        """
         return nullcontext()
 
     # --- between processes --------------------------------------------------------------------------------------------

@@ -109,5 +109,5 @@ class Setup:
 
     @property
     def context_parallel_rank(self) -> int:
-        """0: sequences are not split."""
+        """Index of the part of each sequence that this process computes."""
         return self._rank_in("context")

@@ -1022,12 +1022,14 @@ class Trainer:
         return 1
 
     def get_cp_size(self) -> int:
-        """Ranks that share one sequence (context parallelism is not built yet): 1."""
-        return 1
+        """Ranks that divide one sequence, among which keys and values travel."""
+        dist = self._plan.dist
+        return dist.context if dist.attention == "ring" else 1
 
     def get_sp_size(self) -> int:
-        """Ranks that share one sequence by heads (sequence parallelism is not built yet): 1."""
-        return 1
+        """Ranks that divide one sequence, and exchange heads for the attention."""
+        dist = self._plan.dist
+        return dist.context if dist.attention == "ulysses" else 1
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not built yet: raises ConfigError with what to do instead."""
