@@ -261,6 +261,7 @@ NO_USE = {
     "DataPlan.start_timeout": "workers",
     "DataPlan.worker_init": "workers",
     "DataPlan.worker_timeout": "workers",
+    "DistPlan.attention": "several processes",
     "DistPlan.broadcast_buffers": "several processes",
     "DistPlan.bucket_cap_mb": "several processes",
     "DistPlan.comm_options": "several processes",

@@ -102,7 +102,7 @@ class DividedForwards:
             self._randomness.begin()
         return (), {**others, **part, "return_dict": True}
 
-    def _join(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _join(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """The results of whole rows; see `DividedOutput`."""
         zigzag, self._zigzag = self._zigzag, None
         if zigzag is None:
@@ -201,14 +201,14 @@ class DividedOutput(Mapping[str, Any]):
     """
 
     loss: Tensor
-    _local: Any
+    part: Any
 
     @property
     def logits(self) -> Tensor:
         """Shape (rows, tokens, vocabulary), of whole rows."""
-        if isinstance(self._local, _Local):
-            self._local = self._local.whole()
-        whole: Tensor = self._local
+        if isinstance(self.part, _Local):
+            self.part = self.part.whole()
+        whole: Tensor = self.part
         return whole
 
     def __getitem__(self, key: Any) -> Any:
@@ -233,8 +233,8 @@ class DividedOutput(Mapping[str, Any]):
 # PyTorch's wrapper finds the loss in it.
 pytree.register_pytree_node(
     DividedOutput,
-    lambda output: ([output.loss], output._local),
-    lambda leaves, local: DividedOutput(next(iter(leaves)), local),
+    lambda output: ([output.loss], output.part),
+    lambda leaves, part: DividedOutput(next(iter(leaves)), part),
 )
 
 
