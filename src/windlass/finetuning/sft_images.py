@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 from windlass.config.refusal import refuse
@@ -25,7 +26,8 @@ def open_images(base: TunedModel, args: SFTConfig, formatted: bool) -> ImageProc
     refuse(_problems(base, args, formatted))
     options = args.dataset_kwargs if isinstance(args.dataset_kwargs, dict) else {}
     files = ImageFiles(allow_urls=bool(options.get("allow_image_urls")))
-    images = ImageProcessing(base.processing_class, files, innermost(base.model).forward)
+    takes = inspect.signature(innermost(base.model).forward).parameters
+    images = ImageProcessing(base.processing_class, files, takes)
     refuse(_problems_of_packing(images, args))
     return images
 
@@ -39,7 +41,7 @@ def _problems(base: TunedModel, args: SFTConfig, formatted: bool) -> Iterator[Pr
         )
         yield Problem("processing_class", kind, fix)
     if args.truncation_mode == "keep_end":
-        fix = "would cut off the images, which come first; use 'keep_start' or 'error'"
+        fix = "would remove the images, which come first; use 'keep_start' or 'error'"
         yield Problem("truncation_mode", "keep_end", fix)
     if formatted:
         fix = "returns text, which has no images; give rows with messages, or prompt and completion"

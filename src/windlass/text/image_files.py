@@ -23,6 +23,7 @@ _WEB = ("http://", "https://")
 _ORIENTATION = 0x0112  # EXIF: how a camera was held; from 5 on, width and height are exchanged
 _SIDEWAYS = frozenset(range(5, 9))
 _SECONDS = 30
+_PURPOSE = "read images"
 Size = tuple[int, int]
 
 
@@ -50,12 +51,12 @@ class ImageFiles:
 
     def open(self, source: Any) -> Any:
         """Return an image of Pillow in RGB, turned as its EXIF data asks for. Raises DataError as `size`."""
-        operations = require("PIL.ImageOps", "read images")
+        operations = require("PIL.ImageOps", _PURPOSE)
         with _reported(source):
             return operations.exif_transpose(self._opened(source)).convert("RGB")
 
     def _opened(self, source: Any) -> Any:
-        pillow = require("PIL.Image", "read images")
+        pillow = require("PIL.Image", _PURPOSE)
         if isinstance(source, pillow.Image):
             return source
         if isinstance(source, np.ndarray):
@@ -107,6 +108,11 @@ def source_of(value: Any) -> Any:
         if value.get(name) is not None:
             return source_of(value[name])
     raise DataError(f"an image with the keys {sorted(map(str, value))} has no content: {', '.join(CONTENTS)}")
+
+
+def grey_image(size: Size) -> Any:
+    """Return an image of Pillow of this size."""
+    return require("PIL.Image", _PURPOSE).new("RGB", size, (128, 128, 128))
 
 
 def name_of_image(source: Any) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.optional import require
-from windlass.text.image_files import ImageFiles, Size
+from windlass.text.image_files import ImageFiles, Size, grey_image
 
 IGNORED = -100
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "labels", "token_type_ids", "mm_token_type_ids"})
@@ -50,29 +49,32 @@ class ImageProcessing:
     Args:
         processor: a `ProcessorMixin` of transformers with an image processor, a tokenizer and an `image_token`.
         files: opens images.
-        forward: the model's forward, whose arguments show which kinds of tokens it is told of; None: all.
+        takes: what the model's forward takes; None: all that the processor makes.
 
     Raises:
         ConfigError: the processor does not have what is needed.
     """
 
-    def __init__(self, processor: Any, files: ImageFiles | None = None, forward: Any = None) -> None:
+    def __init__(
+        self, processor: Any, files: ImageFiles | None = None, takes: Collection[str] | None = None
+    ) -> None:
         self.processor, self.files = processor, files or ImageFiles()
         kind = type(processor).__name__
         if getattr(processor, "image_token", None) is None:
-            fix = f"{kind} has no image_token, so it does not say where a text has its images"
+            fix = f"{kind} has no image_token, which marks the places of images in a text"
             raise ConfigError(Problem("processing_class", kind, fix))
         self.token: str = processor.image_token
         self._ids = np.array([i for i in processor.image_token_ids if i is not None])
         self._expansion = lru_cache(maxsize=1 << 16)(self._measured)
+        self._count = lru_cache(maxsize=1 << 16)(self._counted)
         # PaliGemma's tokens see each other up to the answer, and its texts get a beginning and a line break.
         self.has_prefix = hasattr(require("transformers", "train on images"), "PaliGemmaProcessor") and any(
             base.__name__ == "PaliGemmaProcessor" for base in type(processor).__mro__
         )
-        self._types = self._kinds_of_tokens(forward)
+        self._types = self._kinds_of_tokens(takes)
 
     def __reduce__(self) -> Any:
-        return _again, (self.processor, self.files, self._types)
+        return ImageProcessing, (self.processor, self.files, self._types)
 
     @property
     def model_inputs(self) -> list[str]:
@@ -82,7 +84,10 @@ class ImageProcessing:
     def _probe(self) -> Any:
         try:
             return self.processor(
-                text=[self.token], images=[[_grey(_PROBE)]], return_tensors="np", add_special_tokens=False
+                text=[self.token],
+                images=[[grey_image(_PROBE)]],
+                return_tensors="np",
+                add_special_tokens=False,
             )
         except Exception as error:  # of another library, on its own input
             fix = (
@@ -90,11 +95,10 @@ class ImageProcessing:
             )
             raise ConfigError(Problem("processing_class", type(self.processor).__name__, fix)) from error
 
-    def _kinds_of_tokens(self, forward: Any) -> tuple[str, ...]:
-        """The names under which the processor says what kind each token is, if the model takes them."""
+    def _kinds_of_tokens(self, takes: Collection[str] | None) -> tuple[str, ...]:
+        """The names under which the processor returns the kind of each token, if the model takes them."""
         made = self._probe()
-        taken = set(_TYPES) if forward is None else set(inspect.signature(forward).parameters)
-        names = tuple(name for name in _TYPES if name in made and name in taken)
+        names = tuple(name for name in _TYPES if name in made and (takes is None or name in takes))
         own = np.isin(made["input_ids"], self._ids).astype(np.int64)
         for name in names:
             if not self.has_prefix and not np.array_equal(made[name], own):
@@ -143,23 +147,23 @@ class ImageProcessing:
 
     def _measured(self, size: Size) -> str:
         """The text that represents an image of this size."""
-        return self._replacements([[_grey(size)]])[1][0]
-
-    def _replacements(self, images: list[list[Any]]) -> tuple[Any, list[str]]:
-        """What the processor makes of images, and the text that represents each."""
         made = self.processor(
-            text=[self.token * len(row) for row in images],
-            images=images,
-            padding=True,
-            return_tensors="pt",
+            text=[self.token],
+            images=[[grey_image(size)]],
             add_special_tokens=False,
             return_text_replacement_offsets=True,
         )
-        offsets = made.pop("text_replacement_offsets", None)
-        if offsets is None:
-            fix = "does not say which text represents an image (return_text_replacement_offsets)"
+        offsets = made.get("text_replacement_offsets")
+        if not offsets:
+            fix = "does not return the text that represents an image (return_text_replacement_offsets)"
             raise ConfigError(Problem("processing_class", type(self.processor).__name__, fix))
-        return made, [place["replacement"] for row in offsets for place in row]
+        text: str = offsets[0][0]["replacement"]
+        return text
+
+    def _counted(self, size: Size) -> int:
+        """The tokens of an image of this size, without those around it."""
+        ids = self.processor.tokenizer(self._expansion(size), add_special_tokens=False)["input_ids"]
+        return int(np.isin(ids, self._ids).sum())
 
     def inputs(self, images: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Return the tensors of a batch's images; none if it has no images.
@@ -168,22 +172,29 @@ class ImageProcessing:
             images: of each row of the batch, opened.
 
         Raises:
-            DataError: an image became longer or shorter than its size says.
+            DataError: an image has more or fewer tokens than a grey one of its size.
         """
         rows = [list(row) for row in images]
         if not any(rows):
             return {}
-        made, texts = self._replacements(rows)
-        for image, text in zip((image for row in rows for image in row), texts, strict=True):
-            if text != self._expansion(image.size):
-                raise DataError(
-                    f"an image of {image.size[0]} x {image.size[1]} has another number of tokens than a grey one of "
-                    f"that size, so {type(self.processor).__name__} cannot be used"
-                )
+        made = self.processor(
+            text=[self.token * len(row) for row in rows],
+            images=rows,
+            padding=True,
+            return_tensors="pt",
+            add_special_tokens=False,
+        )
+        found = np.isin(made["input_ids"].numpy(), self._ids).sum(axis=1).tolist()
+        expected = [sum(self._count(image.size) for image in row) for row in rows]
+        if found != expected:
+            raise DataError(
+                f"images of {[[image.size for image in row] for row in rows]} have {found} tokens, and grey ones of "
+                f"these sizes have {expected}, so {type(self.processor).__name__} cannot be used"
+            )
         return {name: value for name, value in made.items() if name not in _OF_TEXT}
 
     def kinds(self, ids: Any, labels: Any) -> dict[str, Any]:
-        """Return what the model is told of the kinds of tokens: int64 arrays of the shape of `ids`.
+        """Return the kinds of tokens that the model takes: int64 arrays of the shape of `ids`.
 
         PaliGemma: 0 up to the first target of a row, which see each other; 1 after it. Others: 1 for tokens of images.
         """
@@ -192,13 +203,3 @@ class ImageProcessing:
         else:
             kinds = np.isin(ids, self._ids).astype(np.int64)
         return dict.fromkeys(self._types, kinds)
-
-
-def _again(processor: Any, files: ImageFiles, types: tuple[str, ...]) -> ImageProcessing:
-    made = ImageProcessing(processor, files)
-    made._types = types
-    return made
-
-
-def _grey(size: Size) -> Any:
-    return require("PIL.Image", "measure images").new("RGB", size, (128, 128, 128))
