@@ -263,6 +263,7 @@ NO_USE = {
     "DataPlan.worker_timeout": "workers",
     "DistPlan.attention": "several processes",
     "DistPlan.broadcast_buffers": "several processes",
+    "DistPlan.context": "several processes",
     "DistPlan.bucket_cap_mb": "several processes",
     "DistPlan.comm_options": "several processes",
     "DistPlan.find_unused_parameters": "several processes",
