@@ -185,3 +185,13 @@ def test_an_evaluation_set_with_images_needs_a_trainer_that_knows_them(tmp_path:
         ConfigError, match=r"eval_dataset=\['images'\]: has images, and no dataset of the constructor"
     ):
         trainer.evaluate(mixed_rows())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_logits_are_made(tmp_path: Path, name: str) -> None:
+    trainer = trainer_of(tmp_path, name, mixed_rows(), max_steps=1)
+    made: list[int] = []
+    head: Any = trainer.model.get_output_embeddings()
+    head.register_forward_hook(lambda _, __, output: made.append(output.numel()))
+    trainer.train()
+    assert made[-1] == 1  # the loss; earlier ones are those of the model's own loss on eight tokens
