@@ -165,7 +165,7 @@ class Accelerator(Ranks):
             device,
             settings,
             _scaler(settings, device),
-            functools.partial(OwnLoop, settings.dist, all_ranks.over("loss")),
+            functools.partial(OwnLoop, settings.dist, all_ranks.over("data")),
         )
         self.log_with: list[str | GeneralTracker] = trackers
         check_operations(settings.debug or operations_are_checked())
@@ -213,7 +213,7 @@ class Accelerator(Ranks):
             device,
             settings,
             UnitScaler(torch.device("cpu")),
-            functools.partial(OwnLoop, settings.dist, all_ranks.over("loss")),
+            functools.partial(OwnLoop, settings.dist, all_ranks.over("data")),
         )
         if not PROCESS:
             publish(accelerator.state, accelerator.gradient_state)
@@ -787,7 +787,9 @@ class Accelerator(Ranks):
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[None]:
-        """Do nothing: sequences are not split over processes (`parallelism_config.cp_size` above 1 is refused)."""
+        """Do nothing: with `cp_size` above 1 the forward of a prepared model divides the sequences, and returns the
+        loss and the logits of whole rows, so that `buffers` stay whole.
+        """
         return nullcontext()
 
     # --- between processes --------------------------------------------------------------------------------------------

@@ -141,7 +141,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """Apply the update if the current micro-batch completes one; otherwise do nothing. Raises ModelError for a
         closure with fp16, whose overflows are known only after the gradients.
 
-
         Returns:
             The result of `closure`, or None.
         """

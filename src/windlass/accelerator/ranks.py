@@ -147,7 +147,6 @@ def share_of(inputs: Any, all_ranks: Gang, apply_padding: bool = False) -> Any:
     """This process's part of `inputs`, which are consecutive items. The first processes may get one item more. Raises
     DataError for a dict with several lengths, or an unsupported type.
 
-
     Args:
         inputs: a list, a tuple, a tensor (along its first axis), a dataset with `select`, or a dict of those with equal
             lengths.

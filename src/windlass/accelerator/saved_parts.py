@@ -82,7 +82,6 @@ def check_savable(name: str, shown: object, owner: Stateful) -> None:
     """Check that the state of a script's object can be written. Raises CheckpointError if it has no state, or one that
     is not data.
 
-
     Args:
         name, shown: of the object in errors; `owner` may be a wrapper of it.
     """

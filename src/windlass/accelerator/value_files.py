@@ -38,7 +38,6 @@ def warn_if_unsafe(safe_serialization: bool) -> None:
 def save_values(path: Path, values: Any) -> None:
     """Write `values` by the ending of `path`. Raises CheckpointError for values that cannot be saved; they are named.
 
-
     Args:
         path: ".safetensors" takes a dict of tensors. ".json" takes a nest of plain values, whose tensors go to a
             safetensors file of the same name. Any other ending, such as ".pt", means pickle, which is never written:

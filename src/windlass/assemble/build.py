@@ -53,7 +53,6 @@ def build(
     """Apply the transforms to the model, then make the optimizer and the executor. Load a checkpoint afterwards. Raises
     ConfigError if this model or device cannot do what the plan requires, or `create` made no optimizer.
 
-
     Args:
         model: the bare module, on its device; changed in place.
         create: number of updates -> optimizer and scheduler; objects of the user stay the same objects.
@@ -151,7 +150,6 @@ def apply_transforms(model: nn.Module, plan: TransformPlan, float8: Float8Plan |
     """Transform `model` in place, in this order: kernels replace parts, layers multiply in float8, blocks are
     recomputed, compilation traces through them. Names in its state dict do not change. Wrappers for data parallelism
     follow, from the executor that owns them. Raises ConfigError if a transform cannot be applied to this model.
-
 
     Args:
         float8: how linear layers multiply; None leaves them as they are.

@@ -21,7 +21,6 @@ def with_engine(
     """How the model is distributed, with the configuration of an engine completed for a run of `steps` updates. Raises
     ConfigError if the configuration contradicts the arguments, or the run is not one that the engine can do.
 
-
     Args:
         size: of the updates.
         width: of the model; None if its configuration has none.

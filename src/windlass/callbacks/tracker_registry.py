@@ -47,7 +47,6 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Register a tracker of your own for `log_with` in this process. Raises ConfigError if it is not such a class, or
     lacks `name` or `requires_logging_directory`.
 
-
     Args:
         tracker_class: subclass of `GeneralTracker`. It is called with the project's name, the logging folder if
             `requires_logging_directory` is true, and the keywords of `init_kwargs`.

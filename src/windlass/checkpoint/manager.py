@@ -181,7 +181,6 @@ class CheckpointManager:
         `OSError`), which is logged; earlier checkpoints remain. Raises CheckpointError if a state holds a type that
         cannot be saved (a mistake in the program, not of the disk).
 
-
         Args:
             meta: plain values for the manifest (best metric, ...).
             protected: folders that retention keeps, beside this one.

@@ -34,7 +34,6 @@ def open_store(
     """The checkpoints in `output_dir` as this rank of `all_ranks` sees them. Nothing is read or written yet. Raises
     ConfigError for a URL that cannot be opened.
 
-
     Args:
         name: of the folder of a checkpoint (see `Store`). Files beside checkpoints are uploaded only with the default,
             which is that of a Trainer's run.
@@ -112,7 +111,6 @@ def choose_on_all(store: Store, which: Literal[True] | str | Path) -> Handover:
     """What `resume_from_checkpoint` means, verified on every disk by its writer rank: True takes the last committed one
     of those that are complete on all disks. Collective. Raises CheckpointError if there is none, or this job cannot go
     on from it; the same on every rank.
-
 
     Returns:
         The checkpoint as it lies on this rank's disk.

@@ -53,7 +53,6 @@ def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
     """The state of `optimizer` by canonical parameter names. Collective if parameters are sharded. Raises
     CheckpointError if the optimizer updates a parameter that the model does not have.
 
-
     Returns:
         `{"shapes": {name: [..]}, "state": {name: {key: value}}, "groups": [{"names": [..], "options": {..}}]}`;
         a parameter that was never updated has no entry in `state`. Tensors are the optimizer's own, not copies.

@@ -92,7 +92,6 @@ def join_packed(saved: dict[str, Any], parameter: Tensor, place: Callable[[Tenso
     """The tensor of which `saved` is the map, sharded as `parameter` is. Raises CheckpointError if the class is not
     loaded in this process, or cannot be made of what is saved.
 
-
     Args:
         saved: its tensors may be `Deferred`.
         place: copies a tensor to the parameter's device.

@@ -150,7 +150,6 @@ def config_of(of_recipe: dict[str, Any], implied: dict[str, Any], section: str =
     """Return the config of a new model: `of_recipe`, with `implied` as defaults. Raises ConfigError for unknown or
     impossible keys, all at once.
 
-
     Args:
         section: dotted key of `of_recipe` in the recipe, for errors.
     """

@@ -29,7 +29,6 @@ def read_records(source: str, data: DataSpec, split: str = "train") -> list[Reco
     """Return the records of `source` in order, at most `data.max_samples`. Raises DataError if a line or a file cannot
     be read, or there are no records.
 
-
     Args:
         source: path, or hub name if `data.format` is hub.
         split: for the hub reader only.

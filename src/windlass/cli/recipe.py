@@ -35,7 +35,6 @@ def load_recipe(
 ) -> Recipe:
     """Read a recipe, apply `key=value` overrides, and check the result. Raises ConfigError with all problems found.
 
-
     Args:
         path: YAML file, or the name of a built-in recipe; None: the default one. Data paths in it are relative to the
             working directory.

@@ -73,7 +73,6 @@ class Task(ABC):
         """Read and encode the data of `recipe`. Raises DataError, ConfigError or ModelError, with the file, the line or
         the key.
 
-
         Args:
             saved_tokenizer: checkpoint with the tokenizer of a resumed run.
         """

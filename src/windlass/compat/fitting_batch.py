@@ -16,7 +16,6 @@ def find_executable_batch_size(
 ) -> Any:
     """Decorator: calls `function(batch_size, ...)`. Raises batch_size.NoBatchFitsError if not even a batch of one fits.
 
-
     Args:
         function: takes the batch size as its first argument, which callers leave out.
         starting_batch_size: the batch size, or the first one to try.

@@ -24,7 +24,6 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Log a message. Raises ModelError if there is no state of the process yet.
 
-
         Args:
             main_process_only: log on the main process only.
             in_order: log on all processes in order of rank. Collective.

@@ -28,7 +28,6 @@ def synchronize_rng_states(
     """Copy the states of the main process's generators to all processes. Collective. Raises ConfigError if no generator
     was passed, or a type of device that this process does not use.
 
-
     Args:
         rng_types: "torch" for the CPU's default generator, "generator" for `generator`, or a type of device.
     """

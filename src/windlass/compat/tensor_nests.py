@@ -165,7 +165,6 @@ def distributed_concat(tensor: Any, num_total_examples: int | None = None) -> An
     """The same nest with the tensors of all processes joined along the first axis; collective. Raises RuntimeError if
     there is no process group.
 
-
     Args:
         tensor: a nest whose tensors have the same shape on every process.
         num_total_examples: keep so many rows.

@@ -45,7 +45,6 @@ class TrlParser(HfArgumentParser):
         """Parse a command line, and the file that its `--config` names. Raises ValueError for an unknown key or flag,
         or a file that is not a mapping.
 
-
         Args:
             args: its words; `sys.argv[1:]` if not given.
             return_remaining_strings: return what no flag takes as an additional list, instead of raising.

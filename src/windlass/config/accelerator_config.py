@@ -87,7 +87,6 @@ class AcceleratorConfig:
     def batch_size(self, field: str, size: int, ranks: int) -> int:
         """Samples of one process's batch. Raises ConfigError if the processes do not divide it.
 
-
         Args:
             field, size: the argument and its value: of each process, or of all `ranks` together if batches are split.
         """

@@ -34,7 +34,6 @@ def select_columns(dataset: Any, columns: list[str], what: str) -> Any:
     """`dataset` with only those of `columns`, if it has named columns (Hugging Face sets); else itself. Raises
     DataError if no column is left.
 
-
     Args:
         dataset: any dataset.
         columns: from `signature_columns`; empty: keep all.

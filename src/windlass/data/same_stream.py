@@ -79,7 +79,6 @@ def check_dispatched(
     Other ranks may have no stream at all, or one that returns other samples in each pass: the main process's counts.
     Raises ConfigError if the stream of another rank begins with other samples, and with the same ones when read again.
 
-
     Args:
         marks: checksums of the first samples that this rank read; empty if it read none.
         read_again: returns them once more; called on other ranks than the main one.

@@ -27,7 +27,6 @@ def check_alike(facts: Mapping[str, Any], gang: Gang) -> None:
     Ranks exchange one hash; the values travel only if the hashes differ. Raises RankMismatchError, which names each
     field that differs, with its values and their ranks.
 
-
     Args:
         facts: values by field name. Mappings inside are compared key by key, as `field.key`.
     """

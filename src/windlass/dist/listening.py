@@ -31,7 +31,6 @@ def open_store(address: str, port: int = 0) -> tuple[Any, str]:
     """Open a store that listens on `address` only; torch's own listens on all addresses of the machine. Raises OSError
     if the port is in use.
 
-
     Returns:
         The store and the address it listens on. That is "" (all addresses) if `address` does not belong to this
         machine, such as that of a forwarding gateway, or is a name that leads to loopback here and elsewhere does not.

@@ -84,7 +84,6 @@ class Seq2SeqTrainer(Trainer):
         """The GenerationConfig that an argument names. Raises ConfigError if it cannot be loaded, or its values
         contradict each other.
 
-
         Args:
             gen_config_arg: a GenerationConfig (which is copied), a dict of its values, the path of its file or folder,
                 or the name of a model.

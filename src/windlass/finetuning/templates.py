@@ -19,7 +19,6 @@ def adopt_template(path: str | None, model: nn.Module, tokenizer: Any) -> list[i
     """Set the chat template of `tokenizer` from a Jinja file, or from the tokenizer in a folder or repository. Raises
     ConfigError if the file or tokenizer cannot be read.
 
-
     Returns:
         ids of the tokens that were added to the vocabulary; none for a file.
     """
@@ -68,7 +67,6 @@ def clone_chat_template(
     Embeddings are resized to the tokens, to a multiple of `resize_to_multiple_of` unless it is None; rows beyond get
     tokens `<extra_id_0>`, `<extra_id_1>`, ... Raises ConfigError if the tokenizer cannot be loaded, or has no chat
     template.
-
 
     Args:
         source_tokenizer_path: name or folder of the tokenizer that has the template.

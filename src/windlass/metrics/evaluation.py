@@ -99,7 +99,6 @@ def mean_of(totals: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The mean loss of all ranks from their `MeanLoss.totals`; the same bits on every rank. Raises ModelError if some
     batches have a loss and others do not.
 
-
     Returns:
         {"loss": ...} and the auxiliary terms by name (their means are part of the loss); {} if no batch had a loss.
         NaN if no batch had a target.

@@ -83,7 +83,6 @@ def parameter_groups(
     The parameters of a pattern that sets no weight decay are in two groups, as others are. Raises ConfigError if a
     pattern matches no trainable parameter, or two match the same one.
 
-
     Args:
         decaying: names in the place of `decay_parameter_names`.
     """

@@ -101,7 +101,6 @@ def make_optimizer(params: Any, cls: Callable[..., Optimizer], kwargs: dict[str,
     """`cls(params, **kwargs)`, without `fused` if a parameter's device or dtype has no fused kernel. Raises ModelError
     if no parameter is trainable.
 
-
     Args:
         params: groups or parameters, or a model or dict that `cls` takes in their place, which is passed unchecked.
     """

@@ -43,7 +43,6 @@ def target_weights(model: nn.Module, targets: str | Sequence[str] | None) -> set
     """The id of the weight of each linear layer that `targets` name. Raises ConfigError if an item names no linear
     layer, or there is none.
 
-
     Args:
         targets: "all-linear"; or a regular expression that matches whole module names; or a list of which each is a
             part of a module name, a whole one, or such an expression.

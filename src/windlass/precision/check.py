@@ -19,7 +19,6 @@ def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module 
     """Check the precision. Raises ConfigError if the device lacks the dtype, float8 or TF32, or trained weights are
     float16.
 
-
     Args:
         model: one that is trained; None checks the device alone.
     """

@@ -89,7 +89,6 @@ class LossScaler:
         """Divide `gradients` by the scale, in place. Raises ValueError if a gradient is fp16, and would underflow
         again.
 
-
         Returns:
             Scalar fp32 tensor on the device: 1 if any gradient is infinite or NaN, else 0.
         """

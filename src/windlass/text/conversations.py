@@ -203,7 +203,6 @@ def get_training_chat_template(processing_class: Any = None, tokenizer: Any = No
     the text of a conversation stays the same. The template refuses a conversation in which they cannot be proven.
     Raises ValueError if the markers cannot be proven on example conversations, or there is no template.
 
-
     Args:
         processing_class: a `transformers` tokenizer; also under the name `tokenizer`.
     """

@@ -33,7 +33,6 @@ def batch_loss(
     """Run a batch through the model and compute its loss: the default of `Trainer.compute_loss`. Raises NoLossError if
     the model returned no loss.
 
-
     Args:
         count: `num_items_in_batch`; None outside training.
         function: `compute_loss_func`.

@@ -37,7 +37,6 @@ def new_optimizer(
     """An optimizer over the model's parameters. Raises ConfigError if `optim_groups`, `layerwise_lr_decay` or
     `optim_target_modules` do not fit the model or the optimizer.
 
-
     Args:
         given: the script's class and keywords, which may hold the parameters, as for adapters; None: those of the plan.
         decaying: names of the parameters that weight decay applies to.

@@ -24,7 +24,6 @@ def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
     Nothing of it is in a state dict, and the hooks are removed at the end, also after an exception. Raises ConfigError
     if the model does not show its input embeddings.
 
-
     Args:
         model: the bare module.
         alpha: scale of the noise; None or 0 for none.

@@ -42,7 +42,6 @@ def apply_recompute(
     Face's models have) uses that; in any other module the repeated blocks of its `ModuleList`s and `Sequential`s are
     recomputed. Raises ConfigError if the model does not support it, has no repeated blocks, or an option is unknown.
 
-
     Args:
         options: `every_n_layers` (1: each block; n: the first of every n), `offload` (keep inputs of blocks on the
             host), `selective` (True: keep the results of matrix products and attention, which take longest to

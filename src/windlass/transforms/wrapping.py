@@ -40,7 +40,6 @@ def ignored_parameters(module: nn.Module, ignored: str | tuple[str, ...] | None)
     scalars, empty and complex ones, and frozen ones of an unusual dtype or layout. Raises ConfigError if no module has
     such a name.
 
-
     Args:
         ignored: names of modules, or a regular expression for the whole name of a module.
     """

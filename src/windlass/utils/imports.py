@@ -105,7 +105,6 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """Return True if torch_xla is installed, and `USE_TORCH_XLA` does not switch it off. Raises ValueError if both are
     asked for.
 
-
     Args:
         check_is_tpu, check_is_gpu: return True only if its devices are of this kind (starts its runtime).
     """

@@ -41,7 +41,6 @@ def resolve_launch(
 ) -> LaunchPlan:
     """Resolve the command line, the launch file and the environment into a plan. Raises ConfigError with every problem.
 
-
     Args:
         options: as parsed with `add_launch_flags`; options that were not given are absent.
         environ: of this process.

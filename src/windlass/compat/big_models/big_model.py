@@ -134,7 +134,6 @@ def disk_offload(
     """Keep all weights of a model on disk, and read those of each layer for its forward. Raises ModelError if neither
     the model nor the folder has the data of a weight.
 
-
     Args:
         offload_dir: the folder to write the weights to. Weights that are on the meta device must be there already.
 

@@ -99,7 +99,6 @@ def load_state_dict(
     """Return the tensors of one file of weights by name. Raises CheckpointError if the file is missing, damaged, or was
     written for another library.
 
-
     Args:
         checkpoint_file: a safetensors file, or one of `torch.save`, of which nothing is executed.
         device_map: the place of each module's weights. A map with one device applies to all; what it does not cover,

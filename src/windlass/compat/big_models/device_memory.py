@@ -29,7 +29,6 @@ def get_max_memory(max_memory: Limits | None = None) -> Room:
     """Bytes that may be used on each device, accelerators first. Raises ConfigError for unknown devices, all of them at
     once; or something that is not a size.
 
-
     Args:
         max_memory: sizes such as `{0: "10GB", "cpu": "30GB"}`. By default, the free memory of each accelerator and the
             available memory of the host.

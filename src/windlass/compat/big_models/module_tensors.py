@@ -122,7 +122,6 @@ def set_module_tensor_to_device(
     """Move a parameter or buffer of `module` to `device`. Raises ModelError for no such tensor, a value of another
     shape, or no value for a tensor without data.
 
-
     Args:
         tensor_name: name relative to `module`, such as `"encoder.0.weight"`.
         value: its new data, of the same shape; required to move a tensor from the meta device.

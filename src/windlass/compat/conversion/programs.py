@@ -18,7 +18,6 @@ def convert(values: Mapping[str, Any], training_keys: Collection[str], folder: P
     """Return the recipe of a configuration, and what is not in it. Raises ConfigError if the configuration is of none
     of the programs, or not of supervised fine-tuning.
 
-
     Args:
         training_keys: keys of the section `training`, which are taken over under their names.
         folder: of the file.

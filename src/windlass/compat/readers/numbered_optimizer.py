@@ -37,7 +37,6 @@ def named_state(
     others did not), those of `optimizer` are kept, with a warning. Raises CheckpointError if the file does not have
     such a state, or one of another optimizer or other parameters.
 
-
     Args:
         path, tree: the file and its content.
         divisions: possible groups of the parameters; the first that fits the file is used.

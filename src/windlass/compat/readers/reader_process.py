@@ -63,7 +63,6 @@ def describe(file: FileIO, path: Path, *, objects: bool) -> Any:
     """Return the description of the content of an open file (see `torch_reader`). Raises CheckpointError if the file
     has another content, is damaged, or takes too much memory or time.
 
-
     Args:
         objects: its content may have objects beside plain values; none is created.
     """

@@ -243,7 +243,6 @@ def open_torch_file(path: Path, files: Files, *, objects: bool = False) -> Itera
     """Open a file of `torch.save`. Nothing in it is ever executed. Raises CheckpointError if it is missing, damaged, of
     the legacy format, has more than tensors and plain values, or takes too much memory or time to describe.
 
-
     Args:
         objects: its content may have objects beside plain values; they are not read (see `TorchFile`).
     """
