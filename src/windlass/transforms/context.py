@@ -26,7 +26,7 @@ from windlass.transforms.ulysses import refuse_heads
 from windlass.transforms.zigzag import Zigzag
 
 _COLUMNS = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "num_items_in_batch"}
-# Where the documents of a packed row begin, as kernels are told; positions that start again say the same.
+# Where the documents of a packed row begin, for kernels; positions that start again show the same.
 _BORDERS = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 # Arguments of a step of generation, which runs on whole rows.
 _GENERATING = ("past_key_values", "cache_position", "use_cache", "logits_to_keep")
