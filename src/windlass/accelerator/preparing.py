@@ -1,21 +1,21 @@
-"""Prepare models, optimizers, schedules and loaders for any number of processes."""
+"""Prepare models, optimizers, schedules and loaders for any number of processes, which all prepare the same."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.compare_loops import check_prepared_alike
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.forward import extract_model_from_parallel, mix_precision, refuse_raw_forward
+from windlass.accelerator.loop_settings import LoopSettings
 from windlass.accelerator.offloaded_weights import has_offloaded_params
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared import Prepared, parameters_of
@@ -29,6 +29,8 @@ from windlass.core.logs import INFO, WARNING, get_logger, warn_once
 from windlass.data.prepare_loader import prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import start_timeout
+from windlass.dist.alike import check_alike, model_facts, optimizer_facts
+from windlass.dist.gang import Gang
 from windlass.optim.resolution import warn_of_lost_updates
 from windlass.precision.check import check_weights
 from windlass.transforms.alone import Alone
@@ -53,11 +55,7 @@ class Preparer:
         self._setup, self._settings, self._all_ranks = setup, setup.settings, setup.all_ranks
         self._accumulation, self._prepared, self._engine = accumulation, prepared, engine
         self._unit_was_logged = False
-        self._zero = ZeroEngines(setup)
-
-    def divide_new_models(self) -> None:
-        """See `ZeroEngines.divide_new_models`."""
-        self._zero.divide_new_models()
+        self.zero = ZeroEngines(setup)
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Return the objects to use instead of `args`, in the same order. Collective."""
@@ -65,7 +63,7 @@ class Preparer:
         if len(placement) != len(args):
             fix = f"needs one entry for each of the {len(args)} objects"
             raise ConfigError(Problem("device_placement", device_placement, fix))
-        args = tuple(self._zero.replaced(args))
+        args = tuple(self.zero.replaced(args))
         new = self._not_kept(args)
         if len(new) < len(args):
             warn_once(
@@ -94,7 +92,7 @@ class Preparer:
 
     def _is_engines(self, item: Any) -> bool:
         """Return True for a schedule of DeepSpeed's, which is not one of PyTorch's."""
-        return self._zero.plan is not None and type(item).__module__ == "deepspeed.runtime.lr_schedules"
+        return self.zero.plan is not None and type(item).__module__ == "deepspeed.runtime.lr_schedules"
 
     def _not_kept(self, args: Sequence[Any]) -> list[int]:
         """Indices of the objects that the engine does not prepare itself."""
@@ -159,10 +157,10 @@ class Preparer:
             apply_compile(model, self._settings.compile)
         trained = any(p.requires_grad for p in model.parameters())
         device = self._setup.device if place else device_of(model)
-        zero = self._zero.plan
+        zero = self.zero.plan
         divides = zero is not None and stage_of(zero.config) == 3
         if divides and (is_divided(model) if evaluation_mode else not trained):
-            return self._zero.frozen(model, device)
+            return self.zero.frozen(model, device)
         if evaluation_mode or not (trained or sharding):
             return Alone(model)
         if zero is not None:
@@ -194,7 +192,7 @@ class Preparer:
             )
         optimizer = found[0].optimizer
         return self._prepared.use_engine(
-            found[0], lambda: self._zero.engine(model, optimizer, device)
+            found[0], lambda: self.zero.engine(model, optimizer, device)
         ).strategy
 
     def _plan_for(self, model: nn.Module) -> DistPlan:
@@ -227,7 +225,7 @@ class Preparer:
             raise ModelError(
                 "this optimizer was prepared by another accelerator; prepare its own `.optimizer`"
             )
-        if self._zero.plan is None:  # DeepSpeed updates fp32 values of weights in few bits
+        if self.zero.plan is None:  # DeepSpeed updates fp32 values of weights in few bits
             check_weights(optimizer)
         warn_of_lost_updates(optimizer)
         self._prepared.follow(optimizer)
@@ -313,3 +311,52 @@ def bring_state_along(optimizer: torch.optim.Optimizer) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim and value.device != parameter.device:
                 state[key] = value.to(parameter.device)
+
+
+_OF_ACCUMULATION = ("sync_with_dataloader", "sync_each_batch", "adjust_scheduler")
+_OF_LOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "data_seed")
+
+
+def check_prepared_alike(
+    objects: Sequence[Any], settings: LoopSettings, dist: DistPlan, all_ranks: Gang
+) -> None:
+    """Raise `RankMismatchError` on all ranks if settings or prepared objects differ. Collective: exchanges one hash."""
+    if all_ranks.size > 1:
+        check_alike({**_settings(settings, dist), **dict(_described(objects, settings))}, all_ranks)
+
+
+def _settings(settings: LoopSettings, plan: DistPlan) -> dict[str, Any]:
+    accumulation, loader = settings.accumulation, settings.loader
+    dist = dataclasses.asdict(plan)
+    del dist["timeout_seconds"]  # may differ
+    return {
+        "gradient_accumulation_steps": accumulation.num_steps,
+        **{name: getattr(accumulation, name) for name in _OF_ACCUMULATION},
+        **{name: getattr(loader, name) for name in _OF_LOADER},
+        "mixed_precision": settings.precision.word,
+        "scheduler_unit": settings.schedule_unit,
+        "compile": None if settings.compile is None else dataclasses.asdict(settings.compile),
+        "parallelism": dist,
+    }
+
+
+def _described(objects: Sequence[Any], settings: LoopSettings) -> Iterator[tuple[str, Any]]:
+    for number, item in enumerate(objects):
+        name = f"prepare() argument {number}"
+        if isinstance(item, nn.Module):
+            yield f"{name}, model", model_facts(item)
+        elif isinstance(item, torch.optim.Optimizer | PreparedOptimizer):
+            plain = item.optimizer if isinstance(item, PreparedOptimizer) else item
+            yield f"{name}, optimizer", optimizer_facts(plain)
+        elif isinstance(item, DataLoader):
+            # If only the main process reads, the other ranks need not have the data.
+            yield f"{name}, loader", {} if settings.loader.dispatch_batches else _loader(item)
+        else:
+            yield name, "a schedule" if hasattr(item, "step") else "another object"
+
+
+def _loader(loader: DataLoader[Any]) -> dict[str, Any]:
+    facts = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if not isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
+        facts["samples"] = len(loader.dataset)
+    return facts

@@ -74,24 +74,18 @@ class AcceleratorConfig:
         Args:
             seed, data_seed: the arguments of the Trainer.
         """
+        shared = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
         return DataLoaderConfiguration(
-            split_batches=self.split_batches,
-            dispatch_batches=self.dispatch_batches,
-            even_batches=self.even_batches,
-            use_seedable_sampler=self.use_seedable_sampler,
+            **{name: getattr(self, name) for name in shared},
             data_seed=seed if data_seed is None and self.use_seedable_sampler else data_seed,
-            non_blocking=self.non_blocking,
             use_stateful_dataloader=True,
         )
 
     def batch_size(self, field: str, size: int, ranks: int) -> int:
-        """Samples of one process's batch.
+        """Samples of one process's batch. Raises ConfigError if the processes do not divide it.
 
         Args:
             field, size: the argument and its value: of each process, or of all `ranks` together if batches are split.
-
-        Raises:
-            ConfigError: the processes do not divide it.
         """
         return share_of_batch(field, size, ranks) if self.split_batches else size
 

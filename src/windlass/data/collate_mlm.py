@@ -78,7 +78,8 @@ class DataCollatorForLanguageModeling(Framework):
         mlm: masked rather than causal.
         whole_word_mask: choose whole words; needs `offset_mapping` in the samples; replaces by the mask token only.
         mlm_probability: share of tokens (or words) chosen.
-        mask_replace_prob, random_replace_prob: shares of the chosen tokens.
+        mask_replace_prob: share of the chosen tokens that the mask token replaces.
+        random_replace_prob: share of the chosen tokens that random tokens replace.
         pad_to_multiple_of: round the length up to a multiple of this.
         return_tensors: "pt" or "np".
         seed: draw from an own generator; under a Windlass loader it is seeded by (this seed, epoch, first
@@ -248,10 +249,8 @@ def special_tokens(tokenizer: Any, ids: Array) -> Array:
 
 
 def pad_ids(examples: Features, tokenizer: Any, pad_to_multiple_of: int | None = None) -> Array:
-    """Lists of token ids as one int64 array of shape (batch, tokens), padded with the padding token.
-
-    Raises:
-        ValueError: padding is needed and the tokenizer has no padding token.
+    """Lists of token ids as one int64 array of shape (batch, tokens), padded with the padding token. Raises ValueError
+    if padding is needed and the tokenizer has no padding token.
     """
     lengths = [len(example) for example in examples]
     multiple = pad_to_multiple_of or 1

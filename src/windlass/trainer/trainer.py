@@ -71,8 +71,8 @@ class Trainer:
             whose loss `compute_loss_func` or an overridden `compute_loss` computes. Models of transformers do.
         args: the configuration; defaults to `TrainingArguments()`.
         data_collator: list of samples -> batch. By default padding with the tokenizer, or stacking.
-        train_dataset, eval_dataset: map-style or iterable datasets, lists of dicts, Hugging Face datasets;
-            evaluation data may be a dict of named sets.
+        train_dataset: a map-style or iterable dataset, a list of dicts, or a Hugging Face dataset.
+        eval_dataset: the same, or a dict of named sets.
         processing_class: tokenizer or processor, saved with the model. `tokenizer=` is its earlier name.
         model_init: makes a new model at each `train()`, after seeding; instead of `model`.
         compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`.
@@ -88,7 +88,8 @@ class Trainer:
         model: the trained module.
         model_wrapped: the module that forwards run through: during `train()` the wrapper of its strategy, if any.
         accelerator: device, ranks and precision; prepares other models that a script trains beside this one.
-        optimizer, lr_scheduler: those of the current or last `train()`; None before.
+        optimizer: that of the current or last `train()`; None before.
+        lr_scheduler: that of the current or last `train()`; None before.
         label_names: keys of a batch that are labels.
         can_return_loss: the model's forward computes a loss by default.
         place_model_on_device: the model is moved to this process's device.
@@ -801,8 +802,10 @@ class Trainer:
                 has_loss = evaluator.output_has_loss(outputs, by_model)
             else:
                 loss, outputs, has_loss = None, call_model(model, inputs), False
+            if prediction_loss_only:  # logits of divided rows are gathered when they are read
+                return loss, None, None
             _, logits = evaluation.split_outputs(outputs, has_loss=has_loss, ignore_keys=keys)
-        return (loss, None, None) if prediction_loss_only else (loss, detach(logits), labels)
+        return loss, detach(logits), labels
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -1030,12 +1033,14 @@ class Trainer:
         return 1
 
     def get_cp_size(self) -> int:
-        """Ranks that share one sequence (context parallelism is not built yet): 1."""
-        return 1
+        """Ranks that divide one sequence, among which keys and values travel."""
+        dist = self._plan.dist
+        return dist.context if dist.attention == "ring" else 1
 
     def get_sp_size(self) -> int:
-        """Ranks that share one sequence by heads (sequence parallelism is not built yet): 1."""
-        return 1
+        """Ranks that divide one sequence, and exchange heads for the attention."""
+        dist = self._plan.dist
+        return dist.context if dist.attention == "ulysses" else 1
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not built yet: raises ConfigError with what to do instead."""

@@ -72,7 +72,9 @@ def load_checkpoint_in_model(
         offload_buffers: buffers of modules on disk stay there too, instead of going to the host.
         keep_in_fp32_modules: names of modules whose weights are cast to fp32 instead of `dtype`.
         strict: raise if the model and the checkpoint have different names, instead of logging a warning.
-        offload_8bit_bnb, full_state_dict, broadcast_from_rank0: refused unless they have their defaults.
+        offload_8bit_bnb: refused unless it is False.
+        full_state_dict: refused unless it is True.
+        broadcast_from_rank0: refused unless it is False.
 
     Raises:
         ConfigError: arguments that are not supported, all of them at once.
@@ -94,15 +96,13 @@ def load_checkpoint_in_model(
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None
 ) -> dict[str, Tensor]:
-    """Return the tensors of one file of weights by name.
+    """Return the tensors of one file of weights by name. Raises CheckpointError if the file is missing, damaged, or was
+    written for another library.
 
     Args:
         checkpoint_file: a safetensors file, or one of `torch.save`, of which nothing is executed.
         device_map: the place of each module's weights. A map with one device applies to all; what it does not cover,
             or puts on disk, is on the host, as everything is by default.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or was written for another library.
     """
     path, places = Path(checkpoint_file), set((device_map or {}).values())
     with _opened(path) as (file, _):
