@@ -11,6 +11,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import TrainerCallback
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.metric_values import plain_metrics
+from windlass.core.run_clock import run_clock
 
 Row = dict[str, Any]
 Metrics = Mapping[str, Any]
@@ -24,6 +25,7 @@ _TIMING_ENDINGS = (
     "_time",
     "_seconds",
     "_wait",
+    "slowest_rank",
     "mfu",
     "memory",
     "_memory_gb",
@@ -107,7 +109,8 @@ def row_of(event: str, state: TrainerState, metrics: Metrics) -> Row:
             continue
         target = timing if is_timing(name) else row
         target[f"metric.{name}" if name in _RESERVED else name] = _as_json(value)
-    return {**row, "timing": {**timing, "wall": time.time()}}
+    measured_speed = run_clock().row if event == "log" else {}
+    return {**row, "timing": {**timing, **measured_speed, "wall": time.time()}}
 
 
 def _kind(logs: Metrics) -> str:

@@ -13,6 +13,7 @@ from windlass.core.errors import NonFiniteError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import StepSeeder
+from windlass.core.run_clock import COMPUTE, run_clock
 from windlass.core.types import State
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.beacon import AFTER, beacon
@@ -141,7 +142,7 @@ class Loop:
         self._executor, self._feed, self._hooks, self._state = executor, feed, hooks, hooks.state
         self._ledger, self._seed_step, self._options = ledger, seed_step, options
         self._watch = FiniteWatch(ledger.device)
-        self._beacon = beacon()
+        self._beacon, self._clock = beacon(), run_clock()
         self._epoch = 0
         self._updates_in_epoch = 0
         self._position: State = {}
@@ -213,6 +214,7 @@ class Loop:
     def _update(self, batch: UpdateBatch) -> None:
         """One optimizer update: group -> gradients -> update -> ledger -> events."""
         state, hooks = self._state, self._hooks
+        self._clock.enter(COMPUTE)
         hooks.control.new_step()
         self._seed_step(state.global_step)
         self._beacon.step(state.global_step)
@@ -223,7 +225,9 @@ class Loop:
         self._ledger.add(result.loss, result.norm, result.parts, result.applied)
         self._executor.dispatch()
         hooks.signals_received(batch.signals)
-        if self._rolled_back(batch, result):
+        rolled_back = self._rolled_back(batch, result)
+        self._clock.update_ends(state.global_step, result.applied and not rolled_back)
+        if rolled_back:
             return
         hooks.update_applied(batch, result.applied)
         hooks.step_end()

@@ -20,6 +20,7 @@ from windlass.core.clock import Moment
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.rng import StepSeeder
+from windlass.core.run_clock import SAVE, UPLOAD, run_clock
 from windlass.core.types import State, Stateful, TrainOutput
 from windlass.core.world import World
 from windlass.data.update_batch import GroupSource, UpdateBatch
@@ -279,6 +280,7 @@ class Run(LoopHooks, Interruptible):
 
     def _finish(self, started: Moment) -> TrainOutput:
         """Report, load the best model, and fire `on_train_end`."""
+        run_clock().enter(SAVE)
         metrics = self._reports.summary(started)
         self.executor.finish()
         self.executor.strategy.share_buffers()  # one model is left
@@ -290,7 +292,8 @@ class Run(LoopHooks, Interruptible):
             self._context.hooks.load_best_model()
         self._events.fire("on_train_end")
         self.checkpoints.finish()  # a callback may have saved there
-        self._folder.upload()
+        with run_clock().within(UPLOAD):
+            self._folder.upload()
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
     def _end(self) -> None:
@@ -327,7 +330,8 @@ class Run(LoopHooks, Interruptible):
         return self.checkpoints.newest
 
     def end_waits(self) -> None:
-        end_waits(self._events.handler)
+        with run_clock().within(UPLOAD):
+            end_waits(self._events.handler)
 
     def save_checkpoint(self, wait: bool) -> None:
         """Save the run; the default of `_save_checkpoint`. After training, wait until the checkpoint is committed, and
@@ -353,6 +357,7 @@ class Run(LoopHooks, Interruptible):
         """Release the executor after the run. If it did not come to its end, its process does not wait for uploads."""
         self.end_waits()
         self.executor.release()
+        self._reports.close()
 
     # --- leaving early ----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 from windlass.callbacks.run_record import RunRecord, Trained, has_counts
 from windlass.core.clock import Moment
 from windlass.core.logs import get_logger
+from windlass.core.run_clock import run_clock
 from windlass.core.threads import LoadWatch, processes_and_threads
 from windlass.data.update_batch import UpdateBatch
 from windlass.metrics.ledger import Ledger
@@ -17,6 +18,7 @@ from windlass.metrics.tokens import InputCounter
 from windlass.precision.dtypes import dtypes_of, weights_of
 from windlass.trainer.defaults import multiplied_parameters
 from windlass.trainer.run_context import RunContext
+from windlass.trainer.run_rates import RunRates
 from windlass.transforms.compile import CompileCounts
 
 logger = get_logger(__name__)
@@ -37,6 +39,7 @@ class RunReports:
         self._model, self._schedule = context.files.model, context.built.schedule
         self._memory = context.session.memory
         self._flops_per_position = 6 * multiplied_parameters(self._model)
+        self._rates, self._clock = RunRates(context), run_clock()
         self._record, self._samples, self._updates = record, 0.0, 0
         self.counts, self.began = {"from_step": 0, "seconds": 0.0, "samples": 0.0}, time.monotonic()
         plan = context.plan
@@ -61,14 +64,16 @@ class RunReports:
         self._samples += batch.total_samples
         self.counts["samples"] += batch.total_samples
         self._updates += 1
+        self._rates.add(batch)
         self._state.num_input_tokens_seen += int(batch.tokens)
         self._state.total_flos += float(self._flops_per_position * batch.positions)
 
     def progress(self) -> dict[str, Any]:
         """The losses since the last report; empty if there were no updates."""
-        report = self._ledger.read()
-        if not report:
+        if not self._ledger.pending:
             return {}
+        report = self._ledger.read(self._rates.end_interval())
+        self._clock.row = self._rates.take(self._ledger.shared)
         self.load_watch.look(training=True)
         self._events.count_samples(self._samples)
         rates = self._schedule.last_lrs()
@@ -87,6 +92,10 @@ class RunReports:
     def end(self, status: str, trained: Trained, error: BaseException | None = None) -> None:
         """Record how this call of `train()` ended."""
         self._record.end(status, self._state.global_step, trained, error)
+
+    def close(self) -> None:
+        """Record the time of this call of `train()` up to now: nothing follows."""
+        self._record.close()
 
     def summary(self, started: Moment) -> dict[str, float]:
         """Speed, FLOPs, mean loss, memory and compilations of the whole run."""
