@@ -21,8 +21,8 @@ from typing import Any
 
 from windlass import __version__
 from windlass.callbacks.clock_file import ClockFile, is_seconds, read_clock, rounded
-from windlass.callbacks.metrics_log import FILE_NAME, read_metrics
-from windlass.callbacks.rows import Row
+from windlass.callbacks.metrics_log import FILE_NAME
+from windlass.callbacks.rows import Row, revived
 from windlass.config.arguments import TrainingArguments, describe
 from windlass.core.errors import DataError, Preempted
 from windlass.core.logs import get_logger
@@ -42,6 +42,8 @@ Record = dict[str, Any]
 Trained = Mapping[str, float]
 
 _PACKAGES = ("torch", "numpy", "transformers", "peft", "datasets", "tokenizers", "safetensors")
+# Of the last line of a file: the run writes it now, or was killed while it did.
+UNFINISHED = "an unfinished line"
 # Of a rank that failed.
 _FAILURE = ".windlass-failure-{}.json"
 _MAX_REASON = 300
@@ -66,13 +68,14 @@ class RunRecord:
     ) -> None:
         self._folder, self._args, self._data, self._writes = OutputFolder(folder), args, data, writes
         self._record: Record = {}  # empty before `begin`, and for a session that trains nothing
-        self._clock, self._is_timed = run_clock(), False
+        self._clock, self._is_timed, self._began = run_clock(), False, False
         self._clock_file = ClockFile(self._folder, self._clock)
 
     def begin(self, step: int, max_steps: int, trained: Trained) -> None:
         """Record the beginning of a session at `step`, with the counts of the checkpoint that it resumes from. A
         session that resumes a complete run trains nothing, and leaves the record as it is.
         """
+        self._began = True
         if not self._writes:
             return
         try:
@@ -81,7 +84,7 @@ class RunRecord:
             if earlier and step >= max_steps:
                 return
             self._begin_time(step, logged, earlier)
-            session = {
+            session: dict[str, Any] = {
                 "began": self._clock.read().began if self._is_timed else time.time(),
                 "from_step": step,
                 "repeated": max(logged - step, 0),
@@ -119,11 +122,12 @@ class RunRecord:
         """Record that the session ended at `step`, and the counts of the run."""
         reason = "" if error is None else redact_text(f"{type(error).__name__}: {error}".split("\n")[0])
         end = {"status": status, "step": step, "time": time.time(), "reason": reason[:_MAX_REASON]}
-        if status == "failed":
+        if status == "failed" and self._began:
             self._write_failure(end)
         if not self._record:
             return
         self._record["end"] = {**end, "trained": dict(trained)}
+        self._record["sessions"][-1] |= {"status": status, "reason": end["reason"]}
         self._take_time()
         self._write()
 
@@ -190,16 +194,43 @@ def read_record(folder: Path) -> Record | None:
 def read_rows(folder: Path) -> list[Row]:
     """Return the rows of a run's `metrics.jsonl`; none if it has logged nothing. Raises DataError for a damaged row."""
     path = folder / FILE_NAME
-    rows = read_metrics(path) if path.is_file() else []
-    for number, row in enumerate(rows, start=1):
-        timing: Any = row.get("timing")
-        if not _has(row, {"step": int}) or not _has(timing, {"wall": float}):
-            raise DataError(f"{path}, line {number}: a row without step and time")
-        if not _has({"elapsed": 0.0, **timing}, {"elapsed": float}):
-            raise DataError(
-                f"{path}, line {number}: elapsed={timing['elapsed']!r} is not a number of seconds"
-            )
+    rows, damage = whole_rows(path)
+    damage = [problem for problem in damage if not problem.endswith(UNFINISHED)]
+    if damage:
+        raise DataError(f"{path}, {damage[0]}")
     return rows
+
+
+def whole_rows(path: Path) -> tuple[list[Row], list[str]]:
+    """Return the whole rows of a `metrics.jsonl`, and the line and what is wrong with it for each other one."""
+    if not path.is_file():
+        return [], []
+    *lines, rest = path.read_bytes().split(b"\n")
+    rows, damage = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            damage.append(f"line {number}: not a JSON object: {line[:80].decode(errors='replace')!r}")
+        elif problem := _row_problem(row):
+            damage.append(f"line {number}: {problem}")
+        else:
+            # Few rows have such a value, and to look for it in a row takes longer than to read it.
+            rows.append(revived(row) if b'"NaN"' in line or b'Infinity"' in line else row)
+    if rest:
+        damage.append(f"line {len(lines) + 1}: {UNFINISHED}")
+    return rows, damage
+
+
+def _row_problem(row: Row) -> str:
+    timing: Any = row.get("timing")
+    if not _has(row, {"step": int}) or not _has(timing, {"wall": float}):
+        return "a row without step and time"
+    if not _is_a(timing.get("elapsed", 0.0), float):
+        return f"elapsed={timing['elapsed']!r} is not a number of seconds"
+    return ""
 
 
 def _is_record(found: Any) -> bool:
