@@ -61,12 +61,16 @@ def notebook_launcher(
     """Run `function(*args)` in several processes, and return when all have ended.
 
     Args:
+        function: what each process runs.
+        args: its arguments.
         num_processes: on this machine; None for one per accelerator. 1 runs the function in this process.
         mixed_precision: "no", "fp16", "bf16" or "fp8", for an `Accelerator()` made in `function`.
-        use_port, master_addr: of the rendezvous. On one machine a free port is used instead.
-        node_rank, num_nodes: this machine among all; the same call runs on each of them.
-        rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, max_restarts, monitor_interval, log_line_prefix_template: as
-            in torch's elastic launcher.
+        use_port: port of the rendezvous. On one machine a free port is used instead.
+        master_addr: address of the rendezvous.
+        node_rank: the number of this machine; the same call runs on each machine.
+        num_nodes: number of machines.
+
+    The arguments from `rdzv_backend` on are those of torch's elastic launcher.
 
     Raises:
         ConfigError: the processes cannot be started, or the function uses a value that cannot be sent to them.

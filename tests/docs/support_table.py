@@ -49,6 +49,7 @@ SFTTrainer SFTConfig ModelConfig ScriptArguments DatasetMixtureConfig TrlParser 
 get_quantization_config get_kbit_device_map clone_chat_template get_training_chat_template apply_chat_template
 maybe_apply_chat_template is_conversational is_conversational_from_value maybe_convert_to_chatml extract_prompt
 maybe_extract_prompt unpair_preference_dataset maybe_unpair_preference_dataset pack_dataset supports_tool_calling
+prepare_multimodal_messages
 """
 TRL_MAPPED = {"trl sft": "is `windlass train` with a recipe; `windlass convert-config FILE` makes one"}
 _NOT_TUNING = "is not built; `windlass run` runs scripts with TRL's own on this engine"
@@ -57,7 +58,6 @@ TRL_REFUSED = {
         ("DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer"),
         _NOT_TUNING,
     ),
-    "prepare_multimodal_messages": "is not built: images are not trained on yet",
     "add_response_schema": "is not built: answers are not parsed",
 }
 

@@ -1,4 +1,4 @@
-"""Run on two ranks: the loss without logits through DDP and FSDP2, compared with one process."""
+"""Run on two ranks: loss and log-probabilities without logits through DDP and FSDP2, compared with one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import join, leave
-from windlass.transforms.lean_loss import lean_causal_lm_loss
+from windlass.transforms.lean_loss import lean_causal_lm_loss, lean_log_probabilities
 
 
 def _model(tied: bool) -> Any:
@@ -67,6 +67,18 @@ def main() -> None:
             loss, figures = lean_causal_lm_loss(wrapped, copy.copy(mine), count)
             (loss * size).backward()
         assert figures.targets == (mine["labels"][:, 1:] != -100).sum(), name
+        for (parameter, own), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(
+                _whole(own.grad), other.grad, rtol=1e-5, atol=1e-6, msg=f"{name}: {parameter}"
+            )
+    for name, (tied, wrap) in cases.items():
+        alone = _model(tied)
+        logs, _ = lean_log_probabilities(alone, batch)
+        (-nn.functional.logsigmoid(logs.log_probabilities.sum(dim=1))).sum().backward()
+        model = _model(tied)
+        wrapped = wrap(model)
+        logs, _ = lean_log_probabilities(wrapped, copy.copy(mine))
+        (-nn.functional.logsigmoid(logs.log_probabilities.sum(dim=1)) * size).sum().backward()
         for (parameter, own), other in zip(model.named_parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(
                 _whole(own.grad), other.grad, rtol=1e-5, atol=1e-6, msg=f"{name}: {parameter}"

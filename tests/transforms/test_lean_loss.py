@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from windlass.core.errors import ModelError
-from windlass.transforms.lean_loss import LossFigures, lean_causal_lm_loss
+from windlass.transforms.lean_loss import LossFigures, lean_causal_lm_loss, lean_log_probabilities
 from windlass.transforms.linear_cross_entropy import LossOptions
 
 transformers = pytest.importorskip("transformers")
@@ -100,6 +100,36 @@ def test_loss_and_gradients_are_the_models_own(name: str, count: int | None, cap
     torch.testing.assert_close(figures.entropy, -(logs.exp() * logs).sum())
     torch.testing.assert_close(figures.loss, cross_entropy(logits[real], labels[real], reduction="sum"))
     assert (figures.auxiliary is not None) == (name == "experts")
+
+
+@pytest.mark.parametrize("name", [name for name in _CONFIGS if name != "masked"])
+def test_log_probabilities_are_those_of_the_models_logits(name: str, caplog: Any) -> None:
+    model, batch = _model(name), _batch()
+    found, auxiliary = lean_log_probabilities(model, batch)
+    logs = model(**batch).logits.log_softmax(dim=-1)[:, :-1]
+    targets = batch["labels"][:, 1:]
+    expected = logs.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets != -100)
+    ours = found.log_probabilities
+    torch.testing.assert_close(ours[:, :-1], expected)
+    assert not ours[:, -1].any()
+    assert (auxiliary is not None) == (name == "experts")
+    assert not _logged(caplog)
+    _same(
+        model,
+        (ours[0].sum() - ours[1].sum()).sigmoid(),
+        (expected[0].sum() - expected[1].sum()).sigmoid(),
+    )
+
+
+def test_log_probabilities_of_another_head_come_from_whole_logits(caplog: Any) -> None:
+    model, plain = Own(head=nn.Sequential(nn.Linear(6, 11))), Own()
+    plain.load_state_dict({k.replace("head.0", "head"): v for k, v in model.state_dict().items()})
+    for _ in range(2):
+        found, _ = lean_log_probabilities(model, _words())
+    expected, _ = lean_log_probabilities(plain, _words())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(_logged(caplog)) == 1
 
 
 def test_logits_are_not_made() -> None:

@@ -82,15 +82,18 @@ class Accelerator(Ranks):
         deepspeed_plugin: divide models among processes by DeepSpeed's ZeRO.
         deepspeed_plugins: several such plugins by name; `state.select_deepspeed_plugin(name)` chooses the one that the
             next `prepare` uses, the first one being chosen. One of the models is trained.
-        megatron_lm_plugin, torch_tp_plugin: refused; they are not supported.
+        megatron_lm_plugin: refused; it is not supported.
+        torch_tp_plugin: refused; it is not supported.
         fsdp_plugin: shard models over processes.
         rng_types: generators to make equal on all processes at the start of a pass ("generator", "torch", "cuda").
         log_with: experiment trackers, by name or as objects.
-        project_dir, project_config: folders of checkpoints and logs.
+        project_dir: folder of checkpoints and logs.
+        project_config: further options of that folder.
         gradient_accumulation_plugin: further options of accumulation.
         step_scheduler_with_optimizer: False advances prepared schedules at every call of their `step`.
         kwargs_handlers: options of DDP, the fp16 scaler, autocast, the process group, float8 and the profiler.
-        dynamo_backend, dynamo_plugin: compile models.
+        dynamo_backend: compile models with this backend of torch.compile.
+        dynamo_plugin: compile models with these options.
         parallelism_config: sizes of the axes of the process mesh.
         scheduler_unit: the unit that prepared schedules count: "loader_batch" for batches of the unprepared loader, as
             in accelerate; or "optimizer_step" for updates that were applied, on any number of processes.
@@ -163,7 +166,8 @@ class Accelerator(Ranks):
         """The accelerator of a Trainer, which has already joined the process group and resolved its settings.
 
         Args:
-            accumulation, loader: of what scripts prepare, or accumulate, beside the Trainer's own model and data.
+            accumulation: options for models that scripts accumulate beside the Trainer's own.
+            loader: options of loaders that scripts prepare beside the Trainer's own.
         """
         settings = LoopSettings(
             dist=DistPlan(),
@@ -833,8 +837,9 @@ class Accelerator(Ranks):
 
         Args:
             input_dir: the folder or URL; with `automatic_checkpoint_naming`, None means the newest valid one.
-            load_kwargs, load_model_func_kwargs: refused, except `map_location`, which has no effect: tensors are loaded
-                to the devices of their parameters.
+            load_kwargs: refused, except `map_location`, which has no effect: tensors are loaded to the devices of
+                their parameters.
+            **load_model_func_kwargs: refused.
 
         Raises:
             CheckpointError: it is not valid, or does not fit the prepared objects. ConfigError: no folder.

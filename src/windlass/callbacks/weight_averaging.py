@@ -155,7 +155,8 @@ class EMACallback(SWACallback):
 
     Args:
         decay: `average = decay * average + (1 - decay) * weights`, in [0, 1). The first weights are the first average.
-        start_step, every: as in `SWACallback`.
+        start_step: as in `SWACallback`.
+        every: as in `SWACallback`.
     """
 
     def __init__(self, decay: float = 0.999, start_step: int = 1, every: int = 1) -> None:

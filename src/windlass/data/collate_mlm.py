@@ -78,7 +78,8 @@ class DataCollatorForLanguageModeling(Framework):
         mlm: masked rather than causal.
         whole_word_mask: choose whole words; needs `offset_mapping` in the samples; replaces by the mask token only.
         mlm_probability: share of tokens (or words) chosen.
-        mask_replace_prob, random_replace_prob: shares of the chosen tokens.
+        mask_replace_prob: share of the chosen tokens that the mask token replaces.
+        random_replace_prob: share of the chosen tokens that random tokens replace.
         pad_to_multiple_of: round the length up to a multiple of this.
         return_tensors: "pt" or "np".
         seed: draw from an own generator; under a Windlass loader it is seeded by (this seed, epoch, first

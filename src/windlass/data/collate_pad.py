@@ -146,8 +146,10 @@ class DataCollatorForSeq2Seq:
         tokenizer: has `pad` and `padding_side`.
         model: its `prepare_decoder_input_ids_from_labels` is used if it has one.
         label_pad_token_id: what labels are padded with; losses ignore -100.
-        padding, max_length, pad_to_multiple_of, return_tensors: as in `DataCollatorWithPadding`; they hold
-        for labels too.
+        padding: as in `DataCollatorWithPadding`; for labels too.
+        max_length: as in `DataCollatorWithPadding`; for labels too.
+        pad_to_multiple_of: as in `DataCollatorWithPadding`; for labels too.
+        return_tensors: "pt" or "np".
     """
 
     tokenizer: Any

@@ -25,8 +25,8 @@ class DataCollatorForPermutationLanguageModeling(Framework):
     hidden.
 
     Returns:
-        `input_ids`, `labels` (batch, tokens) int64; `perm_mask`, `target_mapping` (batch, tokens, tokens)
-        float32, where perm_mask[b, i, j] = 1: token i may not see token j.
+        `input_ids`, `labels` (batch, tokens) int64, and `perm_mask`, `target_mapping` (batch, tokens, tokens)
+            float32, where perm_mask[b, i, j] = 1 if token i may not see token j.
 
     Raises:
         ValueError: an odd length (half of the sequence is memory of the other half), or no mask token.

@@ -72,8 +72,8 @@ class Trainer:
             whose loss `compute_loss_func` or an overridden `compute_loss` computes. Models of transformers do.
         args: the configuration; defaults to `TrainingArguments()`.
         data_collator: list of samples -> batch. By default padding with the tokenizer, or stacking.
-        train_dataset, eval_dataset: map-style or iterable datasets, lists of dicts, Hugging Face datasets;
-            evaluation data may be a dict of named sets.
+        train_dataset: a map-style or iterable dataset, a list of dicts, or a Hugging Face dataset.
+        eval_dataset: the same, or a dict of named sets.
         processing_class: tokenizer or processor, saved with the model. `tokenizer=` is its earlier name.
         model_init: makes a new model at each `train()`, after seeding; instead of `model`.
         compute_loss_func: `(outputs, labels, num_items_in_batch=None) -> loss`.
@@ -89,7 +89,8 @@ class Trainer:
         model: the trained module.
         model_wrapped: the module that forwards run through: during `train()` the wrapper of its strategy, if any.
         accelerator: device, ranks and precision; prepares other models that a script trains beside this one.
-        optimizer, lr_scheduler: those of the current or last `train()`; None before.
+        optimizer: that of the current or last `train()`; None before.
+        lr_scheduler: that of the current or last `train()`; None before.
         label_names: keys of a batch that are labels.
         can_return_loss: the model's forward computes a loss by default.
         place_model_on_device: the model is moved to this process's device.

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,16 @@ from torch import Tensor, nn
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_logger
 from windlass.transforms.evaluating import evaluating
-from windlass.transforms.linear_cross_entropy import IGNORED, LinearLoss, LossOptions, linear_cross_entropy
+from windlass.transforms.linear_cross_entropy import IGNORED, LossOptions, linear_cross_entropy
+from windlass.transforms.linear_log_probabilities import (
+    TokenLogProbabilities,
+    linear_log_probabilities,
+    log_probabilities_of,
+)
 from windlass.transforms.neftune import vocabulary_of
 
 logger = get_logger(__name__)
+Found = TypeVar("Found")
 PLAIN = LossOptions()
 
 
@@ -73,8 +79,7 @@ def lean_causal_lm_loss(
     Raises:
         ModelError: `inputs` have no labels; or options are set that the model's own loss does not have.
     """
-    if inputs.get("shift_labels", inputs.get("labels")) is None:
-        raise ModelError(f"the batch has the keys {sorted(inputs)}, and no labels to compute a loss from")
+    _check_labels(inputs)
     core = _core(model)
     head = _Head.of(model, core)
     found = None if head is None else head.found(model, inputs, options)
@@ -94,6 +99,46 @@ def lean_causal_lm_loss(
         coefficient = _coefficient(core) if router_aux_loss_coef is None else router_aux_loss_coef
         loss = loss + coefficient * auxiliary.to(loss)
     return loss, figures
+
+
+def lean_log_probabilities(
+    model: nn.Module, inputs: Mapping[str, Any]
+) -> tuple[TokenLogProbabilities, Tensor | None]:
+    """The log-probability of each label under a causal language model, without whole logits if its head allows that.
+
+    The model's forward runs through all its wrappers (adapters, DDP, FSDP2), so it may be differentiated as usual. A
+    head that is not a plain linear layer, or a model that does more to its logits than a factor and soft-capping, makes
+    whole logits, with one line in the log.
+
+    Args:
+        model: the model or a wrapper around it. It has `get_output_embeddings`.
+        inputs: the batch, with `labels` of shape (batch, length), or `shift_labels`, which are not shifted. -100 is not
+            a target.
+
+    Returns:
+        Figures of shape (batch, length), and the auxiliary loss of a mixture of experts (None if the model returns
+        none). Those of `labels[:, t]` are at t-1, the position that predicts it; the last position has none.
+
+    Raises:
+        ModelError: `inputs` have no labels.
+    """
+    _check_labels(inputs)
+    core = _core(model)
+    head = _Head.of(model, core)
+    found = None if head is None else head.found_log_probabilities(model, inputs)
+    if found is not None:
+        return found
+    outputs = model(**_unlabelled(inputs), **_without_cache(core))
+    targets = inputs["shift_labels"] if "shift_labels" in inputs else _shifted(inputs["labels"])
+    logits = _get(outputs, "logits")[
+        ..., -targets.shape[-1] :, :
+    ]  # a wrapper may have put positions in front
+    return log_probabilities_of(logits, targets), _get(outputs, "aux_loss")
+
+
+def _check_labels(inputs: Mapping[str, Any]) -> None:
+    if inputs.get("shift_labels", inputs.get("labels")) is None:
+        raise ModelError(f"the batch has the keys {sorted(inputs)}, and no labels to compute a loss from")
 
 
 def _core(model: nn.Module) -> nn.Module:
@@ -162,13 +207,24 @@ class _Head:
         self, model: nn.Module, inputs: Mapping[str, Any], options: LossOptions
     ) -> dict[str, Any] | None:
         """What `run` returns for a batch with labels; None if a wrapper changes what the head gets."""
+        options = replace(options, scale=self.scale, softcap=self.softcap)
+        return self._tried(lambda: self.run(model, _unlabelled(inputs), self._targets(inputs), options))
+
+    def found_log_probabilities(
+        self, model: nn.Module, inputs: Mapping[str, Any]
+    ) -> tuple[TokenLogProbabilities, Tensor | None] | None:
+        """What `log_probabilities` returns for a batch with labels; None if a wrapper changes what the head gets."""
+        return self._tried(lambda: self.log_probabilities(model, _unlabelled(inputs), self._targets(inputs)))
+
+    def _targets(self, inputs: Mapping[str, Any]) -> Tensor:
+        """The target of each position."""
         if "shift_labels" in inputs:
-            targets = inputs["shift_labels"]
-        else:
-            targets = _shifted(inputs["labels"]) if self.shifts else inputs["labels"]
-        kept = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+            return inputs["shift_labels"]  # type: ignore[no-any-return]
+        return _shifted(inputs["labels"]) if self.shifts else inputs["labels"]
+
+    def _tried(self, run: Callable[[], Found]) -> Found | None:
         try:
-            return self.run(model, kept, targets, replace(options, scale=self.scale, softcap=self.softcap))
+            return run()
         except _InexactError as reason:
             core, _ = self._alive()
             self._known[core] = None
@@ -181,44 +237,89 @@ class _Head:
         """A forward of `model`, which wraps the one that was measured, with the loss in place of the logits. Returns
         scalars: `loss`, `entropy`, `correct`, `targets`; `auxiliary` may be None.
         """
+
+        def loss_of(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, tuple[Tensor, ...]]:
+            states, wanted = _with_targets(hidden, targets)
+            loss, *others = linear_cross_entropy(states, head.weight, head.bias, wanted, options)
+            return loss.reshape((1,) * hidden.ndim), tuple(others)
+
+        loss, (entropy, correct, weight), auxiliary = self._forward(model, inputs, targets, loss_of)
+        return {
+            "loss": loss.reshape(()),
+            "entropy": entropy,
+            "correct": correct,
+            "targets": weight,
+            "auxiliary": auxiliary,
+        }
+
+    def log_probabilities(
+        self, model: nn.Module, inputs: Mapping[str, Any], targets: Tensor
+    ) -> tuple[TokenLogProbabilities, Tensor | None]:
+        """As `run`, for the log-probability of each target. Returns figures of the shape of `targets`."""
+
+        def chosen(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, tuple[Tensor, ...]]:
+            places = _places(targets.flatten())
+            found = linear_log_probabilities(
+                hidden.flatten(0, -2)[places],
+                head.weight,
+                head.bias,
+                targets.flatten()[places],
+                scale=self.scale,
+                softcap=self.softcap,
+            )
+            first, *others = (
+                values.new_zeros(targets.numel()).index_put((places,), values).view(targets.shape)
+                if isinstance(places, Tensor)
+                else values.view(targets.shape)
+                for values in found
+            )
+            return first, tuple(others)
+
+        first, others, auxiliary = self._forward(model, inputs, targets, chosen)
+        return TokenLogProbabilities(first, *others), auxiliary
+
+    def _forward(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        targets: Tensor,
+        make: Callable[[Tensor, nn.Linear], tuple[Tensor, tuple[Tensor, ...]]],
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
+        """A forward of `model` in which `make` replaces the head. It is given the hidden states and the head, and
+        returns what is differentiated, and figures. Returns both, and the auxiliary loss.
+        """
         core, head = self._alive()
-        counted: list[LinearLoss] = []
+        figures: list[tuple[Tensor, ...]] = []
         made: list[Tensor] = []
 
-        def loss_of(hidden: Tensor) -> Tensor:
+        def instead(hidden: Tensor) -> Tensor:
             if hidden.shape[:-1] != targets.shape or made:
                 raise _InexactError(
                     f"its head gets {tuple(hidden.shape)} for targets of {tuple(targets.shape)}"
                 )
-            states, wanted = _with_targets(hidden, targets)
-            counted.append(linear_cross_entropy(states, head.weight, head.bias, wanted, options))
-            return counted[0].loss.reshape((1,) * hidden.ndim)
+            result, others = make(hidden, head)
+            figures.append(others)
+            return result
 
         def keep(_: nn.Module, __: Any, output: Tensor) -> None:
-            # The output and not `counted`: hooks of FSDP2, which ran before, may have replaced it.
+            # The output and not what `make` returned: hooks of FSDP2, which ran before, may have replaced it.
             made.append(output)
 
         forward = core.forward
 
-        def forward_of_loss(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        def forward_of_core(*args: Any, **kwargs: Any) -> dict[str, Any]:
             outputs = forward(*args, **kwargs)
             if len(made) != 1:
                 raise _InexactError("its forward does not use its head")
-            _, entropy, correct, weight = counted[0]
-            return {
-                "loss": made[0].reshape(()),
-                "entropy": entropy,
-                "correct": correct,
-                "targets": weight,
-                "auxiliary": _get(outputs, "aux_loss"),
-            }
+            return {"made": made[0], "figures": figures[0], "auxiliary": _get(outputs, "aux_loss")}
 
         hook = head.register_forward_hook(keep)
         try:
-            with _forward(head, loss_of), _forward(core, forward_of_loss):
-                return model(**inputs, **_without_cache(core))  # type: ignore[no-any-return]
+            with _forward(head, instead), _forward(core, forward_of_core):
+                found = model(**inputs, **_without_cache(core))
         finally:
             hook.remove()
+        return found["made"], found["figures"], found["auxiliary"]
 
     def _alive(self) -> tuple[nn.Module, nn.Linear]:
         core, head = self._core(), self._head()
@@ -302,11 +403,20 @@ def _mean(found: dict[str, Any], core: nn.Module) -> float:
 
 def _with_targets(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states (positions, size) and their targets; on a CPU only those of positions that have one."""
-    states, wanted = hidden.flatten(0, -2), targets.flatten()
-    if not wanted.is_cpu:  # their number is not known on the host
-        return states, wanted
-    places = (wanted != IGNORED).nonzero()[:, 0]
-    return (states, wanted) if len(places) == len(wanted) else (states[places], wanted[places])
+    places = _places(targets.flatten())
+    return hidden.flatten(0, -2)[places], targets.flatten()[places]
+
+
+def _places(targets: Tensor) -> Tensor | slice:
+    """Which of the targets (positions,) are computed: on a CPU those that are not -100."""
+    if not targets.is_cpu:  # their number is not known on the host
+        return slice(None)
+    places = (targets != IGNORED).nonzero()[:, 0]
+    return slice(None) if len(places) == len(targets) else places
+
+
+def _unlabelled(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
 
 
 @contextlib.contextmanager

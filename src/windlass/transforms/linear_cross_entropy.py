@@ -7,6 +7,7 @@ label smoothing, z-loss or soft-capping, and gives neither entropy nor accuracy,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,10 +106,7 @@ class _Fused(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         needed = tuple(learning and wanted for wanted in ctx.needs_input_grad[:3])
         sums = _Sums(hidden, weight, bias, options, needed)
-        at_once = _AT_ONCE if hidden.is_cpu else _AT_ONCE_ON_DEVICES
-        step = max(_FEWEST, at_once // max(len(weight), 1))
-        for start in range(0, len(hidden), step):
-            sums.add(slice(start, start + step), targets[start : start + step])
+        sums.add_all(targets)
         ctx.gradients = sums.gradients()
         results = sums.results
         ctx.mark_non_differentiable(*results[1:])
@@ -130,6 +128,95 @@ class _Fused(torch.autograd.Function):
         return *(None if g is None else scale(g, gradient.to(g.dtype)) for g in made), None, None, None
 
 
+class ChunkLogits:
+    """Logits of a linear head, for some targets at a time, in memory that the next ones use again.
+
+    Args:
+        weight: shape (classes, size).
+        bias: shape (classes,), or None.
+        options: `scale` and `softcap` are applied.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, options: LossOptions) -> None:
+        self._weight, self._bias, self._options = weight, bias, options
+        self.precise = torch.promote_types(weight.dtype, torch.float32)
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    def chunks(self, targets: int) -> Iterator[slice]:
+        """The rows of each chunk of `targets` targets."""
+        at_once = _AT_ONCE if self._weight.is_cpu else _AT_ONCE_ON_DEVICES
+        step = max(_FEWEST, at_once // max(len(self._weight), 1))
+        return (slice(start, start + step) for start in range(0, targets, step))
+
+    def of(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits of a chunk, shape (targets, classes), in single precision at least; and memory of their size."""
+        if self._buffers is None:  # the first chunk is the largest
+            shape = len(hidden), len(self._weight)
+            self._buffers = tuple(hidden.new_empty(shape, dtype=self.precise) for _ in range(2))  # type: ignore[assignment]
+            assert self._buffers is not None
+        logits, memory = (buffer[: len(hidden)] for buffer in self._buffers)
+        if hidden.dtype == self.precise:
+            torch.mm(hidden, self._weight.T, out=logits)
+            if self._bias is not None:
+                logits.add_(self._bias)
+        else:  # rounded as the model's own head rounds them
+            logits.copy_(torch.nn.functional.linear(hidden, self._weight, self._bias))
+        if self._options.scale != 1.0:
+            logits.mul_(self._options.scale)
+        if self._options.softcap is not None:
+            logits.div_(self._options.softcap).tanh_().mul_(self._options.softcap)
+        return logits, memory
+
+    def back_through(self, logits: Tensor, gradient: Tensor, outer: Tensor) -> Tensor:
+        """The gradient of what the head itself returns, in the memory of `gradient`, which is that of `logits`.
+
+        `logits` are overwritten, and each row is multiplied by `outer`, shape (targets,), and the scale.
+        """
+        if self._options.softcap is not None:
+            gradient.mul_(logits.div_(self._options.softcap).square_().neg_().add_(1.0))
+        return gradient.mul_((outer * self._options.scale)[:, None])
+
+
+class HeadGradients:
+    """Gradients of hidden states, weight and bias of a linear head, added up over chunks of targets.
+
+    Args:
+        hidden, weight, bias: the tensors.
+        needed: which of them need a gradient.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
+        self._own = hidden, weight, bias
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        self.needed = any(needed)
+        self._of_hidden = torch.empty_like(hidden) if needed[0] else None
+        # Sums of many products in half precision would lose the small ones.
+        self._of_weight = torch.zeros_like(weight, dtype=precise) if needed[1] else None
+        self._of_bias = torch.zeros_like(bias, dtype=precise) if needed[2] and bias is not None else None
+
+    def add(self, rows: slice, of_logits: Tensor) -> None:
+        """Add those of a chunk; `of_logits` is the gradient of what the head returns."""
+        hidden, weight, _ = self._own
+        of_logits = of_logits.to(hidden.dtype)
+        if self._of_hidden is not None:
+            torch.mm(of_logits, weight, out=self._of_hidden[rows])
+        if self._of_weight is not None:
+            if self._of_weight.dtype == of_logits.dtype:
+                self._of_weight.addmm_(of_logits.T, hidden[rows])
+            else:
+                self._of_weight.add_(of_logits.T @ hidden[rows])
+        if self._of_bias is not None:
+            self._of_bias.add_(of_logits.sum(dim=0))
+
+    def made(self) -> tuple[Tensor | None, ...]:
+        """The gradients in the dtypes of their tensors; None for those that are not needed."""
+        made = self._of_hidden, self._of_weight, self._of_bias
+        return tuple(
+            None if gradient is None or tensor is None else gradient.to(tensor.dtype)
+            for gradient, tensor in zip(made, self._own, strict=True)
+        )
+
+
 class _Sums:
     """The loss, the figures and the gradients, added up over chunks of targets. `needed` says which: of the hidden
     states, of the weight, of the bias.
@@ -143,23 +230,22 @@ class _Sums:
         options: LossOptions,
         needed: tuple[bool, ...],
     ) -> None:
-        self._hidden, self._weight, self._bias, self._options = hidden, weight, bias, options
-        precise = torch.promote_types(hidden.dtype, torch.float32)
+        self._hidden, self._classes, self._options = hidden, len(weight), options
+        self._logits = ChunkLogits(weight, bias, options)
+        self._gradients = HeadGradients(hidden, weight, bias, needed)
+        precise = self._logits.precise
         self.results = tuple(torch.zeros((), dtype=precise, device=hidden.device) for _ in range(4))
-        self._any = any(needed)
-        self._of_hidden = torch.empty_like(hidden) if needed[0] else None
-        # Sums of many products in half precision would lose the small ones.
-        self._of_weight = torch.zeros_like(weight, dtype=precise) if needed[1] else None
-        self._of_bias = torch.zeros_like(bias, dtype=precise) if needed[2] and bias is not None else None
         weights = options.class_weights
         self._class_weights = None if weights is None else weights.to(hidden.device, precise)
-        self._precise = precise
-        self._buffers: tuple[Tensor, Tensor] | None = None
 
-    def add(self, rows: slice, targets: Tensor) -> None:
-        """Add a chunk."""
-        hidden, options = self._hidden[rows], self._options
-        logits, shares = self._logits(hidden)
+    def add_all(self, targets: Tensor) -> None:
+        """Add all chunks."""
+        for rows in self._logits.chunks(len(targets)):
+            self._add(rows, targets[rows])
+
+    def _add(self, rows: slice, targets: Tensor) -> None:
+        options = self._options
+        logits, shares = self._logits.of(self._hidden[rows])
         real = targets != IGNORED
         classes = torch.where(real, targets, 0)[:, None]
         largest = logits.amax(dim=1)
@@ -177,36 +263,14 @@ class _Sums:
             self.results, (losses, log_total - expected, (chosen >= largest).to(losses), weight), strict=True
         ):
             result.add_(torch.where(real, values, 0).sum())
-        if not self._any:
+        if not self._gradients.needed:
             return
-        outer = torch.where(real, options.scale, 0.0)
         shares.mul_(((of_total[0] + 2 * of_total[1]) / total)[:, None])
         shares.scatter_add_(1, classes, -of_chosen[:, None])
         if options.label_smoothing:
-            spread = options.label_smoothing / len(self._weight)
+            spread = options.label_smoothing / self._classes
             shares.sub_(spread if self._class_weights is None else spread * self._class_weights)
-        if options.softcap is not None:
-            shares.mul_(logits.div_(options.softcap).square_().neg_().add_(1.0))
-        self._add_gradients(rows, hidden, shares.mul_(outer[:, None]).to(hidden.dtype))
-
-    def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits of a chunk, and memory of the same size: both are used again by the next one."""
-        if self._buffers is None:
-            shape = len(hidden), len(self._weight)
-            self._buffers = tuple(hidden.new_empty(shape, dtype=self._precise) for _ in range(2))  # type: ignore[assignment]
-            assert self._buffers is not None
-        logits, shares = (buffer[: len(hidden)] for buffer in self._buffers)
-        if hidden.dtype == self._precise:
-            torch.mm(hidden, self._weight.T, out=logits)
-            if self._bias is not None:
-                logits.add_(self._bias)
-        else:  # rounded as the model's own head rounds them
-            logits.copy_(torch.nn.functional.linear(hidden, self._weight, self._bias))
-        if self._options.scale != 1.0:
-            logits.mul_(self._options.scale)
-        if self._options.softcap is not None:
-            logits.div_(self._options.softcap).tanh_().mul_(self._options.softcap)
-        return logits, shares
+        self._gradients.add(rows, self._logits.back_through(logits, shares, real.to(shares)))
 
     def _factors(
         self, classes: Tensor, log_share: Tensor, log_total: Tensor
@@ -231,25 +295,8 @@ class _Sums:
             return 0.0
         if self._class_weights is None:
             return logits.mean(dim=1) * smoothing
-        return torch.mv(logits, self._class_weights) * (smoothing / len(self._weight))
-
-    def _add_gradients(self, rows: slice, hidden: Tensor, of_logits: Tensor) -> None:
-        if self._of_hidden is not None:
-            torch.mm(of_logits, self._weight, out=self._of_hidden[rows])
-        if self._of_weight is not None:
-            if self._of_weight.dtype == of_logits.dtype:
-                self._of_weight.addmm_(of_logits.T, hidden)
-            else:
-                self._of_weight.add_(of_logits.T @ hidden)
-        if self._of_bias is not None:
-            self._of_bias.add_(of_logits.sum(dim=0))
+        return torch.mv(logits, self._class_weights) * (smoothing / self._classes)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients in the dtypes of their tensors."""
-        self._buffers = None
-        own = self._hidden, self._weight, self._bias
-        made = self._of_hidden, self._of_weight, self._of_bias
-        return tuple(
-            None if gradient is None or tensor is None else gradient.to(tensor.dtype)
-            for gradient, tensor in zip(made, own, strict=True)
-        )
+        """Return the gradients of the hidden states, the weight and the bias."""
+        return self._gradients.made()

@@ -46,7 +46,8 @@ def infer_auto_device_map(
     Args:
         max_memory: bytes by device (see `get_max_memory`); what does not fit goes to disk.
         no_split_module_classes: classes whose modules are not split, such as blocks with a residual connection.
-        dtype, special_dtypes: the dtypes that weights will be cast to (see `compute_module_sizes`).
+        dtype: the dtype that weights will be cast to (see `compute_module_sizes`).
+        special_dtypes: other dtypes by the names of weights.
         verbose: print each decision.
         clean_result: name a module instead of its parts if they are all on one device.
         offload_buffers: buffers of offloaded layers are offloaded too, and need no room on an accelerator.

@@ -72,7 +72,9 @@ def load_checkpoint_in_model(
         offload_buffers: buffers of modules on disk stay there too, instead of going to the host.
         keep_in_fp32_modules: names of modules whose weights are cast to fp32 instead of `dtype`.
         strict: raise if the model and the checkpoint have different names, instead of logging a warning.
-        offload_8bit_bnb, full_state_dict, broadcast_from_rank0: refused unless they have their defaults.
+        offload_8bit_bnb: refused unless it is False.
+        full_state_dict: refused unless it is True.
+        broadcast_from_rank0: refused unless it is False.
 
     Raises:
         ConfigError: arguments that are not supported, all of them at once.

@@ -26,7 +26,10 @@ class GaLoreAdafactor(LowRankOptimizer):
     Args:
         lr: an outside learning rate; there is no relative step, and no scaling by the size of the parameter.
         eps: the first number is added to squared gradients.
-        clip_threshold, decay_rate, beta1, weight_decay: as in `Adafactor`.
+        clip_threshold: as in `Adafactor`.
+        decay_rate: as in `Adafactor`.
+        beta1: as in `Adafactor`.
+        weight_decay: as in `Adafactor`.
     """
 
     def __init__(

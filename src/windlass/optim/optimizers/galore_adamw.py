@@ -23,7 +23,8 @@ class GaLoreAdamW(LowRankOptimizer):
     """AdamW whose moments are those of projected gradients; for the arguments of the projection see `LowRankOptimizer`.
 
     Args:
-        betas, eps: as in `torch.optim.AdamW`; moments are divided by `1 - beta ** step`.
+        betas: as in `torch.optim.AdamW`; moments are divided by `1 - beta ** step`.
+        eps: as in `torch.optim.AdamW`.
         weight_decay: decoupled, times the learning rate.
 
     With the smaller side m of a matrix projected, its state has r * (m + 2n) numbers instead of 2mn.

@@ -34,12 +34,16 @@ class GreedyLR:
         mode: "min" or "max": which way the metric gets better.
         factor: below 1; the learning rate is multiplied by it to fall and divided by it to rise.
         patience: number of evaluations of one kind in a row without a change; the next one changes the learning rate.
-        threshold, threshold_mode: what counts as better: by an absolute amount ("abs") or a share of the best ("rel").
-        cooldown, warmup: evaluations that are ignored after a fall and after a rise.
-        min_lr, max_lr: bounds, one for all groups or one per group.
+        threshold: the least change that counts as better.
+        threshold_mode: whether `threshold` is an absolute amount ("abs") or a share of the best ("rel").
+        cooldown: evaluations that are ignored after a fall.
+        warmup: evaluations that are ignored after a rise.
+        min_lr: lower bound, one for all groups or one per group.
+        max_lr: upper bound, one for all groups or one per group.
         eps: smaller changes are ignored.
         verbose: log each change as a warning instead of at INFO.
-        smooth, window_size: judge the mean of the last `window_size` metrics instead of the last one.
+        smooth: judge the mean of the last `window_size` metrics instead of the last one.
+        window_size: number of metrics in that mean.
         reset_start: after this many falls at the lower bound, start again from the first learning rate.
     """
 

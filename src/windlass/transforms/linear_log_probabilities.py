@@ -1,0 +1,160 @@
+"""Log-probabilities of given tokens under a linear head, without the logits of all tokens in memory at once.
+
+Logits are made for some tokens at a time, in the forward and again in the backward: which gradient each token gets
+depends on all of them (a preference loss compares sums over answers), so none can be made in the forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from windlass.transforms.linear_cross_entropy import IGNORED, ChunkLogits, HeadGradients, LossOptions
+
+
+class TokenLogProbabilities(NamedTuple):
+    """What is known about each target; shape (targets,), single precision at least. 0 for a target of -100.
+
+    Only `log_probabilities` is differentiable.
+
+    Attributes:
+        log_probabilities: of the targets, in nats.
+        entropies: of the predicted distributions, in nats.
+        correct: 1 for a target that has the largest logit.
+        mean_logits: the mean over all classes.
+        log_collisions: log of the sum over classes of the squared probability (the weights of WPO, arXiv:2406.11827).
+    """
+
+    log_probabilities: Tensor
+    entropies: Tensor
+    correct: Tensor
+    mean_logits: Tensor
+    log_collisions: Tensor
+
+
+def linear_log_probabilities(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> TokenLogProbabilities:
+    """The log-probability of each target under `softmax(hidden @ weight.T + bias)`.
+
+    Memory beside the gradients is that of some targets' logits, whatever their number. Logits are rounded as the
+    model's own head rounds them under autocast; the softmax is computed in single precision at least.
+
+    Args:
+        hidden: shape (targets, size).
+        weight: shape (classes, size).
+        bias: shape (classes,).
+        targets: int64, shape (targets,); -100 is left out.
+        scale: factor of the logits (Cohere, Granite).
+        softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None: they stay.
+    """
+    options = LossOptions(scale=scale, softcap=softcap)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    with torch.autocast(kind, enabled=False):
+        chosen: Any = _Chosen  # `apply` has no types
+        return TokenLogProbabilities(*chosen.apply(hidden, weight, bias, targets, options, dtype))
+
+
+def log_probabilities_of(logits: Tensor, targets: Tensor) -> TokenLogProbabilities:
+    """The same from whole logits, for models whose logits are not those of a linear head.
+
+    Args:
+        logits: shape (..., classes).
+        targets: int64, shape (...); -100 is left out.
+    """
+    real = targets != IGNORED
+    logs = logits.log_softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    with torch.no_grad():
+        figures = (
+            -(logs.exp() * logs).sum(dim=-1),
+            (logits.argmax(dim=-1) == targets).to(logs),
+            logits.to(logs).mean(dim=-1),
+            (2 * logs).logsumexp(dim=-1),
+        )
+    chosen = logs.gather(-1, torch.where(real, targets, 0)[..., None])[..., 0]
+    return TokenLogProbabilities(*(torch.where(real, values, 0) for values in (chosen, *figures)))
+
+
+class _Chosen(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: LossOptions,
+        dtype: torch.dtype | None,
+    ) -> tuple[Tensor, ...]:
+        states, matrix, offsets = _as_type(dtype, hidden, weight, bias)
+        logits_of = ChunkLogits(matrix, offsets, options)
+        results = [
+            states.new_zeros(len(targets), dtype=logits_of.precise) for _ in TokenLogProbabilities._fields
+        ]
+        log_totals = torch.zeros_like(results[0])
+        for rows in logits_of.chunks(len(targets)):
+            log_totals[rows] = _add_chunk(results, rows, targets[rows], *logits_of.of(states[rows]))
+        ctx.save_for_backward(hidden, weight, bias, targets, log_totals)
+        ctx.options, ctx.dtype = options, dtype
+        ctx.mark_non_differentiable(*results[1:])
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
+        hidden, weight, bias, targets, log_totals = ctx.saved_tensors
+        states, matrix, offsets = _as_type(ctx.dtype, hidden, weight, bias)
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits_of = ChunkLogits(matrix, offsets, ctx.options)
+            gradients = HeadGradients(states, matrix, offsets, ctx.needs_input_grad[:3])
+            for rows in logits_of.chunks(len(targets)):
+                logits, shares = logits_of.of(states[rows])
+                real = targets[rows] != IGNORED
+                classes = torch.where(real, targets[rows], 0)[:, None]
+                torch.sub(logits, log_totals[rows, None], out=shares).exp_().neg_()
+                shares.scatter_add_(1, classes, torch.ones_like(logits[:, :1]))
+                outer = torch.where(real, gradient[rows], 0)
+                gradients.add(rows, logits_of.back_through(logits, shares, outer))
+        made = (
+            None if found is None else found.to(own.dtype)
+            for found, own in zip(gradients.made(), (hidden, weight, bias), strict=True)
+        )
+        return *made, None, None, None
+
+
+def _as_type(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Any]:
+    return [tensor if tensor is None or dtype is None else tensor.to(dtype) for tensor in tensors]
+
+
+def _add_chunk(results: list[Tensor], rows: slice, targets: Tensor, logits: Tensor, shares: Tensor) -> Tensor:
+    """Write the figures of a chunk into `results`; return the logarithms of the softmax's denominators."""
+    real = targets != IGNORED
+    classes = torch.where(real, targets, 0)[:, None]
+    largest = logits.amax(dim=1)
+    chosen = logits.gather(1, classes)[:, 0]
+    torch.sub(logits, largest[:, None], out=shares).exp_()
+    total = shares.sum(dim=1)
+    log_total = largest + total.log()
+    # As products of matrices: products of vectors would be as large as the logits.
+    expected = torch.bmm(shares[:, None], logits[:, :, None])[:, 0, 0] / total
+    squares = torch.bmm(shares[:, None], shares[:, :, None])[:, 0, 0]
+    figures = (
+        chosen - log_total,
+        log_total - expected,
+        (chosen >= largest).to(logits),
+        logits.mean(dim=1),
+        squares.log() - 2 * total.log(),
+    )
+    for result, values in zip(results, figures, strict=True):
+        result[rows] = torch.where(real, values, 0)
+    return log_total

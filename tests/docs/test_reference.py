@@ -1,0 +1,71 @@
+"""The API reference has every public name, and every argument with its type, default and meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import windlass
+from windlass import SFTConfig, TrainingArguments
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_reference", ROOT / "docs" / "hooks" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pages(reference: ModuleType) -> dict[str, str]:
+    return reference.pages()
+
+
+def rows(text: str, name: str) -> dict[str, list[str]]:
+    """Return the rows of the table below the heading of a name, by their first cell."""
+    section = text.split(f"## `{name}`", 1)[1].split("\n## ", 1)[0]
+    lines = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    return {line[0].strip("| `"): line for line in lines}
+
+
+def test_every_public_name_has_a_page(reference: ModuleType, pages: dict[str, str]) -> None:
+    text = "\n".join(text for name, text in pages.items() if name != "index")
+    for name in windlass.__all__:
+        if reference.page_of(name) is not None:
+            assert text.count(f"## `{name}` ") == 1, name
+            assert f"| [`{name}`]" in pages["index"]
+
+
+def test_every_page_is_in_the_menu(pages: dict[str, str]) -> None:
+    menu = set(re.findall(r"reference/([\w-]+)\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
+    assert menu == set(pages)
+
+
+def test_every_argument_of_a_run_has_type_default_and_meaning(pages: dict[str, str]) -> None:
+    table = rows(pages["arguments"], "TrainingArguments")
+    assert set(table) >= {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
+    assert table["learning_rate"][1:3] == ["`float`", "`5e-05`"]
+    assert all(len(row) >= 4 and row[3].strip(" |") for row in table.values())
+
+
+def test_arguments_of_a_subclass_are_those_that_differ(pages: dict[str, str]) -> None:
+    table = rows(pages["fine-tuning"], "SFTConfig")
+    assert {"packing", "max_length", "learning_rate"} <= set(table)
+    assert "output_dir" not in table
+    assert SFTConfig.__dataclass_fields__["learning_rate"].default != 5e-5
+
+
+def test_a_name_without_a_page_is_an_error(reference: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "ROOMS", {})
+    with pytest.raises(LookupError, match=r"Trainer is defined in windlass\.trainer\.trainer"):
+        reference.page_of("Trainer")
