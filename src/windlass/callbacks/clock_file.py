@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from windlass.core.output_folder import OutputFolder
 from windlass.core.plain_text import parse_json
-from windlass.core.run_clock import KINDS, Reading, RunClock
+from windlass.core.run_clock import KINDS, ClockReading, RunClock
 from windlass.core.whole_file import BINARY, NO_FOLLOW
 
 CLOCK = ".windlass-clock.json"
@@ -26,7 +26,7 @@ _LARGEST = 2.5e11  # the year 9891 as a time
 
 
 class ClockFile:
-    """Writes the file of one session until `close`. One that cannot be written is given up."""
+    """Writes the file of one session until `close`. The first write that fails is the last."""
 
     def __init__(self, folder: OutputFolder, clock: RunClock) -> None:
         self._folder, self._clock = folder, clock
@@ -69,7 +69,7 @@ class ClockFile:
                 return
 
 
-def _plain(reading: Reading) -> dict[str, Any]:
+def _plain(reading: ClockReading) -> dict[str, Any]:
     return {
         "began": reading.began,
         "elapsed": round(reading.elapsed, 4),
@@ -84,7 +84,7 @@ def rounded(seconds: dict[str, float]) -> dict[str, float]:
     return {name: value for name, given in seconds.items() if (value := round(given, 4))}
 
 
-def read_clock(folder: Path) -> Reading | None:
+def read_clock(folder: Path) -> ClockReading | None:
     """Return what the clock of a session showed last; None if the folder has no whole file."""
     try:
         with open(folder / CLOCK, "rb") as file:
@@ -102,7 +102,7 @@ def read_clock(folder: Path) -> Reading | None:
         or found.get("kind") not in KINDS
     ):
         return None
-    return Reading(began, elapsed, found["seconds"], found["kind"], max(step, 0))
+    return ClockReading(began, elapsed, found["seconds"], found["kind"], max(step, 0))
 
 
 def is_seconds(found: Any) -> bool:

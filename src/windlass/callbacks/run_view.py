@@ -36,7 +36,7 @@ from windlass.checkpoint.manifest import (
 )
 from windlass.checkpoint.run_lock import holder_of
 from windlass.core.errors import CheckpointError, DataError
-from windlass.core.run_clock import KINDS, STOPPED, Reading
+from windlass.core.run_clock import KINDS, STOPPED, ClockReading
 
 Sureness = Literal["certain", "likely", "unknown"]
 # A run writes its clock once a second; after so many without a change it is not this folder that it writes to.
@@ -335,7 +335,7 @@ def verify(checkpoint: CheckpointView) -> CheckpointView:
 # --- is it alive ------------------------------------------------------------------------------------------------------
 
 
-def _life(folder: Path, clock: Reading | None, now: float) -> Life:
+def _life(folder: Path, clock: ClockReading | None, now: float) -> Life:
     sign = None if clock is None else clock.began + clock.elapsed
     try:
         holder = holder_of(folder)
@@ -365,7 +365,7 @@ def _life(folder: Path, clock: Reading | None, now: float) -> Life:
 
 
 def _attempts(
-    record: Record | None, rows: Sequence[Row], clock: Reading | None, life: Life
+    record: Record | None, rows: Sequence[Row], clock: ClockReading | None, life: Life
 ) -> tuple[Attempt, ...]:
     if record is None:
         return ()

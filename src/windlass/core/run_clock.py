@@ -43,7 +43,7 @@ _IN_TRAINING = (DATA, COMPUTE, EXCHANGE, UPDATE, CALLBACKS, REPEATED, SKIPPED)
 Seconds = dict[str, float]
 
 
-class Reading(NamedTuple):
+class ClockReading(NamedTuple):
     """What a clock shows.
 
     Attributes:
@@ -183,12 +183,12 @@ class RunClock:
 
     # --- reading it ---------------------------------------------------------------------------------------------------
 
-    def read(self) -> Reading:
+    def read(self) -> ClockReading:
         """Return what it shows now. Another thread may call it: the seconds add up to those since the beginning."""
         seconds, kind, step = list(self._seconds), self._kind, self._step
         elapsed = self._clock() - self._began_at
         seconds[kind] += elapsed - sum(seconds)
-        return Reading(self._began, elapsed, _named(seconds), KINDS[_whole(kind)], step)
+        return ClockReading(self._began, elapsed, _named(seconds), KINDS[_whole(kind)], step)
 
     def interval(self) -> Interval:
         """Return the time since the last call."""

@@ -142,7 +142,7 @@ class Loop:
         self._executor, self._feed, self._hooks, self._state = executor, feed, hooks, hooks.state
         self._ledger, self._seed_step, self._options = ledger, seed_step, options
         self._watch = FiniteWatch(ledger.device)
-        self._beacon, self._clock = beacon(), run_clock()
+        self._beacon = beacon()
         self._epoch = 0
         self._updates_in_epoch = 0
         self._position: State = {}
@@ -214,7 +214,7 @@ class Loop:
     def _update(self, batch: UpdateBatch) -> None:
         """One optimizer update: group -> gradients -> update -> ledger -> events."""
         state, hooks = self._state, self._hooks
-        self._clock.enter(COMPUTE)
+        run_clock().enter(COMPUTE)
         hooks.control.new_step()
         self._seed_step(state.global_step)
         self._beacon.step(state.global_step)
@@ -226,7 +226,7 @@ class Loop:
         self._executor.dispatch()
         hooks.signals_received(batch.signals)
         rolled_back = self._rolled_back(batch, result)
-        self._clock.update_ends(state.global_step, result.applied and not rolled_back)
+        run_clock().update_ends(state.global_step, result.applied and not rolled_back)
         if rolled_back:
             return
         hooks.update_applied(batch, result.applied)

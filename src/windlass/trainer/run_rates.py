@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 
 from windlass.core.run_clock import Interval, run_clock
-from windlass.data.update_batch import UpdateBatch
 from windlass.metrics.device_peaks import device_peak
 from windlass.metrics.memory import device_peak_bytes, process_peak_bytes
 from windlass.metrics.model_flops import count_flops
@@ -16,6 +16,14 @@ from windlass.metrics.stage_memory import device_bytes, resident_bytes
 from windlass.trainer.run_context import RunContext
 
 _MEMORY_SECONDS = 1.0  # between two readings of the process's memory, which are files of the system
+
+
+class RunCounts(NamedTuple):
+    """What was trained on, over all ranks."""
+
+    samples: float
+    tokens: float
+    positions: float
 
 
 class RunRates:
@@ -32,16 +40,14 @@ class RunRates:
         self._flops = count_flops(model)
         peak = device_peak(self._device, _dtype(context, model))
         self._peak = None if peak is None or self._flops is None else peak * self._ranks
-        self._samples = self._tokens = self._positions = 0.0
+        self._reported = RunCounts(0.0, 0.0, 0.0)
         self._interval = Interval({}, 0.0, 0.0)
         self._memory: dict[str, float] = {}
         self._memory_at = float("-inf")
 
-    def add(self, batch: UpdateBatch) -> None:
-        """Add one update."""
-        self._samples += batch.total_samples
-        self._tokens += batch.tokens
-        self._positions += batch.positions
+    def begin(self, counts: RunCounts) -> None:
+        """Begin the first interval, with the counts that a checkpoint brought."""
+        self._reported = counts
 
     def end_interval(self) -> list[float]:
         """End the interval of a report. Return what this rank sends to the others: its own work, at its place."""
@@ -50,25 +56,30 @@ class RunRates:
             return []
         return [self._interval.own if rank == self._rank else 0.0 for rank in range(self._ranks)]
 
-    def take(self, own: list[float]) -> dict[str, float]:
+    def take(self, own: list[float], counts: RunCounts) -> dict[str, float]:
         """Return the values of the interval, and begin the next one.
 
         Args:
             own: the seconds that each rank worked by itself; empty with one rank.
+            counts: up to now.
         """
+        # A rollback takes tokens and positions back.
+        samples, tokens, positions = (
+            max(now - before, 0.0) for now, before in zip(counts, self._reported, strict=True)
+        )
+        self._reported = counts
         seconds, training = self._interval.seconds, self._interval.training
         values: dict[str, float] = {}
         if training > 0:
-            values["samples_per_second"] = round(self._samples / training, 3)
+            values["samples_per_second"] = round(samples / training, 3)
             if self._counts_tokens:
-                values["tokens_per_second"] = round(self._tokens / training, 3)
-            if self._peak is not None and self._flops is not None and self._positions:
-                flops = self._flops.of(self._positions, self._samples)
+                values["tokens_per_second"] = round(tokens / training, 3)
+            if self._peak is not None and self._flops is not None and positions:
+                flops = self._flops.of(positions, samples)
                 values["mfu"] = round(flops / training / self._peak, 4)
             values["data_wait"] = round(seconds.get("data", 0.0) / training, 4)
             if own:
                 values |= _slowest(own, training)
-        self._samples = self._tokens = self._positions = 0.0
         spent = {f"{kind}_seconds": round(value, 4) for kind, value in seconds.items()}
         return {**values, **spent, **self._in_use()}
 
