@@ -10,9 +10,13 @@ import torch
 
 from windlass.core.run_clock import Interval, run_clock
 from windlass.metrics.device_peaks import device_peak
-from windlass.metrics.memory import device_peak_bytes, process_peak_bytes
 from windlass.metrics.model_flops import count_flops
-from windlass.metrics.stage_memory import device_bytes, resident_bytes
+from windlass.metrics.stage_memory import (
+    device_bytes,
+    device_peak_bytes,
+    process_peak_bytes,
+    resident_bytes,
+)
 from windlass.trainer.run_context import RunContext
 
 _MEMORY_SECONDS = 1.0  # between two readings of the process's memory, which are files of the system
