@@ -18,7 +18,7 @@ from windlass.core.run_clock import (
 
 
 class Hands:
-    """A clock that moves when it is told to."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0

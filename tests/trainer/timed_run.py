@@ -1,11 +1,13 @@
-"""A run that is slow where it is told to be, and may be killed at an update. Its folder and the update are arguments."""
+"""A run that is slow in planned places, and may be killed after an update. Folder and update are arguments."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,14 @@ from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer, TrainerCallback
 
-DATA, SAVE = 0.02, 0.5
+# Seconds that were really slept, by kind.
+slept: Counter[str] = Counter()
+
+
+def sleep(kind: str, seconds: float) -> None:
+    began = time.perf_counter()
+    time.sleep(seconds)
+    slept[kind] += time.perf_counter() - began
 
 
 class SlowRows:
@@ -26,27 +35,32 @@ class SlowRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(DATA / 4)
+        sleep("data", 0.005)
         return self._rows[index]
 
 
 class Killer(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, folder: Path) -> None:
+        self.step, self._folder = step, folder
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
-            time.sleep(1.2)  # longer than the clock is from being written
+            sleep("callbacks", 1.5)  # the clock is written once a second
+            self.report()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def report(self) -> None:
+        with open(self._folder / "slept.jsonl", "a") as file:
+            file.write(json.dumps(slept) + "\n")
 
 
 class Slow(Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.03)
+        sleep("compute", 0.02)
         return super().compute_loss(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        time.sleep(SAVE)
+        sleep("save", 0.5)
         super()._save_checkpoint(*args, **kwargs)
 
 
@@ -58,10 +72,10 @@ def main(folder: Path, kill_at: int) -> None:
         "save_strategy": "steps",
         "save_steps": 4,
     }
-    trainer = Slow(
-        Net(), arguments(folder, **options), train_dataset=SlowRows(64), callbacks=[Killer(kill_at)]
-    )
+    killer = Killer(kill_at, folder)
+    trainer = Slow(Net(), arguments(folder, **options), train_dataset=SlowRows(64), callbacks=[killer])
     trainer.train(resume_from_checkpoint="auto")
+    killer.report()
 
 
 if __name__ == "__main__":
