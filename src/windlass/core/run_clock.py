@@ -36,6 +36,7 @@ STOPPED = "stopped"
 # The part of `compute` in which a rank may wait for others: the reduction of gradients is in the backward.
 BACKWARD = 11
 _OF_UPDATES = (DATA, COMPUTE, EXCHANGE, UPDATE, BACKWARD)
+_FIRST, _LAST = DATA, UPDATE + 1  # of those that lie side by side
 # What a rank does by itself in training, while others may wait for it.
 _OWN = (DATA, COMPUTE, CALLBACKS)
 _IN_TRAINING = (DATA, COMPUTE, EXCHANGE, UPDATE, CALLBACKS, REPEATED, SKIPPED)
@@ -91,6 +92,7 @@ class RunClock:
     ) -> None:
         self._clock, self._wall = clock, wall
         self._runs = self._claimed = False
+        self._update_began: tuple[float, ...] = ()
         self._first = True
         self.row: dict[str, float] = {}
         self._restart(0.0)
@@ -158,6 +160,11 @@ class RunClock:
         finally:
             self.enter(before)
 
+    def update_begins(self) -> None:
+        """Begin `compute`, in which the update before ended: the clock is read for the first one only."""
+        if self._kind != COMPUTE:
+            self.enter(COMPUTE)
+
     def update_ends(self, step: int, applied: bool) -> None:
         """Called after update `step`, in `compute`: one that was not applied, or was done before, has its own kind."""
         seconds = self._seconds
@@ -168,18 +175,12 @@ class RunClock:
                 seconds[kind] += seconds[number] - began
                 seconds[number] = began
         self._step = step
-        self._highest = max(step, self._highest)
-        self._mark_update()
+        if step > self._highest:
+            self._highest = step
+        self._update_began = (*seconds[_FIRST:_LAST], seconds[BACKWARD])
 
     def _mark_update(self) -> None:
-        seconds = self._seconds
-        self._update_began = (
-            seconds[DATA],
-            seconds[COMPUTE],
-            seconds[EXCHANGE],
-            seconds[UPDATE],
-            seconds[BACKWARD],
-        )
+        self._update_began = (*self._seconds[_FIRST:_LAST], self._seconds[BACKWARD])
 
     # --- reading it ---------------------------------------------------------------------------------------------------
 

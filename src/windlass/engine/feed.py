@@ -104,9 +104,10 @@ class Feed:
 
     def _take(self) -> UpdateBatch:
         """Return the update that was fetched ahead, and start fetching the next one."""
-        before = self._clock.enter(EXCHANGE)
+        before = self._clock.enter(EXCHANGE) if self._all_ranks.size > 1 else None
         ended = self._rounds.end()
-        self._clock.enter(before)
+        if before is not None:
+            self._clock.enter(before)
         current = self._summed(ended)
         self._position_before, self._position_after = self._position_after, current.position
         self._fetch(None if current.last else current)

@@ -13,7 +13,7 @@ from windlass.core.errors import NonFiniteError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import StepSeeder
-from windlass.core.run_clock import COMPUTE, run_clock
+from windlass.core.run_clock import run_clock
 from windlass.core.types import State
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.beacon import AFTER, beacon
@@ -214,7 +214,7 @@ class Loop:
     def _update(self, batch: UpdateBatch) -> None:
         """One optimizer update: group -> gradients -> update -> ledger -> events."""
         state, hooks = self._state, self._hooks
-        run_clock().enter(COMPUTE)
+        run_clock().update_begins()
         hooks.control.new_step()
         self._seed_step(state.global_step)
         self._beacon.step(state.global_step)
