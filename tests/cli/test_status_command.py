@@ -125,7 +125,7 @@ def test_a_live_run_and_a_copy_of_its_folder(run: Path) -> None:
         assert (live["state"], live["sureness"]) == ("running", "certain")
         copied = Path(shutil.copytree(run, run.with_name("copy")))
         found = status_of_run(read_run(copied, now=time.time() + 3600))
-        assert (found["state"], found["sureness"]) == ("killed", "likely"), "nobody writes to the copy"
+        assert (found["state"], found["sureness"]) == ("killed", "likely"), "no process writes to the copy"
     finally:
         holder.communicate("")
     assert status_of_run(read_run(run))["state"] == "killed"

@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 
 
 def read_rules(value: Any) -> dict[str, float]:
-    """Return the rules of the argument `alerts`. Raises ConfigError for an unknown rule or a value that is no limit."""
+    """Return the rules of the argument `alerts`. Raises ConfigError for an unknown rule or an invalid limit."""
     if value is None:
         return {}
     known = ", ".join(f"{name} ({what})" for name, what in RULES.items())
