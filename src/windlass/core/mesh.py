@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from windlass.core.errors import ConfigError, Problem
 
 Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]
-View = Literal["data", "loss", "context", "model", "all"]
+View = Literal["data", "loss", "context", "tensor", "model", "all"]
 
 # Outermost first: consecutive ranks differ along the last axis, because consecutive ranks are usually on one machine,
 # and the later axes exchange more.
@@ -23,14 +23,15 @@ VIEWS: dict[View, tuple[Axis, ...]] = {
     "data": ("replicate", "shard"),
     "loss": ("replicate", "shard", "context"),
     "context": ("context",),
+    "tensor": ("tensor",),
     "model": ("pipeline", "context", "tensor"),
     "all": AXES,
 }
 """The axes of each view. A view of a rank is the ranks that differ from it along these axes alone.
 
 data: ranks with different samples, whose counts and losses are summed. loss: ranks with different targets, whose
-gradients are averaged. context: ranks that divide the sequences of the same samples. model: ranks that compute the same
-samples together. all: every rank of the job.
+gradients are averaged. context: ranks that divide the sequences of the same samples. tensor: ranks that divide the
+layers of one model. model: ranks that compute the same samples together. all: every rank of the job.
 """
 
 

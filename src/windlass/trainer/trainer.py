@@ -1018,8 +1018,8 @@ class Trainer:
         """Kept for scripts that call it; `state.total_flos` is current after every update."""
 
     def get_tp_size(self) -> int:
-        """Ranks that share one copy of each layer (tensor parallelism is not built yet): 1."""
-        return 1
+        """Ranks that divide each layer."""
+        return self._plan.dist.tensor
 
     def get_cp_size(self) -> int:
         """Ranks that divide one sequence, among which keys and values travel."""
