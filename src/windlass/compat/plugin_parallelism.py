@@ -114,6 +114,8 @@ class ParallelismConfig(Options, Plugin):
     tp_handler: TorchTensorParallelConfig | None = setting(None, "Options of tensor parallelism.")
     cp_handler: TorchContextParallelConfig | None = setting(None, "Options of context parallelism.")
     sp_handler: DeepSpeedSequenceParallelConfig | None = setting(None, "Options of sequence parallelism.")
+    pp_size: int | None = setting(None, "Processes of pipelines, which are not built: 1.", bounds=_SIZE)
+    ep_size: int | None = setting(None, "Processes that divide experts, which is not built: 1.", bounds=_SIZE)
 
     device_mesh = None  # not a field: made by `get_device_mesh`
 

@@ -94,6 +94,12 @@ class Mesh:
         """The gangs into which `view` divides the job: the same list on every rank."""
         return sorted({self.ranks(view, rank) for rank in range(self.size())})
 
+    def place(self, rank: int) -> str:
+        """The position of `rank` along each axis, as text; empty if ranks only have different samples."""
+        if self.size("model") == 1:
+            return ""
+        return ", ".join(f"{axis} {self.index(axis, rank)}" for axis in AXES if self.along(axis) > 1)
+
     def with_replicas(self, replicas: int) -> Mesh:
         """The same ranks, with those of `data` divided into so many copies of the model. Views do not change.
 

@@ -73,9 +73,11 @@ class TensorParallel(Strategy):
         ranks, so that rounding cannot make them differ.
         """
         trained = [p for p in self._module.parameters() if p.requires_grad]
-        for parts, ranks in ((True, self._loss_ranks), (False, self._all_ranks)):
-            if ranks.size > 1:
-                _average([p for p in trained if is_sharded(p) == parts], ranks)
+        parts: list[Any] = [p for p in trained if is_sharded(p)]
+        whole: list[nn.Parameter] = [p for p in trained if not is_sharded(p)]
+        if self._loss_ranks.size > 1:
+            _average(parts, self._loss_ranks.sum_on_device, self._loss_ranks.size)
+        _average(whole, self._all_ranks.sum_on_device, self._all_ranks.size)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Count every element once: whole gradients are divided by the number of ranks that have them."""
@@ -135,13 +137,13 @@ def is_divided(module: nn.Module) -> bool:
 def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, str]]:
     """The layers that the plan of `module` divides among `ranks`, with their style, by name.
 
-    The plan is `tp_plan` of a model of transformers, or `_tp_plan` of any module: pattern of names, in which * is a
-    number or a name -> style.
+    The plan is the attribute `tp_plan`, which models of transformers have: pattern of names, in which * is a number or
+    a name -> style.
     """
     name = type(module).__name__
-    plan = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
+    plan = getattr(module, "tp_plan", None)
     if not isinstance(plan, Mapping) or not plan:
-        fix = "has no plan for tensor parallelism: set module._tp_plan = {'layers.*.up': 'colwise', ...}, or tp_size=1"
+        fix = "has no plan for tensor parallelism: set module.tp_plan = {'layers.*.up': 'colwise', ...}, or tp_size=1"
         raise ConfigError(Problem("model", name, fix))
     unknown = sorted({style for style in plan.values() if style not in (*STYLES, *_WHOLE)})
     if unknown:
@@ -219,7 +221,7 @@ def _divide(layer: nn.Module, style: str, mesh: DeviceMesh, group: Any) -> None:
     if layer.bias is not None and dim == 0:
         _spread(layer, "bias", mesh, 0)
     layer.__class__ = _KINDS[style]
-    layer._tensor_group = group
+    layer.tensor_group = group
 
 
 def _summing(group: Any) -> Callable[[Tensor], Tensor]:
@@ -246,11 +248,11 @@ def _spread(layer: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
 class ColumnLinear(nn.Linear):
     """A linear layer with some of the rows of its weight, that is, some of its outputs."""
 
-    _tensor_group: Any
+    tensor_group: Any
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., this rank's outputs)."""
-        own: Tensor = _Copied.apply(input, self._tensor_group)  # type: ignore[no-untyped-call]
+        own: Tensor = _Copied.apply(input, self.tensor_group)  # type: ignore[no-untyped-call]
         return nn.functional.linear(own, _mine(self.weight), None if self.bias is None else _mine(self.bias))
 
 
@@ -259,19 +261,19 @@ class GatheredLinear(ColumnLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., all outputs)."""
-        gathered: Tensor = _Gathered.apply(super().forward(input), self._tensor_group)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Gathered.apply(super().forward(input), self.tensor_group)  # type: ignore[no-untyped-call]
         return gathered
 
 
 class RowLinear(nn.Linear):
     """A linear layer with some of the columns of its weight: it gets some of the inputs, and results are summed."""
 
-    _tensor_group: Any
+    tensor_group: Any
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., all outputs), from (..., this rank's inputs)."""
         product = nn.functional.linear(input, _mine(self.weight))
-        total: Tensor = _Summed.apply(product, self._tensor_group)  # type: ignore[no-untyped-call]
+        total: Tensor = _Summed.apply(product, self.tensor_group)  # type: ignore[no-untyped-call]
         return total if self.bias is None else total + self.bias
 
 
@@ -332,9 +334,9 @@ class _Gathered(torch.autograd.Function):
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _average(parameters: list[nn.Parameter], ranks: Gang) -> None:
-    """Average the gradients of `parameters` over `ranks`, in one exchange for each dtype. Those that no rank has stay
-    None; a rank without one adds zero.
+def _average(parameters: list[nn.Parameter], total: Callable[[Tensor], Tensor], count: int) -> None:
+    """Average the gradients of `parameters` over `count` ranks, in one exchange for each dtype. Those that no rank has
+    stay None. `total` sums a tensor over the ranks, in place.
     """
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         members = [p for p in parameters if p.dtype == dtype]
@@ -343,7 +345,7 @@ def _average(parameters: list[nn.Parameter], ranks: Gang) -> None:
         parts = [zeros if grad is None else grad for grad, zeros in zip(mine, empty, strict=True)]
         present = torch.tensor([grad is not None for grad in mine], dtype=dtype, device=parts[0].device)
         flat = torch.cat([present, *(part.flatten() for part in parts)])
-        ranks.sum_on_device(flat)
+        total(flat)
         if any(grad is None for grad in mine) and flat[: len(members)][[grad is None for grad in mine]].any():
             raise ModelError(
                 "the loss of some ranks depends on a parameter that that of others does not reach: use all trained "
@@ -352,5 +354,5 @@ def _average(parameters: list[nn.Parameter], ranks: Gang) -> None:
         start = len(members)
         for grad, part in zip(mine, parts, strict=True):
             if grad is not None:
-                grad.copy_(flat[start : start + part.numel()].view_as(part) / ranks.size)
+                grad.copy_(flat[start : start + part.numel()].view_as(part) / count)
             start += part.numel()

@@ -231,9 +231,9 @@ def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Proble
     axes, all_ranks = _axes(settings), world.size
     together = math.prod(found.value for found in axes)
     if all_ranks % together:
-        made = " times ".join(f"{found.origin}={found.value}" for found in axes)
-        fix = f"{made} must divide the number of processes, which is {all_ranks}: start a multiple of {together}"
-        yield Problem(axes[0].origin, axes[0].value, fix)
+        times = "".join(f" times {found.origin}={found.value}" for found in axes[1:])
+        fix = f"{times} must divide the number of processes, which is {all_ranks}: start a multiple of {together}"
+        yield Problem(axes[0].origin, axes[0].value, fix.strip())
         return
     sizes = settings.explicit(rows.MESH_REPLICAS, rows.MESH_SHARDS)
     replicas, data_ranks = settings.value(rows.MESH_REPLICAS), all_ranks // together

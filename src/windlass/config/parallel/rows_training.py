@@ -364,6 +364,17 @@ MESH_SEQUENCE = _mesh(
     "sp",
     written=1,
 )
+for _axis, _what in (("pp", "pipelines"), ("ep", "experts that are divided among processes")):
+    _mesh(
+        _axis,
+        kinds.positive,
+        1,
+        f"Processes of {_what}.",
+        f"{_axis}_size",
+        _axis,
+        written=1,
+        refused=f"{_what} are not built yet; set it to 1",
+    )
 # The axes whose processes compute the same samples together.
 MODEL_AXES = (MESH_TENSOR, MESH_CONTEXT, MESH_SEQUENCE)
 _RING = "does not change the exchange: keys and values travel round a ring, with the same results"
