@@ -15,6 +15,7 @@ from windlass.cli.built_in_recipes import is_recipe
 from windlass.cli.command_line import EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandParser, TrainOptions
 from windlass.cli.quiet import quiet_libraries
 from windlass.config.nearest import nearest
+from windlass.core.activity import Activity
 from windlass.core.errors import WindlassError
 from windlass.core.job_signals import surviving_hangup
 from windlass.core.output import flush_standard_streams, say
@@ -74,11 +75,21 @@ COMMANDS = {
 }  # fmt: skip
 
 
+# What a command is doing that may take seconds; the import of its libraries alone does.
+_ACTIVITIES = {
+    "checkpoint": "reading checkpoints", "data": "reading the data", "env": "looking at packages and devices",
+    "estimate-memory": "building the model without its weights", "report": "drawing the report",
+    "merge-weights": "merging weights",
+}  # fmt: skip
+
+
 def _dispatch(arguments: list[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
-        module, function, _ = COMMANDS[arguments[0]]
-        command = getattr(importlib.import_module(f"windlass.cli.{module}"), function)
-        return int(command(arguments[1:]))
+        name, words = arguments[0], arguments[1:]
+        module, function, _ = COMMANDS[name]
+        with Activity(_ACTIVITIES[name]) if name in _ACTIVITIES else contextlib.nullcontext():
+            command = getattr(importlib.import_module(f"windlass.cli.{module}"), function)
+            return int(command(words))
     parser, train = parsers()
     options, rest = parser.parse_known_args(arguments)
     if options.command == "train":

@@ -37,18 +37,19 @@ if TYPE_CHECKING:
 
 def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
     """Run `windlass train`; `arguments` is the command line, for the command that resumes."""
-    recipe = load_recipe(
-        options.recipe,
-        options.overrides,
-        options.output_dir,
-        tiny=options.tiny,
-        asks_libraries=not options.print_config,
-    )
-    if options.print_config:
-        say(render_config(recipe, everything=options.all_keys), end="")
-        return 0
-    check_installed("transformers", "train by a recipe", extra="train")
-    args = training_arguments(recipe.training, recipe.task)
+    with Activity("checking the recipe"):
+        recipe = load_recipe(
+            options.recipe,
+            options.overrides,
+            options.output_dir,
+            tiny=options.tiny,
+            asks_libraries=not options.print_config,
+        )
+        if options.print_config:
+            say(render_config(recipe, everything=options.all_keys), end="")
+            return 0
+        check_installed("transformers", "train by a recipe", extra="train")
+        args = training_arguments(recipe.training, recipe.task)
     resume = options.resume or args.resume_from_checkpoint or None
     command = resume_command(arguments)
     try:
@@ -144,11 +145,13 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
     output = trainer.train(resume_from_checkpoint=resume)
     if ends.interrupted:
         return _interrupted(args, command)
-    evaluation = _final_evaluation(trainer, parts.evaluation is not None)
-    if parts.recipe.metric is not None:
-        evaluation |= _write_predictions(trainer, parts, args)
-    if not (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir():
-        _save_last(trainer, args)
+    with Activity("evaluating the trained model"):
+        evaluation = _final_evaluation(trainer, parts.evaluation is not None)
+        if parts.recipe.metric is not None:
+            evaluation |= _write_predictions(trainer, parts, args)
+        if not (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir():
+            _save_last(trainer, args)
+        after = continue_prompt(parts, trainer)
     outcome = RunOutcome(
         parts=parts,
         trainer=trainer,
@@ -156,7 +159,7 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
         first_step=ends.first_step,
         evaluation=evaluation,
         before=before,
-        after=continue_prompt(parts, trainer),
+        after=after,
         command=None if args.save_strategy == "no" else command,
     )
     say(render_screen(outcome))
