@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 import importlib
 import os
 import shlex
@@ -33,6 +35,9 @@ installation carries, in under two minutes on two CPU cores.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 2 for a user error, 75 if preempted, 130 if interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # The interpreter's last collections look at every object of the libraries: a second in which nothing happens.
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
     # These two run a user's script, here or in other processes.
     quiet = contextlib.nullcontext() if arguments[:1] in (["run"], ["launch"]) else quiet_libraries()
     try:
