@@ -161,7 +161,7 @@ def test_images_are_shown_by_their_sizes_and_classes(capsys: pytest.CaptureFixtu
 def test_the_tiny_form_of_a_recipe_needs_no_model_of_the_hub(
     chats: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["data", "show", "sft-lora", f"data.train={chats}", "--tiny", "--rows", "1"]) == 0
+    assert main(["data", "show", "sft-lora", f"data.train={chats}", "data.eval_fraction=0.2", "--tiny"]) == 0
     printed = capsys.readouterr().out
     assert "user:\nHi" in printed
     assert "⟦Yes 😀" in printed

@@ -236,3 +236,26 @@ def test_rows_of_other_forms_and_with_other_numbers_of_images() -> None:
     placed = conversation(2, 1, inline=True)
     with pytest.raises(DataError, match=r"row 0: has 1 images in its columns, and 2 parts"):
         prepared(images, [{**placed, "images": placed["images"][:1]}])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_grey_image_of_a_batch_without_any_changes_nothing_but_the_path(name: str) -> None:
+    """The loss is that of the text alone, and the weights for images have a gradient, which is 0."""
+    model, processor = family(name)
+    images = ImageProcessing(processor)
+    rows = [conversation(0, 1), conversation(0, 2)]
+    batch = collated(images, rows, assistant_only_loss=True)
+    assert "pixel_values" in batch
+    bare = DataCollatorForCausalLM(processor.tokenizer.pad_token_id)(
+        list(prepared(images, rows, assistant_only_loss=True).dataset)
+    )
+    assert int(bare["attention_mask"].sum()) == int(batch["attention_mask"].sum())
+    kinds = images.kinds(bare["input_ids"].numpy(), bare["labels"].numpy())
+    bare |= {key: torch.tensor(value) for key, value in kinds.items()}
+    loss = model(**batch).loss
+    torch.testing.assert_close(loss, model(**bare).loss, rtol=1e-6, atol=0)
+    loss.backward()
+    seeing = [weight.grad for key, weight in model.named_parameters() if "vision" in key or "visual" in key]
+    assert seeing
+    assert all(grad is None or not grad.any() for grad in seeing)
+    assert any(grad is not None for grad in seeing)

@@ -23,6 +23,9 @@ _WEB = ("http://", "https://")
 _ORIENTATION = 0x0112  # EXIF: how a camera was held; from 5 on, width and height are exchanged
 _SIDEWAYS = frozenset(range(5, 9))
 _SECONDS = 30
+# How files end; little may follow.
+_ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}
+_TAIL = 64
 _PURPOSE = "read images"
 Size = tuple[int, int]
 
@@ -40,12 +43,16 @@ class ImageFiles:
     allow_urls: bool = False
 
     def size(self, source: Any) -> Size:
-        """Return (width, height) as `open` gives them, from the file's header alone. Raises DataError if it is not an
-        image, or cannot be read.
+        """Return (width, height) as `open` gives them. The image is decoded only if its file does not end as it should.
+        Raises DataError if it is not an image, or cannot be read.
         """
+        pillow = _pillow()
         with _reported(source):
             image = self._opened(source)
-            orientation = image.getexif().get(_ORIENTATION, 1) if hasattr(image, "getexif") else 1
+            if not _is_whole(image):
+                image.load()
+            # Not that of its class: of a PNG without such data, it decodes the image.
+            orientation = pillow.Image.getexif(image).get(_ORIENTATION, 1)
             width, height = image.size
             return (height, width) if orientation in _SIDEWAYS else (width, height)
 
@@ -56,7 +63,7 @@ class ImageFiles:
             return operations.exif_transpose(self._opened(source)).convert("RGB")
 
     def _opened(self, source: Any) -> Any:
-        pillow = require("PIL.Image", _PURPOSE)
+        pillow = _pillow()
         if isinstance(source, pillow.Image):
             return source
         if isinstance(source, np.ndarray):
@@ -110,9 +117,13 @@ def source_of(value: Any) -> Any:
     raise DataError(f"an image with the keys {sorted(map(str, value))} has no content: {', '.join(CONTENTS)}")
 
 
+def _pillow() -> Any:
+    return require("PIL.Image", _PURPOSE)
+
+
 def grey_image(size: Size) -> Any:
     """Return an image of Pillow of this size."""
-    return require("PIL.Image", _PURPOSE).new("RGB", size, (128, 128, 128))
+    return _pillow().new("RGB", size, (128, 128, 128))
 
 
 def name_of_image(source: Any) -> str:
@@ -125,6 +136,20 @@ def name_of_image(source: Any) -> str:
     return f"the {type(source).__name__}" + (
         f" {source.filename!r}" if getattr(source, "filename", "") else ""
     )
+
+
+def _is_whole(image: Any) -> bool:
+    """Return True for an image in memory, and for one whose file has the last bytes of its format."""
+    file, end = getattr(image, "fp", None), _ENDS.get(image.format or "")
+    if file is None:
+        return True
+    if end is None:
+        return False
+    at = file.tell()
+    file.seek(max(file.seek(0, io.SEEK_END) - _TAIL, 0))
+    found = end in file.read()
+    file.seek(at)
+    return found
 
 
 @contextlib.contextmanager

@@ -165,6 +165,12 @@ class ImageProcessing:
         ids = self.processor.tokenizer(self._expansion(size), add_special_tokens=False)["input_ids"]
         return int(np.isin(ids, self._ids).sum())
 
+    def grey(self) -> tuple[Any, list[int]]:
+        """Return a small grey image, and the tokens that represent it."""
+        text = self._expansion(_PROBE)
+        tokens: list[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return grey_image(_PROBE), tokens
+
     def inputs(self, images: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Return the tensors of a batch's images; none if it has no images.
 

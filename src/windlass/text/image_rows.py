@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from windlass.data.collate_default import Batch, Features
+from windlass.text.encoder import IGNORED
 from windlass.text.image_processing import ImageProcessing
 from windlass.text.token_rows import PLACES, TokenRows
 
@@ -66,8 +67,11 @@ class ImageRows(Sequence[Any]):
 class ImageCollator:
     """Collate rows with images: their texts as `text` does, and what the model is given of their images.
 
+    A batch without any image gets a grey one in its padding, which no token sees. So the model takes the same path for
+    every batch: sharded ranks that differ would wait for each other, and the weights for images have a gradient, 0.
+
     Args:
-        text: list of samples with input_ids and labels -> batch of tensors.
+        text: list of samples with input_ids and labels -> batch of tensors, padded on the right.
         images: what the processor makes of images.
     """
 
@@ -76,7 +80,18 @@ class ImageCollator:
 
     def __call__(self, samples: Features) -> Batch:
         opened = [[self._images.files.open(image) for image in sample["images"]] for sample in samples]
-        batch: Batch = self._text(samples)
+        batch = self._text(samples) if any(opened) else self._with_grey(samples, opened)
         kinds = self._images.kinds(batch["input_ids"].numpy(), batch["labels"].numpy())
-        return {**batch, **{name: batch["input_ids"].new_tensor(values) for name, values in kinds.items()},
-                **self._images.inputs(opened)}  # fmt: skip
+        tensors = {name: batch["input_ids"].new_tensor(values) for name, values in kinds.items()}
+        return {**batch, **tensors, **self._images.inputs(opened)}
+
+    def _with_grey(self, samples: Features, opened: list[list[Any]]) -> Batch:
+        """The batch with a grey image after its shortest row, which is added to `opened`."""
+        image, tokens = self._images.grey()
+        at = min(range(len(samples)), key=lambda row: len(samples[row]["input_ids"]))
+        ids, labels = samples[at]["input_ids"], samples[at]["labels"]
+        longer = {"input_ids": [*ids, *tokens], "labels": [*labels, *([IGNORED] * len(tokens))]}
+        batch = self._text([*samples[:at], longer, *samples[at + 1 :]])
+        batch["attention_mask"][at, len(ids) :] = 0
+        opened[at].append(image)
+        return batch
