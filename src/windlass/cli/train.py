@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.callbacks.early_stopping import EarlyStoppingCallback
+from windlass.callbacks.tracker_registry import check_trackers
 from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
 from windlass.cli.print_config import render_config
 from windlass.cli.recipe import load_recipe
@@ -50,6 +51,9 @@ def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
             return 0
         check_installed("transformers", "train by a recipe", extra="train")
         args = training_arguments(recipe.training, recipe.task)
+        filter_trackers(
+            args.report_to, logging_dir="", field="report_to"
+        )  # a package that is missing, before data and model are prepared
     resume = options.resume or args.resume_from_checkpoint or None
     command = resume_command(arguments)
     try:

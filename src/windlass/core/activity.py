@@ -52,7 +52,7 @@ class Activity:
             try:
                 self._foot.draw(self, [what])
                 self._ticking = Ticking(self._draw)
-            except BaseException:  # Ctrl-C: nobody has this object yet, to close it
+            except BaseException:  # Ctrl-C: the caller has no object to close yet
                 self._remove()
                 raise
 
