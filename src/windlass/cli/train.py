@@ -51,9 +51,7 @@ def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
             return 0
         check_installed("transformers", "train by a recipe", extra="train")
         args = training_arguments(recipe.training, recipe.task)
-        filter_trackers(
-            args.report_to, logging_dir="", field="report_to"
-        )  # a package that is missing, before data and model are prepared
+        check_trackers(args.report_to)  # before data and model are prepared
     resume = options.resume or args.resume_from_checkpoint or None
     command = resume_command(arguments)
     try:
