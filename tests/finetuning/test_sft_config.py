@@ -6,11 +6,11 @@ import dataclasses
 import inspect
 
 import pytest
+from tests.finetuning.own_fields import own_fields
 
 from windlass.config.arguments import TrainingArguments, shared_arguments
 from windlass.config.sections.setting import default_of
 from windlass.core.errors import ConfigError
-from tests.finetuning.own_fields import own_fields
 from windlass.finetuning.sft_config import SFTConfig
 
 OWN = own_fields(SFTConfig)

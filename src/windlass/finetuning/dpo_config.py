@@ -22,7 +22,7 @@ _OF_DIFFERENCE = frozenset(
     {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 )
 _SMOOTHED = frozenset({"robust", "exo_pair", "aot", "aot_unpaired"})
-_SORTING = frozenset({"aot", "aot_unpaired"})
+_WITHOUT_PAIRS = frozenset({"aot", "aot_unpaired", "sft"})
 _SHARE = Range(lambda v: 0 <= v <= 1, "must be between 0 and 1")
 
 
@@ -87,7 +87,9 @@ class DPOConfig(ReferenceConfig):
         if self.pad_token is not None:
             self._warn_old("pad_token is deprecated: set `tokenizer.pad_token`, and pass the tokenizer")
         if self.truncation_mode == "keep_end":
-            self._warn_old("truncation_mode='keep_end' is deprecated: the end of an answer may lack its prompt")
+            self._warn_old(
+                "truncation_mode='keep_end' is deprecated: the end of an answer may lack its prompt"
+            )
         super().__post_init__()
         refuse(self._loss_problems())
 
@@ -105,8 +107,9 @@ class DPOConfig(ReferenceConfig):
             others = ", ".join(sorted(set(kinds) - _OF_DIFFERENCE))
             fix = f"has no meaning for {others}, which are not losses of a difference; use 'reverse_kl'"
             yield Problem("f_divergence_type", self.f_divergence_type, fix)
-        if self.use_weighting and _SORTING.intersection(kinds):
-            fix = "weighs pairs, and aot and aot_unpaired sort answers apart from their pairs; leave one of the two out"
+        if self.use_weighting and _WITHOUT_PAIRS.intersection(kinds):
+            others = ", ".join(sorted(_WITHOUT_PAIRS.intersection(kinds)))
+            fix = f"weighs pairs, which {others} does not compare; leave one of the two out"
             yield Problem("use_weighting", True, fix)
         if "exo_pair" in kinds and not self.label_smoothing:
             fix = "Label smoothing must be greater than 0.0 when using 'exo_pair'; its paper recommends 1e-3"
@@ -115,9 +118,7 @@ class DPOConfig(ReferenceConfig):
             fix = f"has no effect on {', '.join(kinds)}; it is for {', '.join(sorted(_SMOOTHED))}"
             yield Problem("label_smoothing", self.label_smoothing, fix)
         if self.sync_ref_model and self.precompute_ref_log_probs:
-            fix = (
-                "moves the reference, whose log-probabilities precompute_ref_log_probs computes once; leave one out"
-            )
+            fix = "moves the reference, whose log-probabilities precompute_ref_log_probs computes once; leave one out"
             yield Problem("sync_ref_model", True, fix)
 
     @property

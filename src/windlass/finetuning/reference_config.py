@@ -1,4 +1,3 @@
-# ruff: noqa: RUF009 (`setting` makes a dataclass field)
 """`ReferenceConfig`: the settings of trainers that compare a model with a reference."""
 
 from __future__ import annotations

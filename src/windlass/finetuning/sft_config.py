@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from windlass.config.arguments import TrainingArguments
 from windlass.config.described import described
 from windlass.config.sections.setting import at_least, setting
 from windlass.finetuning.tuning_config import TuningConfig

@@ -26,12 +26,14 @@ class EncodedRows:
     Attributes:
         truncated: rows that were cut to the maximum length.
         dropped: rows that were left out, because none of their tokens had a label.
+        documents: of rows of several documents, the tokens of each.
     """
 
     input_ids: list[list[int]] = field(default_factory=list)
     labels: list[list[int]] = field(default_factory=list)
     truncated: int = 0
     dropped: int = 0
+    documents: list[list[int]] = field(default_factory=list)
 
 
 class RowEncoder:

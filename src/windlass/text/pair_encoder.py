@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.core.errors import DataError
 from windlass.core.logs import get_logger, warn_once
 from windlass.text.encoder import IGNORED, EncodedRows, RowEncoder
 from windlass.text.forms import Form, Row
@@ -57,7 +56,8 @@ class PairEncoder(RowEncoder):
         pieces = [piece for at, row in enumerate(rows) for piece in self._pieces(row, first + at)]
         width = len(self._columns)
         standard = [
-            self._answer(piece, first + at // width, self._columns[at % width]) for at, piece in enumerate(pieces)
+            self._answer(piece, first + at // width, self._columns[at % width])
+            for at, piece in enumerate(pieces)
         ]
         texts, prompts = self._texts(standard, first)
         ids = self._tokens(texts, None)[0]
@@ -89,7 +89,11 @@ class PairEncoder(RowEncoder):
         return [{"prompt": prompt, "completion": answer, **extras} for answer in answers]
 
     def _needed(self) -> str:
-        return "a prompt and a completion" if self._columns == (COMPLETION,) else "a chosen and a rejected answer"
+        return (
+            "a prompt and a completion"
+            if self._columns == (COMPLETION,)
+            else "a chosen and a rejected answer"
+        )
 
     def _answer(self, piece: dict[str, Any], number: int, column: str) -> dict[str, Any]:
         try:
@@ -167,6 +171,3 @@ def _common(first: list[int], second: list[int]) -> int:
         (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
         min(len(first), len(second)),
     )
-
-
-__all__ = ["CHOSEN", "COMPLETION", "REJECTED", "DataError", "PairEncoder", "PairOptions"]

@@ -47,7 +47,9 @@ class TokenRows(Sequence[Any]):
     def of(cls, parts: Iterable[EncodedRows]) -> TokenRows:
         """Join encoded rows."""
         ids, labels, lengths = [], [], [0]
+        documents: list[list[int]] = []
         for part in parts:
+            documents += part.documents
             ids.append(_flat(part.input_ids))
             labels.append(_flat(part.labels))
             lengths += map(len, part.input_ids)
@@ -56,6 +58,7 @@ class TokenRows(Sequence[Any]):
             np.concatenate([empty, *ids]),
             np.concatenate([empty, *labels]),
             np.cumsum(lengths, dtype=np.int64),
+            *((_flat(documents), np.cumsum([0, *map(len, documents)], dtype=np.int64)) if documents else ()),
         )
 
     @classmethod
