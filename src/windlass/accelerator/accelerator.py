@@ -144,7 +144,7 @@ class Accelerator(Ranks):
             device,
             settings,
             _scaler(settings, device),
-            functools.partial(OwnLoop, settings.dist, all_ranks.over("loss")),
+            functools.partial(OwnLoop, settings.dist, all_ranks.over("data")),
         )
         self._trackers = Trackers(trackers, settings.project.logging_dir)
         check_operations(settings.debug or operations_are_checked())
@@ -193,7 +193,7 @@ class Accelerator(Ranks):
             device,
             settings,
             UnitScaler(torch.device("cpu")),
-            functools.partial(OwnLoop, settings.dist, all_ranks.over("loss")),
+            functools.partial(OwnLoop, settings.dist, all_ranks.over("data")),
         )
         accelerator._trackers = Trackers([], None)
         if not PROCESS:
@@ -743,7 +743,9 @@ class Accelerator(Ranks):
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[None]:
-        """Do nothing: sequences are not split over processes (`parallelism_config.cp_size` above 1 is refused)."""
+        """Do nothing: with `cp_size` above 1 the forward of a prepared model divides the sequences, and returns the
+        loss and the logits of whole rows, so that `buffers` stay whole.
+        """
         return nullcontext()
 
     # --- between processes --------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from windlass.config.plan import DistPlan, ZeroPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.mesh import Axis, Mesh
 from windlass.core.outside import find_outside
-from windlass.dist.device_mesh import data_device_mesh
+from windlass.dist.device_mesh import loss_device_mesh
 from windlass.dist.gang import Gang
 from windlass.precision.autocast import COMPUTE_DTYPES
 
@@ -83,7 +83,7 @@ class Setup:
         shard = self.dist.shard if self.is_fsdp2 else None
         if shard is None:
             return None
-        return data_device_mesh(self.all_ranks.mesh.with_replicas(shard.replicas), self.device)
+        return loss_device_mesh(self.all_ranks.mesh.with_replicas(shard.replicas), self.device)
 
     def _rank_in(self, axis: Axis) -> int:
         if self.settings.parallelism is None:
@@ -109,5 +109,5 @@ class Setup:
 
     @property
     def context_parallel_rank(self) -> int:
-        """0: sequences are not split."""
+        """Index of the part of each sequence that this process computes."""
         return self._rank_in("context")

@@ -12,6 +12,7 @@ from windlass.cli.schema import DataSpec
 from windlass.cli.splits import hold_out
 from windlass.core.errors import DataError
 from windlass.core.optional import require
+from windlass.text.image_files import ImageFiles
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
@@ -45,13 +46,8 @@ class Images:
 
 def _read(path: Path, size: int | None) -> np.ndarray[Any, Any]:
     """The image as RGB, of shape [3, height, width]. Raises DataError if it cannot be read."""
-    pillow = require("PIL.Image", "read images")
-    try:
-        with pillow.open(path) as image:
-            colours = image.convert("RGB")
-            return np.asarray(colours if size is None else colours.resize((size, size))).transpose(2, 0, 1)
-    except OSError as error:
-        raise DataError(f"{path}: not a readable image ({error})") from None
+    colours = ImageFiles().open(path)
+    return np.asarray(colours if size is None else colours.resize((size, size))).transpose(2, 0, 1)
 
 
 def load_images(data: DataSpec, seed: int) -> tuple[Images, Images | None, list[str]]:

@@ -53,7 +53,7 @@ class SFTConfig(TuningConfig):
     # --- data ---
     dataset_text_field: str = setting("text", "Column with the text of plain-text datasets.")
     dataset_kwargs: dict[str, Any] | str | None = setting(
-        None, "Options of data preparation; the only one is skip_prepare_dataset.", document=True
+        None, "Options of data preparation: skip_prepare_dataset, allow_image_urls.", document=True
     )
     eos_token: str | None = setting(None, "Token that ends a turn or a text; by default the tokenizer's.")
     max_length: int | None = setting(

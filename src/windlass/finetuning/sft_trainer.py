@@ -29,7 +29,7 @@ from windlass.transforms.linear_cross_entropy import LossOptions
 logger = get_job_logger(__name__)
 
 _TAGS = ["windlass", "sft"]
-_COLUMNS = ["input_ids", "labels", "seq_lengths"]
+_COLUMNS = ["input_ids", "labels", "seq_lengths", "images"]
 
 
 class SFTTrainer(Trainer):
@@ -85,6 +85,7 @@ class SFTTrainer(Trainer):
                 args,
                 data_collator,
                 train_dataset,
+                eval_dataset,
                 processing_class or tokenizer,
                 compute_loss_func is not None,
                 quantization_config,

@@ -17,10 +17,13 @@ from windlass.core.logs import get_job_logger
 from windlass.text.content_key import content_key
 from windlass.text.encoder import IGNORED, RowEncoder
 from windlass.text.forms import Form, recognise_form
+from windlass.text.image_encoder import ImageRowEncoder
+from windlass.text.image_processing import ImageProcessing
+from windlass.text.image_rows import ImageRows
 from windlass.text.located_rows import RowError
 from windlass.text.packing import pack_dataset, pack_rows
 from windlass.text.summary import TextSummary
-from windlass.text.tables import is_stream, is_table, table_of
+from windlass.text.tables import StoredRows, is_stream, is_table, table_of
 from windlass.text.text_options import TextOptions
 from windlass.text.token_rows import TokenRows
 from windlass.text.token_store import Prepared, TokenStore
@@ -38,8 +41,8 @@ class PreparedText:
     """A dataset with the columns "input_ids" and "labels".
 
     Attributes:
-        dataset: a `datasets.Dataset` or `IterableDataset` if that was given, else `TokenRows`. Packed rows have the
-            column "seq_lengths" too, unless the strategy is "wrapped".
+        dataset: a `datasets.Dataset` or `IterableDataset` if that was given, else `TokenRows`; `ImageRows` if rows may
+            have images. Packed rows have the column "seq_lengths" too, unless the strategy is "wrapped".
         summary: counts; None for a stream, whose rows are prepared while it is read.
     """
 
@@ -52,6 +55,7 @@ def prepare_text(
     tokenizer: Any,
     options: TextOptions | None = None,
     *,
+    images: ImageProcessing | None = None,
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PreparedText:
@@ -61,6 +65,8 @@ def prepare_text(
         dataset: a `datasets.Dataset` or `IterableDataset`, or a sequence of mappings.
         tokenizer: a `transformers` tokenizer.
         options: see `TextOptions`.
+        images: rows may have images, which are processed so. Their sizes are read, so each must open; nothing is kept
+            in the cache. None = text alone.
         cache: folder in which the result is kept, and looked for; of several processes that share it one prepares, and
             the others wait. None = nothing is kept. See `default_cache`.
         progress: called with the rows done and the rows of the dataset.
@@ -71,6 +77,11 @@ def prepare_text(
     """
     options = options or TextOptions()
     if is_stream(dataset):
+        if images is not None:
+            raise DataError(
+                "a stream with images is not prepared: load the dataset (streaming=False), whose images are opened "
+                "when they are used"
+            )
         return PreparedText(_prepared_stream(dataset, tokenizer, options), None)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(
@@ -84,6 +95,8 @@ def prepare_text(
             "the dataset has a transform (Dataset.with_transform), whose result may differ between two passes. Apply "
             "it with Dataset.map, or skip the preparation: dataset_kwargs={'skip_prepare_dataset': True}"
         )
+    if images is not None:
+        return _with_images(dataset, images, options, progress)
     try:
         rows, summary = _prepared(dataset, tokenizer, options, cache, progress)
     except RowError as error:
@@ -109,6 +122,22 @@ def _prepared(
     if options.packing is None:
         return tokens()
     return kept(_packed_key(key, options), lambda: _packed(tokens(), options))
+
+
+def _with_images(
+    dataset: Any, images: ImageProcessing, options: TextOptions, progress: Progress | None
+) -> PreparedText:
+    """Prepare rows that may have images."""
+    try:
+        plain, form = _formed(StoredRows(dataset) if is_table(dataset) else dataset, options)
+        encoder = ImageRowEncoder(images, options.of_tokens(), form, plain[0])
+        prepared = _encoded(plain, encoder, options.num_proc or 1, progress)
+        _report(prepared[1])
+        if options.packing is not None:
+            prepared = _packed(prepared, options)
+    except RowError as error:
+        raise error.located(dataset) from None
+    return PreparedText(ImageRows(prepared[0], encoder, plain), prepared[1])
 
 
 def _packed_key(key: str | None, options: TextOptions) -> str | None:

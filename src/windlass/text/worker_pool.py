@@ -67,7 +67,7 @@ class DatasetPart:
         if step == 1:
             self._rows = dataset
         else:
-            self._rows = dataset.select(ids) if is_table(dataset) else [dataset[i] for i in ids]
+            self._rows = dataset.select(ids) if hasattr(dataset, "select") else [dataset[i] for i in ids]
 
     def __len__(self) -> int:
         return len(self._sizes)

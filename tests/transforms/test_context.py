@@ -8,7 +8,7 @@ import pytest
 from tests.dist.launch import launch
 
 pytest.importorskip("transformers")
-RANKS = Path(__file__).with_name("divided_sequences_ranks.py")
+RANKS = Path(__file__).with_name("context_ranks.py")
 
 
 @pytest.mark.dist
