@@ -21,8 +21,7 @@ from windlass.config.enums import OptimizerNames, SchedulerType
 from windlass.config.helpers import Helpers
 from windlass.config.parallel.from_launcher import OWN_VARIABLE, REFUSED
 from windlass.config.parallel.keys import Key
-from windlass.config.parallel.spelling import spellings
-from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
+from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES, spellings
 from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.setting import rules_of
 from windlass.config.setters import Setters

@@ -144,15 +144,13 @@ class Ranks:
 
 
 def share_of(inputs: Any, all_ranks: Gang, apply_padding: bool = False) -> Any:
-    """This process's part of `inputs`, which are consecutive items. The first processes may get one item more.
+    """This process's part of `inputs`, which are consecutive items. The first processes may get one item more. Raises
+    DataError for a dict with several lengths, or an unsupported type.
 
     Args:
         inputs: a list, a tuple, a tensor (along its first axis), a dataset with `select`, or a dict of those with equal
             lengths.
         apply_padding: repeat the last item so that all processes get the same number, e.g. to gather the results.
-
-    Raises:
-        DataError: a dict with several lengths, or an unsupported type.
     """
     if all_ranks.size == 1:
         return inputs

@@ -178,14 +178,12 @@ class CheckpointManager:
         self, step: int, content: Content, *, meta: Mapping[str, Any], protected: Iterable[Path] = ()
     ) -> Path | None:
         """Save checkpoint `step` and apply retention; return its folder, or None if the system refused something (any
-        `OSError`), which is logged; earlier checkpoints remain.
+        `OSError`), which is logged; earlier checkpoints remain. Raises CheckpointError if a state holds a type that
+        cannot be saved (a mistake in the program, not of the disk).
 
         Args:
             meta: plain values for the manifest (best metric, ...).
             protected: folders that retention keeps, beside this one.
-
-        Raises:
-            CheckpointError: a state holds a type that cannot be saved (a mistake in the program, not of the disk).
         """
         try:
             return self.write(step, content, meta=meta, protected=protected)
@@ -198,10 +196,8 @@ class CheckpointManager:
     def write(
         self, step: int, content: Content, *, meta: Mapping[str, Any], protected: Iterable[Path] = ()
     ) -> Path:
-        """`save` that raises errors of the system.
-
-        Raises:
-            CheckpointError, OSError: the checkpoint was not saved; earlier ones remain.
+        """`save` that raises errors of the system. Raises CheckpointError or OSError if the checkpoint was not saved;
+        earlier ones remain.
         """
         store = self.store
         store.write(

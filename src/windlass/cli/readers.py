@@ -26,14 +26,12 @@ LONGEST_CELL = 1 << 30
 
 
 def read_records(source: str, data: DataSpec, split: str = "train") -> list[Record]:
-    """Return the records of `source` in order, at most `data.max_samples`.
+    """Return the records of `source` in order, at most `data.max_samples`. Raises DataError if a line or a file cannot
+    be read, or there are no records.
 
     Args:
         source: path, or hub name if `data.format` is hub.
         split: for the hub reader only.
-
-    Raises:
-        DataError: a line or a file cannot be read, or there are no records.
     """
     kind = format_of(source, data)
     records = _hub(source, data, split) if kind == "hub" else READERS[kind or ""](Path(source), data)

@@ -70,13 +70,11 @@ class Task(ABC):
     def build_parts(
         self, recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None
     ) -> RecipeParts:
-        """Read and encode the data of `recipe`.
+        """Read and encode the data of `recipe`. Raises DataError, ConfigError or ModelError, with the file, the line or
+        the key.
 
         Args:
             saved_tokenizer: checkpoint with the tokenizer of a resumed run.
-
-        Raises:
-            DataError, ConfigError, ModelError: with the file, the line or the key.
         """
 
     def build_model(self, parts: RecipeParts) -> Any:

@@ -46,14 +46,12 @@ class TuningData:
 
 
 def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> TuningData:
-    """Read the data of a recipe for task sft, and load or train its tokenizer.
+    """Read the data of a recipe for task sft, and load or train its tokenizer. Raises DataError, ConfigError or
+    ModelError, with the file, the line or the key.
 
     Args:
         seed: of what is held out, and of the order of a mixture.
         saved_tokenizer: checkpoint with the tokenizer of a resumed run.
-
-    Raises:
-        DataError, ConfigError, ModelError: with the file, the line or the key.
     """
     data = recipe.data
     if data.streaming:

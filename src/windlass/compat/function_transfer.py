@@ -66,10 +66,8 @@ _CLASS_LEAVES = {"__dict__", "__weakref__", "__slots__", "_abc_impl"}
 
 
 def pack_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return `function` and `args` for `unpack_call` in a new interpreter.
-
-    Raises:
-        ConfigError: with the type of the value that cannot leave this process.
+    """Return `function` and `args` for `unpack_call` in a new interpreter. Raises ConfigError with the type of the
+    value that cannot leave this process.
     """
     buffer = io.BytesIO()
     sender = _Sender(buffer)

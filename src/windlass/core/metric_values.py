@@ -66,13 +66,10 @@ def python_number(value: Any) -> Any:
 
 
 def number_in(metrics: Mapping[str, Any], key: str, field: str, name: str) -> float:
-    """The metric `key` as a float.
+    """The metric `key` as a float. Raises ConfigError if it is not a number.
 
     Args:
         field, name: the option that asks for it, and what the option says, for the error.
-
-    Raises:
-        ConfigError: it is not a number.
     """
     value = python_number(metrics[key])
     try:

@@ -52,11 +52,7 @@ def pack(value: Any, notes: Any = None, name: str = "value") -> Tensor:
 
 
 def unpack(parcel: Tensor) -> tuple[Any, Any]:
-    """The value and the notes; tensors are views of the parcel.
-
-    Raises:
-        DataError: it is not what `pack` makes.
-    """
+    """The value and the notes; tensors are views of the parcel. Raises DataError if it is not what `pack` makes."""
     try:
         end = 8 + int.from_bytes(parcel[:8].numpy().tobytes(), "little")
         notes, described = json.loads(parcel[8:end].numpy().tobytes())

@@ -49,13 +49,11 @@ class SFTData:
 
     def prepare(self, dataset: Any, name: str, packing: bool) -> Any:
         """Return a dataset with the columns `input_ids` and `labels`, and `seq_lengths` if rows are packed by best fit.
-        The sources of a mixture are prepared one by one, and mixed again.
+        The sources of a mixture are prepared one by one, and mixed again. Raises ConfigError or DataError for what
+        cannot be prepared, before training.
 
         Args:
             name: of the dataset, for errors and for the summary.
-
-        Raises:
-            ConfigError, DataError: what cannot be prepared, before training.
         """
         if self.images is None and not self.args.skips_preparation:
             _refuse_images(dataset, name)

@@ -23,10 +23,8 @@ Shape = tuple[int, ...]
 
 
 def take_apart(tree: Any) -> tuple[Spec, list[Tensor]]:
-    """Return the structure of a model's output and its tensors in order. Arrays and numbers become tensors.
-
-    Raises:
-        ModelError: a leaf is neither a tensor nor a number; its path is named.
+    """Return the structure of a model's output and its tensors in order. Arrays and numbers become tensors. Raises
+    ModelError if a leaf is neither a tensor nor a number; its path is named.
     """
     return flatten(tree, _as_tensor)
 
@@ -63,10 +61,8 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def widest(shapes: Sequence[Shape], what: str) -> Shape:
-    """The size of the smallest row that holds a row of each of `shapes`, whose first axis is ignored.
-
-    Raises:
-        ModelError: the shapes differ in their number of axes.
+    """The size of the smallest row that holds a row of each of `shapes`, whose first axis is ignored. Raises ModelError
+    if the shapes differ in their number of axes.
     """
     if len({len(shape) for shape in shapes}) > 1:
         examples = sorted({len(shape): shape for shape in shapes}.values(), key=len)

@@ -121,9 +121,7 @@ class RowStore:
 
     def add(self, tree: Any) -> None:
         """Keep a copy of a batch: the original may be a view of more memory, or be overwritten by the next batch.
-
-        Raises:
-            ModelError: batches are to be joined, and the structure of this one differs from the first.
+        Raises ModelError if batches are to be joined, and the structure of this one differs from the first.
         """
         spec, leaves = take_apart(tree)
         if self._concat and self._specs and spec != self._specs[0]:

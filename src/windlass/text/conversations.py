@@ -201,12 +201,10 @@ def get_training_chat_template(processing_class: Any = None, tokenizer: Any = No
 
     None if the template has markers. Works for any template: the markers are found from what the template renders, and
     the text of a conversation stays the same. The template refuses a conversation in which they cannot be proven.
+    Raises ValueError if the markers cannot be proven on example conversations, or there is no template.
 
     Args:
         processing_class: a `transformers` tokenizer; also under the name `tokenizer`.
-
-    Raises:
-        ValueError: the markers cannot be proven on example conversations, or there is no template.
     """
     found = tokenizer if processing_class is None else processing_class
     if found is None:

@@ -88,13 +88,11 @@ ALPACA = (
 
 
 def recognise_form(columns: Iterable[str], text_field: str = "text") -> Form:
-    """Return the form of a dataset with these columns.
+    """Return the form of a dataset with these columns. Raises DataError if no form fits; lists the forms and the
+    columns found.
 
     Args:
         text_field: name of the column with plain text.
-
-    Raises:
-        DataError: no form fits; lists the forms and the columns found.
     """
     found = list(columns)
     for form, needed in _COLUMNS.items():

@@ -15,7 +15,7 @@ from windlass.callbacks.report_page import curve
 from windlass.callbacks.run_record import package_versions
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import read_manifest
-from windlass.config.plain_yaml import load_yaml
+from windlass.config.documents import load_yaml
 from windlass.core.events import TrainerState
 from windlass.core.output import shown
 from windlass.core.plain_text import parse_json, read_text

@@ -34,14 +34,12 @@ def named_state(
     """The state for `optimizer_state.load_optimizer_state`, with `StoredTensor`s for tensors.
 
     The options of a group are the saved ones if all its parameters had the same. If they had not (some decayed and
-    others did not), those of `optimizer` are kept, with a warning.
+    others did not), those of `optimizer` are kept, with a warning. Raises CheckpointError if the file does not have
+    such a state, or one of another optimizer or other parameters.
 
     Args:
         path, tree: the file and its content.
         divisions: possible groups of the parameters; the first that fits the file is used.
-
-    Raises:
-        CheckpointError: the file does not have such a state, or one of another optimizer or other parameters.
     """
     groups, entries = _parts(path, tree)
     short = canonical_names(dict(model.named_parameters()))

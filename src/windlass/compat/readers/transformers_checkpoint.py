@@ -51,11 +51,9 @@ class TransformersCheckpoint(ForeignCheckpoint):
     def load_optimizer_of(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, *, with_rates: bool
     ) -> None:
-        """Load `optimizer.pt`, which numbers parameters in the order of its groups.
-
-        Raises:
-            CheckpointError: there is no such file, its state fits none of the known divisions of the parameters into
-                groups, or it belongs to another kind of optimizer.
+        """Load `optimizer.pt`, which numbers parameters in the order of its groups. Raises CheckpointError if there is
+        no such file, its state fits none of the known divisions of the parameters into groups, or it belongs to another
+        kind of optimizer.
         """
         path = self.folder / OPTIMIZER_NAME
         if not path.exists():
@@ -86,10 +84,8 @@ class TransformersCheckpoint(ForeignCheckpoint):
         return scaler_state(self._content(SCALER_NAME))
 
     def _content(self, name: str) -> Any:
-        """The content of a file of torch.save, None if it does not exist.
-
-        Raises:
-            CheckpointError: it holds more than tensors and plain values, or is damaged.
+        """The content of a file of torch.save, None if it does not exist. Raises CheckpointError if it holds more than
+        tensors and plain values, or is damaged.
         """
         if not (self.folder / name).exists():
             return None
@@ -97,11 +93,7 @@ class TransformersCheckpoint(ForeignCheckpoint):
             return file.materialised(file.tree)
 
     def check(self) -> None:
-        """Check the header of every file that will be read.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
+        """Check the header of every file that will be read. Raises CheckpointError if a file is missing or damaged."""
         with open_weights(open_folder(self.folder)):
             pass
         for name in (OPTIMIZER_NAME, SCHEDULE_NAME, SCALER_NAME):
@@ -116,10 +108,8 @@ def is_of_format(folder: Path) -> bool:
 
 
 def open_checkpoint(folder: Path, files: Files) -> TransformersCheckpoint:
-    """Open such a checkpoint and check that it is complete.
-
-    Raises:
-        CheckpointError: it is not, or has a layout that cannot be read; the file is named.
+    """Open such a checkpoint and check that it is complete. Raises CheckpointError if it is not, or has a layout that
+    cannot be read; the file is named.
     """
     for name, what in _NOT_READ.items():
         if (folder / name).exists():
@@ -149,10 +139,8 @@ def _divisions(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Divis
 
 
 def scaler_state(saved: Any) -> State:
-    """The state of a `torch.amp.GradScaler` as `precision.scaler.LossScaler` takes it, empty if there is none.
-
-    Raises:
-        CheckpointError: `saved` is not such a state.
+    """The state of a `torch.amp.GradScaler` as `precision.scaler.LossScaler` takes it, empty if there is none. Raises
+    CheckpointError if `saved` is not such a state.
     """
     if not saved:
         return {}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.dist.launch import run_script
 
-from windlass.metrics.memory import device_peak_bytes, memory_metrics, reset_device_peak
+from windlass.metrics.stage_memory import device_peak_bytes, memory_metrics, reset_device_peak
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ def test_the_process_peak_grows_with_what_is_touched(tmp_path: Path) -> None:
     """In a fresh process, so that the memory of earlier tests is not in the way."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import torch; from windlass.metrics.memory import process_peak_bytes as peak\n"
+        "import torch; from windlass.metrics.stage_memory import process_peak_bytes as peak\n"
         "before = peak(); held = torch.ones(64 * 2**20); print(before, peak())"
     )
     out = run_script(script)
