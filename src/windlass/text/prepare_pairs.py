@@ -10,10 +10,10 @@ import numpy as np
 
 from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
-from windlass.text.content_key import content_key
 from windlass.text.located_rows import LocatedRows, RowError
 from windlass.text.pair_encoder import PairEncoder, PairOptions
 from windlass.text.pair_rows import PROMPT, PairRows
+from windlass.text.prepare_text import content_key
 from windlass.text.summary import TextSummary
 from windlass.text.tables import is_stream, is_table
 from windlass.text.token_rows import TokenRows
