@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,14 @@ RING, ULYSSES = {"cp_size": 2}, {"sp_size": 2}
 SINGLE, DOUBLE = 2e-6, 1e-10
 
 
+Run = Callable[..., Results]
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, dict[str, Case]], Results]:
-    def run(world: int, cases: dict[str, Case]) -> Results:
-        folder = tmp_path_factory.mktemp("context")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    def run(world: int, cases: dict[str, Case], folder: Path | None = None) -> Results:
+        folder = folder or tmp_path_factory.mktemp("context")
+        folder.mkdir(exist_ok=True)
         launch(world, CASES, folder, json.dumps(cases))
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
 
@@ -31,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, dict[str, Ca
 
 
 def check_equal(
-    run: Callable[[int, dict[str, Case]], Results],
+    run: Run,
     world: int,
     cases: dict[str, Case],
     limits: dict[str, float],
@@ -54,7 +59,7 @@ def check_equal(
 
 
 @pytest.mark.dist
-def test_two_ranks_equal_one_process(run: Callable[[int, dict[str, Case]], Results]) -> None:
+def test_two_ranks_equal_one_process(run: Run) -> None:
     cases: dict[str, Case] = {
         "ring": ("llama", RING, {}),
         "heads": ("gpt2", ULYSSES, {}),
@@ -66,7 +71,7 @@ def test_two_ranks_equal_one_process(run: Callable[[int, dict[str, Case]], Resul
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_models_with_windows_and_norms_of_heads(run: Callable[[int, dict[str, Case]], Results]) -> None:
+def test_models_with_windows_and_norms_of_heads(run: Run) -> None:
     cases: dict[str, Case] = {
         f"{model} {method}": (model, parallel, {})
         for model in ("qwen3", "gemma3", "gpt2", "llama")
@@ -77,7 +82,7 @@ def test_models_with_windows_and_norms_of_heads(run: Callable[[int, dict[str, Ca
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_replicas_and_shards_of_divided_sequences(run: Callable[[int, dict[str, Case]], Results]) -> None:
+def test_replicas_and_shards_of_divided_sequences(run: Run) -> None:
     one = {"per_device_train_batch_size": 1}
     replicas: dict[str, Case] = {
         "replicated ring": ("llama", RING, one),
@@ -91,3 +96,45 @@ def test_replicas_and_shards_of_divided_sequences(run: Callable[[int, dict[str, 
     check_equal(run, 4, replicas, {}, whole)
     check_equal(run, 4, shards, {}, whole)
     check_equal(run, 4, {"four to a row": ("llama", {"cp_size": 4}, {})}, {})
+
+
+def rewind(folder: Path) -> None:
+    """Leave each run of a folder as it was when it had saved its third update."""
+    for newest in folder.glob("*/checkpoint-6"):
+        shutil.rmtree(newest)
+
+
+@pytest.mark.dist
+def test_a_checkpoint_is_continued_on_any_layout(run: Run, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    shards = {**saving, "fsdp": True}
+    cases: dict[str, Case] = {"replicated": ("gpt2", RING, saving), "sharded": ("llama", RING, shards)}
+    whole = run(2, cases, tmp_path / "two")[0]
+    for folder in ("alone", "other"):
+        shutil.copytree(tmp_path / "two", tmp_path / folder)
+    for folder in tmp_path.iterdir():
+        rewind(folder)
+    again = run(2, resumed(cases), tmp_path / "two")[0]
+    alone = {name: (model, {}, saving) for name, (model, _, _) in cases.items()}
+    [one] = run(1, resumed(alone), tmp_path / "alone")
+    other = run(
+        2,
+        resumed({name: (model, ULYSSES, each) for name, (model, _, each) in cases.items()}),
+        tmp_path / "other",
+    )
+    for name in cases:
+        assert again[name]["weights"] == whole[name]["weights"], "to the bit"
+        for found in (one, other[0]):
+            difference = np.abs(np.array(found[name]["weights"]) - np.array(whole[name]["weights"])).max()
+            assert difference <= DOUBLE, (name, difference)
+            # The reports after the third update, the evaluation and the mean loss of the run.
+            count = min(len(found[name]["reported"]), len(again[name]["reported"]))
+            ends = [np.array(each[name]["reported"][-count:-1]) for each in (found, whole)]
+            assert np.abs(ends[0] - ends[1]).max() <= DOUBLE, name
+
+
+def resumed(cases: dict[str, Case]) -> dict[str, Case]:
+    return {
+        name: (model, parallel, {**changes, "resume": True})
+        for name, (model, parallel, changes) in cases.items()
+    }

@@ -131,6 +131,10 @@ class ParallelismConfig(Options, Plugin):
         """The layout that the launcher of this process set."""
         return cls()
 
+    def to_dict(self) -> dict[str, Any]:
+        """The sizes that are not 1, as `parallelism_config` takes them."""
+        return {AXES[axis]: self.size(axis) for axis in AXES if self.size(axis) > 1}
+
     def size(self, axis: str) -> int:
         """Processes along `axis`, a key of `AXES`."""
         return int(getattr(self, AXES[axis]))

@@ -124,6 +124,7 @@ class SFTTrainer(Trainer):
             self.accelerator.device,
             lambda sums: self.accelerator.reduce(sums, "sum"),
             self.accelerator.process_index,
+            counts=self._services.session.all_ranks.over("model").rank == 0,
         )
         self.accelerator.register_for_checkpointing(self._figures)
         self.add_callback(UpdateBorders(self._figures))

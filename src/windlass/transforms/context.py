@@ -25,10 +25,9 @@ from windlass.transforms.neftune import vocabulary_of
 from windlass.transforms.ulysses import refuse_heads
 from windlass.transforms.zigzag import Zigzag
 
-SUMS = ("loss", "entropy", "correct", "targets")
-"""The entries of an output that are sums over targets (`lean_loss.py`)."""
-
 _COLUMNS = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "num_items_in_batch"}
+# Where the documents of a packed row begin, for kernels; positions that start again show the same.
+_BORDERS = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 # Arguments of a step of generation, which runs on whole rows.
 _GENERATING = ("past_key_values", "cache_position", "use_cache", "logits_to_keep")
 _HIDDEN = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -92,7 +91,8 @@ class DividedForwards:
         self._zigzag = None
         if any(_is_set(batch.get(name)) for name in _GENERATING):
             return None
-        given = {name: value for name, value in batch.items() if value is not None}
+        known = _BORDERS if batch.get("position_ids") is not None else ()
+        given = {name: value for name, value in batch.items() if value is not None and name not in known}
         _refuse_columns(given, len(args))
         self._compare(given["input_ids"])
         part = divide(given, self._method, self._group)
@@ -114,13 +114,20 @@ class DividedForwards:
                 f"{type(module).__name__} returned a balancing loss of its experts, which is not the sum of the losses "
                 f"of parts of a row. Set output_router_logits=False in its configuration, or: {_TRAIN_WHOLE}"
             )
-        if "targets" in output:
-            return {**output, **{name: self._sum(output[name]) for name in SUMS}}
+        if "made" in output:  # in place of logits, by `lean_loss.py`
+            figures = tuple(self._whole(value, zigzag) for value in output["figures"])
+            return {**output, "made": self._whole(output["made"], zigzag), "figures": figures}
         local = _Local(output["logits"], zigzag, self._length, self._group)
         if output.get("loss") is None:
             output["logits"] = local.whole()
             return output
         return DividedOutput(self._sum(output["loss"]), local)
+
+    def _whole(self, value: Tensor, zigzag: Zigzag) -> Tensor:
+        """A value for each token, of whole rows; or a sum over tokens."""
+        if value.dim() == 2:
+            return _Local(value, zigzag, self._length, self._group).whole()
+        return self._sum(value)
 
     def _sum(self, share: Tensor) -> Tensor:
         total: Tensor = _SumOfParts.apply(share, self._group)  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_logger
+from windlass.transforms.context import has_divided_sequences
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.linear_cross_entropy import IGNORED, LossOptions, linear_cross_entropy
 from windlass.transforms.linear_log_probabilities import (
@@ -238,7 +239,7 @@ class _Head:
         scalars: `loss`, `entropy`, `correct`, `targets`; `auxiliary` may be None.
         """
 
-        def loss_of(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, tuple[Tensor, ...]]:
+        def loss_of(hidden: Tensor, head: nn.Linear, targets: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             states, wanted = _with_targets(hidden, targets)
             loss, *others = linear_cross_entropy(states, head.weight, head.bias, wanted, options)
             return loss.reshape((1,) * hidden.ndim), tuple(others)
@@ -257,7 +258,7 @@ class _Head:
     ) -> tuple[TokenLogProbabilities, Tensor | None]:
         """As `run`, for the log-probability of each target. Returns figures of the shape of `targets`."""
 
-        def chosen(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, tuple[Tensor, ...]]:
+        def chosen(hidden: Tensor, head: nn.Linear, targets: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             places = _places(targets.flatten())
             found = linear_log_probabilities(
                 hidden.flatten(0, -2)[places],
@@ -283,12 +284,15 @@ class _Head:
         model: nn.Module,
         inputs: Mapping[str, Any],
         targets: Tensor,
-        make: Callable[[Tensor, nn.Linear], tuple[Tensor, tuple[Tensor, ...]]],
+        make: Callable[[Tensor, nn.Linear, Tensor], tuple[Tensor, tuple[Tensor, ...]]],
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """A forward of `model` in which `make` replaces the head. It is given the hidden states and the head, and
-        returns what is differentiated, and figures. Returns both, and the auxiliary loss.
+        """A forward of `model` in which `make` replaces the head. It is given the hidden states, the head and the
+        targets, and returns what is differentiated, and figures. Returns both, and the auxiliary loss.
         """
         core, head = self._alive()
+        divided = has_divided_sequences(core)
+        if divided:
+            inputs = {**inputs, "shift_labels": targets}
         figures: list[tuple[Tensor, ...]] = []
         made: list[Tensor] = []
 
@@ -297,7 +301,7 @@ class _Head:
                 raise _InexactError(
                     f"its head gets {tuple(hidden.shape)} for targets of {tuple(targets.shape)}"
                 )
-            result, others = make(hidden, head)
+            result, others = make(hidden, head, targets)
             figures.append(others)
             return result
 
@@ -308,6 +312,10 @@ class _Head:
         forward = core.forward
 
         def forward_of_core(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            nonlocal targets
+            if divided:  # those of this rank's part
+                targets = kwargs.pop("shift_labels")
+                kwargs.pop("num_items_in_batch")
             outputs = forward(*args, **kwargs)
             if len(made) != 1:
                 raise _InexactError("its forward does not use its head")
