@@ -44,26 +44,24 @@ class UpdateLoss:
         pairs = torch.div(torch.as_tensor(count), _TOKENS, rounding_mode="floor")
         return pairs, (torch.as_tensor(count) - pairs * _TOKENS).clamp(min=1)
 
-    def share(self, terms: PairTerms, count: Tensor | int | None) -> Tensor | float:
-        """The factor of a mean over the pairs of the batch."""
-        return len(terms.chosen) / self.divisors(terms, count)[0]
+    def loss(self, sums: tuple[Tensor, Tensor], terms: PairTerms, count: Tensor | int | None) -> Tensor:
+        """The loss of a batch, from its sums over pairs and over tokens."""
+        of_pairs, of_tokens = self.divisors(terms, count)
+        return sums[0] / of_pairs + sums[1] / of_tokens
 
 
-def loss_of(
-    found: AnswerLogProbabilities, terms: PairTerms, args: DPOConfig, update: UpdateLoss, count: Any
-) -> Tensor:
-    """The weighted losses of a batch, with a graph. `count` is what the engine passes to `compute_loss`."""
-    of_pairs, of_tokens = update.divisors(terms, count)
+def loss_sums(found: AnswerLogProbabilities, terms: PairTerms, args: DPOConfig) -> tuple[Tensor, Tensor]:
+    """The weighted losses of a batch, with graphs: their sum over pairs, and that of "sft" over chosen tokens."""
     weights = _pair_weights(found) if args.use_weighting else None
-    loss = terms.chosen.new_zeros(())
+    of_pairs = of_tokens = terms.chosen.new_zeros(())
     for kind, weight in args.weighted_losses:
         if kind == "sft":
             chosen, _ = found.split(found.tokens.log_probabilities)
-            loss = loss - weight * chosen.sum() / of_tokens
+            of_tokens = of_tokens - weight * chosen.sum()
             continue
         each = pair_loss(kind, terms, args)
-        loss = loss + weight * (each if weights is None else each * weights).sum() / of_pairs
-    return loss
+        of_pairs = of_pairs + weight * (each if weights is None else each * weights).sum()
+    return of_pairs, of_tokens
 
 
 def _pair_weights(found: AnswerLogProbabilities) -> Tensor:

@@ -12,9 +12,9 @@ from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
 from windlass.data.collate_preference import DataCollatorForPreference
 from windlass.finetuning.dpo_config import DPOConfig
+from windlass.finetuning.frozen_reference import ReferenceChoice, keep_adapter, without_dropout
 from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.preference_data import PreferenceData
-from windlass.finetuning.reference import ReferenceChoice, keep_adapter, without_dropout
 from windlass.finetuning.reference_config import ReferenceConfig
 from windlass.finetuning.sft_checks import router_coefficient, settle_stream
 from windlass.finetuning.sft_data import check_train_dataset

@@ -17,7 +17,7 @@ from windlass.finetuning.answer_log_probabilities import (
 )
 from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.dpo_losses import PairTerms
-from windlass.finetuning.dpo_objective import UpdateLoss, figures_of, loss_of
+from windlass.finetuning.dpo_objective import UpdateLoss, figures_of, loss_sums
 from windlass.finetuning.dpo_parts import GivenForDPO, build_dpo_parts
 from windlass.finetuning.reference_trainer import ReferenceTrainer
 
@@ -27,6 +27,8 @@ _MEANS = (
     "entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected", "logps/chosen", "logps/rejected",
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
 )  # fmt: skip
+# Of a loss that is a mean over pairs and one over tokens; not logged.
+_PARTS = ("_loss_of_pairs", "_loss_of_tokens")
 
 
 class DPOTrainer(ReferenceTrainer):
@@ -96,8 +98,9 @@ class DPOTrainer(ReferenceTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self._begin_reports((*_MEANS, *(("aux_loss",) if self._router_weight else ())))
         self._objective = UpdateLoss(self.args)
+        names = (*_MEANS, *(("aux_loss",) if self._router_weight else ()))
+        self._begin_reports((*names, *(_PARTS if self._objective.counts_tokens else ())))
         self.loss_is_scaled_for_ga = self._objective.is_scaled
         self._begin_reference(parts.reference, own_collator=data_collator is not None)
 
@@ -135,18 +138,19 @@ class DPOTrainer(ReferenceTrainer):
             reference = self.compute_ref_log_probs(model, inputs)
         found = answer_log_probabilities(model, inputs, self.args.ld_alpha)
         terms = _terms(found, reference)
-        loss = loss_of(found, terms, self.args, self._objective, num_items_in_batch)
-        if found.auxiliary is not None and self._router_weight:
-            loss = (
-                loss
-                + self._objective.share(terms, num_items_in_batch) * self._router_weight * found.auxiliary
-            )
+        of_pairs, of_tokens = loss_sums(found, terms, self.args)
+        auxiliary = found.auxiliary if self._router_weight else None
+        if auxiliary is not None:
+            of_pairs = of_pairs + self._router_weight * auxiliary * len(terms.chosen)
+        loss = self._objective.loss((of_pairs, of_tokens), terms, num_items_in_batch)
         with torch.no_grad():
             sums = figures_of(found, terms, self.args.beta)
+            pairs = terms.chosen.new_tensor(len(terms.chosen))
             if self._router_weight:
-                pairs = terms.chosen.new_tensor(len(terms.chosen))
-                auxiliary = pairs.new_zeros(()) if found.auxiliary is None else found.auxiliary
-                sums["aux_loss"] = auxiliary * pairs, pairs
+                sums["aux_loss"] = (pairs * 0 if auxiliary is None else auxiliary * pairs), pairs
+            if self._objective.counts_tokens:
+                sums["_loss_of_pairs"] = of_pairs, pairs
+                sums["_loss_of_tokens"] = of_tokens, terms.chosen_tokens.sum()
             self._figures.add(sums, inputs["attention_mask"].sum(), training=self.model.training)
         loss = self._services.loss.multiplied(loss, num_items_in_batch) if self._objective.is_scaled else loss
         if not return_outputs:

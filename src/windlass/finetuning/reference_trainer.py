@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.types import State
+from windlass.finetuning.frozen_reference import FirstModel, ReferenceChoice, SecondModel
 from windlass.finetuning.precomputed_reference import ReferencePass, weights_hash
 from windlass.finetuning.preference_data import PreferenceData
-from windlass.finetuning.reference import FirstModel, ReferenceChoice, SecondModel
 from windlass.finetuning.reference_config import ReferenceConfig
 from windlass.finetuning.sync_reference import SyncRefModelCallback
 from windlass.finetuning.tuning_trainer import TuningTrainer

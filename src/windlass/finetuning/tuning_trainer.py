@@ -137,11 +137,15 @@ class TuningTrainer(Trainer):
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
         figures = self._figures.read(training=False)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        parts = [value for name, value in figures.items() if name.startswith("_")]
+        if parts:  # means over different things, which the mean of the batches' losses is not
+            output.metrics[f"{metric_key_prefix}_loss"] = sum(parts)
+        output.metrics.update({f"{metric_key_prefix}_{n}": v for n, v in figures.items() if n[0] != "_"})
         return output
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """As `Trainer.log`; the reports of a run also have the means."""
         if "loss" in logs or "train_loss" in logs:  # made on all ranks, which the sums need
-            logs.update(self._figures.read(training=True))
+            figures = self._figures.read(training=True)
+            logs.update({name: value for name, value in figures.items() if name[0] != "_"})
         super().log(logs, start_time)
