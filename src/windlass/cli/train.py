@@ -56,9 +56,10 @@ def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
     command = resume_command(arguments)
     try:
         if options.dry_run:
-            from windlass.cli.dry_run import dry_run
+            with Activity("rehearsing"):
+                from windlass.cli.dry_run import dry_run
 
-            dry_run(recipe, args, _speaker())
+                dry_run(recipe, args, _speaker())
             return 0
         return _train(recipe, args, resume, command)
     except KeyboardInterrupt:
