@@ -85,10 +85,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this process's part of `inputs` (a list, tuple, tensor, or a dict of those), in order.
-
-        Args:
-            apply_padding: repeat the last element so that all processes get the same number.
+        """Yield this process's part of `inputs` (a list, tuple, tensor, or a dict of those), in order. `apply_padding`:
+        repeat the last element so that all processes get the same number.
         """
         yield share_of(inputs, self._all_ranks, apply_padding)
 

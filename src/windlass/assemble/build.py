@@ -150,9 +150,7 @@ def apply_transforms(model: nn.Module, plan: TransformPlan, float8: Float8Plan |
     """Transform `model` in place, in this order: kernels replace parts, layers multiply in float8, blocks are
     recomputed, compilation traces through them. Names in its state dict do not change. Wrappers for data parallelism
     follow, from the executor that owns them. Raises ConfigError if a transform cannot be applied to this model.
-
-    Args:
-        float8: how linear layers multiply; None leaves them as they are.
+    `float8`: how linear layers multiply; None leaves them as they are.
     """
     if plan.liger is not None:
         apply_liger(model, plan.liger)

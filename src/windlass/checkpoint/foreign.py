@@ -56,11 +56,7 @@ class ForeignCheckpoint(Checkpoint, ABC):
     def load_optimizer_of(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, *, with_rates: bool
     ) -> None:
-        """Load the saved state into `optimizer`.
-
-        Args:
-            with_rates: also load the learning rates.
-        """
+        """Load the saved state into `optimizer`. `with_rates`: also load the learning rates."""
 
     @abstractmethod
     def schedule_state(self) -> State:

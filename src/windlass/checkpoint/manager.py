@@ -91,11 +91,9 @@ class Checkpoint:
         return self._ranks[rank]
 
     def load_weights(self, model: nn.Module, name: str = "model") -> None:
-        """Copy the saved weights into `model`, in place (see `weights.load_weights`): whole ones, in one
-        file or several, parts of ranks, or those of an adapter, for the base that it was trained on.
-
-        Args:
-            name: of several models; "model" is in the folder itself, others are in a subfolder of their name.
+        """Copy the saved weights into `model`, in place (see `weights.load_weights`): whole ones, in one file or
+        several, parts of ranks, or those of an adapter, for the base that it was trained on. `name`: of several models;
+        "model" is in the folder itself, others are in a subfolder of their name.
         """
         if self.has_parts(name):
             load_parts(self.folder, model, stem=name, files=self._files)

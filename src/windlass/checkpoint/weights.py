@@ -52,9 +52,7 @@ def save_weights(
     files: Files | None = None,
 ) -> FileEntry:
     """Write `folder/model.safetensors` from `model.state_dict()`; an existing one stays until the new one is complete.
-
-    Args:
-        name: of the file, where it holds other weights than a whole model's.
+    `name`: of the file, where it holds other weights than a whole model's.
     """
     stored, aliases = stored_state(state_dict)
     header = with_aliases({"format": "pt"}, aliases)

@@ -13,6 +13,7 @@ from typing import Any
 
 from windlass.cli.argument_table import Argument, all_arguments, find_arguments
 from windlass.cli.command_line import CommandParser
+from windlass.cli.explain_adapter import adapter_option, explain_option
 from windlass.cli.launching.launch import launch_settings
 from windlass.cli.launching.launch_flags import add_setting_flags
 from windlass.cli.recipe import check_draft, read_draft
@@ -143,6 +144,10 @@ def _one(word: str, settings: Settings, given: GivenRecipe | None) -> Iterator[s
             yield from _explain_argument(argument, given)
     elif old is not None:
         yield f"{spelling} {old.note}"
+    elif (option := adapter_option(spelling)) is not None:
+        values = {} if given is None else given.recipe.adapter or {}
+        origin = None if given is None else given.draft.origin("adapter", option.name)
+        yield from explain_option(option, values, origin)
     else:
         known = list(all_arguments())
         names = [*SPELLINGS, *(one.dotted for one in known), *(one.keys[-1] for one in known)]

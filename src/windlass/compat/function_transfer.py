@@ -28,25 +28,10 @@ from windlass.core.errors import ConfigError, Problem
 _MAIN = "__main__"
 _GLOBAL_READS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
 _CODE_PARTS = (
-    "co_argcount",
-    "co_posonlyargcount",
-    "co_kwonlyargcount",
-    "co_nlocals",
-    "co_stacksize",
-    "co_flags",
-    "co_code",
-    "co_consts",
-    "co_names",
-    "co_varnames",
-    "co_filename",
-    "co_name",
-    "co_qualname",
-    "co_firstlineno",
-    "co_linetable",
-    "co_exceptiontable",
-    "co_freevars",
-    "co_cellvars",
-)
+    "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_nlocals", "co_stacksize", "co_flags", "co_code",
+    "co_consts", "co_names", "co_varnames", "co_filename", "co_name", "co_qualname", "co_firstlineno", "co_linetable",
+    "co_exceptiontable", "co_freevars", "co_cellvars",
+)  # fmt: skip
 _FUNCTION_PARTS = (
     "__defaults__",
     "__kwdefaults__",

@@ -20,23 +20,10 @@ from windlass.core.plain_text import parse_json
 from windlass.core.whole_file import write_whole
 
 EVENTS = (
-    "on_init_end",
-    "on_train_begin",
-    "on_train_end",
-    "on_epoch_begin",
-    "on_epoch_end",
-    "on_step_begin",
-    "on_substep_end",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_step_end",
-    "on_evaluate",
-    "on_predict",
-    "on_prediction_step",
-    "on_save",
-    "on_log",
-    "on_push_begin",
-)
+    "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",
+    "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_evaluate", "on_predict",
+    "on_prediction_step", "on_save", "on_log", "on_push_begin",
+)  # fmt: skip
 
 
 class ExportableState:

@@ -187,10 +187,8 @@ def _part_at(tensor: DTensor, coordinate: Sequence[int]) -> Part:
 
 
 def copy_whole_(target: Tensor, source: Tensor) -> None:
-    """Take this rank's part of the whole tensor `source` into `target`, in place. No communication.
-
-    Args:
-        source: has `target`'s global shape; any device and dtype.
+    """Take this rank's part of the whole tensor `source` into `target`, in place. No communication. `source`: has
+    `target`'s global shape; any device and dtype.
     """
     if target.shape != source.shape:
         raise ValueError(f"a tensor of shape {list(source.shape)} cannot fill one of {list(target.shape)}")

@@ -113,10 +113,8 @@ class Publisher:
             raise CheckpointError(str(error)) from None
 
     def saved(self, checkpoint: Path, further: Mapping[str, Path] | None = None) -> None:
-        """Publish a committed checkpoint, as the strategy asks. Returns at once.
-
-        Args:
-            further: files for the root of the repository (name -> file).
+        """Publish a committed checkpoint, as the strategy asks. Returns at once. `further`: files for the root of the
+        repository (name -> file).
         """
         strategy = self._settings.strategy
         if strategy == "end":
@@ -145,9 +143,7 @@ class Publisher:
 
     def push(self, files: Mapping[str, Path], message: str, source: Path) -> Future[str]:
         """Start to upload these files (path in the repository -> file). The result is the address of the commit.
-
-        Args:
-            source: the folder they are in, for the command that uploads it later.
+        `source`: the folder they are in, for the command that uploads it later.
         """
         uploads = self.open()
         later = self._command(source, "--model-only")

@@ -88,10 +88,8 @@ def place(out: Tensor, rows: slice | Tensor, block: Tensor) -> None:
 
 
 def pad_concat(blocks: Sequence[Tensor], padding: int = PADDING) -> Tensor:
-    """Join tensors along the first axis, padding every other axis to the widest; one copy of each element.
-
-    Args:
-        blocks: at least one; the result is on the device of the first.
+    """Join tensors along the first axis, padding every other axis to the widest; one copy of each element. `blocks`: at
+    least one; the result is on the device of the first.
     """
     rows = [as_rows(block) for block in blocks]
     dtype = functools.reduce(torch.promote_types, (block.dtype for block in rows))

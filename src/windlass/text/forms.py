@@ -47,20 +47,10 @@ _OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "atte
 # All columns that some form reads, but for that of plain text.
 COLUMNS = frozenset({*chain.from_iterable(_COLUMNS.values()), *_EXTRAS, *_OF_TOKENS, "input", "system"})
 # Arguments of `apply_chat_template` that the preparation itself sets.
-_SET_HERE = frozenset(
-    {
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "return_dict",
-        "return_tensors",
-        "tools",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_assistant_tokens_mask",
-    }
-)
+_SET_HERE = frozenset((
+    "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors", "tools", "padding",
+    "truncation", "max_length", "return_assistant_tokens_mask",
+))  # fmt: skip
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
 _RESULTS = frozenset({"tool", "function", "ipython"})
 _NAMES_OF_MESSAGES = ("role", "content", "name")

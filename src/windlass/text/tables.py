@@ -29,6 +29,9 @@ class StoredRows:
         (row,) = self._rows[int(index) : int(index) + 1].to_pylist()
         return {name: unfilled(value, self._features[name]) for name, value in row.items()}
 
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[at] for at in range(len(self)))
+
     def select(self, indices: list[int]) -> StoredRows:
         """Return some of the rows."""
         return StoredRows(self._rows.select(indices))
