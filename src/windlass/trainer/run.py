@@ -19,6 +19,7 @@ from windlass.config.plan import UpdateSize
 from windlass.core.clock import Moment
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger
+from windlass.core.mesh import Mesh
 from windlass.core.rng import StepSeeder
 from windlass.core.run_clock import SAVE, UPLOAD, run_clock
 from windlass.core.types import State, Stateful, TrainOutput
@@ -195,7 +196,7 @@ class Run(LoopHooks, Interruptible):
             self._check_savable()
             with (
                 context.interruption.taking_ctrl_c(self),
-                telling_where(context.session.world, lambda: state.global_step),
+                telling_where(context.session.world, lambda: state.global_step, context.all_ranks.mesh),
                 self._reports.counting_compilations(),
                 noisy_embeddings(model, context.plan.transforms.neftune_alpha),
                 watching(model, context.plan.stability.watch_forwards),
@@ -476,13 +477,17 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "remote proces
 
 
 @contextlib.contextmanager
-def telling_where(world: World, updates: Callable[[], int]) -> Iterator[None]:
-    """Add the rank and its number of updates to errors of the body, in a job of several processes."""
+def telling_where(world: World, updates: Callable[[], int], mesh: Mesh | None = None) -> Iterator[None]:
+    """Add the rank, its place in the mesh and its number of updates to errors of the body, in a job of several
+    processes.
+    """
     try:
         yield
     except Exception as error:
         if world.is_distributed:
-            error.add_note(f"This was rank {world.rank} of {world.size}, at step {updates()}.")
+            place = "" if mesh is None else mesh.place(world.rank)
+            at = f" ({place})" if place else ""
+            error.add_note(f"This was rank {world.rank} of {world.size}{at}, at step {updates()}.")
             if isinstance(error, DistError) or any(words in str(error) for words in _LOST):
                 error.add_note("Another rank ended first, or never came: look for its own error.")
         raise
