@@ -10,8 +10,8 @@ import sys
 import pytest
 from tests.laws.source import ROOT
 
-UPDATE_FILES, UPDATE_CALLS = 33, 103
-SAVE_FILES = 63
+UPDATE_FILES, UPDATE_CALLS = 34, 113
+SAVE_FILES = 64
 
 
 @pytest.fixture(scope="module")

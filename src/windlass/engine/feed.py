@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.core.errors import DataError
+from windlass.core.run_clock import DATA, EXCHANGE, run_clock
 from windlass.core.types import State
 from windlass.data.update_batch import GroupSource, UpdateBatch
 from windlass.dist.gang import Gang, Pending
@@ -58,7 +59,7 @@ class Feed:
         self._source, self._accumulation, self._counts = source, accumulation, counts
         self._all_ranks, self._sends_counts = all_ranks, all_ranks.over("model").rank == 0
         self._in_step = in_step
-        self._inspected = False
+        self._inspected, self._clock = False, run_clock()
         self._position: State = {}
         self._groups: Iterator[UpdateBatch] = iter(())
         # The update that was fetched ahead, and the sums of its counts over ranks.
@@ -105,7 +106,11 @@ class Feed:
     def _take(self, group: UpdateBatch, counts: Pending) -> UpdateBatch:
         """Return the update that was fetched ahead, with its sums over all ranks, and fetch the next one."""
         self._ahead = None
-        going_on, group.denominator, group.total_samples, group.tokens, group.positions, *more = counts.wait()
+        before = self._clock.enter(EXCHANGE) if self._all_ranks.size > 1 else None
+        sums = counts.wait()
+        if before is not None:
+            self._clock.enter(before)
+        going_on, group.denominator, group.total_samples, group.tokens, group.positions, *more = sums
         group.last = not going_on
         if group.dealt_samples and 0 < going_on < self._all_ranks.size:
             ended = self._all_ranks.size - int(going_on)
@@ -145,7 +150,9 @@ class Feed:
 
     def _fetch(self, spare: UpdateBatch | None) -> None:
         """Read and count the next group, or `spare` as a filler if this rank has none left; begin to sum the counts."""
+        before = self._clock.enter(DATA)
         group = next(self._groups, None)
+        self._clock.enter(before)
         if group is None:
             if spare is None:
                 return

@@ -13,6 +13,7 @@ from windlass.core.errors import NonFiniteError
 from windlass.core.events import Progress
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import StepSeeder
+from windlass.core.run_clock import run_clock
 from windlass.core.types import State
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.beacon import AFTER, beacon
@@ -132,7 +133,7 @@ class Loop:
         self._progress, self._state = hooks.progress, hooks.progress.state
         self._ledger, self._seed_step, self._options = ledger, seed_step, options
         self._watch = FiniteWatch(ledger.device)
-        self._beacon = beacon()
+        self._beacon, self._clock = beacon(), run_clock()
         self._epoch = 0
         self._updates_in_epoch = 0
         self._position: State = {}
@@ -203,6 +204,7 @@ class Loop:
     def _update(self, batch: UpdateBatch) -> None:
         """One optimizer update: group -> gradients -> update -> ledger -> events."""
         step, hooks = self._state.global_step, self._hooks
+        self._clock.update_begins()
         self._seed_step(step)
         self._beacon.step(step)
         hooks.step_begin(step)
@@ -211,7 +213,9 @@ class Loop:
         self._ledger.add(result.loss, result.norm, result.parts, result.applied)
         self._executor.dispatch()
         hooks.signals_received(batch.signals)
-        if self._rolled_back(batch, result):
+        rolled_back = self._rolled_back(batch, result)
+        self._clock.update_ends(self._state.global_step, result.applied and not rolled_back)
+        if rolled_back:
             return
         hooks.step_end(batch, result.applied)
 
