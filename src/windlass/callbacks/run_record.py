@@ -83,6 +83,12 @@ class RunRecord:
         except Exception as error:  # what the record holds of arguments and data may be anything
             self._warn(error)
 
+    def add_loss(self, facts: Mapping[str, Any]) -> None:
+        """Record how the loss is computed, which the first batch decides."""
+        if self._record and facts:
+            self._record["loss"] = dict(facts)
+            self._write()
+
     def end(self, status: str, step: int, trained: Trained, error: BaseException | None = None) -> None:
         """Record that the session ended at `step`, and the counts of the run."""
         if not self._record:
