@@ -89,7 +89,7 @@ class LossPolicy:
         script: how a loss of the script is normalised.
         gets_count: the model's forward is given `num_items_in_batch`.
         kind: how the model's own loss adds up, once it is measured.
-        without_logits: the loss of a model whose logits nobody reads.
+        without_logits: the loss of a model whose logits are not read.
         takes_count, step_takes_count: `compute_loss` and `training_step` accept `num_items_in_batch`.
         measured: the first batch of this run was measured.
     """
@@ -98,6 +98,7 @@ class LossPolicy:
         self._device, self._loss_ranks, self._accelerator = session.device, session.loss_ranks, accelerator
         self.script = ScriptLoss(self._loss_ranks, self._shares)
         self.without_logits = WithoutLogits(self._device, self._loss_ranks.sum)
+        self._lean: WithoutLogits | None = None  # if it is used
 
     def take_model(self, model: nn.Module, label_names: list[str]) -> None:
         """Start with this model."""
@@ -109,7 +110,7 @@ class LossPolicy:
         self.normaliser = UpdateNormaliser(
             self._loss_ranks.size, sum_on_device=self._loss_ranks.sum_on_device
         )
-        self.without_logits.forget()
+        self._lean = None
         self._saved: State = {}
         self._is_unsaid = False
 
@@ -131,7 +132,7 @@ class LossPolicy:
         """
         check_smoothing(self.hooks.smoothing, self.hooks.compute_loss, self.hooks.function)
         self.measured, self._saved = False, saved or {}
-        self.without_logits.forget()
+        self._lean = None
 
     def facts(self) -> State:
         """The measured properties of the loss, for a checkpoint: a resumed run must use the same ones."""
@@ -142,7 +143,7 @@ class LossPolicy:
             "shifted": self.counter.shifted,
             "gets_count": self.gets_count,
             "complete": self.script.complete,
-            "without_logits": self.without_logits.used,
+            "without_logits": self._lean is not None,
         }
 
     @property
@@ -185,9 +186,9 @@ class LossPolicy:
         `compute_loss_func`.
         """
         hooks, loss, outputs = self.hooks, None, None
-        if function is None and not needs_outputs:
+        if self._lean is not None and function is None and not needs_outputs:
             divisor = count if self.gets_count or hooks.smoothing else None
-            loss = self.without_logits.loss(model, inputs, divisor, hooks.smoothing)
+            loss = self._lean.loss(model, inputs, divisor, hooks.smoothing)
         if loss is None:
             loss, outputs = batch_loss(
                 model,
@@ -247,7 +248,7 @@ class LossPolicy:
         """The bare model's own loss: the only one that is computed more often than training requires. It gets the count
         as in training; a model in a wrapper that does not accept it raises TypeError, and gets none from then on.
         """
-        if self.gets_count and isinstance(inputs, Mapping) and not self.without_logits.used:
+        if self.gets_count and isinstance(inputs, Mapping) and self._lean is None:
             count = as_count(self.counter(inputs) or 1.0, self._device)
             try:
                 return self._mean_loss({**inputs, "num_items_in_batch": count})
@@ -260,9 +261,9 @@ class LossPolicy:
     def _mean_loss(self, inputs: Any) -> Any:
         """The same without the count: the mean over no targets is NaN, whatever the model adds to it."""
         with self.hooks.autocast():
-            lean = self.without_logits.loss(self.hooks.model, inputs, None, 0.0)
-            if lean is not None:
-                return lean
+            loss = self._lean and self._lean.loss(self.hooks.model, inputs, None, 0.0)
+            if loss is not None:
+                return loss
             return check_loss(loss_of(call_model(self.hooks.model, inputs), inputs))
 
     def _measure(self, prepared: Any) -> None:
@@ -270,6 +271,7 @@ class LossPolicy:
         self.kind, self.gets_count = None, self._may_get_count() and self._saved.get("gets_count", True)
         with hooks.autocast():
             self.without_logits.decide(hooks.model, prepared, self._makes_logits())
+        self._lean = self.without_logits if self.without_logits.used else None
         self._measure_shift(probe, prepared)
         self.normaliser.meaning = Meaning.MICRO_MEAN
         if hooks.of_model and declared is None:
@@ -315,7 +317,7 @@ class LossPolicy:
         if self.hooks.counts_alone:
             return  # A forward with labels may need far more memory than the loss of the script.
         self.counter = unshifted = TargetCounter(self._label_names)
-        saved = self._saved.get("shifted", self.without_logits.shifts)
+        saved = self._saved.get("shifted", self._lean and self._lean.shifts)
         if saved is not None:
             self.counter = TargetCounter(self._label_names, shifted=saved)
             return

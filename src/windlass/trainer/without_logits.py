@@ -28,7 +28,7 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 class WithoutLogits:
     """Whether a Trainer's loss is made without logits, and that loss.
 
-    Nobody reads the outputs of a training forward unless a script overrides the loss or hooks into the modules that
+    The outputs of a training forward are not read unless a script overrides the loss or hooks into the modules that
     return logits. For a model whose head is a plain linear layer, the loss is then made of the hidden states. It is
     compared with the model's own loss once, on a part of the first batch.
 

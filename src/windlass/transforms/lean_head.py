@@ -19,7 +19,12 @@ from torch import Tensor, nn
 
 from windlass.dist.sharded import is_sharded
 from windlass.transforms.evaluating import evaluating
-from windlass.transforms.linear_cross_entropy import IGNORED, LossOptions, linear_cross_entropy
+from windlass.transforms.linear_cross_entropy import (
+    IGNORED,
+    LossOptions,
+    autocast_dtype,
+    linear_cross_entropy,
+)
 from windlass.transforms.linear_log_probabilities import TokenLogProbabilities, linear_log_probabilities
 from windlass.transforms.neftune import vocabulary_of
 
@@ -334,9 +339,7 @@ def _bias_of(core: nn.Module, head: nn.Linear) -> Tensor | None:
 
 
 def _is_precise(head: nn.Linear) -> bool:
-    kind = head.weight.device.type
-    computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
-    return computed in (torch.float32, torch.float64)
+    return (autocast_dtype(head.weight) or head.weight.dtype) in (torch.float32, torch.float64)
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
