@@ -5,6 +5,7 @@ Every public name is here: `from windlass import Trainer, TrainingArguments`. Na
 """
 
 from windlass.core.lazy import lazy_names
+from windlass.core.tracebacks import install
 
 __version__ = "0.1.0"
 
@@ -14,4 +15,5 @@ _REFUSED = {
     "prepare_pippy": "pipelines are not built; shard the model with fsdp_plugin",
     **{f"{method}{part}": _OF_TRL for method in _TRAINERS_OF_TRL for part in ("Trainer", "Config")},
 }
+install()
 __getattr__, __dir__, __all__ = lazy_names(__name__, _REFUSED)

@@ -129,6 +129,7 @@ from windlass.text.conversations import (
     maybe_unpair_preference_dataset as maybe_unpair_preference_dataset,
     supports_tool_calling as supports_tool_calling, unpair_preference_dataset as unpair_preference_dataset,
 )
+from windlass.text.image_messages import prepare_multimodal_messages as prepare_multimodal_messages
 from windlass.text.mixture import DatasetMixture as DatasetMixture
 from windlass.text.packing import pack_dataset as pack_dataset
 from windlass.text.prepare_text import (

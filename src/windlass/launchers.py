@@ -162,10 +162,8 @@ def _alone() -> Meeting:
 def _meeting(
     nodes: int, node: int, backend: str, endpoint: str, options: Mapping[str, Any], run: str
 ) -> Meeting:
-    """Return the rendezvous of the machines; a single machine has one of its own.
-
-    Raises:
-        ConfigError: the endpoint is not HOST:PORT, or the token is too short.
+    """Return the rendezvous of the machines; a single machine has one of its own. Raises ConfigError if the endpoint is
+    not HOST:PORT, or the token is too short.
     """
     from windlass.dist.listening import can_listen
     from windlass.dist.rendezvous import DEFAULT_WAIT_SECONDS, Meeting

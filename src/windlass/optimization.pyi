@@ -1,4 +1,4 @@
-from windlass.compat.adafactor_schedule import (
+from windlass.compat.schedule_table import (
     AdafactorSchedule as AdafactorSchedule, get_adafactor_schedule as get_adafactor_schedule,
 )
 from windlass.compat.schedule_table import (

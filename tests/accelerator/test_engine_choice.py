@@ -1,3 +1,5 @@
+"""The choice among several configurations of DeepSpeed, which an accelerator keeps."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -7,7 +9,7 @@ import torch
 from torch import nn
 
 from windlass import Accelerator
-from windlass.accelerator.engine_choice import EngineChoice
+from windlass.accelerator.setup import EngineChoice
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError
 from windlass.state import AcceleratorState

@@ -10,14 +10,13 @@ import torch
 from tests.callbacks.test_tracker_registry import Notes
 from tests.callbacks.tracker_readers import READERS
 
-from windlass.accelerator.loop_trackers import Trackers
+from windlass.accelerator.accelerator import Accelerator
 from windlass.callbacks.tracker import GeneralTracker
-from windlass.callbacks.tracker_registry import filter_trackers
 from windlass.core.errors import ConfigError
 
 
-def trackers(log_with: Any, folder: Path) -> Trackers:
-    return Trackers(filter_trackers(log_with, folder), str(folder))
+def trackers(log_with: Any, folder: Path) -> Accelerator:
+    return Accelerator(cpu=True, log_with=log_with, project_dir=folder)
 
 
 def test_a_tracker_of_ones_own(tmp_path: Path) -> None:
@@ -40,7 +39,7 @@ def test_keywords_reach_the_tracker_they_name(tmp_path: Path) -> None:
         {"loss": 0.5, "both": {"a": 1.0, "b": 2.0}}, step=3, log_kwargs={"tensorboard": {"walltime": 7.0}}
     )
     assert list((tmp_path / "project").glob("*.mine"))
-    loop.finish()
+    loop.end_training()
     assert loop.trackers == []
     curves = READERS["tensorboard"](tmp_path)
     assert curves["loss"] == {3: 0.5}

@@ -136,6 +136,8 @@ def test_cells_of_a_notebook(tmp_path: Path) -> None:
     assert "6 of 6" in html
     assert not _pages(removed)
     assert failed[-1].ename == "ConfigError"
+    assert "site-packages" not in (said := "\n".join(failed[-1].traceback))
+    assert "learning_rate=-1" in said
     for outputs in (trained, evaluated, shown, removed):
         assert not _lines(outputs, "stderr"), "which notebooks show in red"
         assert not [output for output in outputs if output.output_type == "error"]

@@ -136,7 +136,7 @@ def test_a_complete_run_that_is_resumed_keeps_its_report(tmp_path: Path) -> None
 
 def test_the_picture_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from windlass.callbacks.picture import draw_training
+    from windlass.callbacks.report import draw_training
 
     finished = [
         {"loss": 2.0, "learning_rate": 1e-4, "epoch": 1.0, "step": 5},
@@ -152,7 +152,7 @@ def test_the_picture_is_a_picture(tmp_path: Path) -> None:
 
 
 def test_matplotlib_is_left_alone_where_its_state_is_global() -> None:
-    source = (Path(sys.modules["windlass.callbacks.report"].__file__ or "").parent / "picture.py").read_text()
+    source = Path(sys.modules["windlass.callbacks.report"].__file__ or "").read_text()
     assert "import pyplot" not in source
     assert "matplotlib.use" not in source
 

@@ -14,10 +14,8 @@ from typing import Any
 
 from tests.trainer.small import Net, arguments, rows
 
-from windlass import Trainer
-from windlass.accelerator.loop_trackers import Trackers
+from windlass import Accelerator, Trainer
 from windlass.callbacks.tracker import GeneralTracker
-from windlass.callbacks.tracker_registry import filter_trackers
 from windlass.callbacks.tracking import TrackingCallback
 
 OWN = {1: {"own/loss": 0.1, "own_eval": 3.0}, 2: {"own/loss": 0.3}}
@@ -49,13 +47,11 @@ def train(name: str, steps: int, resume: str | None = None) -> GeneralTracker:
 
 
 def log_by_hand(name: str) -> None:
-    """What `Accelerator(log_with=name)` does, without the rest of it."""
-
-    loop = Trackers(filter_trackers(name, "loop"), "loop")
+    loop = Accelerator(cpu=True, log_with=name, project_dir="loop")
     loop.init_trackers("tests", config={"lr": 0.1, "name": "small", "deep": True})
     for step, values in OWN.items():
         loop.log(values, step=step)
-    loop.finish()
+    loop.end_training()
 
 
 def main(name: str) -> None:

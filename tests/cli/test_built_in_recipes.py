@@ -9,6 +9,7 @@ import pytest
 from windlass.cli.built_in_recipes import FOLDER, names
 from windlass.cli.main import main
 from windlass.cli.recipe import load_recipe
+from windlass.cli.recipe_schema import EDITOR_LINE
 from windlass.core.errors import ConfigError
 
 
@@ -37,7 +38,7 @@ def test_a_copy_is_run_by_its_own_name(
     assert main(["init", "sst2", "mine/first.yaml"]) == 0
     assert "windlass train mine/first.yaml" in capsys.readouterr().out
     copied, original = (tmp_path / "mine/first.yaml").read_text(), (FOLDER / "sst2.yaml").read_text()
-    assert copied == original.replace("windlass train sst2", "windlass train mine/first.yaml")
+    assert copied == EDITOR_LINE + original.replace("windlass train sst2", "windlass train mine/first.yaml")
     assert main(["init", "python-docs"]) == 0
     assert "#   windlass train python-docs.yaml\n" in Path("python-docs.yaml").read_text()
     assert load_recipe("python-docs.yaml") == load_recipe(None)

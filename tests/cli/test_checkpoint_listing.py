@@ -48,3 +48,5 @@ def test_the_runs_below_a_folder_are_listed(
     assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [2, 10, 1]
     assert main(["checkpoint", "verify", root]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
+    assert main(["checkpoint", "verify", root, "--json"]) == 0
+    assert [row["problem"] for row in json.loads(capsys.readouterr().out)] == [None] * 3

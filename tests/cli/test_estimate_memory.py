@@ -47,10 +47,22 @@ def test_all_dtypes_by_default(folder: Path, capsys: pytest.CaptureFixture[str])
     assert all(name in printed for name in ("float32", "float16", "bfloat16", "int8", "int4"))
 
 
+def test_sizes_for_programs_are_in_bytes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, _ = calculate_maximum_sizes(BertForMaskedLM(BertConfig(**SIZES)))
+    assert main(["estimate-memory", str(folder), "--dtypes", "float32", "int4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes"]["float32"]["training"] == whole * 4
+    assert found["bytes"]["int4"] == {"dtype": "int4", "training": None} | {
+        key: found["bytes"]["float32"][key] / 8 for key in ("largest_layer", "model")
+    }
+    assert main(["estimate-memory", str(folder), "--batch_size", "2", "--length", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"]["sum, of each process"] > whole
+
+
 def test_no_weights_are_made(folder: Path) -> None:
     model = build_empty(str(folder))
     assert all(param.is_meta for param in model.parameters())
-    assert estimate(model, ["int8"])[0][3] == "-"
+    assert estimate(model, ["int8"])[0].cells()[3] == "-"
 
 
 @pytest.mark.parametrize("case", ["missing/config.json", "other.json", "empty", "unknown_type"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -211,3 +212,12 @@ def test_an_unknown_flag_is_told_in_one_line(capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().err
     assert "--num_proceses; did you mean '--num_processes'?" in said
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "known"), [(["env", "--json"], "torch"), (["recipes", "--json"], "python-docs")]
+)
+def test_facts_for_programs(words: list[str], known: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert known in (found if isinstance(found, dict) else [one["name"] for one in found])

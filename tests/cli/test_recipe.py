@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from windlass.cli.built_in_recipes import names
 from windlass.cli.print_config import render_config
 from windlass.cli.recipe import check_draft, load_recipe, read_draft
+from windlass.cli.recipe_schema import EDITOR_LINE
 from windlass.cli.schema import DataSpec, Recipe, SampleSpec
 from windlass.cli.tasks import TASKS
 from windlass.cli.training import training_arguments
@@ -237,8 +238,9 @@ def test_every_printed_key_is_explained(tmp_path: Path, text: Path) -> None:
     assert len(keys) > 120
     for number in keys:
         assert "# " in printed[number].replace("# *", "# ") + printed[number - 1], printed[number]
+    assert printed[0] + "\n" == EDITOR_LINE
     assert [
-        line for line in printed if len(line) > 80 and "{" not in line and str(tmp_path) not in line
+        line for line in printed[1:] if len(line) > 80 and "{" not in line and str(tmp_path) not in line
     ] == []
 
 

@@ -19,6 +19,7 @@ from windlass.core.errors import ConfigError, ModelError
 
 NEEDS = {
     "digits": "sklearn",
+    "sft-images": "sklearn",
     "translate-multi30k": "sacrebleu",
     "sft-lora": "peft",
     "sft-gsm8k": "peft",

@@ -1,3 +1,5 @@
+"""The rate that Adafactor sets by itself, shown as a schedule."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -7,7 +9,7 @@ import torch
 from transformers import optimization as reference
 
 from windlass import Adafactor
-from windlass.compat.adafactor_schedule import AdafactorSchedule, get_adafactor_schedule
+from windlass.compat.schedule_table import AdafactorSchedule, get_adafactor_schedule
 
 
 def _rates(module_adafactor: Any, schedule: Any, options: dict[str, Any]) -> list[list[float]]:

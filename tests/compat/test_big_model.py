@@ -279,7 +279,7 @@ MEMORY = """
 import sys, torch
 from torch import nn
 from windlass.compat.big_models.big_model import load_checkpoint_and_dispatch
-from windlass.metrics.memory import process_peak_bytes
+from windlass.metrics.stage_memory import process_peak_bytes
 from windlass.compat.big_models.meta import init_empty_weights
 
 with init_empty_weights():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from windlass.config.plain_yaml import load_yaml
+from windlass.config.documents import load_yaml
 
 
 def test_aliases_and_merges_are_read() -> None:

@@ -15,7 +15,13 @@ meshes = st.builds(Mesh, replicate=sizes, shard=sizes, context=sizes, tensor=siz
 
 def test_data_axes_alone_make_one_view_of_all_and_models_of_one() -> None:
     mesh = Mesh(replicate=2, shard=3)
-    assert {view: mesh.size(view) for view in VIEWS} == {"data": 6, "loss": 6, "model": 1, "all": 6}
+    assert {view: mesh.size(view) for view in VIEWS} == {
+        "data": 6,
+        "loss": 6,
+        "context": 1,
+        "model": 1,
+        "all": 6,
+    }
     assert mesh.parts("data") == mesh.parts("loss") == mesh.parts("all") == [(0, 1, 2, 3, 4, 5)]
     assert mesh.parts("model") == [(rank,) for rank in range(6)]
     assert [mesh.index("replicate", rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
@@ -31,7 +37,13 @@ def test_neighbours_compute_one_model_with_parts_of_its_tensors() -> None:
 
 def test_parts_of_a_sequence_have_different_targets_of_the_same_samples() -> None:
     mesh = Mesh(shard=2, context=2, tensor=2, pipeline=2)
-    assert {view: mesh.size(view) for view in VIEWS} == {"data": 2, "loss": 4, "model": 8, "all": 16}
+    assert {view: mesh.size(view) for view in VIEWS} == {
+        "data": 2,
+        "loss": 4,
+        "context": 2,
+        "model": 8,
+        "all": 16,
+    }
     assert mesh.ranks("loss", 0) == (0, 2, 4, 6)
     assert mesh.ranks("data", 0) == (0, 4)
     assert mesh.ranks("model", 0) == (0, 1, 2, 3, 8, 9, 10, 11)
@@ -73,5 +85,5 @@ def test_what_makes_no_mesh_is_refused_with_all_that_is_wrong() -> None:
         Mesh(replicate=0, tensor=-1)
     assert [problem.field for problem in found.value.problems] == ["Mesh.replicate", "Mesh.tensor"]
     unknown: View = "batch"  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="view='batch': must be one of data, loss, model, all"):
+    with pytest.raises(ConfigError, match="view='batch': must be one of data, loss, context, model, all"):
         Mesh().ranks(unknown, 0)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import math
 import os
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.logs import get_logger
-from windlass.core.output import TolerantStream, escaped, in_html, one_line, say, shown
+from windlass.core.output import TolerantStream, escaped, in_html, one_line, say, say_json, shown
 
 EVIL = "\x1b]0;owned\x07\x1b[31mname\u202eexe.\u2066x\x9b\rgone\x00\u200b"
 
@@ -36,6 +38,26 @@ def test_messages_logs_and_errors_are_clean(capsys: pytest.CaptureFixture[str]) 
     assert "secret/word" not in err
     assert "'abc'" not in err
     assert "Traceback" in err
+
+
+def test_facts_for_programs_are_json_without_secrets_and_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    facts = {
+        "hub_token": "abc",
+        "path": Path("a/\u202eb"),
+        "sizes": (1, 2.5, math.inf, None, True),
+        "url": "s3://user:word@bucket",
+    }
+    say_json(facts)
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == {
+        "hub_token": "***",
+        "path": "a/\u202eb",
+        "sizes": [1, 2.5, None, None, True],
+        "url": "s3://***@bucket",
+    }
+    assert printed.isascii()
 
 
 def test_a_problem_shows_no_secret() -> None:

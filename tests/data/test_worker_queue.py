@@ -1,3 +1,5 @@
+"""Batches that a data worker cannot send."""
+
 from __future__ import annotations
 
 import sys
@@ -11,8 +13,7 @@ from tests.dist.launch import ROOT, end_of
 from torch.utils.data import DataLoader, IterableDataset
 
 from windlass.core.errors import WorkerError
-from windlass.data.worker_queue import advice
-from windlass.data.workers import Reader, read_batches
+from windlass.data.workers import Reader, advice, read_batches
 
 FULL = "unable to allocate shared memory(shm) for file </torch_7>: No space left on device (28)"
 

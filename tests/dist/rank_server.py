@@ -27,13 +27,14 @@ import socket
 import sys
 import threading
 import time
-import traceback
 import weakref
 from pathlib import Path
 from typing import Any
 
 from tests.dist.launch import started_by
 from tests.large_pages import use_large_pages
+
+from windlass.core.tracebacks import report_uncaught
 
 GRACE = 30.0  # seconds between SIGTERM and SIGKILL for the ranks that are left when one has failed
 _TICK = 0.005
@@ -157,8 +158,9 @@ def _run(script: str, is_module: bool, arguments: list[str]) -> int:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        shown = error.__traceback__ and error.__traceback__.tb_next
+        report_uncaught(type(error), error, shown)
         code = 1
     # What an interpreter does at its end, and `os._exit` does not.
     threading._shutdown()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The gangs of a mesh on which two neighbours compute one model, and PyTorch's mesh of their data axes."""
+"""The gangs of a mesh on which two neighbours compute one model, and PyTorch's mesh of their loss view."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from windlass.core.errors import ConfigError
 from windlass.core.mesh import Mesh, View
 from windlass.core.world import world_from_environment
-from windlass.dist.device_mesh import data_device_mesh
+from windlass.dist.device_mesh import loss_device_mesh
 from windlass.dist.gang import Gang, join, leave
 
 
@@ -30,7 +30,8 @@ def test_views_of_a_mesh_are_gangs_of_their_own() -> None:
 RANK, CPU = int(os.environ.get("RANK", "0")), torch.device("cpu")
 EVEN, LEFT = RANK % 2, RANK // 2 * 2
 MEMBERS: dict[View, tuple[int, ...]] = {
-    "data": (EVEN, EVEN + 2), "loss": (EVEN, EVEN + 2), "model": (LEFT, LEFT + 1), "all": (0, 1, 2, 3)
+    "data": (EVEN, EVEN + 2), "loss": (EVEN, EVEN + 2), "context": (RANK,), "model": (LEFT, LEFT + 1),
+    "all": (0, 1, 2, 3),
 }  # fmt: skip
 
 
@@ -56,8 +57,9 @@ def views(gang: Gang) -> None:
         exchanges(gang.over(view), members)
         for other in MEMBERS:
             assert gang.over(view).over(other) is gang.over(other), "made once"
-        assert copy.deepcopy(gang.over(view)) is gang.over(view)
-        assert pickle.loads(pickle.dumps(gang.over(view))) is gang.over(view)
+        if len(members) > 1:
+            assert copy.deepcopy(gang.over(view)) is gang.over(view)
+            assert pickle.loads(pickle.dumps(gang.over(view))) is gang.over(view)
     assert gang.over("all") is gang
     assert gang.over("data") is gang.over("loss")
     # An exchange of some ranks may be under way while others make one of another view.
@@ -66,10 +68,10 @@ def views(gang: Gang) -> None:
 
 
 def torch_meshes(gang: Gang) -> None:
-    flat = data_device_mesh(gang.mesh.with_replicas(1), CPU)
+    flat = loss_device_mesh(gang.mesh.with_replicas(1), CPU)
     assert flat.mesh_dim_names == ("shard",)
     assert flat.mesh.tolist() == list(MEMBERS["data"])
-    mesh = data_device_mesh(gang.mesh.with_replicas(2), CPU)
+    mesh = loss_device_mesh(gang.mesh.with_replicas(2), CPU)
     assert mesh.mesh_dim_names == ("replicate", "shard")
     assert mesh.mesh.tolist() == [[rank] for rank in MEMBERS["data"]]
     whole = distribute_tensor(torch.arange(4.0), flat).full_tensor()
@@ -82,12 +84,22 @@ def refusals() -> None:
             join(world_from_environment(), CPU, 60, mesh=mesh)
 
 
+def shards_of_contexts() -> None:
+    mesh = loss_device_mesh(Mesh(replicate=1, shard=2, context=2), CPU)
+    assert (mesh.mesh_dim_names, mesh.mesh.tolist()) == (("shard",), [0, 1, 2, 3])
+    mesh = loss_device_mesh(Mesh(replicate=2, context=2), CPU)
+    assert (mesh.mesh_dim_names, mesh.mesh.tolist()) == (("replicate", "shard"), [[0, 1], [2, 3]])
+
+
 def main() -> None:
     world = world_from_environment()
+    plain = join(world, CPU, 60)
     gang = join(world, CPU, 60, mesh=Mesh(replicate=2, tensor=2))
+    assert gang is plain, "a job that has met without a layout gets one"
     assert join(world, CPU, 60, mesh=Mesh(shard=2, tensor=2)) is gang, "the same groups"
     views(gang)
     torch_meshes(gang)
+    shards_of_contexts()
     refusals()
     gang.barrier()
     leave()

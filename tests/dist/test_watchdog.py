@@ -13,8 +13,7 @@ import pytest
 from tests.dist.launch import ROOT, end_all, end_of
 
 from windlass.dist.beacon import Beacon
-from windlass.dist.other_ranks import OtherRanks
-from windlass.dist.watchdog import EXIT_STALLED, REPORT_VARIABLE, Watchdog
+from windlass.dist.watchdog import EXIT_STALLED, REPORT_VARIABLE, OtherRanks, Watchdog
 
 SCRIPT = Path(__file__).with_name("watched.py")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")

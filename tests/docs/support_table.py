@@ -19,8 +19,7 @@ from windlass.config.enums import OptimizerNames, SchedulerType
 from windlass.config.helpers import Helpers
 from windlass.config.parallel.from_launcher import OWN_VARIABLE, REFUSED
 from windlass.config.parallel.keys import Key
-from windlass.config.parallel.spelling import spellings
-from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
+from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES, spellings
 from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.setting import rules_of
 from windlass.config.setters import Setters
@@ -49,6 +48,7 @@ SFTTrainer SFTConfig ModelConfig ScriptArguments DatasetMixtureConfig TrlParser 
 get_quantization_config get_kbit_device_map clone_chat_template get_training_chat_template apply_chat_template
 maybe_apply_chat_template is_conversational is_conversational_from_value maybe_convert_to_chatml extract_prompt
 maybe_extract_prompt unpair_preference_dataset maybe_unpair_preference_dataset pack_dataset supports_tool_calling
+prepare_multimodal_messages
 """
 TRL_MAPPED = {"trl sft": "is `windlass train` with a recipe; `windlass convert-config FILE` makes one"}
 _NOT_TUNING = "is not built; `windlass run` runs scripts with TRL's own on this engine"
@@ -57,7 +57,6 @@ TRL_REFUSED = {
         ("DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer"),
         _NOT_TUNING,
     ),
-    "prepare_multimodal_messages": "is not built: images are not trained on yet",
     "add_response_schema": "is not built: answers are not parsed",
 }
 
@@ -73,8 +72,6 @@ get_learning_rates get_num_trainable_parameters get_optimizer_group
 """
 METHODS_MAPPED = {
     "get_batch_samples": "may be called; an override is refused, because the loader yields whole updates",
-    "get_sp_size": "is 1: sequence parallelism is not built yet",
-    "get_cp_size": "is 1: context parallelism is not built yet",
     "get_tp_size": "is 1: tensor parallelism is not built yet",
 }
 
@@ -130,7 +127,7 @@ MEMBERS_MAPPED = {
     "fp8_backend": "is AO or NO: torchao is the only backend",
     "tensor_parallel_rank": "is always 0: tensors are not split further",
     "context_parallel_rank": "is always 0: sequences are not split",
-    "maybe_context_parallel": "does nothing: sequences are not split, and a cp_size above 1 is refused",
+    "maybe_context_parallel": "does nothing: the forward of a prepared model divides sequences; buffers stay whole",
 }
 
 MEMBERS_REFUSED = {

@@ -120,8 +120,8 @@ def names_of(page: str) -> set[str]:
     return {name for name in names if not _FILE.fullmatch(name)}
 
 
-# Two pages name what other libraries have: the table of all names, and the list of what scripts miss.
-OF_OTHERS = {"compatibility.md", "support.md"}
+# These pages name what other libraries have.
+OF_OTHERS = {"compatibility.md", "support.md", "moving.md"}
 NAMING = ["CONTRIBUTING.md", "README.md"] + [
     str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md") if path.name not in OF_OTHERS
 ]

@@ -368,7 +368,7 @@ def test_tokens_are_written_to_the_configs(tmp_path: Path) -> None:
         ({"packing": True, "data_collator": list}, "leave data_collator out"),
         ({"formatting_func": str, "completion_only_loss": True}, "has no completion"),
         ({"assistant_only_loss": True}, "assistant_only_loss"),
-        ({"dataset_kwargs": {"add_special_tokens": False}}, "the only option is skip_prepare_dataset"),
+        ({"dataset_kwargs": {"add_special_tokens": False}}, "the options are skip_prepare_dataset and"),
         ({"loss_type": "dft", "compute_loss_func": print}, "is a loss of its own"),
         ({"router_aux_loss_coef": 0.1}, "is not a Mixture-of-Experts model"),
     ],
@@ -383,7 +383,7 @@ def test_a_training_dataset_is_required(tmp_path: Path) -> None:
         trainer_of(tmp_path, None)
     with pytest.raises(TypeError, match="must be a `Dataset` or `IterableDataset`"):
         trainer_of(tmp_path, {"train": small.texts()})
-    with pytest.raises(ConfigError, match="images are not supported"):
+    with pytest.raises(ConfigError, match="images, which need a processor"):
         trainer_of(tmp_path, [{"text": "the cat", "image": 1}])
 
 

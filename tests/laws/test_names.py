@@ -16,7 +16,6 @@ IN_TRANSITION: tuple[str, ...] = ()
 
 CLASSES: dict[str, str] = {}
 FILES = {
-    "memory": "what memory there is, and what of it a run reports",
     "registry": "optimizers and schedules are families alike, each with its registry",
     "sharded": "tensors in parts over ranks, and files of such parts",
 }

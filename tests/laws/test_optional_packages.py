@@ -44,7 +44,7 @@ HOMES: dict[str, set[str]] = {
     "sacrebleu": {"cli"},
     "rouge_score": {"cli"},
     "sklearn": {"cli"},
-    "PIL": {"cli"},
+    "PIL": {"text"},
     "shtab": {"cli"},
     "torch_xla": {"core"},
     "liger_kernel": {"transforms"},

@@ -91,7 +91,7 @@ def test_tests_are_in_plain_english() -> None:
 
 
 def test_pages_are_in_plain_english() -> None:
-    pages = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    pages = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     found = [
         f"{page.name}:{number}: {match.group()!r}: write {plain!r}"
         for page in pages

@@ -88,7 +88,7 @@ def test_ends_of_rows_may_be_kept() -> None:
         ([{"instruction": "a", "output": "b", "input": [1]}], {}, "row 0: column 'input' must hold text, not list"),
         ([said(None)], {}, r"row 0: messages\[0\] \(user\) has no content"),
         ([said(5)], {}, r"row 0: the content of messages\[0\] \(user\) must be text, not int"),
-        ([said([{"type": "image"}])], {}, "has a part of type 'image', and only text is trained on"),
+        ([said([{"type": "image"}])], {}, "has a part of type 'image', and images need a processor"),
         ([said(["x"])], {}, "has a part of type 'str'"),
         ([{"messages": CHAT, "tools": {"a": 1}}], {}, "row 0: column 'tools' must hold a list, or its JSON, not dict"),
         ([{"messages": CHAT, "chat_template_kwargs": "x"}], {}, "must hold a mapping, not str"),

@@ -15,7 +15,7 @@ from tests.trainer.small import Net, arguments, rows
 
 from windlass import Adafactor, Trainer
 from windlass.checkpoint.files import FileEntry, Files, Fingerprint
-from windlass.compat.adafactor_schedule import AdafactorSchedule
+from windlass.compat.schedule_table import AdafactorSchedule
 from windlass.core.errors import CheckpointError
 
 BEST = {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
@@ -21,8 +23,11 @@ from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.exchange import gather_samples
 from windlass.accelerator.loop_saver import LoadHook, LoopSaver, SaveHook
 from windlass.accelerator.loop_settings import Handlers, LoopSettings, resolve_settings
-from windlass.accelerator.loop_trackers import TrackerOptions, Trackers
-from windlass.accelerator.model_files import ModelFiles
+from windlass.accelerator.offloaded_weights import (
+    get_state_dict_offloaded_model,
+    has_offloaded_params,
+    load_offloaded_parameter,
+)
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.own_loop import OwnLoop
 from windlass.accelerator.prepared import Prepared, PreparedModels
@@ -33,9 +38,16 @@ from windlass.accelerator.profiling import profile
 from windlass.accelerator.ranks import Ranks, select_device
 from windlass.accelerator.setup import Setup
 from windlass.accelerator.shared_rng import share_rng_states
-from windlass.accelerator.stepping import Stepping, trigger_sync_in_backward
+from windlass.accelerator.stepping import clip_norm, clip_values, trigger_sync_in_backward
+from windlass.accelerator.value_files import on_this_machine, save_values, warn_if_unsafe
 from windlass.callbacks.tracker import GeneralTracker
-from windlass.callbacks.tracker_registry import filter_trackers
+from windlass.callbacks.tracker_registry import (
+    TrackerOptions,
+    build_tracker,
+    check_tracker_names,
+    filter_trackers,
+)
+from windlass.checkpoint.split import save_split
 from windlass.config.enums import DistributedType, FP8BackendType
 from windlass.config.loop_options import (
     AutocastKwargs,
@@ -49,8 +61,13 @@ from windlass.config.loop_options import (
     ProjectConfiguration,
 )
 from windlass.config.plan import DistPlan, PrecisionPlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.quantities import convert_file_size_to_int
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.logs import get_logger, warn_once
+from windlass.core.metric_values import python_number
+from windlass.core.module_state import state_of
 from windlass.core.outside import load_outside
+from windlass.core.redact import redact_value, redacted_argv
 from windlass.core.types import Stateful
 from windlass.core.world import World, world_from_environment
 from windlass.data.prepared_loader import PreparedLoader
@@ -63,6 +80,8 @@ from windlass.precision.scaler import LossScaler, Scaler, UnitScaler
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_log = get_logger(__name__)
 
 
 class Accelerator(Ranks):
@@ -101,6 +120,8 @@ class Accelerator(Ranks):
     Attributes:
         gradient_state: the accumulation state of the loop.
         flag_tensor: 1 if this process has set its trigger.
+        log_with: the requested trackers.
+        trackers: those that `init_trackers` opened.
 
     Raises:
         ConfigError: everything that is wrong or not supported, all at once.
@@ -144,9 +165,9 @@ class Accelerator(Ranks):
             device,
             settings,
             _scaler(settings, device),
-            functools.partial(OwnLoop, settings.dist, all_ranks.over("loss")),
+            functools.partial(OwnLoop, settings.dist, all_ranks.over("data")),
         )
-        self._trackers = Trackers(trackers, settings.project.logging_dir)
+        self.log_with: list[str | GeneralTracker] = trackers
         check_operations(settings.debug or operations_are_checked())
         if shared := [kind for kind in settings.rng_types if kind != "generator"]:
             self.gradient_state.at_begin = functools.partial(share_rng_states, shared, device)
@@ -180,7 +201,6 @@ class Accelerator(Ranks):
         accelerator = cls.__new__(cls)
         # Losses of other models than the trained one are not scaled by the run.
         accelerator._assemble(all_ranks, device, settings, UnitScaler(device), lambda *_: engine)
-        accelerator._trackers = Trackers([], None)
         publish(accelerator.state, accelerator.gradient_state)
         return accelerator
 
@@ -193,9 +213,8 @@ class Accelerator(Ranks):
             device,
             settings,
             UnitScaler(torch.device("cpu")),
-            functools.partial(OwnLoop, settings.dist, all_ranks.over("loss")),
+            functools.partial(OwnLoop, settings.dist, all_ranks.over("data")),
         )
-        accelerator._trackers = Trackers([], None)
         if not PROCESS:
             publish(accelerator.state, accelerator.gradient_state)
         return accelerator
@@ -221,10 +240,10 @@ class Accelerator(Ranks):
         self._engine = engine(accumulation, prepared)
         self._setup = Setup(settings, all_ranks, device, lambda: self._engine.dist)
         self.flag_tensor: Tensor | None = None
-        self._stepping = Stepping(data_ranks, accumulation, prepared)
         self._preparer = Preparer(self._setup, accumulation, prepared, self._engine)
         self._saver = LoopSaver(self._setup, accumulation, prepared, self._engine)
-        self._files = ModelFiles(all_ranks, prepared)
+        self.log_with = []
+        self.trackers: list[GeneralTracker] = []
 
     def __deepcopy__(self, memo: Any) -> Accelerator:
         # A copy of a script's configuration must refer to the same processes and models.
@@ -661,23 +680,34 @@ class Accelerator(Ranks):
         """True if the last update was skipped because fp16 gradients overflowed."""
         return self._engine.step_was_skipped
 
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Context of one micro-batch.
 
         Gradients of `models` are reduced, and optimizers step, only in the last one of each update. The end of a
         prepared loader ends an update too.
         """
-        return self._stepping.accumulate(*models)
+        accumulation = self.gradient_state
+        accumulation.advance()
+        reduce = accumulation.sync_gradients or accumulation.plugin.sync_each_batch
+        accumulation.models = models
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                stack.enter_context(self._micro(model, reduce))
+            yield
+
+    def _micro(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        strategy = self._prepared.strategy_of(model)
+        return nullcontext() if strategy is None else strategy.micro(last)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Context of a forward and its backward: do not reduce gradients of `model` over processes."""
-        return self._stepping.no_sync(model)
+        return self._micro(model, False)
 
     trigger_sync_in_backward = staticmethod(trigger_sync_in_backward)
 
-    def join_uneven_inputs(
-        self, joinables: list[Any], even_batches: bool | None = None
-    ) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
         """Context of a loop over unprepared data that may end earlier on some processes than on others.
 
         Prepared loaders end at the same time on all processes and do not need it.
@@ -687,7 +717,14 @@ class Accelerator(Ranks):
             even_batches: False if the data may end unevenly. None: the value of the loader configuration.
         """
         even = self.even_batches if even_batches is None else even_batches
-        return self._stepping.join_uneven_inputs(joinables, even)
+        if even or self._all_ranks.over("data").size == 1:
+            yield
+        elif any(strategy.sharded for strategy in self._prepared.all_strategies):
+            warn_once(_log, "join_uneven_inputs has no effect on sharded models: their data must end evenly.")
+            yield
+        else:
+            with Join(joinables, enable=True, throw_on_early_termination=False):
+                yield
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Compute the gradients of a micro-batch's loss.
@@ -726,7 +763,14 @@ class Accelerator(Ranks):
         Args:
             optimizer: one or several prepared optimizers; None: all of them.
         """
-        self._stepping.unscale_gradients(optimizer)
+        chosen = self._prepared.optimizers if optimizer is None else optimizer
+        for one in chosen if isinstance(chosen, list | tuple) else [chosen]:
+            found = next(
+                (known for known in self._prepared.optimizers if one in (known, known.optimizer)), None
+            )
+            if found is None:
+                raise ModelError(f"this {type(one).__name__} was not prepared by this accelerator")
+            self._prepared.executor_of(found).unscale()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Scale the gradients of `parameters` down to a global norm of `max_norm`.
@@ -734,16 +778,18 @@ class Accelerator(Ranks):
         Returns:
             The norm before clipping: a scalar tensor, the same on every process.
         """
-        return self._stepping.clip_grad_norm_(parameters, max_norm, norm_type)
+        return clip_norm(self._prepared, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp the gradients of `parameters` to [-clip_value, clip_value]."""
-        self._stepping.clip_grad_value_(parameters, clip_value)
+        clip_values(self._prepared, parameters, clip_value)
 
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[None]:
-        """Do nothing: sequences are not split over processes (`parallelism_config.cp_size` above 1 is refused)."""
+        """Do nothing: with `cp_size` above 1 the forward of a prepared model divides the sequences, and returns the
+        loss and the logits of whole rows, so that `buffers` stay whole.
+        """
         return nullcontext()
 
     # --- between processes --------------------------------------------------------------------------------------------
@@ -883,7 +929,12 @@ class Accelerator(Ranks):
         If the model is sharded, the main process gets the state dict in host memory and the others an empty one.
         Offloaded weights are read from their storage.
         """
-        return self._files.get_state_dict(model, unwrap)
+        if any(map(has_offloaded_params, model.modules())):
+            return dict(get_state_dict_offloaded_model(model))
+        strategy = self._prepared.strategy_of(model)
+        if strategy is None or not (unwrap or strategy.sharded):
+            return dict(model.state_dict())
+        return strategy.whole_state()
 
     def save_model(
         self,
@@ -898,7 +949,16 @@ class Accelerator(Ranks):
             max_shard_size: maximum size of a file ("5GB", "200MB", or bytes); several files get an index.
             safe_serialization: False is mapped to True with one warning: pickle is never written.
         """
-        self._files.save_model(model, save_directory, max_shard_size, safe_serialization)
+        warn_if_unsafe(safe_serialization)
+        folder, limit = on_this_machine(save_directory), convert_file_size_to_int(max_shard_size)
+        away = any(map(has_offloaded_params, model.modules()))
+        read = functools.partial(load_offloaded_parameter, model) if away else None
+        state = state_of(model) if away else self.get_state_dict(model)
+        try:
+            if self.is_main_process:
+                save_split(folder, state, limit, offloaded=read)
+        finally:
+            self._all_ranks.barrier()
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write tensors and plain values, on the main process.
@@ -912,36 +972,20 @@ class Accelerator(Ranks):
         Raises:
             CheckpointError: values that cannot be saved; they are named.
         """
-        self._files.save(obj, f)
+        path = on_this_machine(f)
+        if self.is_main_process:
+            save_values(path, obj)
 
     # --- trackers -----------------------------------------------------------------------------------------------------
 
     @property
-    def log_with(self) -> list[str | GeneralTracker]:
-        """The requested trackers."""
-        return self._trackers.log_with
-
-    @log_with.setter
-    def log_with(self, value: list[str | GeneralTracker]) -> None:
-        self._trackers.log_with = value
-
-    @property
-    def trackers(self) -> list[GeneralTracker]:
-        """The trackers that `init_trackers` opened."""
-        return self._trackers.trackers
-
-    @trackers.setter
-    def trackers(self, value: list[GeneralTracker]) -> None:
-        self._trackers.trackers = value
-
-    @property
     def logging_dir(self) -> str | None:
         """The folder for trackers that write files."""
-        return self._trackers.logging_dir
+        return self.project_configuration.logging_dir
 
     @logging_dir.setter
     def logging_dir(self, value: str | None) -> None:
-        self._trackers.logging_dir = value
+        self.project_configuration.logging_dir = value
 
     def init_trackers(
         self,
@@ -960,14 +1004,26 @@ class Accelerator(Ranks):
         Raises:
             ConfigError: `init_kwargs` has the name of an unknown tracker.
         """
-        self._trackers.init_trackers(project_name, config, init_kwargs)
+        options = init_kwargs or {}
+        check_tracker_names("init_kwargs", options, self.log_with)
+        opened = [build_tracker(item, project_name, self.logging_dir, options) for item in self.log_with]
+        for tracker in opened:
+            with redacted_argv():
+                tracker.start()
+        self.trackers += opened
+        for tracker in opened if config is not None else ():
+            tracker.store_init_configuration(redact_value("config", config))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of this name, or with `unwrap` the run of its package (None on other than the main process).
 
         Before `init_trackers` it is a blank tracker. Raises ConfigError if no tracker of this name was opened.
         """
-        return self._trackers.get_tracker(name, unwrap)
+        if not self.trackers:
+            return GeneralTracker(_blank=True)
+        check_tracker_names("name", [name], self.trackers, built_in=False)
+        found: Any = next(tracker for tracker in self.trackers if tracker.name == name)
+        return found.tracker if unwrap else found
 
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: TrackerOptions | None = None
@@ -982,7 +1038,11 @@ class Accelerator(Ranks):
         Raises:
             ConfigError: `log_kwargs` has the name of an unknown tracker.
         """
-        self._trackers.log(values, step, log_kwargs)
+        options = log_kwargs or {}
+        check_tracker_names("log_kwargs", options, self.trackers)
+        plain = {name: python_number(value) for name, value in values.items()}
+        for tracker in self.trackers:
+            tracker.log(plain, step=step, **options.get(tracker.name, {}))
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -1003,7 +1063,9 @@ class Accelerator(Ranks):
     def end_training(self) -> None:
         """Wait for a save in the background, close the trackers, and leave the process group."""
         self._saver.finish()
-        self._trackers.finish()
+        for tracker in self.trackers:
+            tracker.finish()
+        self.trackers = []
         leave()
 
 

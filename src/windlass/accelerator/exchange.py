@@ -15,10 +15,8 @@ from windlass.dist.gang import Gang
 def gather_samples(
     data: Any, loader: ActiveLoader | None, data_ranks: Gang, use_gather_object: bool = False
 ) -> Any:
-    """Gather exactly one row for each sample of the current batch; see `Accelerator.gather_for_metrics`.
-
-    Args:
-        loader: the loader that is being iterated, if any.
+    """Gather exactly one row for each sample of the current batch; see `Accelerator.gather_for_metrics`. `loader`: the
+    loader that is being iterated, if any.
     """
     if use_gather_object or not _all_tensors(data):
         own = data if loader is None or not loader.is_filler else type(data)()

@@ -110,10 +110,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups and states of the optimizer.
-
-        Raises:
-            ModelError: DeepSpeed's third stage has taken the parameters of all groups, so states have no numbers.
+        """The groups and states of the optimizer. Raises ModelError if DeepSpeed's third stage has taken the parameters
+        of all groups, so states have no numbers.
         """
         if self.state and not any(group["params"] for group in self.param_groups):
             raise ModelError(
@@ -140,13 +138,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
     # --- updates ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the update if the current micro-batch completes one; otherwise do nothing.
+        """Apply the update if the current micro-batch completes one; otherwise do nothing. Raises ModelError for a
+        closure with fp16, whose overflows are known only after the gradients.
 
         Returns:
             The result of `closure`, or None.
-
-        Raises:
-            ModelError: a closure with fp16, whose overflows are known only after the gradients.
         """
         if not self._accumulation.sync_gradients:
             return None

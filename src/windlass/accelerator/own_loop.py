@@ -29,10 +29,10 @@ class OwnLoop:
     saves_state = True
 
     def __init__(
-        self, dist: DistPlan, loss_ranks: Gang, accumulation: AccumulationState, prepared: Prepared
+        self, dist: DistPlan, data_ranks: Gang, accumulation: AccumulationState, prepared: Prepared
     ) -> None:
         self.dist, self._accumulation, self._prepared = dist, accumulation, prepared
-        self._normaliser = LoopNormaliser(loss_ranks.size, loss_ranks.sum_on_device)
+        self._normaliser = LoopNormaliser(data_ranks.size, data_ranks.sum_on_device)
 
     @property
     def step_was_skipped(self) -> bool:

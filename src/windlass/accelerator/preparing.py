@@ -1,21 +1,21 @@
-"""Prepare models, optimizers, schedules and loaders for any number of processes."""
+"""Prepare models, optimizers, schedules and loaders for any number of processes, which all prepare the same."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.compare_loops import check_prepared_alike
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.forward import extract_model_from_parallel, mix_precision, refuse_raw_forward
+from windlass.accelerator.loop_settings import LoopSettings
 from windlass.accelerator.offloaded_weights import has_offloaded_params
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared import Prepared, parameters_of
@@ -29,6 +29,8 @@ from windlass.core.logs import INFO, WARNING, get_logger, warn_once
 from windlass.data.prepare_loader import prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import start_timeout
+from windlass.dist.alike import check_alike, model_facts, optimizer_facts
+from windlass.dist.gang import Gang
 from windlass.optim.resolution import warn_of_lost_updates
 from windlass.precision.check import check_weights
 from windlass.transforms.alone import Alone
@@ -313,3 +315,52 @@ def bring_state_along(optimizer: torch.optim.Optimizer) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim and value.device != parameter.device:
                 state[key] = value.to(parameter.device)
+
+
+_OF_ACCUMULATION = ("sync_with_dataloader", "sync_each_batch", "adjust_scheduler")
+_OF_LOADER = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "data_seed")
+
+
+def check_prepared_alike(
+    objects: Sequence[Any], settings: LoopSettings, dist: DistPlan, all_ranks: Gang
+) -> None:
+    """Raise `RankMismatchError` on all ranks if settings or prepared objects differ. Collective: exchanges one hash."""
+    if all_ranks.size > 1:
+        check_alike({**_settings(settings, dist), **dict(_described(objects, settings))}, all_ranks)
+
+
+def _settings(settings: LoopSettings, plan: DistPlan) -> dict[str, Any]:
+    accumulation, loader = settings.accumulation, settings.loader
+    dist = dataclasses.asdict(plan)
+    del dist["timeout_seconds"]  # may differ
+    return {
+        "gradient_accumulation_steps": accumulation.num_steps,
+        **{name: getattr(accumulation, name) for name in _OF_ACCUMULATION},
+        **{name: getattr(loader, name) for name in _OF_LOADER},
+        "mixed_precision": settings.precision.word,
+        "scheduler_unit": settings.schedule_unit,
+        "compile": None if settings.compile is None else dataclasses.asdict(settings.compile),
+        "parallelism": dist,
+    }
+
+
+def _described(objects: Sequence[Any], settings: LoopSettings) -> Iterator[tuple[str, Any]]:
+    for number, item in enumerate(objects):
+        name = f"prepare() argument {number}"
+        if isinstance(item, nn.Module):
+            yield f"{name}, model", model_facts(item)
+        elif isinstance(item, torch.optim.Optimizer | PreparedOptimizer):
+            plain = item.optimizer if isinstance(item, PreparedOptimizer) else item
+            yield f"{name}, optimizer", optimizer_facts(plain)
+        elif isinstance(item, DataLoader):
+            # If only the main process reads, the other ranks need not have the data.
+            yield f"{name}, loader", {} if settings.loader.dispatch_batches else _loader(item)
+        else:
+            yield name, "a schedule" if hasattr(item, "step") else "another object"
+
+
+def _loader(loader: DataLoader[Any]) -> dict[str, Any]:
+    facts = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if not isinstance(loader.dataset, IterableDataset) and hasattr(loader.dataset, "__len__"):
+        facts["samples"] = len(loader.dataset)
+    return facts

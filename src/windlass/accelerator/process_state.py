@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from windlass.accelerator.engine_choice import NO_ENGINES, EngineChoice
 from windlass.accelerator.ranks import Ranks
+from windlass.accelerator.setup import NO_ENGINES, EngineChoice
 from windlass.config.enums import DistributedType, distributed_type_of
 from windlass.core.device import backend_for, choose_device
 from windlass.dist.gang import Gang, leave

@@ -85,10 +85,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this process's part of `inputs` (a list, tuple, tensor, or a dict of those), in order.
-
-        Args:
-            apply_padding: repeat the last element so that all processes get the same number.
+        """Yield this process's part of `inputs` (a list, tuple, tensor, or a dict of those), in order. `apply_padding`:
+        repeat the last element so that all processes get the same number.
         """
         yield share_of(inputs, self._all_ranks, apply_padding)
 
@@ -144,15 +142,13 @@ class Ranks:
 
 
 def share_of(inputs: Any, all_ranks: Gang, apply_padding: bool = False) -> Any:
-    """This process's part of `inputs`, which are consecutive items. The first processes may get one item more.
+    """This process's part of `inputs`, which are consecutive items. The first processes may get one item more. Raises
+    DataError for a dict with several lengths, or an unsupported type.
 
     Args:
         inputs: a list, a tuple, a tensor (along its first axis), a dataset with `select`, or a dict of those with equal
             lengths.
         apply_padding: repeat the last item so that all processes get the same number, e.g. to gather the results.
-
-    Raises:
-        DataError: a dict with several lengths, or an unsupported type.
     """
     if all_ranks.size == 1:
         return inputs

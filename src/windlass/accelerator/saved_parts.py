@@ -79,13 +79,11 @@ def states_of(parts: Sequence[SavedPart]) -> tuple[dict[str, State], dict[str, S
 
 
 def check_savable(name: str, shown: object, owner: Stateful) -> None:
-    """Check that the state of a script's object can be written.
+    """Check that the state of a script's object can be written. Raises CheckpointError if it has no state, or one that
+    is not data.
 
     Args:
         name, shown: of the object in errors; `owner` may be a wrapper of it.
-
-    Raises:
-        CheckpointError: it has no state, or one that is not data.
     """
     try:
         encode(owner.state_dict())

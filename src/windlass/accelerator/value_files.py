@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,35 @@ from windlass.checkpoint import strict_json
 from windlass.checkpoint.codec import decode, encode
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import open_tensors, write_tensors
-from windlass.core.errors import CheckpointError
+from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.locations import is_url
 from windlass.core.logs import get_logger, warn_once
 
 _log = get_logger(__name__)
 _TENSORS, _VALUES = ".safetensors", ".json"
 
 
+def on_this_machine(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a file or folder outside of checkpoints. Raises ConfigError for a URL."""
+    if is_url(path):
+        fix = "is remote, where checkpoints alone can be written; use a folder of this machine"
+        raise ConfigError(Problem("folder", os.fspath(path), fix))
+    return Path(path).expanduser().absolute()
+
+
+def warn_if_unsafe(safe_serialization: bool) -> None:
+    """Warn once that `safe_serialization=False` is mapped to True."""
+    if not safe_serialization:
+        warn_once(_log, "safe_serialization=False has no effect: safetensors are written, never pickle")
+
+
 def save_values(path: Path, values: Any) -> None:
-    """Write `values` by the ending of `path`.
+    """Write `values` by the ending of `path`. Raises CheckpointError for values that cannot be saved; they are named.
 
     Args:
         path: ".safetensors" takes a dict of tensors. ".json" takes a nest of plain values, whose tensors go to a
             safetensors file of the same name. Any other ending, such as ".pt", means pickle, which is never written:
             ".json" is appended to the name, with one warning.
-
-    Raises:
-        CheckpointError: values that cannot be saved; they are named.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == _TENSORS:

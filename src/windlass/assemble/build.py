@@ -50,15 +50,13 @@ def build(
     loss_ranks: Gang,
     early: torch.optim.Optimizer | None = None,
 ) -> Built:
-    """Apply the transforms to the model, then make the optimizer and the executor. Load a checkpoint afterwards.
+    """Apply the transforms to the model, then make the optimizer and the executor. Load a checkpoint afterwards. Raises
+    ConfigError if this model or device cannot do what the plan requires, or `create` made no optimizer.
 
     Args:
         model: the bare module, on its device; changed in place.
         create: number of updates -> optimizer and scheduler; objects of the user stay the same objects.
         early: an optimizer that was made before; it stays the same object, and gets the sharded parameters.
-
-    Raises:
-        ConfigError: this model or device cannot do what the plan requires, or `create` made no optimizer.
     """
     # DeepSpeed updates fp32 values of weights in few bits.
     check_precision(plan.precision, device, model if plan.dist.zero is None else None)
@@ -151,13 +149,8 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
 def apply_transforms(model: nn.Module, plan: TransformPlan, float8: Float8Plan | None = None) -> nn.Module:
     """Transform `model` in place, in this order: kernels replace parts, layers multiply in float8, blocks are
     recomputed, compilation traces through them. Names in its state dict do not change. Wrappers for data parallelism
-    follow, from the executor that owns them.
-
-    Args:
-        float8: how linear layers multiply; None leaves them as they are.
-
-    Raises:
-        ConfigError: a transform cannot be applied to this model.
+    follow, from the executor that owns them. Raises ConfigError if a transform cannot be applied to this model.
+    `float8`: how linear layers multiply; None leaves them as they are.
     """
     if plan.liger is not None:
         apply_liger(model, plan.liger)

@@ -18,14 +18,12 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused")
 def with_engine(
     args: TrainingArguments, plan: CallPlan, size: UpdateSize, steps: int, width: int | None
 ) -> DistPlan:
-    """How the model is distributed, with the configuration of an engine completed for a run of `steps` updates.
+    """How the model is distributed, with the configuration of an engine completed for a run of `steps` updates. Raises
+    ConfigError if the configuration contradicts the arguments, or the run is not one that the engine can do.
 
     Args:
         size: of the updates.
         width: of the model; None if its configuration has none.
-
-    Raises:
-        ConfigError: the configuration contradicts the arguments, or the run is not one that the engine can do.
     """
     zero, compute = plan.dist.zero, plan.precision.compute
     if zero is None:

@@ -20,7 +20,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.json_document import mapping
 from windlass.config.parallel.from_launcher import from_environment
 from windlass.config.parallel.from_script import from_arguments
-from windlass.config.parallel.parallel_plan import Parallel, plan_parallel
+from windlass.config.parallel.parallel_plan import Parallel, dtype_plans, parallel_problems, plan_parallel
 from windlass.config.parallel.rows_training import DDP_FIND_UNUSED
 from windlass.config.parallel.settings import merge
 from windlass.config.plan import (
@@ -45,6 +45,7 @@ from windlass.config.refusal import refuse
 from windlass.config.sections.fields import OptimisationSection
 from windlass.config.support_rows import IN_BACKWARD_OPTIMIZERS
 from windlass.config.validate import check
+from windlass.core.mesh import Mesh
 from windlass.core.world import World
 
 
@@ -121,6 +122,15 @@ def resolve_parallel(args: TrainingArguments, world: World) -> Parallel:
         return found
     # As transformers' Trainer; in a loop of the user's own the default is that of accelerate: no search.
     return replace(found, dist=replace(found.dist, find_unused_parameters=None))
+
+
+def resolve_mesh(args: TrainingArguments, world: World) -> Mesh | None:
+    """The axes of the processes, as the arguments and the launcher lay them out. None if these have problems, which
+    `resolve_call` raises.
+    """
+    settings = merge(from_arguments(args), from_environment(os.environ))
+    problems = parallel_problems(settings, world)
+    return None if problems else dtype_plans(settings, world)[1].mesh(world.size)
 
 
 # --- sections of the plan -------------------------------------------------------------------------------------------

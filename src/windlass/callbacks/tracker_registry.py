@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from windlass.callbacks.tracker import GeneralTracker, check_attributes
@@ -21,6 +21,8 @@ from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import is_available, require
 
+# Name of a tracker -> keywords for it.
+TrackerOptions = Mapping[str, Mapping[str, Any]]
 # A built-in tracker has the name of its package.
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     "aim": AimTracker,
@@ -42,14 +44,12 @@ def get_available_trackers() -> list[str]:
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Register a tracker of your own for `log_with` in this process.
+    """Register a tracker of your own for `log_with` in this process. Raises ConfigError if it is not such a class, or
+    lacks `name` or `requires_logging_directory`.
 
     Args:
         tracker_class: subclass of `GeneralTracker`. It is called with the project's name, the logging folder if
             `requires_logging_directory` is true, and the keywords of `init_kwargs`.
-
-    Raises:
-        ConfigError: it is not such a class, or lacks `name` or `requires_logging_directory`.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ConfigError(Problem("tracker_class", tracker_class, "give a subclass of GeneralTracker"))
@@ -103,3 +103,25 @@ def _objection(name: str, logging_dir: Any) -> str | None:
     if LOGGER_TYPE_TO_CLASS[name].requires_logging_directory and logging_dir is None:
         return "writes files and needs a folder: give project_dir or logging_dir"
     return None
+
+
+def build_tracker(
+    item: str | GeneralTracker, project_name: str, folder: str | None, options: TrackerOptions
+) -> GeneralTracker:
+    """A tracker of `filter_trackers`, one that was named with its `options`. `folder` is for those that write files."""
+    if isinstance(item, GeneralTracker):
+        return item
+    cls: Any = LOGGER_TYPE_TO_CLASS[item]
+    place = (folder,) if cls.requires_logging_directory else ()
+    tracker: GeneralTracker = cls(project_name, *place, **options.get(item, {}))
+    return tracker
+
+
+def check_tracker_names(
+    field: str, given: Iterable[str], used: Sequence[str | GeneralTracker], *, built_in: bool = True
+) -> None:
+    """Raise ConfigError for names that are of none of the trackers `used`, nor `built_in` ones."""
+    known = list(LOGGER_TYPE_TO_CLASS) if built_in else []
+    known += [item if isinstance(item, str) else item.name for item in used]
+    fix = f"is not a tracker of this loop; known names: {', '.join(known) or 'none'}"
+    refuse(Problem(field, name, fix) for name in given if name not in known)

@@ -215,10 +215,8 @@ def checksum(tensor: Tensor) -> int:
 
 def load_adapter(folder: Path, model: nn.Module, base: State | None, *, files: Files | None = None) -> None:
     """Copy `folder/adapter_model.safetensors` into the adapter of `model`, in place, once everything is checked. Of a
-    sharded parameter every rank reads its part. Collective if parameters are sharded and `base` is given.
-
-    Args:
-        base: the part `BASE_STATE` of the checkpoint; None does not check the base.
+    sharded parameter every rank reads its part. Collective if parameters are sharded and `base` is given. `base`: the
+    part `BASE_STATE` of the checkpoint; None does not check the base.
     """
     path = folder / ADAPTER_WEIGHTS
     adapter = find_adapter(model)

@@ -101,10 +101,7 @@ def read_held(source: TensorSource, name: str, like: Tensor) -> Tensor:
 
 def read_run(source: TensorSource, name: str, start: int, length: int) -> Tensor:
     """A run of the elements of a stored tensor in row-major order, one-dimensional, on the host. Reads the rows that
-    hold it.
-
-    Args:
-        start: index of the first element in the flattened tensor.
+    hold it. `start`: index of the first element in the flattened tensor.
     """
     shape = source.shape(name)
     if not shape or not length:

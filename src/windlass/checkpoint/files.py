@@ -214,10 +214,8 @@ class Files:
 
     @contextlib.contextmanager
     def reading(self, path: Path) -> Iterator[FileIO]:
-        """Open a plain file: no symbolic link, no pipe, no device.
-
-        Raises:
-            CheckpointError: it is missing or not a plain file.
+        """Open a plain file: no symbolic link, no pipe, no device. Raises CheckpointError if it is missing or not a
+        plain file.
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | NO_FOLLOW | BINARY | getattr(os, "O_NONBLOCK", 0))
@@ -236,11 +234,7 @@ class Files:
             yield file
 
     def read(self, path: Path, limit: int) -> bytes:
-        """A whole file of at most `limit` bytes.
-
-        Raises:
-            CheckpointError: it is missing, not a plain file, or larger.
-        """
+        """A file of at most `limit` bytes. Raises CheckpointError if it is missing, not a plain file, or larger."""
         with self.reading(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
@@ -258,10 +252,8 @@ class Files:
             return digest_of(file)
 
     def check(self, path: Path, entry: FileEntry) -> Fingerprint:
-        """Compare the content of a plain file with what it must be; return its state on the disk.
-
-        Raises:
-            CheckpointError: it differs.
+        """Compare the content of a plain file with what it must be; return its state on the disk. Raises
+        CheckpointError if it differs.
         """
         with self.reading(path) as file:
             for _ in range(_CHECKS):

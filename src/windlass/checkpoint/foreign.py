@@ -56,19 +56,11 @@ class ForeignCheckpoint(Checkpoint, ABC):
     def load_optimizer_of(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, *, with_rates: bool
     ) -> None:
-        """Load the saved state into `optimizer`.
-
-        Args:
-            with_rates: also load the learning rates.
-        """
+        """Load the saved state into `optimizer`. `with_rates`: also load the learning rates."""
 
     @abstractmethod
     def schedule_state(self) -> State:
-        """Return the state dict of the learning-rate scheduler.
-
-        Raises:
-            CheckpointError: none was saved.
-        """
+        """Return the state dict of the learning-rate scheduler. Raises CheckpointError if none was saved."""
 
     @abstractmethod
     def learning_rates(self) -> list[float] | None:
@@ -95,10 +87,8 @@ def explain_unread(folder: Path) -> str | None:
 
 
 def open_foreign(folder: Path) -> ForeignCheckpoint:
-    """Open the checkpoint of another program.
-
-    Raises:
-        CheckpointError: it is not one, is incomplete, or has a layout that cannot be read; the file is named.
+    """Open the checkpoint of another program. Raises CheckpointError if it is not one, is incomplete, or has a layout
+    that cannot be read; the file is named.
     """
     found = format_of(folder)
     if found is None:

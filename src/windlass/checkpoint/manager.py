@@ -91,11 +91,9 @@ class Checkpoint:
         return self._ranks[rank]
 
     def load_weights(self, model: nn.Module, name: str = "model") -> None:
-        """Copy the saved weights into `model`, in place (see `weights.load_weights`): whole ones, in one
-        file or several, parts of ranks, or those of an adapter, for the base that it was trained on.
-
-        Args:
-            name: of several models; "model" is in the folder itself, others are in a subfolder of their name.
+        """Copy the saved weights into `model`, in place (see `weights.load_weights`): whole ones, in one file or
+        several, parts of ranks, or those of an adapter, for the base that it was trained on. `name`: of several models;
+        "model" is in the folder itself, others are in a subfolder of their name.
         """
         if self.has_parts(name):
             load_parts(self.folder, model, stem=name, files=self._files)
@@ -178,14 +176,12 @@ class CheckpointManager:
         self, step: int, content: Content, *, meta: Mapping[str, Any], protected: Iterable[Path] = ()
     ) -> Path | None:
         """Save checkpoint `step` and apply retention; return its folder, or None if the system refused something (any
-        `OSError`), which is logged; earlier checkpoints remain.
+        `OSError`), which is logged; earlier checkpoints remain. Raises CheckpointError if a state holds a type that
+        cannot be saved (a mistake in the program, not of the disk).
 
         Args:
             meta: plain values for the manifest (best metric, ...).
             protected: folders that retention keeps, beside this one.
-
-        Raises:
-            CheckpointError: a state holds a type that cannot be saved (a mistake in the program, not of the disk).
         """
         try:
             return self.write(step, content, meta=meta, protected=protected)
@@ -198,10 +194,8 @@ class CheckpointManager:
     def write(
         self, step: int, content: Content, *, meta: Mapping[str, Any], protected: Iterable[Path] = ()
     ) -> Path:
-        """`save` that raises errors of the system.
-
-        Raises:
-            CheckpointError, OSError: the checkpoint was not saved; earlier ones remain.
+        """`save` that raises errors of the system. Raises CheckpointError or OSError if the checkpoint was not saved;
+        earlier ones remain.
         """
         store = self.store
         store.write(

@@ -79,10 +79,8 @@ class MirroredStore(Store):
         return [one.info for one in self.mirror.list()]
 
     def is_fresh(self) -> bool:
-        """Return True if there is no checkpoint here or there.
-
-        Raises:
-            CheckpointError: the remote folder cannot be reached.
+        """Return True if there is no checkpoint here or there. Raises CheckpointError if the remote folder cannot be
+        reached.
         """
         return super().is_fresh() and not self._uploaded() and not self._of_other_nodes()
 
@@ -91,9 +89,7 @@ class MirroredStore(Store):
 
     def verify(self, path: Path | str) -> CheckpointInfo:
         """Check every byte of the checkpoint at `path`, which is fetched if this machine has none or an older one.
-
-        Raises:
-            CheckpointError: neither here nor there is a whole one.
+        Raises CheckpointError if neither here nor there is a whole one.
         """
         path = Path(path)
         info, problem = None, ""
@@ -144,10 +140,8 @@ class MirroredStore(Store):
         return next((one for one in reversed(self._uploaded()) if one.info.path == path), None)
 
     def _uploaded(self) -> list[Uploaded]:
-        """The checkpoints in the remote folder.
-
-        Raises:
-            CheckpointError: it cannot be reached: what was newest there is not known then.
+        """The checkpoints in the remote folder. Raises CheckpointError if it cannot be reached: what was newest there
+        is not known then.
         """
         with _reaching():
             return list(self.mirror.list())

@@ -65,10 +65,8 @@ def find_disks(all_ranks: Gang, folder: Path) -> Disks:
     """Create `folder` on every machine and detect which ranks see the same one. Collective.
 
     The first rank of each machine creates a file with a random name; ranks that see it share its disk. Ranks that see
-    none (the launcher did not set local ranks) create files of their own.
-
-    Raises:
-        ConfigError: a machine cannot write there; on every rank.
+    none (the launcher did not set local ranks) create files of their own. Raises ConfigError if a machine cannot write
+    there; on every rank.
     """
     if all_ranks.size == 1:
         return Disks.shared(1)

@@ -1,19 +1,25 @@
-"""Opening the store of a run: a folder of this machine or a URL, one disk or several."""
+"""Opening the store of a run: a folder of this machine or a URL, one disk or several; and the checkpoint in it that all
+ranks have.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager
-from windlass.checkpoint.meeting import choose_on_all
+from windlass.checkpoint.manifest import CheckpointInfo, lies_elsewhere
 from windlass.checkpoint.mirrored import MirroredStore
 from windlass.checkpoint.nodes import Disks
 from windlass.checkpoint.remote import Mirror, RemoteFolder
-from windlass.checkpoint.store import Store
+from windlass.checkpoint.staged import rank_stem
+from windlass.checkpoint.store import Store, no_checkpoint
+from windlass.checkpoint.verified import Handover, hand_over
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import is_url, local_folder, parent_of
+from windlass.core.logs import get_logger
 from windlass.dist.gang import Gang
 
 _OF_A_RUN = "checkpoint-{step}"
@@ -25,14 +31,12 @@ def open_store(
     disks: Disks | None = None,
     name: str = _OF_A_RUN,
 ) -> Store:
-    """The checkpoints in `output_dir` as this rank of `all_ranks` sees them. Nothing is read or written yet.
+    """The checkpoints in `output_dir` as this rank of `all_ranks` sees them. Nothing is read or written yet. Raises
+    ConfigError for a URL that cannot be opened.
 
     Args:
         name: of the folder of a checkpoint (see `Store`). Files beside checkpoints are uploaded only with the default,
             which is that of a Trainer's run.
-
-    Raises:
-        ConfigError: a URL that cannot be opened.
     """
     all_ranks = all_ranks or Gang()
     disks = disks or Disks.shared(all_ranks.size)
@@ -62,10 +66,8 @@ def store_of_checkpoint(url: str, all_ranks: Gang, disks: Disks) -> tuple[Store,
 
 
 def upload_files(output_dir: str) -> None:
-    """If `output_dir` is a URL, upload the files beside checkpoints in its staging folder.
-
-    Raises:
-        OSError: something did not arrive.
+    """If `output_dir` is a URL, upload the files beside checkpoints in its staging folder. Raises OSError if something
+    did not arrive.
     """
     if is_url(output_dir):
         _mirror(output_dir, local_folder(output_dir), Disks.shared(1)).upload_loose()
@@ -73,10 +75,8 @@ def upload_files(output_dir: str) -> None:
 
 def open_on_all(manager: CheckpointManager, which: Literal[True] | str, all_ranks: Gang) -> Checkpoint:
     """Open a checkpoint, for True the newest one that verifies. Collective: the main process, or one process of each
-    disk, chooses and verifies for all, so nothing is hashed twice.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged; the same on every rank.
+    disk, chooses and verifies for all, so nothing is hashed twice. Raises CheckpointError if there is none, or it is
+    damaged; the same on every rank.
     """
     if manager.store.disks.nodes > 1:
         return manager.receive(choose_on_all(manager.store, which))
@@ -90,3 +90,110 @@ def open_on_all(manager: CheckpointManager, which: Literal[True] | str, all_rank
     if problem is not None:
         raise CheckpointError(problem)
     return manager.receive(chosen)
+
+
+_logger = get_logger(__name__)
+_Order = tuple[int, int]  # serial and step
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the writer rank of one disk found."""
+
+    node: int
+    order: _Order
+    nodes: int
+    held: tuple[int, ...]
+    problem: str | None
+
+
+def choose_on_all(store: Store, which: Literal[True] | str | Path) -> Handover:
+    """What `resume_from_checkpoint` means, verified on every disk by its writer rank: True takes the last committed one
+    of those that are complete on all disks. Collective. Raises CheckpointError if there is none, or this job cannot go
+    on from it; the same on every rank.
+
+    Returns:
+        The checkpoint as it lies on this rank's disk.
+    """
+    info = _newest_on_all(store) if which is True else _at(store, Path(which))
+    handovers = store.gather(None if info is None else hand_over(info))
+    chosen: Handover = handovers[store.disks.writer_rank]
+    _check_files_of_ranks(store, info)
+    return chosen
+
+
+def _at(store: Store, path: Path) -> CheckpointInfo | None:
+    """Exactly the checkpoint at `path`; on writer ranks."""
+    info, found = _verify(store, path)
+    problems = _problems(found)
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    return info
+
+
+def _newest_on_all(store: Store) -> CheckpointInfo | None:
+    paths = {info.order: info.path for info in store.committed()} if store.is_writer else {}
+    told = [orders for orders in store.gather(list(paths) if store.is_writer else None) if orders is not None]
+    of_nodes = [set(orders) for orders in told]
+    reasons = []
+    for order in sorted(set[_Order]().union(*of_nodes), reverse=True):
+        absent = [str(node) for node, orders in enumerate(of_nodes) if order not in orders]
+        if absent:
+            reasons.append(f"{store.path_for(order[1])} is not on the disk of node {', '.join(absent)}")
+            continue
+        info, found = _verify(store, paths.get(order))
+        problems = _problems(found)
+        if not problems:
+            if reasons and store.rank == 0:
+                path, listed = store.path_for(order[1]), "".join(f"\n  - {why}" for why in reasons)
+                _logger.warning("Resuming from %s; newer folders were skipped:%s", path, listed)
+            return info
+        reasons += problems
+    listed = "".join(f"\n  - {why}" for why in reasons)
+    raise CheckpointError(no_checkpoint(f"{store.root} on all {store.disks.nodes} nodes", listed))
+
+
+def _verify(store: Store, path: Path | None) -> tuple[CheckpointInfo | None, list[_Found]]:
+    """Verify `path` on the writer rank of each disk; return the checkpoint of this one, and what all found."""
+    info, answer = None, tuple[Any, ...]()
+    if store.is_writer:
+        assert path is not None
+        node = store.disks.node
+        try:
+            info = store.verify(path)
+            answer = node, info.order, info.nodes, info.held, None
+        except CheckpointError as error:
+            answer = node, (0, 0), 1, (0,), str(error)
+    return info, [_Found(*values) for values in store.gather(answer) if values]
+
+
+def _problems(found: list[_Found]) -> list[str]:
+    """Why the disks do not have one complete checkpoint."""
+    failed = [f"node {one.node}: {one.problem}" for one in found if one.problem is not None]
+    if failed:
+        return failed
+    first = found[0]
+    if any((one.order, one.nodes) != (first.order, first.nodes) for one in found):
+        saves = ", ".join(f"node {one.node} has save {one.order[0]} of step {one.order[1]}" for one in found)
+        return [f"the disks hold different saves: {saves}"]
+    missing = set(range(first.nodes)).difference(*(one.held for one in found))
+    if missing:
+        nodes = ", ".join(map(str, sorted(missing)))
+        return [
+            f"what node {nodes} of {first.nodes} wrote at step {first.order[1]} is on no disk of this job"
+        ]
+    return []
+
+
+def _check_files_of_ranks(store: Store, info: CheckpointInfo | None) -> None:
+    """Check that every rank finds the files that it will read on its disk."""
+    problem = None
+    if info is not None and not info.complete:
+        needed = store.disks.members if info.world_size == store.ranks else range(info.world_size)
+        away = next((rank for rank in needed if f"{rank_stem(rank)}.json" not in info.files), None)
+        if away is not None:
+            name = f"{info.path / rank_stem(away)}.json"
+            problem = f"node {store.disks.node}: {name} is missing{lies_elsewhere(info)}"
+    problems = [why for why in store.gather(problem) if why is not None]
+    if problems:
+        raise CheckpointError("; ".join(problems))

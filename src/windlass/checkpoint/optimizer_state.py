@@ -50,15 +50,13 @@ def part_mark(name: str) -> dict[str, str]:
 
 
 def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
-    """The state of `optimizer` by canonical parameter names. Collective if parameters are sharded.
+    """The state of `optimizer` by canonical parameter names. Collective if parameters are sharded. Raises
+    CheckpointError if the optimizer updates a parameter that the model does not have.
 
     Returns:
         `{"shapes": {name: [..]}, "state": {name: {key: value}}, "groups": [{"names": [..], "options": {..}}]}`;
         a parameter that was never updated has no entry in `state`. Tensors are the optimizer's own, not copies.
         Sharded ones are gathered one at a time and whole on rank 0's host; `state` is empty on other ranks then.
-
-    Raises:
-        CheckpointError: the optimizer updates a parameter that the model does not have.
     """
     sharded = any(is_sharded(parameter) for parameter in _parameters(optimizer))
     state = _state_by_name(optimizer, model, lambda name, entry: map_leaves(whole_on_first, entry))
@@ -134,10 +132,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
     sharded parameter it reads its part.
 
     Tensors are moved to the device of their parameter and keep their saved dtype. Options of a group (learning rate,
-    betas, ...) are the saved ones, except those of the implementation (`fused`, `foreach`, ...).
-
-    Raises:
-        CheckpointError: parameters missing or unexpected, shapes or groups that differ; they are named.
+    betas, ...) are the saved ones, except those of the implementation (`fused`, `foreach`, ...). Raises CheckpointError
+    for parameters missing or unexpected, shapes or groups that differ; they are named.
     """
     if isinstance(optimizer, KeepsOwnState):
         optimizer.take_state(model, state)
@@ -204,10 +200,8 @@ def _names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, s
 
 
 def check_shapes(shapes: Mapping[str, Sequence[int]], state: State) -> None:
-    """Check that a state is of parameters with these names and shapes.
-
-    Raises:
-        CheckpointError: it is not; names are missing or unexpected, or shapes differ.
+    """Check that a state is of parameters with these names and shapes. Raises CheckpointError if it is not; names are
+    missing or unexpected, or shapes differ.
     """
     try:
         saved = {name: list(shape) for name, shape in state["shapes"].items()}
@@ -239,10 +233,8 @@ def _check_state(state: State) -> None:
 
 
 def match_groups(groups: Sequence[frozenset[str]], state: State) -> list[dict[str, Any]]:
-    """The saved options for each of the optimizer's groups, which are given by the names of their parameters.
-
-    Raises:
-        CheckpointError: the saved groups hold other parameters.
+    """The saved options for each of the optimizer's groups, which are given by the names of their parameters. Raises
+    CheckpointError if the saved groups hold other parameters.
     """
     try:
         saved = {frozenset(group["names"]): dict(group["options"]) for group in state["groups"]}

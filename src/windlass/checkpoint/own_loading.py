@@ -48,12 +48,8 @@ def fill_values(path: Path, module: nn.Module, values: Mapping[str, Any]) -> Non
 
 def hand_over(path: Path, module: nn.Module, values: Mapping[str, Any]) -> None:
     """Load `values`, by the names of the state dict, with `load_state_dict`, and compare the state dict afterwards.
-
-    Args:
-        path: names the source in errors.
-
-    Raises:
-        CheckpointError: the model refuses them, or its state dict is not equal to the bit afterwards.
+    Raises CheckpointError if the model refuses them, or its state dict is not equal to the bit afterwards. `path`:
+    names the source in errors.
     """
     with (
         naming(f"{path} cannot be loaded: load_state_dict of {type(module).__name__} failed"),

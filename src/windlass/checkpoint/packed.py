@@ -89,14 +89,12 @@ def _plain(argument: Any) -> Any:
 
 
 def join_packed(saved: dict[str, Any], parameter: Tensor, place: Callable[[Tensor], Tensor]) -> Tensor:
-    """The tensor of which `saved` is the map, sharded as `parameter` is.
+    """The tensor of which `saved` is the map, sharded as `parameter` is. Raises CheckpointError if the class is not
+    loaded in this process, or cannot be made of what is saved.
 
     Args:
         saved: its tensors may be `Deferred`.
         place: copies a tensor to the parameter's device.
-
-    Raises:
-        CheckpointError: the class is not loaded in this process, or cannot be made of what is saved.
     """
     cls = _class_of(saved[_MARK])
     tensors = saved["tensors"]

@@ -151,9 +151,7 @@ def write_configurations(model: nn.Module, folder: Path) -> None:
 
 def by_names_in_memory(source: TensorSource, wanted: AbstractSet[str], model: nn.Module) -> TensorSource:
     """The tensors of a model's files under their names in memory; `source` itself if it has those or others entirely.
-
-    Args:
-        wanted: the canonical names of the model's tensors.
+    `wanted`: the canonical names of the model's tensors.
     """
     if not is_pretrained(model) or set(source.names) <= wanted:
         return source

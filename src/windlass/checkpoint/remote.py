@@ -164,11 +164,7 @@ def quiet(error: Exception) -> Exception | None:
 
 
 def check_remote(url: str) -> None:
-    """Write a small file to `url`, read it and remove it.
-
-    Raises:
-        ConfigError: one of these fails.
-    """
+    """Write a small file to `url`, read it and remove it. Raises ConfigError if one of these fails."""
     remote, probe = RemoteFolder(url), ".windlass-write-test"
     try:
         remote.write(probe, b"windlass")
@@ -214,10 +210,8 @@ class Mirror:
         self._sent: dict[str, tuple[int, int]] = {}
 
     def list(self) -> Sequence[Uploaded]:
-        """Checkpoints with a readable manifest, in order of their commits.
-
-        Raises:
-            OSError: the folder cannot be reached.
+        """Checkpoints with a readable manifest, in order of their commits. Raises OSError if the folder cannot be
+        reached.
         """
         found = []
         for name in self._names():
@@ -253,11 +247,7 @@ class Mirror:
         return any(_NODE.fullmatch(name) for name in self.remote.names())
 
     def upload(self, info: CheckpointInfo) -> None:
-        """Upload a checkpoint: its manifest last.
-
-        Raises:
-            OSError: it did not arrive; earlier ones remain.
-        """
+        """Upload a checkpoint: its manifest last. Raises OSError if it did not arrive; earlier ones remain."""
         name = self._free_name(info.path.name)
         shared = self._shared_files(info)
         for file, entry in info.files.items():
@@ -310,11 +300,7 @@ class Mirror:
         raise AssertionError("as many names as there are folders, and one more")
 
     def remove(self, path: Path) -> None:
-        """Remove the remote counterpart of the local folder `path`.
-
-        Raises:
-            OSError: the service refused.
-        """
+        """Remove the remote counterpart of the local folder `path`. Raises OSError if the service refused."""
         for one in self.list():
             if one.info.path == path:
                 self._remove(one.name)
@@ -359,11 +345,7 @@ class Mirror:
     # --- other files of the run: logs, reports, the final model
 
     def upload_loose(self) -> None:
-        """Upload what changed since the last time, checkpoints aside.
-
-        Raises:
-            OSError: something did not arrive.
-        """
+        """Upload what changed since the last time, checkpoints aside. Raises OSError if something did not arrive."""
         if self._loose is None or not self.root.is_dir():
             return
         for top in sorted(self.root.iterdir()):

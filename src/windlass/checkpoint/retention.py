@@ -78,10 +78,8 @@ def _lasting_name(path: Path) -> str:
 
 
 def prune(store: Store, policy: Retention, protected: Iterable[Path] = ()) -> list[Path]:
-    """Remove surplus checkpoints; return their folders. Damaged ones do not count and are not removed.
-
-    Raises:
-        OSError: the disk refused.
+    """Remove surplus checkpoints; return their folders. Damaged ones do not count and are not removed. Raises OSError
+    if the disk refused.
     """
     removed = []
     for info in surplus(store.whole(), policy, protected):

@@ -120,10 +120,8 @@ def parts_of_rank(
 
 
 def _writers(tensor: Tensor, here: Sequence[int], load: dict[int, int]) -> list[tuple[int, Part]]:
-    """The writer of each part: the least loaded of its holders, or the first if `load` is empty.
-
-    Args:
-        load: bytes of each rank so far; those of this tensor are added.
+    """The writer of each part: the least loaded of its holders, or the first if `load` is empty. `load`: bytes of each
+    rank so far; those of this tensor are added.
     """
     chosen = holders(tensor, here)
     if load and is_sharded(tensor):

@@ -71,9 +71,7 @@ def stream_split(
     files: Files,
 ) -> dict[str, FileEntry]:
     """Write tensors that are made one by one, by `read`, as one file or as several with an index; return all files.
-
-    Args:
-        aliases: tied name -> the name that it is stored under.
+    `aliases`: tied name -> the name that it is stored under.
     """
     parts = _parts(shaped, limit)
     if len(parts) < 2:

@@ -41,10 +41,8 @@ _AT_ONCE = 1 << 24  # bytes that are read at once of what does not lie together 
 
 
 def check_tensor(tensor: Tensor, what: str) -> None:
-    """Refuse by name what this format cannot hold.
-
-    Raises:
-        CheckpointError: sparse, quantised, sharded (DTensor), on the meta device, or of a dtype without a code.
+    """Refuse by name what this format cannot hold. Raises CheckpointError for sparse, quantised, sharded (DTensor), on
+    the meta device, or of a dtype without a code.
     """
     if type(tensor).__name__ == "DTensor":
         raise CheckpointError(f"{what} is a DTensor; gather it (`full_tensor()`) before it is saved")

@@ -52,9 +52,7 @@ def save_weights(
     files: Files | None = None,
 ) -> FileEntry:
     """Write `folder/model.safetensors` from `model.state_dict()`; an existing one stays until the new one is complete.
-
-    Args:
-        name: of the file, where it holds other weights than a whole model's.
+    `name`: of the file, where it holds other weights than a whole model's.
     """
     stored, aliases = stored_state(state_dict)
     header = with_aliases({"format": "pt"}, aliases)
@@ -116,11 +114,9 @@ def load_weights(source: Path, model: nn.Module, *, files: Files | None = None) 
     """Copy the weights of a file (or of `source/model.safetensors`) into `model`, in place, so that ties and
     devices stay. Of a sharded parameter every rank takes its part.
 
-    Everything is checked before anything is written. A dtype that differs is converted, with a warning.
-
-    Raises:
-        CheckpointError: names missing or unexpected, shapes that differ (the first few of each and how many),
-            weights apart in the file that the model ties, or a damaged file.
+    Everything is checked before anything is written. A dtype that differs is converted, with a warning. Raises
+    CheckpointError for names missing or unexpected, shapes that differ (the first few of each and how many), weights
+    apart in the file that the model ties, or a damaged file.
     """
     path = source / WEIGHTS_NAME if source.is_dir() else source
     with open_tensors(path, files or Files()) as file:

@@ -86,7 +86,7 @@ class Argument:
 
     def values(self) -> tuple[str, ...]:
         """Return the words that it may be; empty if they are not listed."""
-        rules, kinds = rules_in(self.field), self._kinds()
+        rules, kinds = rules_in(self.field), self.kinds()
         if self.dotted == "task":
             return tuple(TASKS)  # the schema does not know the tasks, which know it
         if OptimizerNames in kinds:
@@ -96,11 +96,12 @@ class Argument:
 
     def type_in_words(self) -> str:
         """Return its type and bounds, as "a number; must be at least 0"."""
-        words = dict.fromkeys(_TYPES[kind] for kind in self._kinds() if kind in _TYPES)
+        words = dict.fromkeys(_TYPES[kind] for kind in self.kinds() if kind in _TYPES)
         bounds = rules_in(self.field).bounds
         return " or ".join(words) + (f"; {bounds.words}" if bounds else "")
 
-    def _kinds(self) -> list[type]:
+    def kinds(self) -> list[type]:
+        """Return the types that it may have, without those of items; None is `NoneType`."""
         found: list[type] = []
         for kind in _alternatives(typing.get_type_hints(self.owner)[self.field.name]):
             plain = typing.get_origin(kind) or kind

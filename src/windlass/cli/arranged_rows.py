@@ -37,10 +37,8 @@ def columns_read(data: DataSpec) -> set[str]:
 
 
 def arranged(where: str, values: Mapping[str, Any], data: DataSpec) -> dict[str, Any]:
-    """Return a row with the columns that fine-tuning knows.
-
-    Raises:
-        DataError: no format of prompts fits, or the messages are not a list; names the row.
+    """Return a row with the columns that fine-tuning knows. Raises DataError if no format of prompts fits, or the
+    messages are not a list; names the row.
     """
     row = {(data.rename or {}).get(name, name): value for name, value in values.items()}
     if data.messages is not None:

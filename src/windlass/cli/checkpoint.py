@@ -50,6 +50,7 @@ def build_parser() -> CommandParser:
     verify.add_argument(
         "folder", metavar="DIR", help="a run's output folder, a folder with runs below it, or one checkpoint"
     )
+    verify.add_argument("--json", action="store_true", help="as one JSON list")
     diff = actions.add_parser("diff", help="compare two checkpoints; exit code 1 if they differ")
     diff.add_argument("first", metavar="A", help="a checkpoint, or a folder with a model")
     diff.add_argument("second", metavar="B", help="another")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from math import inf, isnan
@@ -12,7 +11,7 @@ from math import inf, isnan
 from windlass.checkpoint.compare import Comparison, Difference, compare
 from windlass.checkpoint.stored import open_folder
 from windlass.cli.checkpoint_listing import local_path
-from windlass.core.output import one_line, say
+from windlass.core.output import one_line, say, say_json
 
 _LISTED = 5  # differences of one file; more are counted
 
@@ -21,7 +20,7 @@ def diff_command(options: argparse.Namespace) -> int:
     """Print the differences; return 0 if there are none, else 1."""
     found = compare(open_folder(local_path(options.first)), open_folder(local_path(options.second)))
     if options.json:
-        say(json.dumps(asdict(found), indent=2))
+        say_json(asdict(found))
     else:
         _print(found)
     return 0 if found.same else 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from windlass.checkpoint.survey import Found, RunNotes, foreign_note, look_at, m
 from windlass.cli.estimate_memory import in_words, print_table
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import is_url
-from windlass.core.output import one_line, say
+from windlass.core.output import one_line, say, say_json
 
 HEADERS = ("step", "saved", "size", "ranks", "metric", "marks", "state")
 
@@ -30,7 +29,7 @@ def list_command(options: argparse.Namespace) -> int:
         for folder, found in groupby(checkpoints_in(options.folder), lambda one: one.path.parent)
     }
     if options.json:
-        say(json.dumps([row for rows in runs.values() for row in rows], indent=2))
+        say_json([row for rows in runs.values() for row in rows])
         return 0
     for number, (folder, rows) in enumerate(runs.items()):
         if folder != local_path(options.folder) and not is_one_checkpoint(local_path(options.folder)):
@@ -49,19 +48,28 @@ def _rows(found: list[Found]) -> list[dict[str, Any]]:
 
 def verify_command(options: argparse.Namespace) -> int:
     """Verify every byte of each, and print the first damaged file; return 1 if there is one."""
-    failed = 0
-    for one in checkpoints_in(options.folder):
-        try:
-            info = Store(one.path.parent).verify(one.path)
-        except CheckpointError as error:
-            reason = foreign_note(one.path) or str(error).removeprefix(
-                f"Can't find a valid checkpoint at {one.path}: "
-            )
-            say(one_line(f"{one.path}: {reason}"))
-            failed += 1
-        else:
-            say(f"{one.path}: whole, {len(info.files)} files, {in_words(info.nbytes)}{lies_elsewhere(info)}")
+    rows = map(_verified, checkpoints_in(options.folder))
+    if options.json:
+        found = list(rows)
+        say_json(found)
+        return 1 if any(row["problem"] for row in found) else 0
+    failed = False
+    for row in rows:  # each line as soon as its bytes are read
+        whole = f"whole, {row['files']} files, {in_words(row['bytes'] or 0)}{row['note']}"
+        say(one_line(f"{row['path']}: {row['problem'] or whole}"))
+        failed = failed or row["problem"] is not None
     return 1 if failed else 0
+
+
+def _verified(one: Found) -> dict[str, Any]:
+    """Read every byte of a checkpoint, and return what was found."""
+    row: dict[str, Any] = {"path": str(one.path), "files": None, "bytes": None, "note": "", "problem": None}
+    try:
+        info = Store(one.path.parent).verify(one.path)
+    except CheckpointError as error:
+        reason = str(error).removeprefix(f"Can't find a valid checkpoint at {one.path}: ")
+        return row | {"problem": foreign_note(one.path) or reason}
+    return row | {"files": len(info.files), "bytes": info.nbytes, "note": lies_elsewhere(info)}
 
 
 def checkpoints_in(folder: str) -> list[Found]:

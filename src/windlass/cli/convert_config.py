@@ -62,9 +62,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def convert(values: Mapping[str, Any], folder: Path = Path()) -> Any:
     """Return the conversion of a configuration (`compat.conversion.made.Conversion`), with a recipe that is accepted.
-
-    Raises:
-        ConfigError: it is of none of the three programs, or not of supervised fine-tuning.
+    Raises ConfigError if it is of none of the three programs, or not of supervised fine-tuning.
     """
     programs = load_outside("configurations of other programs")
     made = programs.convert(values, set(training_fields()), folder)

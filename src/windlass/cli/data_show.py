@@ -24,7 +24,7 @@ _Split = TypeVar("_Split")
 
 def show_command(options: argparse.Namespace) -> int:
     """Print some samples of a dataset, and what the marks mean."""
-    source = open_source(options.source, options.overrides)
+    source = open_source(options.source, options.overrides, tiny=options.tiny)
     if isinstance(source, Recipe):
         _print_samples(source, options)
     else:

@@ -27,19 +27,22 @@ _CODE_ONLY = ("formatting_func",)
 _NAMES = tuple(item.name for item in fields(TextOptions) if item.name not in _CODE_ONLY)
 
 
-def open_source(path: str, overrides: Sequence[str]) -> DataSource | Recipe:
+def open_source(path: str, overrides: Sequence[str], *, tiny: bool = False) -> DataSource | Recipe:
     """Read the data of a recipe or of a file. A recipe whose samples are made when training starts is returned itself.
 
     Args:
         overrides: of a recipe: keys of the recipe. Of a file: `tokenizer=NAME`, `data.KEY=...`, and options of the
             preparation, such as `max_length=512`.
+        tiny: open the tiny form of a recipe.
 
     Raises:
-        ConfigError: an override is not known. DataError: the file cannot be read.
+        ConfigError: `tiny` with a file of data, or an override is not known. DataError: the file cannot be read.
     """
     if is_recipe(path):
-        recipe = load_recipe(path, overrides)
+        recipe = load_recipe(path, overrides, tiny=tiny)
         return TASKS[recipe.task].text_source(recipe) or recipe
+    if tiny:
+        raise ConfigError(Problem("--tiny", path, "is the tiny form of a recipe, and this is a file of data"))
     return _of_file(path, overrides)
 
 

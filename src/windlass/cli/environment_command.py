@@ -14,16 +14,19 @@ from windlass.config.parallel.from_launcher import from_environment
 from windlass.config.parallel.settings import merge
 from windlass.core.errors import ConfigError
 from windlass.core.optional import DISTRIBUTION, require, version_of
-from windlass.core.output import say
+from windlass.core.output import say, say_json
 
 
 def environment_command(words: list[str]) -> int:
     """Print versions, devices, and the settings of a launch; return the exit code."""
-    build_parser().parse_args(words)
+    options = build_parser().parse_args(words)
     require("torch", "train")
     facts: dict[str, object] = {name: value for name, value in environment().items() if name != "command"}
     facts["windlass"] = f"{__version__} ({Path(__file__).parents[1]})"
     facts |= _other_distribution() | _launch_facts()
+    if options.json:
+        say_json({name.strip(): value for name, value in facts.items()})
+        return 0
     width = max(map(len, facts))
     for name, value in facts.items():
         say(f"{name:<{width}}  {value}")
@@ -31,7 +34,9 @@ def environment_command(words: list[str]) -> int:
 
 
 def build_parser() -> CommandParser:
-    return CommandParser(prog="windlass env", description="Print versions, devices and launch settings.")
+    parser = CommandParser(prog="windlass env", description="Print versions, devices and launch settings.")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    return parser
 
 
 def _other_distribution() -> dict[str, object]:

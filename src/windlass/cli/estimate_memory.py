@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from windlass.cli.command_line import CommandParser
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
-from windlass.core.output import say
+from windlass.core.output import say, say_json
 from windlass.core.outside import load_outside
 
 # Bits of a parameter when loaded, and bytes of a parameter in training with Adam (None: not a dtype for training):
@@ -43,6 +43,7 @@ _NOT_COUNTED = (
     "attention that keeps no scores. Not counted: what the device's runtime and its\n"
     "allocator reserve, and the temporary tensors of the backward."
 )
+_HEAD = "{class} of {model}: {parameters:,} parameters"
 HEADERS = ("dtype", "largest layer", "whole model", "training with Adam")
 
 
@@ -58,12 +59,16 @@ def estimate_memory_command(words: list[str]) -> int:
         raise ConfigError(Problem("--batch_size", None, fix))
     model = build_empty(options.model, options.trust_remote_code)
     parameters = sum(param.numel() for param in model.parameters())
-    say(f"{type(model).__name__} of {options.model}: {parameters:,} parameters")
+    facts = {"model": options.model, "class": type(model).__name__, "parameters": parameters}
     if options.batch_size is not None:
-        _print_training(model, options)
+        _print_training(model, options, facts)
         return 0
-    rows = [HEADERS, *estimate(model, options.dtypes)]
-    print_table(rows, str.rjust)
+    sizes = estimate(model, options.dtypes)
+    if options.json:
+        say_json({**facts, "bytes": {row.dtype: row._asdict() for row in sizes}})
+        return 0
+    say(_HEAD.format(**facts))
+    print_table([HEADERS, *(row.cells() for row in sizes)], str.rjust)
     say(
         "Training: weights, gradients and Adam's moments of all parameters;\nwith --batch_size also activations."
     )
@@ -72,7 +77,7 @@ def estimate_memory_command(words: list[str]) -> int:
     return 0
 
 
-def _print_training(model: Any, options: argparse.Namespace) -> None:
+def _print_training(model: Any, options: argparse.Namespace, facts: dict[str, Any]) -> None:
     from windlass.cli.training_memory import Training, training_rows
 
     training = Training(
@@ -86,7 +91,12 @@ def _print_training(model: Any, options: argparse.Namespace) -> None:
         options.num_processes,
         options.sharding,
     )
-    print_table([(name, in_words(size)) for name, size in training_rows(model, training)], str.ljust)
+    rows = training_rows(model, training)
+    if options.json:
+        say_json({**facts, "bytes": dict(rows)})
+        return
+    say(_HEAD.format(**facts))
+    print_table([(name, in_words(size)) for name, size in rows], str.ljust)
     say(_NOT_COUNTED)
     if options.precision != "no" and options.weights == "float32" and options.quantization is None:
         say(_WHY_MORE)
@@ -121,6 +131,7 @@ def build_parser() -> CommandParser:
     add_to("--num_processes", type=int, metavar="N", help="processes that train together (default: 1)")
     sharding = "what they divide: none; grad: gradients and optimizer state; full: weights too, as FSDP (default: none)"
     add_to("--sharding", choices=("none", "grad", "full"), help=sharding)
+    add("--json", action="store_true", help="as one JSON object, sizes in bytes")
     add("--library_name", help="transformers (the default)")
     add("--trust_remote_code", action="store_true", help="run the modelling code that comes with the model")
     return parser
@@ -158,14 +169,28 @@ def _constructor(transformers: Any, config: Any, trust_remote_code: bool) -> Any
     return lambda config: transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def estimate(model: Any, dtypes: list[str]) -> list[tuple[str, str, str, str]]:
-    """Return a row for each dtype: its name, and the sizes of the largest layer, the model and training."""
+class Sizes(NamedTuple):
+    """Bytes of a model in one dtype; `training` is None for a dtype that is not trained in."""
+
+    dtype: str
+    largest_layer: float
+    model: float
+    training: float | None
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of a table."""
+        trained = "-" if self.training is None else in_words(self.training)
+        return self.dtype, in_words(self.largest_layer), in_words(self.model), trained
+
+
+def estimate(model: Any, dtypes: list[str]) -> list[Sizes]:
+    """Return the sizes in each dtype of the largest layer, the model and training."""
     whole, (largest, _) = load_outside("sizes of modules").calculate_maximum_sizes(model)
     rows = []
     for dtype in dtypes:
         bits, training = DTYPES[dtype]
-        trained = "-" if training is None else in_words(whole // 4 * training)
-        rows.append((dtype, in_words(largest * bits / 32), in_words(whole * bits / 32), trained))
+        trained = None if training is None else whole // 4 * training
+        rows.append(Sizes(dtype, largest * bits / 32, whole * bits / 32, trained))
     return rows
 
 

@@ -28,8 +28,7 @@ from windlass.config.parallel.parallel_plan import dtype_plans
 from windlass.config.parallel.rows_deepspeed import CONFIG
 from windlass.config.parallel.rows_training import PRECISION
 from windlass.config.parallel.settings import Setting, Settings, merge
-from windlass.config.parallel.spelling import spellings
-from windlass.config.parallel.table import FLAGS, SPELLINGS
+from windlass.config.parallel.table import FLAGS, SPELLINGS, spellings
 from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.setting import default_of, rules_in
 from windlass.core.errors import ConfigError, Problem

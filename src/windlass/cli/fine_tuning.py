@@ -9,6 +9,7 @@ from typing import Any
 
 from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
+from windlass.cli.image_tuning import image_model
 from windlass.cli.modelling import TextShape, base_config, build_model, check_model_type
 from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.samples import pack
@@ -31,22 +32,27 @@ _SETTINGS = "base_recipe.json"
 def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     """Return an `SFTTrainer` for the recipe's model, or for a base that is trained now, unless it was before."""
     from windlass.finetuning.sft_config import SFTConfig
+    from windlass.finetuning.sft_data import holds_images
     from windlass.finetuning.sft_trainer import SFTTrainer
 
     assert isinstance(args, SFTConfig)
     recipe = parts.recipe
-    name = recipe.model.name
+    name: Any = recipe.model.name
+    processing_class = parts.tokenizer
     check_model_type(recipe.model)
-    if name is None:
+    if holds_images(parts.train):
+        name, processing_class = image_model(recipe, parts.tokenizer, args.seed)
+    elif name is None:
         name = str(_trained_base(recipe, parts.tokenizer, parts.train, args))
     options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
-    args.model_init_kwargs = {"dtype": recipe.model.dtype, **options}
+    if isinstance(name, str):
+        args.model_init_kwargs = {"dtype": recipe.model.dtype, **options}
     return SFTTrainer(
         name,
         args,
         train_dataset=parts.train,
         eval_dataset=parts.evaluation,
-        processing_class=parts.tokenizer,
+        processing_class=processing_class,
         peft_config=build_adapter(recipe),
         quantization_config=_quantization(recipe),
     )

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from windlass.cli.digits import WHITE, load_digits
 from windlass.cli.schema import DataSpec
 from windlass.cli.splits import hold_out
 from windlass.core.errors import DataError
-from windlass.core.optional import require
+from windlass.text.image_files import ImageFiles
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 
@@ -45,13 +46,8 @@ class Images:
 
 def _read(path: Path, size: int | None) -> np.ndarray[Any, Any]:
     """The image as RGB, of shape [3, height, width]. Raises DataError if it cannot be read."""
-    pillow = require("PIL.Image", "read images")
-    try:
-        with pillow.open(path) as image:
-            colours = image.convert("RGB")
-            return np.asarray(colours if size is None else colours.resize((size, size))).transpose(2, 0, 1)
-    except OSError as error:
-        raise DataError(f"{path}: not a readable image ({error})") from None
+    colours = ImageFiles().open(path)
+    return np.asarray(colours if size is None else colours.resize((size, size))).transpose(2, 0, 1)
 
 
 def load_images(data: DataSpec, seed: int) -> tuple[Images, Images | None, list[str]]:
@@ -59,12 +55,11 @@ def load_images(data: DataSpec, seed: int) -> tuple[Images, Images | None, list[
     DataError if a folder has no images, or the evaluation has another class.
     """
     if data.format == "digits":
-        found = require("sklearn.datasets", "read its images of digits").load_digits()
-        sources = [np.asarray(image)[None] for image in found.images][: data.max_samples]
-        train = [
-            (source, str(label)) for source, label in zip(sources, found.target[: len(sources)], strict=True)
+        images, digits = (values[: data.max_samples] for values in load_digits())
+        train: list[tuple[Any, str]] = [
+            (image[None], str(digit)) for image, digit in zip(images, digits, strict=True)
         ]
-        white = 16.0
+        white = WHITE
     else:
         train, white = _files(Path(data.train), data.max_samples), 255.0
     held = _files(Path(data.eval), data.max_samples) if data.eval else []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from windlass.cli.built_in_recipes import ENDINGS, built_in
 from windlass.cli.command_line import CommandParser
+from windlass.cli.recipe_schema import EDITOR_LINE
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
 
@@ -26,9 +27,8 @@ def init_command(words: list[str]) -> int:
     # The commands in its header run the copy.
     command = rf"^(#.*windlass train)(?: {source.stem})?(?= |$)"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(
-        re.sub(command, lambda found: f"{found[1]} {target}", text, flags=re.MULTILINE), encoding="utf-8"
-    )
+    text = re.sub(command, lambda found: f"{found[1]} {target}", text, flags=re.MULTILINE)
+    target.write_text(EDITOR_LINE + text, encoding="utf-8")
     say(f"{target} is written. Run it:\n  windlass train {target}")
     return 0
 

@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 COMMANDS = {
     "recipes": ("recipes_command", "recipes_command", "list the built-in recipes"),
     "init": ("init_command", "init_command", "copy a built-in recipe into a file of your own"),
+    "schema": ("recipe_schema", "schema_command", "print the JSON schema of recipes, for editors"),
     "generate": ("generate_command", "generate_command", "continue a prompt with a trained model"),
     "chat": ("chat_command", "chat_command", "talk to a trained model"),
     "launch": ("launch_command", "launch_command", "start a script in many processes"),

@@ -147,13 +147,8 @@ def base_config(of_recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_of(of_recipe: dict[str, Any], implied: dict[str, Any], section: str = "model.config") -> Any:
-    """Return the config of a new model: `of_recipe`, with `implied` as defaults.
-
-    Args:
-        section: dotted key of `of_recipe` in the recipe, for errors.
-
-    Raises:
-        ConfigError: unknown or impossible keys, all at once.
+    """Return the config of a new model: `of_recipe`, with `implied` as defaults. Raises ConfigError for unknown or
+    impossible keys, all at once. `section`: dotted key of `of_recipe` in the recipe, for errors.
     """
     transformers = require("transformers", "run a recipe")
     given = dict(of_recipe)

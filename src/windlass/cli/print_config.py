@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from windlass.cli.argument_table import Argument, all_arguments
+from windlass.cli.recipe_schema import EDITOR_LINE
 from windlass.cli.schema import Recipe
 from windlass.cli.training import training_arguments
 from windlass.config.arguments import describe
@@ -43,7 +44,12 @@ def render_config(recipe: Recipe, *, everything: bool = False) -> str:
     what = "The complete recipe, defaults included" if everything else _USUAL
     known = {argument.keys: argument for argument in all_arguments(recipe.task)}
     page = _Page(recipe.task, known, everything)
-    lines = [_HEAD.format(what=what), *page.section((), recipe), "\ntraining:", *page.training(recipe)]
+    lines = [
+        EDITOR_LINE + _HEAD.format(what=what),
+        *page.section((), recipe),
+        "\ntraining:",
+        *page.training(recipe),
+    ]
     return "\n".join(lines) + "\n"
 
 

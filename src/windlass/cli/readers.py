@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from windlass.cli.arranged_rows import columns_read
-from windlass.cli.formats import format_of
+from windlass.cli.digits import digit_questions
+from windlass.cli.formats import PATHLESS, format_of
 from windlass.cli.schema import DataSpec
 from windlass.core.errors import DataError
 from windlass.core.plain_text import parse_json
 from windlass.text.forms import COLUMNS, has_form
-from windlass.text.tables import load_hub, parquet_rows, unfilled
+from windlass.text.image_messages import COLUMNS as OF_IMAGES
+from windlass.text.tables import StoredRows, load_hub, parquet_rows
 
 # (file and line or row, values)
 Record = tuple[str, dict[str, Any]]
@@ -26,21 +28,33 @@ LONGEST_CELL = 1 << 30
 
 
 def read_records(source: str, data: DataSpec, split: str = "train") -> list[Record]:
-    """Return the records of `source` in order, at most `data.max_samples`.
+    """Return the records of `source` in order, at most `data.max_samples`. Raises DataError if a line or a file cannot
+    be read, or there are no records.
 
     Args:
         source: path, or hub name if `data.format` is hub.
         split: for the hub reader only.
-
-    Raises:
-        DataError: a line or a file cannot be read, or there are no records.
     """
     kind = format_of(source, data)
     records = _hub(source, data, split) if kind == "hub" else READERS[kind or ""](Path(source), data)
     found = list(islice(records, data.max_samples))
+    if kind not in PATHLESS:
+        folder = Path(source).parent
+        found = [
+            (where, {k: _placed(v, folder) if k in OF_IMAGES else v for k, v in row.items()})
+            for where, row in found
+        ]
     if not found:
         raise DataError(f"{source or kind}: has no records")
     return found
+
+
+def _placed(image: Any, folder: Path) -> Any:
+    """The value of a column of images in a file: a relative path in it begins in the folder of that file."""
+    if isinstance(image, list):
+        return [_placed(one, folder) for one in image]
+    is_path = isinstance(image, str) and "://" not in image and not image.startswith("data:")
+    return str(folder / image) if is_path else image
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -169,15 +183,16 @@ def _parquet(path: Path, data: DataSpec) -> Iterator[Record]:
         data.prompt_column,
         data.completion_column,
     )
-    rows = parquet_rows(path, {*COLUMNS, *columns_read(data), *(name for name in named if name is not None)})
+    rows = parquet_rows(
+        path, {*COLUMNS, *OF_IMAGES, *columns_read(data), *(name for name in named if name is not None)}
+    )
     for row, values in enumerate(rows, 1):
         yield f"{path}: row {row}", values
 
 
 def _hub(name: str, data: DataSpec, split: str) -> Iterator[Record]:
-    dataset = load_hub(name, data.subset, split)
-    for row, values in enumerate(dataset):
-        yield f"{name}[{split}] row {row}", unfilled(values, dataset.features)
+    for row, values in enumerate(StoredRows(load_hub(name, data.subset, split))):
+        yield f"{name}[{split}] row {row}", values
 
 
 def _python_docs(_: Path, data: DataSpec) -> Iterator[Record]:
@@ -186,6 +201,11 @@ def _python_docs(_: Path, data: DataSpec) -> Iterator[Record]:
 
     for name, text in topics.items():
         yield f"pydoc_data.topics[{name!r}]", {data.text_column: text}
+
+
+def _digits(_: Path, data: DataSpec) -> Iterator[Record]:
+    for number, row in enumerate(digit_questions()):
+        yield f"digits: image {number}", row
 
 
 READERS: dict[str, Callable[[Path, DataSpec], Iterator[Record]]] = {
@@ -198,6 +218,7 @@ READERS: dict[str, Callable[[Path, DataSpec], Iterator[Record]]] = {
     "folder": _folder,
     "parquet": _parquet,
     "python-docs": _python_docs,
+    "digits": _digits,
 }
 
 

@@ -33,7 +33,7 @@ def load_recipe(
     tiny: bool = False,
     asks_libraries: bool = True,
 ) -> Recipe:
-    """Read a recipe, apply `key=value` overrides, and check the result.
+    """Read a recipe, apply `key=value` overrides, and check the result. Raises ConfigError with all problems found.
 
     Args:
         path: YAML file, or the name of a built-in recipe; None: the default one. Data paths in it are relative to the
@@ -42,9 +42,6 @@ def load_recipe(
         output_dir: overrides `training.output_dir`; the default is `runs/<name of the recipe>`.
         tiny: shrink the recipe, so that it runs anywhere in seconds; see `tiny`.
         asks_libraries: let the libraries check the parts that they read, if nothing else is wrong.
-
-    Raises:
-        ConfigError: with all problems found.
     """
     draft = read_draft(path, overrides, output_dir)
     if tiny:

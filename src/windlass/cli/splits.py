@@ -16,10 +16,8 @@ ENOUGH_DOCUMENTS = 200
 
 
 def load_records(data: DataSpec, seed: int, *, cut_texts: bool) -> tuple[list[Record], list[Record]]:
-    """Return the (train, evaluation) records of a recipe; the second is empty without evaluation.
-
-    Args:
-        cut_texts: of a few texts, the end of each is held out.
+    """Return the (train, evaluation) records of a recipe; the second is empty without evaluation. `cut_texts`: of a few
+    texts, the end of each is held out.
     """
     train = read_records(data.train, data, data.split)
     if data.eval is not None:

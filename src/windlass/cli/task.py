@@ -70,13 +70,8 @@ class Task(ABC):
     def build_parts(
         self, recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None
     ) -> RecipeParts:
-        """Read and encode the data of `recipe`.
-
-        Args:
-            saved_tokenizer: checkpoint with the tokenizer of a resumed run.
-
-        Raises:
-            DataError, ConfigError, ModelError: with the file, the line or the key.
+        """Read and encode the data of `recipe`. Raises DataError, ConfigError or ModelError, with the file, the line or
+        the key. `saved_tokenizer`: checkpoint with the tokenizer of a resumed run.
         """
 
     def build_model(self, parts: RecipeParts) -> Any:
@@ -138,10 +133,8 @@ class Task(ABC):
         return None
 
     def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
-        """Yield the lines that `windlass data show` prints of one sample of `parts`: what the model gets.
-
-        Args:
-            marks: printed around tokens that are trained on.
+        """Yield the lines that `windlass data show` prints of one sample of `parts`: what the model gets. `marks`:
+        printed around tokens that are trained on.
         """
         from windlass.cli.marked_text import decoded
 

@@ -41,10 +41,8 @@ class Writer:
 
     def write(self, text: str, messages: Sequence[Message] = ()) -> str:
         """Print what the model writes after `text`, or as the next turn of `messages`, and return it. Ctrl-C raises
-        KeyboardInterrupt; what was printed until then ends with a new line.
-
-        Raises:
-            DataError: the prompt is empty, or does not fit into the model's context.
+        KeyboardInterrupt; what was printed until then ends with a new line. Raises DataError if the prompt is empty, or
+        does not fit into the model's context.
         """
         device = next(self._model.parameters()).device
         is_encoder_decoder = bool(self._model.config.is_encoder_decoder)

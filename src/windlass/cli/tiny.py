@@ -61,10 +61,8 @@ _VOCABULARY = 300
 
 
 def shrink(draft: RecipeDraft) -> None:
-    """Replace values of a recipe by those of a tiny run: model, tokenizer, data and training.
-
-    Raises:
-        ModelError: the recipe has no `model.model_type`, and the config of the model that it names cannot be read.
+    """Replace values of a recipe by those of a tiny run: model, tokenizer, data and training. Raises ModelError if the
+    recipe has no `model.model_type`, and the config of the model that it names cannot be read.
     """
     task = TASKS.get(draft.values.get("task", Recipe().task))
     if task is None or not all(isinstance(draft.section(name), dict) for name in _SECTIONS):

@@ -14,8 +14,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.parallel.rows_deepspeed import CONFIG, FIELDS
 from windlass.config.parallel.rows_training import STRATEGY
 from windlass.config.parallel.settings import Setting
-from windlass.config.parallel.spelling import to_arguments
-from windlass.config.parallel.table import KEYS
+from windlass.config.parallel.table import KEYS, to_arguments
 from windlass.config.values import coerce
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import local_folder

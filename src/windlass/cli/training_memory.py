@@ -85,10 +85,8 @@ class Training:
 
 
 def training_rows(model: nn.Module, training: Training) -> list[tuple[str, float]]:
-    """Return the bytes of each part, and their sum. `model` is on the meta device, and is changed.
-
-    Raises:
-        ModelError: the model cannot be run on token ids alone.
+    """Return the bytes of each part, and their sum. `model` is on the meta device, and is changed. Raises ModelError if
+    the model cannot be run on token ids alone.
     """
     training.check()
     if training.lora_r is not None:

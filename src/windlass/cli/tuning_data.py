@@ -18,15 +18,17 @@ from windlass.core.errors import DataError
 from windlass.finetuning.base_model import set_special_tokens
 from windlass.finetuning.prepared_text import text_options
 from windlass.finetuning.sft_config import SFTConfig
-from windlass.finetuning.sft_data import trains_on_completions
+from windlass.finetuning.sft_data import holds_images, trains_on_completions
 from windlass.finetuning.templates import take_over_template
 from windlass.text.forms import Form, is_conversational_row, recognise_form, standardised
+from windlass.text.image_messages import COLUMNS as IMAGES
 from windlass.text.located_rows import LocatedRows
 from windlass.text.mixture import DatasetMixture
 from windlass.text.tables import is_stream, open_stream
 
 Rows = Sequence[Mapping[str, Any]] | DatasetMixture
 _FIRST_ROWS = 1000
+_KINDS = ("text", "image")  # of parts of messages
 # Of a new tokenizer: the name of each role and its text, up to an end token.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}:\n{{ message['content'] }}{{ eos_token }}\n{% endfor %}"
@@ -46,14 +48,12 @@ class TuningData:
 
 
 def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> TuningData:
-    """Read the data of a recipe for task sft, and load or train its tokenizer.
+    """Read the data of a recipe for task sft, and load or train its tokenizer. Raises DataError, ConfigError or
+    ModelError, with the file, the line or the key.
 
     Args:
         seed: of what is held out, and of the order of a mixture.
         saved_tokenizer: checkpoint with the tokenizer of a resumed run.
-
-    Raises:
-        DataError, ConfigError, ModelError: with the file, the line or the key.
     """
     data = recipe.data
     if data.streaming:
@@ -118,6 +118,11 @@ def _tokenizer(recipe: Recipe, rows: Any, saved: Path | None) -> Any:
 def tuning_source(recipe: Recipe, args: SFTConfig) -> DataSource:
     """Return what `SFTTrainer` will prepare, with the same options, so that it finds the result."""
     data = load_tuning_data(recipe, args.seed)
+    if holds_images(data.train):
+        raise DataError(
+            "rows with images are prepared by the run itself, and neither shown nor kept: their images are read each "
+            "time"
+        )
     if recipe.data.streaming:  # what is shown
         first = list(first_rows(data.train))
         data = replace(data, train=LocatedRows(first, (f"row {row}" for row in range(1, len(first) + 1))))
@@ -145,18 +150,24 @@ def tuning_rows(records: Sequence[Record], data: DataSpec) -> LocatedRows:
         records = [(where, arranged(where, values, data)) for where, values in records]
     if data.prompt_format is not None and data.completion_column is not None:
         answers = texts(list(records), data.completion_column)
-        pairs = zip(records, answers, strict=True)
+        formatted = zip(records, answers, strict=True)
         return LocatedRows(
-            ({"prompt": row["prompt"], "completion": answer} for (_, row), answer in pairs), places
+            (_pair(row, row["prompt"], answer, data) for (_, row), answer in formatted), places
         )
     if data.prompt_column is None or data.completion_column is None:
         return LocatedRows((values for _, values in records), places)
     prompts, answers = (texts(list(records), name) for name in (data.prompt_column, data.completion_column))
-    rows = [
-        {"prompt": ended_prompt(prompt, data), "completion": answer}
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-    return LocatedRows(rows, places)
+    pairs = zip(records, prompts, answers, strict=True)
+    return LocatedRows((_pair(row, prompt, answer, data) for (_, row), prompt, answer in pairs), places)
+
+
+def _pair(row: Mapping[str, Any], prompt: str, answer: str, data: DataSpec) -> dict[str, Any]:
+    """A prompt with its completion; as messages if the row has images, which go before the prompt."""
+    images = {name: row[name] for name in IMAGES if name in row}
+    if not images:
+        return {"prompt": ended_prompt(prompt, data), "completion": answer}
+    said = {"prompt": ("user", prompt), "completion": ("assistant", answer)}
+    return {**{name: [{"role": role, "content": text}] for name, (role, text) in said.items()}, **images}
 
 
 def ended_prompt(prompt: str, data: DataSpec) -> str:
@@ -178,7 +189,7 @@ def tuning_texts(rows: Any, text_column: str) -> Iterator[str]:
                 f"rows with the columns {have} need a model with its tokenizer: set model.name. A new tokenizer and a "
                 f"small base are trained on text alone (data.text_column is {text_column!r})"
             )
-        found = standardised(row, form, text_column, has_template=False)
+        found = standardised(row, form, text_column, has_template=False, kinds=_KINDS)
         parts = found.get("messages") or [found.get(name, "") for name in ("text", "prompt", "completion")]
         yield "".join(_words(part) for part in parts)
 
@@ -196,4 +207,4 @@ def takes_turns(rows: Any, text_column: str) -> bool:
     """Return True if the first row is a conversation."""
     first = next(iter(first_rows(rows)))
     form = recognise_form(first, text_column)
-    return is_conversational_row(standardised(first, form, text_column, has_template=False))
+    return is_conversational_row(standardised(first, form, text_column, False, _KINDS))

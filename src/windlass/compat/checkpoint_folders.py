@@ -23,10 +23,8 @@ _logger = get_logger(__name__)
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The `checkpoint-STEP` of the highest step in `folder`, as a path; None if there is none.
-
-    Raises:
-        OSError: the folder cannot be read.
+    """The `checkpoint-STEP` of the highest step in `folder`, as a path; None if there is none. Raises OSError if the
+    folder cannot be read.
     """
     steps = {}
     for entry in os.scandir(folder):

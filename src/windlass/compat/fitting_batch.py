@@ -14,15 +14,12 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     auto_find_batch_size: bool = False,
 ) -> Any:
-    """Decorator: calls `function(batch_size, ...)`.
+    """Decorator: calls `function(batch_size, ...)`. Raises batch_size.NoBatchFitsError if not even a batch of one fits.
 
     Args:
         function: takes the batch size as its first argument, which callers leave out.
         starting_batch_size: the batch size, or the first one to try.
         auto_find_batch_size: after running out of memory, try again with nine tenths of the size.
-
-    Raises:
-        batch_size.NoBatchFitsError: not even a batch of one fits.
     """
     if function is None:
         return functools.partial(

@@ -28,25 +28,10 @@ from windlass.core.errors import ConfigError, Problem
 _MAIN = "__main__"
 _GLOBAL_READS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
 _CODE_PARTS = (
-    "co_argcount",
-    "co_posonlyargcount",
-    "co_kwonlyargcount",
-    "co_nlocals",
-    "co_stacksize",
-    "co_flags",
-    "co_code",
-    "co_consts",
-    "co_names",
-    "co_varnames",
-    "co_filename",
-    "co_name",
-    "co_qualname",
-    "co_firstlineno",
-    "co_linetable",
-    "co_exceptiontable",
-    "co_freevars",
-    "co_cellvars",
-)
+    "co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_nlocals", "co_stacksize", "co_flags", "co_code",
+    "co_consts", "co_names", "co_varnames", "co_filename", "co_name", "co_qualname", "co_firstlineno", "co_linetable",
+    "co_exceptiontable", "co_freevars", "co_cellvars",
+)  # fmt: skip
 _FUNCTION_PARTS = (
     "__defaults__",
     "__kwdefaults__",
@@ -66,10 +51,8 @@ _CLASS_LEAVES = {"__dict__", "__weakref__", "__slots__", "_abc_impl"}
 
 
 def pack_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return `function` and `args` for `unpack_call` in a new interpreter.
-
-    Raises:
-        ConfigError: with the type of the value that cannot leave this process.
+    """Return `function` and `args` for `unpack_call` in a new interpreter. Raises ConfigError with the type of the
+    value that cannot leave this process.
     """
     buffer = io.BytesIO()
     sender = _Sender(buffer)

@@ -90,10 +90,8 @@ class Answers:
         self._left: dict[str, None] = {}
 
     def find(self, module: str, name: str, caller: FrameType) -> Any:
-        """The object that Windlass has for `name` of `module`; None if the caller gets the library's own.
-
-        Raises:
-            ImportError: a script asks for a name that Windlass knows and does not support.
+        """The object that Windlass has for `name` of `module`; None if the caller gets the library's own. Raises
+        ImportError if a script asks for a name that Windlass knows and does not support.
         """
         asking = str(caller.f_globals.get("__name__", ""))
         if name.startswith("__") or module not in MODULES or asking.partition(".")[0] in _REAL:

@@ -50,10 +50,8 @@ def unwrap_peft_model(model: Any) -> Any:
 
 
 def validate_quantization_for_training(model: Any) -> None:
-    """Check that a quantized model has something that can be trained.
-
-    Raises:
-        ValueError: it is compiled, has no adapters, or its quantization does not train.
+    """Check that a quantized model has something that can be trained. Raises ValueError if it is compiled, has no
+    adapters, or its quantization does not train.
     """
     if not getattr(model, "is_quantized", False) or getattr(model, "_hf_peft_config_loaded", False):
         return

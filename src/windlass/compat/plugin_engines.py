@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from windlass.config.deepspeed import AUTO, for_frozen, stage_of, value_at
@@ -12,6 +12,8 @@ from windlass.config.parallel.rows_deepspeed import CONFIG, FIELDS, config_of
 from windlass.config.parallel.rows_float8 import MS_AMP, TRANSFORMER_ENGINE
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, Problem
+
+_NOT_SETTINGS = ("hf_ds_config", "is_train_batch_min", "enable_msamp", "msamp_opt_level")
 
 
 @dataclass
@@ -60,18 +62,7 @@ class DeepSpeedPlugin(Plugin):
     def settings(self) -> dict[str, Any]:
         """What was set, under the names of a launch file."""
         whole = getattr(self.hf_ds_config, "config", self.hf_ds_config)  # of an HfDeepSpeedConfig
-        names = (
-            "gradient_accumulation_steps",
-            "gradient_clipping",
-            "zero_stage",
-            "offload_optimizer_device",
-            "offload_param_device",
-            "offload_optimizer_nvme_path",
-            "offload_param_nvme_path",
-            "zero3_init_flag",
-            "zero3_save_16bit_model",
-            "transformer_moe_cls_names",
-        )
+        names = [field.name for field in fields(self) if field.name not in _NOT_SETTINGS]
         said = {name: value for name in names if (value := getattr(self, name)) is not None}
         return said if whole is None else {**said, "deepspeed_config_file": whole}
 

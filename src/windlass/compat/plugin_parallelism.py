@@ -17,7 +17,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.mesh import Mesh, View
 
 # Axis of the mesh -> the field that holds its size.
-AXES = {key.words[1]: key.words[0] for key in (rows.MESH_REPLICAS, rows.MESH_SHARDS, *rows.UNBUILT_AXES)}
+AXES = {key.words[1]: key.words[0] for key in (rows.MESH_REPLICAS, rows.MESH_SHARDS, *rows.MODEL_AXES)}
 DATA_AXES = ("dp_replicate", "dp_shard")
 
 
@@ -131,6 +131,10 @@ class ParallelismConfig(Options, Plugin):
         """The layout that the launcher of this process set."""
         return cls()
 
+    def to_dict(self) -> dict[str, Any]:
+        """The sizes that are not 1, as `parallelism_config` takes them."""
+        return {AXES[axis]: self.size(axis) for axis in AXES if self.size(axis) > 1}
+
     def size(self, axis: str) -> int:
         """Processes along `axis`, a key of `AXES`."""
         return int(getattr(self, AXES[axis]))
@@ -214,13 +218,10 @@ class ParallelismConfig(Options, Plugin):
         if self.cp_enabled and self.sp_enabled:
             fix = f"contradicts cp_size={self.cp_size}: one of the two splits the sequence"
             yield Problem(f"{where}.sp_size", self.sp_size, fix)
-        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
-            fix = "replicas that are not sharded cannot be split further; set dp_shard_size above 1"
-            yield Problem(f"{where}.dp_replicate_size", self.dp_replicate_size, fix)
 
     def objections(self, processes: int | None = None) -> Iterator[Problem]:
         """Axes that are not built, and a product of sizes that is not the number of processes."""
-        for axis in self.non_dp_dim_names:
+        for axis in [axis for axis in self.non_dp_dim_names if axis == "tp"]:
             yield Problem(f"{type(self).__name__}.{AXES[axis]}", self.size(axis), _not_built(axis))
         if processes is not None and self.total_size not in (1, processes):
             fix = f"the axes' product is {self.total_size}, and there are {processes} processes"
@@ -228,5 +229,5 @@ class ParallelismConfig(Options, Plugin):
 
 
 def _not_built(axis: str) -> str:
-    what = next(key.refused for key in rows.UNBUILT_AXES if axis in key.words)
+    what = next(key.refused for key in rows.MODEL_AXES if axis in key.words)
     return f"{what} and use dp_replicate_size and dp_shard_size"

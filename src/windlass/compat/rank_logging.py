@@ -22,14 +22,11 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         return f"[RANK {PartialState().process_index}] {msg}", kwargs
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a message.
+        """Log a message. Raises ModelError if there is no state of the process yet.
 
         Args:
             main_process_only: log on the main process only.
             in_order: log on all processes in order of rank. Collective.
-
-        Raises:
-            ModelError: there is no state of the process yet.
         """
         if not PartialState._shared_state:
             raise ModelError(

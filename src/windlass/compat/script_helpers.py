@@ -127,10 +127,8 @@ class RemoveColumnsCollator(ColumnCollator):
 
 
 def str_to_bool(value: str, to_bool: bool = True) -> int | bool:
-    """True or False for a word of consent or refusal, in any case; with `to_bool=False`, 1 or 0.
-
-    Raises:
-        ValueError: it is neither.
+    """True or False for a word of consent or refusal, in any case; with `to_bool=False`, 1 or 0. Raises ValueError if
+    it is neither.
     """
     said = flag(value)
     return said if to_bool else int(said)

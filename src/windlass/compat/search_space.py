@@ -74,10 +74,8 @@ def default_hp_space_wandb(trial: Any = None) -> dict[str, Any]:
 
 
 def hp_params(trial: Any) -> Any:
-    """The settings of a trial: a dict is itself, a trial of optuna has them as `params`.
-
-    Raises:
-        RuntimeError: it is neither.
+    """The settings of a trial: a dict is itself, a trial of optuna has them as `params`. Raises RuntimeError if it is
+    neither.
     """
     if isinstance(trial, dict):
         return trial

@@ -25,13 +25,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronize_rng_states(
     rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None
 ) -> None:
-    """Copy the states of the main process's generators to all processes. Collective.
+    """Copy the states of the main process's generators to all processes. Collective. Raises ConfigError if no generator
+    was passed, or a type of device that this process does not use.
 
     Args:
         rng_types: "torch" for the CPU's default generator, "generator" for `generator`, or a type of device.
-
-    Raises:
-        ConfigError: no generator was passed, or a type of device that this process does not use.
     """
     share_rng_states(rng_types, PartialState().device, generator)
 

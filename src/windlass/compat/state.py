@@ -24,16 +24,9 @@ from windlass.dist.operations import check_operations, operations_are_checked
 
 _GROUP_OPTIONS = ("backend", "init_method", "timeout")
 _ATTRIBUTES = (
-    "device",
-    "distributed_type",
-    "backend",
-    "mixed_precision",
-    "fsdp_plugin",
-    "dynamo_plugin",
-    "parallelism_config",
-    "deepspeed_plugin",
-    "deepspeed_plugins",
-)
+    "device", "distributed_type", "backend", "mixed_precision", "fsdp_plugin", "dynamo_plugin", "parallelism_config",
+    "deepspeed_plugin", "deepspeed_plugins",
+)  # fmt: skip
 _NO_LOOP = AccumulationState(GradientAccumulationPlugin())
 
 

@@ -36,10 +36,8 @@ def nested_detach(tensors: Any) -> Any:
 
 
 def nested_numpify(tensors: Any) -> Any:
-    """The same nest as numpy arrays on the host; bf16 becomes float32, which numpy has. Waits for the device.
-
-    Raises:
-        TypeError: a leaf that is not a tensor.
+    """The same nest as numpy arrays on the host; bf16 becomes float32, which numpy has. Waits for the device. Raises
+    TypeError for a leaf that is not a tensor.
     """
 
     def numpify(tensor: Tensor) -> Array:
@@ -96,10 +94,8 @@ def numpy_pad_and_concatenate(array1: Array, array2: Array, padding_index: int =
 
 
 def nested_concat(tensors: Any, new_tensors: Any, padding_index: int = PADDING) -> Any:
-    """Two nests of one form, their tensors or arrays joined along the first axis.
-
-    Raises:
-        TypeError: the nests differ in form, or hold something else.
+    """Two nests of one form, their tensors or arrays joined along the first axis. Raises TypeError if the nests differ
+    in form, or hold something else.
     """
     if isinstance(tensors, Tensor) and isinstance(new_tensors, Tensor):
         return torch_pad_and_concatenate(tensors, new_tensors, padding_index)
@@ -166,14 +162,12 @@ class EvalLoopContainer:
 
 
 def distributed_concat(tensor: Any, num_total_examples: int | None = None) -> Any:
-    """The same nest with the tensors of all processes joined along the first axis; collective.
+    """The same nest with the tensors of all processes joined along the first axis; collective. Raises RuntimeError if
+    there is no process group.
 
     Args:
         tensor: a nest whose tensors have the same shape on every process.
         num_total_examples: keep so many rows.
-
-    Raises:
-        RuntimeError: there is no process group.
     """
 
     def joined(part: Tensor) -> Tensor:

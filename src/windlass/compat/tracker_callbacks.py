@@ -126,11 +126,7 @@ def get_available_reporting_integrations() -> list[str]:
 def get_reporting_integration_callbacks(
     report_to: str | Iterable[str] | None,
 ) -> list[type[TrackingCallback]]:
-    """The callbacks of the trackers that `report_to` names.
-
-    Raises:
-        ValueError: a name that is not a tracker.
-    """
+    """The callbacks of the trackers that `report_to` names. Raises ValueError for a name that is not a tracker."""
     wanted = [report_to] if isinstance(report_to, str) else list(report_to or ())
     if wanted == ["none"]:
         return []

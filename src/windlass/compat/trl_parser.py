@@ -42,7 +42,8 @@ class TrlParser(HfArgumentParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """Parse a command line, and the file that its `--config` names.
+        """Parse a command line, and the file that its `--config` names. Raises ValueError for an unknown key or flag,
+        or a file that is not a mapping.
 
         Args:
             args: its words; `sys.argv[1:]` if not given.
@@ -52,9 +53,6 @@ class TrlParser(HfArgumentParser):
 
         Returns:
             The instances of the dataclasses, as `parse_args_into_dataclasses` returns them.
-
-        Raises:
-            ValueError: an unknown key or flag, or a file that is not a mapping.
         """
         words = list(sys.argv[1:] if args is None else args)
         path, words = _config_file(words)

@@ -85,13 +85,10 @@ class AcceleratorConfig:
         )
 
     def batch_size(self, field: str, size: int, ranks: int) -> int:
-        """Samples of one process's batch.
+        """Samples of one process's batch. Raises ConfigError if the processes do not divide it.
 
         Args:
             field, size: the argument and its value: of each process, or of all `ranks` together if batches are split.
-
-        Raises:
-            ConfigError: the processes do not divide it.
         """
         return share_of_batch(field, size, ranks) if self.split_batches else size
 

@@ -208,10 +208,7 @@ def shape(read: Reader) -> str:
 
 def as_declared(value: Any, kinds: tuple[Any, ...]) -> Any:
     """A value of a script in the form that its field declares: words become members of an enum, NumPy's numbers
-    Python's, and 8.0 is 8 if the type is int. Others are unchanged.
-
-    Args:
-        kinds: the alternatives of the field's type.
+    Python's, and 8.0 is 8 if the type is int. Others are unchanged. `kinds`: the alternatives of the field's type.
     """
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, Enum) and isinstance(value, str):

@@ -427,6 +427,8 @@ class DistPlan:
         strategy: a key of `transforms/strategies.py`; "ddp" is the plain one.
         comm_hook: how DDP compresses gradients during communication.
         reduce_each: gradients are reduced after each micro-batch, which needs less memory of a sharded model.
+        context: how many ranks divide the sequences of a batch.
+        attention: how they attend whole rows: keys and values travel (ring), or heads are exchanged (ulysses).
     """
 
     timeout_seconds: int = 1800
@@ -441,10 +443,14 @@ class DistPlan:
     comm_wrapper: Literal["no", "fp16", "bf16"] = "no"
     comm_options: dict[str, Any] = field(default_factory=dict)
     reduce_each: bool = False
+    context: int = 1
+    attention: Literal["ring", "ulysses"] = "ring"
 
     def mesh(self, ranks: int) -> Mesh:
         """The axes of a job of `ranks` ranks. Raises ConfigError if they do not divide into the replicas."""
-        return Mesh(replicate=ranks).with_replicas(ranks if self.shard is None else self.shard.replicas)
+        replicas = ranks // self.context
+        whole = Mesh(replicate=replicas, context=self.context)
+        return whole.with_replicas(replicas if self.shard is None else self.shard.replicas)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,8 @@ if TYPE_CHECKING:
 
 
 def choose_device(use_cpu: bool = False, local_rank: int = 0) -> torch.device:
-    """The device this process trains on: PyTorch/XLA's if it is installed, its own accelerator, or the CPU.
-
-    Raises:
-        ConfigError: there are fewer accelerators than processes on this machine.
+    """The device this process trains on: PyTorch/XLA's if it is installed, its own accelerator, or the CPU. Raises
+    ConfigError if there are fewer accelerators than processes on this machine.
     """
     import torch
 

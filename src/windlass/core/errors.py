@@ -8,6 +8,7 @@ from pathlib import Path
 
 from windlass.core.output import shown
 from windlass.core.redact import redact_value
+from windlass.core.tracebacks import printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,15 @@ class WindlassError(Exception):
     Its text may quote a file or a setting: it is shown without secrets and control characters.
     """
 
+    # Read by `core.tracebacks`, which cannot import this class.
+    is_explained = True
+
     def __str__(self) -> str:
         return shown(super().__str__())
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in place of its own traceback."""
+        return printed(self).splitlines()
 
 
 class ConfigError(WindlassError, ValueError):

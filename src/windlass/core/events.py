@@ -20,23 +20,10 @@ from windlass.core.plain_text import parse_json
 from windlass.core.whole_file import write_whole
 
 EVENTS = (
-    "on_init_end",
-    "on_train_begin",
-    "on_train_end",
-    "on_epoch_begin",
-    "on_epoch_end",
-    "on_step_begin",
-    "on_substep_end",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_step_end",
-    "on_evaluate",
-    "on_predict",
-    "on_prediction_step",
-    "on_save",
-    "on_log",
-    "on_push_begin",
-)
+    "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",
+    "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_evaluate", "on_predict",
+    "on_prediction_step", "on_save", "on_log", "on_push_begin",
+)  # fmt: skip
 
 
 class ExportableState:
@@ -46,11 +33,7 @@ class ExportableState:
     """
 
     def state(self) -> dict[str, Any]:
-        """The state as plain data.
-
-        Raises:
-            NotImplementedError: the class does not define it.
-        """
+        """The state as plain data. Raises NotImplementedError if the class does not define it."""
         raise NotImplementedError(f"{type(self).__name__} must define state() to be saved in checkpoints")
 
     @classmethod
@@ -140,10 +123,8 @@ class TrainerState:
     def load_from_json(cls, json_path: str | os.PathLike[str]) -> TrainerState:
         """Read what `save_to_json` or a checkpoint wrote: its `trainer_state.json`, or the folder that this lies in.
 
-        The older rows of a long `log_history`, which a checkpoint keeps in files of their own, are read too.
-
-        Raises:
-            ValueError: some of these rows are missing.
+        The older rows of a long `log_history`, which a checkpoint keeps in files of their own, are read too. Raises
+        ValueError if some of these rows are missing.
         """
         path = Path(json_path)
         if path.is_dir():
@@ -208,10 +189,8 @@ class TrainerControl(ExportableState):
     _new_training, _new_epoch, _new_step = new_training, new_epoch, new_step
 
     def update(self, actions: dict[str, Any]) -> None:
-        """Take the flags that a callback returned as a dict; an unknown name is an error.
-
-        Raises:
-            ValueError: a key is not one of the five flags.
+        """Take the flags that a callback returned as a dict; an unknown name is an error. Raises ValueError if a key is
+        not one of the five flags.
         """
         for name, value in actions.items():
             if name not in CONTROL_FLAGS:

@@ -11,10 +11,8 @@ from torch import Tensor
 
 
 def read(values: Tensor) -> Any:
-    """The number in a scalar tensor, or a list of those in a tensor of one axis.
-
-    Raises:
-        ValueError: the tensor is not in host memory.
+    """The number in a scalar tensor, or a list of those in a tensor of one axis. Raises ValueError if the tensor is not
+    in host memory.
     """
     if not values.is_cpu:
         raise ValueError(f"a tensor on {values.device} can't be read without waiting for the device")

@@ -44,10 +44,7 @@ def lazy_names(
     """Return `__getattr__`, `__dir__` and `__all__` of a module whose names are defined elsewhere.
 
     The table of its names is the stub beside it (`.pyi`): type checkers and editors read the same imports that are made
-    here at the first use of a name.
-
-    Args:
-        reasons: as for `loader_of`; by default those for the names of other libraries.
+    here at the first use of a name. `reasons`: as for `loader_of`; by default those for the names of other libraries.
     """
     homes = stub_homes(module)
 

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from windlass.core.errors import ConfigError, Problem
 
 Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]
-View = Literal["data", "loss", "model", "all"]
+View = Literal["data", "loss", "context", "model", "all"]
 
 # Outermost first: consecutive ranks differ along the last axis, because consecutive ranks are usually on one machine,
 # and the later axes exchange more.
@@ -22,13 +22,15 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 VIEWS: dict[View, tuple[Axis, ...]] = {
     "data": ("replicate", "shard"),
     "loss": ("replicate", "shard", "context"),
+    "context": ("context",),
     "model": ("pipeline", "context", "tensor"),
     "all": AXES,
 }
 """The axes of each view. A view of a rank is the ranks that differ from it along these axes alone.
 
-data: ranks with different samples. loss: ranks with different targets, whose counts and losses are summed. model: ranks
-that compute the same samples together. all: every rank of the job.
+data: ranks with different samples, whose counts and losses are summed. loss: ranks with different targets, whose
+gradients are averaged. context: ranks that divide the sequences of the same samples. model: ranks that compute the same
+samples together. all: every rank of the job.
 """
 
 

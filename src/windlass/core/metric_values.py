@@ -31,10 +31,8 @@ Unknown = Callable[[Any], Any]
 
 
 def plain_metrics(values: Mapping[Any, Any], source: str = "") -> dict[str, Any]:
-    """`values` with text as names and plain data as values; see the module's first lines.
-
-    Args:
-        source: the function that returned them, for the warning about a value that is not a number.
+    """`values` with text as names and plain data as values; see the module's first lines. `source`: the function that
+    returned them, for the warning about a value that is not a number.
     """
     return {_name(name): plain_value(value, str(name), source) for name, value in values.items()}
 
@@ -66,13 +64,10 @@ def python_number(value: Any) -> Any:
 
 
 def number_in(metrics: Mapping[str, Any], key: str, field: str, name: str) -> float:
-    """The metric `key` as a float.
+    """The metric `key` as a float. Raises ConfigError if it is not a number.
 
     Args:
         field, name: the option that asks for it, and what the option says, for the error.
-
-    Raises:
-        ConfigError: it is not a number.
     """
     value = python_number(metrics[key])
     try:

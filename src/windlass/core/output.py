@@ -11,12 +11,15 @@ import contextlib
 import errno
 import functools
 import html
+import json
+import math
 import os
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any, TextIO
 
-from windlass.core.redact import redact_text
+from windlass.core.redact import redact_text, redact_value
 
 # C0 and C1 controls but for tab and newline; marks that change the direction of text; what ends a line elsewhere;
 # characters that take no room; halves of surrogate pairs.
@@ -54,6 +57,24 @@ def say(*words: object, error: bool = False, end: str = "\n") -> None:
     stream = STDERR if error else STDOUT
     stream.write(shown(" ".join(map(str, words))) + end)
     stream.flush()
+
+
+def say_json(value: Any) -> None:
+    """Print facts for programs as one JSON value: texts without secrets, what has no form in JSON as text, numbers that
+    are not finite as null.
+    """
+    STDOUT.write(json.dumps(_plain(redact_value("", value)), indent=1) + "\n")
+    STDOUT.flush()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int) else redact_text(str(value))
 
 
 def is_terminal(stream: Any) -> bool:

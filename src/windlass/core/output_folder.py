@@ -28,11 +28,7 @@ class OutputFolder:
         self._inode = None if found is None else found.st_ino
 
     def check(self) -> None:
-        """Call it before the folder is made or written to.
-
-        Raises:
-            OSError: its disk is not there.
-        """
+        """Call it before the folder is made or written to. Raises OSError if its disk is not there."""
         found = _status(self.path)
         # A share that is mounted again may have another device number; its folder is the same inode.
         is_same = found is not None and found.st_ino == self._inode

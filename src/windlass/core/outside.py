@@ -37,11 +37,7 @@ def find_outside(what: str) -> ModuleType | None:
 
 
 def load_outside(what: str) -> ModuleType:
-    """Return the module for `what`, a key of `OUTSIDE`.
-
-    Raises:
-        MissingDependencyError: `compat/` is not installed.
-    """
+    """Return the module for `what`, a key of `OUTSIDE`. Raises MissingDependencyError if `compat/` is not installed."""
     found = find_outside(what)
     if found is None:
         raise MissingDependencyError(

@@ -159,3 +159,29 @@ class preserved_rng:  # noqa: N801 (a context manager, used like a function)
 
     def __exit__(self, *_: object) -> None:
         load_rng_state(self._state, self._device)
+
+
+class ForwardRandomness:
+    """Different randomness on each of several ranks during a forward, and the same again after it.
+
+    The ranks begin with the same state, and draw equally often.
+    """
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._device, self._rank = _accelerator_generator(device), rank
+        self._states: tuple[Any, Any] = None, None
+
+    def begin(self) -> None:
+        """Draw from generators of this rank from now on."""
+        seed = derive_seed(int(torch.empty((), dtype=torch.int64).random_()), self._rank)
+        self._states = torch.default_generator.get_state(), self._device and self._device.get_state()
+        torch.default_generator.manual_seed(seed)
+        if self._device is not None:
+            self._device.manual_seed(seed)
+
+    def end(self) -> None:
+        """Continue with what all ranks draw."""
+        host, device = self._states
+        torch.default_generator.set_state(host)
+        if self._device is not None:
+            self._device.set_state(device)

@@ -63,10 +63,8 @@ class LoadWatch:
         self._enabled = hasattr(os, "getloadavg") and world_from_environment().is_local_main
 
     def look(self, *, training: bool) -> None:
-        """Compare the load average of the last minute with the cores.
-
-        Args:
-            training: the job itself has been running, so that its own threads are part of the load.
+        """Compare the load average of the last minute with the cores. `training`: the job itself has been running, so
+        that its own threads are part of the load.
         """
         if not self._enabled:
             return

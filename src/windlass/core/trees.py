@@ -152,10 +152,8 @@ def recursively_apply(
 ) -> Any:
     """The same nest with `func(leaf, *args, **kwargs)` in place of each leaf that `test_type` accepts.
 
-    Other leaves stay as they are.
-
-    Raises:
-        TypeError: with `error_on_other_type`, a leaf that `test_type` does not accept.
+    Other leaves stay as they are. Raises TypeError for with `error_on_other_type`, a leaf that `test_type` does not
+    accept.
     """
 
     def apply(part: Any) -> Any:
@@ -173,10 +171,8 @@ def _only_tensors(operation: str, part: Any) -> str:
 
 
 def tensors_of(data: Any, operation: str) -> list[Tensor]:
-    """The tensors of a nest that holds nothing else, in order.
-
-    Raises:
-        TypeError: something else is among them; the message names `operation`.
+    """The tensors of a nest that holds nothing else, in order. Raises TypeError if something else is among them; the
+    message names `operation`.
     """
     found = list(leaves(data))
     for part in found:
@@ -311,10 +307,8 @@ def slice_tensors(data: Any, tensor_slice: slice | Any) -> Any:
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """One nest out of a list of nests of the same form, their tensors joined along `dim`.
-
-    Raises:
-        TypeError: leaves that are not tensors, unless there is one nest only.
+    """One nest out of a list of nests of the same form, their tensors joined along `dim`. Raises TypeError for leaves
+    that are not tensors, unless there is one nest only.
     """
     first = data[0]
     if isinstance(first, tuple | list):

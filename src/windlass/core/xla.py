@@ -33,10 +33,7 @@ def is_selected() -> bool:
 @functools.cache
 def device() -> torch.device:
     """The device of this process. With several on the machine it is all of them together. The first call starts the
-    runtime.
-
-    Raises:
-        ConfigError: the runtime finds no device, or devices of other processes.
+    runtime. Raises ConfigError if the runtime finds no device, or devices of other processes.
     """
     if _STARTED_BY_LAUNCH in os.environ:
         fix = "one process drives all devices: start the script itself, instead of a function with torch_xla.launch"

@@ -249,10 +249,8 @@ def special_tokens(tokenizer: Any, ids: Array) -> Array:
 
 
 def pad_ids(examples: Features, tokenizer: Any, pad_to_multiple_of: int | None = None) -> Array:
-    """Lists of token ids as one int64 array of shape (batch, tokens), padded with the padding token.
-
-    Raises:
-        ValueError: padding is needed and the tokenizer has no padding token.
+    """Lists of token ids as one int64 array of shape (batch, tokens), padded with the padding token. Raises ValueError
+    if padding is needed and the tokenizer has no padding token.
     """
     lengths = [len(example) for example in examples]
     multiple = pad_to_multiple_of or 1

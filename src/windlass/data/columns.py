@@ -31,15 +31,13 @@ def signature_columns(model: Any, label_names: Iterable[str] | None = None) -> l
 
 
 def select_columns(dataset: Any, columns: list[str], what: str) -> Any:
-    """`dataset` with only those of `columns`, if it has named columns (Hugging Face sets); else itself.
+    """`dataset` with only those of `columns`, if it has named columns (Hugging Face sets); else itself. Raises
+    DataError if no column is left.
 
     Args:
         dataset: any dataset.
         columns: from `signature_columns`; empty: keep all.
         what: "training", "evaluation", ...: for the message.
-
-    Raises:
-        DataError: no column is left.
     """
     present = getattr(dataset, "column_names", None)
     if not columns or not present or isinstance(present, Mapping) or not hasattr(dataset, "remove_columns"):

@@ -64,10 +64,8 @@ class DealtLoader(DataLoader[Any], GroupSource):
         return False
 
     def __len__(self) -> int:
-        """Batches of a pass; if the last row is short, a rank may have one less.
-
-        Raises:
-            TypeError: a stream of unknown length.
+        """Batches of a pass; if the last row is short, a rank may have one less. Raises TypeError for a stream of
+        unknown length.
         """
         count = self.count(self.epoch)
         if count is None:
@@ -113,10 +111,8 @@ class DealtLoader(DataLoader[Any], GroupSource):
     def groups(self, accumulation: int) -> Iterator[UpdateBatch]:
         """The groups from the current position to the end of its pass, in host memory.
 
-        The next call continues with the next pass. All ranks get the same number of groups.
-
-        Raises:
-            DataError: there is no batch.
+        The next call continues with the next pass. All ranks get the same number of groups. Raises DataError if there
+        is no batch.
         """
         place, rows = self._place, list[DealtBatch]()
         epoch, start, place.resume = place.epoch, place.consumed, 0

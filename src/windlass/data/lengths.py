@@ -16,10 +16,8 @@ _cache: weakref.WeakKeyDictionary[Any, dict[str, np.ndarray[Any, Any]]] = weakre
 def sample_lengths(dataset: Any, column: str = "length", tokens: str = "input_ids") -> np.ndarray[Any, Any]:
     """Length of every sample, int64 of shape (samples,): its `column` where it has one, else `len(sample[tokens])`.
 
-    Remembered as long as the dataset object lives, because reading every sample of a large set takes minutes.
-
-    Raises:
-        DataError: the samples have neither.
+    Remembered as long as the dataset object lives, because reading every sample of a large set takes minutes. Raises
+    DataError if the samples have neither.
     """
     try:
         known = _cache.setdefault(dataset, {})

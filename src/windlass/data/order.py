@@ -159,11 +159,8 @@ def own_generators(*parts: Any) -> Generators:
 
 
 def run_sampler(sampler: Any, seed: int, epoch: int, generators: Generators) -> list[Any]:
-    """All that a user's sampler or batch sampler yields in `epoch`, a function of (seed, epoch) as far as it draws
-    from the default generators or its own `generators`.
-
-    Raises:
-        DataError: it does not end.
+    """All that a user's sampler or batch sampler yields in `epoch`, a function of (seed, epoch) as far as it draws from
+    the default generators or its own `generators`. Raises DataError if it does not end.
     """
     set_epochs(epoch, getattr(sampler, "sampler", None), sampler)
     for generator, first in generators:
@@ -183,10 +180,8 @@ def run_sampler(sampler: Any, seed: int, epoch: int, generators: Generators) -> 
 def build_order(dataset: Any, plan: DataPlan, batch: BatchPlan, measured: Any = None) -> Order:
     """The sampler that `plan.order` names, for a map-style `dataset`.
 
-    `measured` is the same dataset with all its columns: `dataset` may have lost the one that holds lengths.
-
-    Raises:
-        DataError: the dataset has no length, or lengths were asked for that it does not have.
+    `measured` is the same dataset with all its columns: `dataset` may have lost the one that holds lengths. Raises
+    DataError if the dataset has no length, or lengths were asked for that it does not have.
     """
     if plan.order == "sequential":
         return SequentialOrder(len(dataset), plan.seed)
@@ -204,10 +199,8 @@ def build_order(dataset: Any, plan: DataPlan, batch: BatchPlan, measured: Any = 
 
 
 def refuse_order_of_stream(plan: DataPlan) -> None:
-    """Raise if the plan has an order that needs all samples beforehand.
-
-    Raises:
-        ConfigError: names the field and what to use.
+    """Raise if the plan has an order that needs all samples beforehand. Raises ConfigError, which names the field and
+    what to use.
     """
     if plan.order in ("group_by_length", "batch_rebalance"):
         fix = "an iterable dataset comes in its own order; use 'random', or a dataset with __getitem__ and __len__"

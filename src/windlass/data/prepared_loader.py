@@ -93,11 +93,7 @@ class PreparedLoader(DealtLoader):
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of the dataset.
-
-        Raises:
-            TypeError: a stream of unknown length.
-        """
+        """Samples of the dataset. Raises TypeError for a stream of unknown length."""
         return len(self.dataset)  # type: ignore[arg-type]
 
     @property

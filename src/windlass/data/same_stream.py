@@ -77,13 +77,11 @@ def check_dispatched(
     """Raise on all ranks if a stream that the main process reads for all of them splits itself by rank. Collective.
 
     Other ranks may have no stream at all, or one that returns other samples in each pass: the main process's counts.
+    Raises ConfigError if the stream of another rank begins with other samples, and with the same ones when read again.
 
     Args:
         marks: checksums of the first samples that this rank read; empty if it read none.
         read_again: returns them once more; called on other ranks than the main one.
-
-    Raises:
-        ConfigError: the stream of another rank begins with other samples, and with the same ones when read again.
     """
     first, *others = data_ranks.gather_objects(marks)
     differ = {rank for rank, their in enumerate(others, 1) if any(map(operator.ne, their, first))}

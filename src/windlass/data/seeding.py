@@ -89,10 +89,8 @@ class DrawWatch:
 
 
 def _memory_of(bits: Any) -> memoryview:
-    """NumPy's default generator as it lies in memory: a Mersenne twister's 624 words, and the position in them.
-
-    Raises:
-        DataError: a script has set another kind of generator, whose state has another shape.
+    """NumPy's default generator as it lies in memory: a Mersenne twister's 624 words, and the position in them. Raises
+    DataError if a script has set another kind of generator, whose state has another shape.
     """
     if not isinstance(bits, np.random.MT19937):
         raise DataError(

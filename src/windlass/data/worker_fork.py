@@ -116,10 +116,8 @@ class _Popen(popen_fork.Popen):
         return read
 
     def _signs_on(self, read: int, number: int, patience: float) -> bool:
-        """Wait for the child's sign; False if none comes in time.
-
-        Raises:
-            WorkerError: the child ended before it called `sign_on`.
+        """Wait for the child's sign; False if none comes in time. Raises WorkerError if the child ended before it
+        called `sign_on`.
         """
         if not multiprocessing.connection.wait([read], patience):
             return False

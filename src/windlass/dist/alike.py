@@ -24,13 +24,11 @@ _MISSING = "(missing)"
 def check_alike(facts: Mapping[str, Any], gang: Gang) -> None:
     """Raise on every rank if `facts` differ between ranks. Collective.
 
-    Ranks exchange one hash; the values travel only if the hashes differ.
+    Ranks exchange one hash; the values travel only if the hashes differ. Raises RankMismatchError, which names each
+    field that differs, with its values and their ranks.
 
     Args:
         facts: values by field name. Mappings inside are compared key by key, as `field.key`.
-
-    Raises:
-        RankMismatchError: names each field that differs, with its values and their ranks.
     """
     if gang.size == 1:
         return

@@ -1,4 +1,4 @@
-"""PyTorch's `DeviceMesh` of a job's data axes, over which FSDP2 shards a model."""
+"""PyTorch's `DeviceMesh` of the ranks over which FSDP2 shards a model."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from windlass.dist.gang import leave
 from windlass.dist.listening import gloo_on_loopback
 
 
-def data_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """The ranks of this rank's data view: on one axis, "shard", or with several replicas on two, "replicate" and
-    "shard", where consecutive ranks share one copy of the model. Collective.
+def loss_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """The ranks of this rank's loss view: on one axis, "shard", or with several replicas on two, "replicate" and
+    "shard", where consecutive ranks share one copy of the model. Ranks that divide sequences have shards too.
+    Collective.
     """
     if not dist.is_initialized():
         open_group_of_one(device)
     if device.index is not None:
         # Collectives of a mesh run on the current device of its type.
         torch.accelerator.set_device_index(device.index)
-    axes = [axis for axis in AXES if axis == "shard" or mesh.along(axis) > 1]
-    whole = init_device_mesh(device.type, tuple(map(mesh.along, axes)), mesh_dim_names=tuple(axes))
-    data = tuple(axis for axis in axes if axis in VIEWS["data"])
-    return whole if len(data) == len(axes) else whole[data]
+    sizes = {axis: mesh.along(axis) for axis in AXES if axis != "context"}
+    sizes["shard"] *= mesh.context
+    axes = [axis for axis, size in sizes.items() if axis == "shard" or size > 1]
+    whole = init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+    loss = tuple(axis for axis in axes if axis in VIEWS["loss"])
+    return whole if len(loss) == len(axes) else whole[loss]
 
 
 def open_group_of_one(device: torch.device) -> None:

@@ -200,6 +200,19 @@ class ProcessGang(Gang):
             if mine not in self._views:
                 self._open_view(view, mine, timeout)
 
+    def lay_out(self, mesh: Mesh, timeout: timedelta) -> bool:
+        """Use the views of `mesh`: those of before, or if the ranks have only shared out data so far, new ones. Return
+        False if they have another layout. Collective.
+        """
+        if mesh == self.mesh or all(mesh.parts(view) == self.mesh.parts(view) for view in VIEWS):
+            return True
+        if self.mesh.size("model") > 1:
+            return False
+        for gang in self._views.values():
+            gang.mesh = mesh
+        self.open_views(timeout)
+        return True
+
     def _open_view(self, view: View, mine: tuple[int, ...], timeout: timedelta) -> None:
         if len(mine) == 1:
             Gang(self.world, self.mesh, mine, self._views)
@@ -351,7 +364,7 @@ def join(
         _joined = ProcessGang(world, host, mesh)
         _joined.open_views(timeout)
         atexit.register(leave)
-    if mesh is not None and any(mesh.parts(view) != _joined.mesh.parts(view) for view in VIEWS):
+    if mesh is not None and not _joined.lay_out(mesh, timedelta(seconds=timeout_seconds)):
         fix = f"the processes met with {_joined.mesh}, whose process groups are open; use one layout in a script"
         raise ConfigError(Problem("mesh", mesh, fix))
     return _joined

@@ -28,14 +28,12 @@ def is_loopback(address: str) -> bool:
 
 
 def open_store(address: str, port: int = 0) -> tuple[Any, str]:
-    """Open a store that listens on `address` only; torch's own listens on all addresses of the machine.
+    """Open a store that listens on `address` only; torch's own listens on all addresses of the machine. Raises OSError
+    if the port is in use.
 
     Returns:
         The store and the address it listens on. That is "" (all addresses) if `address` does not belong to this
         machine, such as that of a forwarding gateway, or is a name that leads to loopback here and elsewhere does not.
-
-    Raises:
-        OSError: the port is in use.
     """
     # Here, because a torch that was built without distribution has none.
     from torch._C._distributed_c10d import TCPStore

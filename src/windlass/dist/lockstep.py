@@ -73,10 +73,8 @@ def answer_until_all_are_done(gang: Gang, width: int) -> None:
 
 
 def exchange_messages(gang: Gang, message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's message; the meeting point at which a rank learns that another one failed.
-
-    Raises:
-        PeerError: another rank failed in `telling_others` instead; its words are quoted.
+    """Every rank's message; the meeting point at which a rank learns that another one failed. Raises PeerError if
+    another rank failed in `telling_others` instead; its words are quoted.
     """
     messages: list[dict[str, Any]] = gang.gather_objects(message)
     failures = [f"rank {rank}: {m[_FAILED]}" for rank, m in enumerate(messages) if _FAILED in m]

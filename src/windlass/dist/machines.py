@@ -35,10 +35,8 @@ class UnreachableError(MeetingError):
 
 
 def meet(meeting: Meeting) -> RendezvousHandler:
-    """The handler that torch's agent asks for ranks.
-
-    Raises:
-        MeetingError: no machine answers at the address within the time, or the port cannot be used.
+    """The handler that torch's agent asks for ranks. Raises MeetingError if no machine answers at the address within
+    the time, or the port cannot be used.
     """
     if meeting.machines == 1:
         return OneMachine(meeting.run_id, meeting.port)

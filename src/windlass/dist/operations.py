@@ -66,10 +66,8 @@ def gather(tensor: Any, *, gang: Gang | None = None) -> Any:
 
 
 def gather_object(object: Any, *, gang: Gang | None = None) -> Any:
-    """The lists of all processes, joined in rank order. With one process, the object itself.
-
-    Raises:
-        DataError: a value that cannot be sent (see `dist/wire.py`), or something that is not a list.
+    """The lists of all processes, joined in rank order. With one process, the object itself. Raises DataError for a
+    value that cannot be sent (see `dist/wire.py`), or something that is not a list.
     """
     gang = gang or current()
     if gang.size == 1:
@@ -101,10 +99,8 @@ def broadcast(tensor: Any, from_process: int = 0, *, gang: Gang | None = None) -
 def broadcast_object_list(
     object_list: list[Any], from_process: int = 0, *, gang: Gang | None = None
 ) -> list[Any]:
-    """Replace the items of the list, in place, by those of process `from_process`.
-
-    Raises:
-        DataError: a value that cannot be sent, named (see `dist/wire.py`).
+    """Replace the items of the list, in place, by those of process `from_process`. Raises DataError for a value that
+    cannot be sent, named (see `dist/wire.py`).
     """
     gang = gang or current()
     _check_source("broadcast_object_list", from_process, gang)
@@ -166,10 +162,8 @@ def pad_across_processes(
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None, *, gang: Gang | None = None) -> Tensor:
-    """A tensor that one process has, on every process's own device. The others call with None.
-
-    Raises:
-        DataError: no process has one, or several have.
+    """A tensor that one process has, on every process's own device. The others call with None. Raises DataError if no
+    process has one, or several have.
     """
     gang = gang or current()
     kinds = gang.gather_objects(None if tensor is None else [*_kind(tensor), tensor.device.type])

@@ -63,10 +63,8 @@ def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_takes_parts(optimizer: torch.optim.Optimizer, field: str, value: str) -> None:
-    """Check that `optimizer` can update the parameters that it has.
-
-    Raises:
-        ConfigError: some are sharded, and the optimizer is one of bitsandbytes, whose kernels take plain tensors.
+    """Check that `optimizer` can update the parameters that it has. Raises ConfigError if some are sharded, and the
+    optimizer is one of bitsandbytes, whose kernels take plain tensors.
     """
     library = any(base.__module__.split(".")[0] == "bitsandbytes" for base in type(optimizer).__mro__)
     if library and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
@@ -189,10 +187,8 @@ def _part_at(tensor: DTensor, coordinate: Sequence[int]) -> Part:
 
 
 def copy_whole_(target: Tensor, source: Tensor) -> None:
-    """Take this rank's part of the whole tensor `source` into `target`, in place. No communication.
-
-    Args:
-        source: has `target`'s global shape; any device and dtype.
+    """Take this rank's part of the whole tensor `source` into `target`, in place. No communication. `source`: has
+    `target`'s global shape; any device and dtype.
     """
     if target.shape != source.shape:
         raise ValueError(f"a tensor of shape {list(source.shape)} cannot fill one of {list(target.shape)}")

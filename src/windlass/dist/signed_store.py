@@ -69,10 +69,8 @@ class SignedStore(Store):
         self._inner.set(self._name(key), self._sign(key, content).hex() + content.hex())
 
     def get(self, key: str) -> bytes:
-        """The value under `key`; waits for it up to `timeout`.
-
-        Raises:
-            ForgedValueError: it was written without the token.
+        """The value under `key`; waits for it up to `timeout`. Raises ForgedValueError if it was written without the
+        token.
         """
         self.wait([key])
         raw = self._inner.get(self._name(key))

@@ -52,11 +52,7 @@ def pack(value: Any, notes: Any = None, name: str = "value") -> Tensor:
 
 
 def unpack(parcel: Tensor) -> tuple[Any, Any]:
-    """The value and the notes; tensors are views of the parcel.
-
-    Raises:
-        DataError: it is not what `pack` makes.
-    """
+    """The value and the notes; tensors are views of the parcel. Raises DataError if it is not what `pack` makes."""
     try:
         end = 8 + int.from_bytes(parcel[:8].numpy().tobytes(), "little")
         notes, described = json.loads(parcel[8:end].numpy().tobytes())
@@ -95,10 +91,8 @@ def stream(tensors: list[Tensor], group: Any = None, chunk_bytes: int = CHUNK_BY
     """Every rank's tensors one after another, in rank order, whatever their number, shapes and types. Collective.
 
     Empties `tensors` as it goes, so that memory is freed while the result grows. Own tensors come back on their own
-    device, those of other ranks in host memory. Must be read to the end on all ranks.
-
-    Args:
-        chunk_bytes: upper bound of one message, but for a tensor that is larger by itself.
+    device, those of other ranks in host memory. Must be read to the end on all ranks. `chunk_bytes`: upper bound of one
+    message, but for a tensor that is larger by itself.
     """
     mine = dist.get_rank(group)
     for rank, header in enumerate(gather([[dtype_name(t.dtype), list(t.shape)] for t in tensors], group)):

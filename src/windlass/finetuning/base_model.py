@@ -108,21 +108,23 @@ def name_of(model: Any) -> str:
     return model if isinstance(model, str) else str(getattr(config, "_name_or_path", "") or "")
 
 
-def open_tokenizer(tokenizer: Any, model: nn.Module, args: SFTConfig) -> Any:
-    """Return the given tokenizer, or the one in the folder or repository of the model. Raises ConfigError if there is
-    none, or what is given is neither a tokenizer nor a processor with one.
+def open_tokenizer(tokenizer: Any, model: nn.Module, args: SFTConfig, with_images: bool = False) -> Any:
+    """Return the given tokenizer or processor, or the one in the folder or repository of the model: a processor if
+    `with_images`. Raises ConfigError if there is none, or what is given is neither of them.
     """
     transformers = require("transformers", _PURPOSE)
     if tokenizer is None:
         name = name_of(model)
         options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
+            kind = transformers.AutoProcessor if with_images else transformers.AutoTokenizer
+            tokenizer = kind.from_pretrained(
                 name, revision=options.get("revision", "main"), trust_remote_code=args.trust_remote_code
             )
         except (OSError, ValueError, TypeError, AttributeError) as error:
             where = f"in {name!r}" if name else "because the model has no name"
-            fix = f"no tokenizer was found {where}; pass processing_class=tokenizer"
+            what = "processor" if with_images else "tokenizer"
+            fix = f"no {what} was found {where}; pass processing_class={what}"
             raise ConfigError(Problem("processing_class", None, fix)) from error
     inner = getattr(tokenizer, "tokenizer", tokenizer)
     if not isinstance(inner, transformers.PreTrainedTokenizerBase):

@@ -7,6 +7,7 @@ from typing import Any
 from windlass.callbacks.displays import Display, open_display
 from windlass.core.world import world_from_environment
 from windlass.finetuning.sft_config import SFTConfig
+from windlass.text.image_processing import ImageProcessing
 from windlass.text.prepare_text import ENOUGH_FOR_WORKERS, PreparedText, prepare_text
 from windlass.text.text_options import TextOptions
 from windlass.text.token_store import default_cache
@@ -36,7 +37,12 @@ def text_options(
 
 
 def prepare_kept(
-    dataset: Any, tokenizer: Any, options: TextOptions, name: str, show_progress: bool = True
+    dataset: Any,
+    tokenizer: Any,
+    options: TextOptions,
+    name: str,
+    show_progress: bool = True,
+    images: ImageProcessing | None = None,
 ) -> PreparedText:
     """`prepare_text`, whose result is looked for in the cache of the user and kept there.
 
@@ -44,6 +50,7 @@ def prepare_kept(
 
     Args:
         name: of the dataset, for the bar. It is drawn for many rows, and only by a process that prepares them.
+        images: what a processor makes of the rows' images; None: rows of text.
 
     Raises:
         ConfigError, DataError: as `prepare_text`.
@@ -62,7 +69,9 @@ def prepare_kept(
             display.advance(done)
 
     try:
-        return prepare_text(dataset, tokenizer, options, cache=default_cache(), progress=advance)
+        return prepare_text(
+            dataset, tokenizer, options, images=images, cache=default_cache(), progress=advance
+        )
     finally:
         for display in bar:
             display.close()

@@ -81,14 +81,12 @@ class Seq2SeqTrainer(Trainer):
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:
-        """The GenerationConfig that an argument names.
+        """The GenerationConfig that an argument names. Raises ConfigError if it cannot be loaded, or its values
+        contradict each other.
 
         Args:
             gen_config_arg: a GenerationConfig (which is copied), a dict of its values, the path of its file or folder,
                 or the name of a model.
-
-        Raises:
-            ConfigError: it cannot be loaded, or its values contradict each other.
         """
         cls = require("transformers", "generate text").GenerationConfig
         try:

@@ -15,7 +15,7 @@ from windlass.finetuning.sft_config import SFTConfig
 
 logger = get_job_logger(__name__)
 
-_KNOWN_DATASET_OPTIONS = ("skip_prepare_dataset",)
+_KNOWN_DATASET_OPTIONS = ("skip_prepare_dataset", "allow_image_urls")
 
 
 def check_settings(args: SFTConfig, *, own_collator: bool, own_loss: bool, formatted: bool) -> None:
@@ -62,7 +62,8 @@ def _data_problems(args: SFTConfig, own_collator: bool, formatted: bool) -> Iter
     options = args.dataset_kwargs if isinstance(args.dataset_kwargs, dict) else {}
     for name, value in options.items():
         if name not in _KNOWN_DATASET_OPTIONS:
-            yield Problem(f"dataset_kwargs.{name}", value, f"the only option is {_KNOWN_DATASET_OPTIONS[0]}")
+            known = " and ".join(_KNOWN_DATASET_OPTIONS)
+            yield Problem(f"dataset_kwargs.{name}", value, f"the options are {known}")
 
 
 def _loss_problems(args: SFTConfig, own_loss: bool) -> Iterator[Problem]:

@@ -72,7 +72,7 @@ class SFTConfig(TrainingArguments):
     # --- data ---
     dataset_text_field: str = setting("text", "Column with the text of plain-text datasets.")
     dataset_kwargs: dict[str, Any] | str | None = setting(
-        None, "Options of data preparation; the only one is skip_prepare_dataset.", document=True
+        None, "Options of data preparation: skip_prepare_dataset, allow_image_urls.", document=True
     )
     dataset_num_proc: int | None = setting(
         None,

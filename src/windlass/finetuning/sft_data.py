@@ -11,14 +11,16 @@ from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.finetuning.prepared_text import prepare_kept, text_options
 from windlass.finetuning.sft_config import SFTConfig
+from windlass.text.image_messages import COLUMNS, has_image_parts
+from windlass.text.image_processing import ImageProcessing
 from windlass.text.mixture import DatasetMixture
 from windlass.text.summary import TextSummary
+from windlass.text.tables import is_stream, is_table
 from windlass.transforms.model_limits import ModelLimits
 
 logger = get_job_logger(__name__)
 
 _MASKS = ("completion_mask", "assistant_masks")
-_IMAGES = ("image", "images")
 # Prompts and completions, as they are and in the form of Alpaca.
 _PAIRS = ({"prompt", "completion"}, {"instruction", "output"})
 
@@ -33,6 +35,7 @@ class SFTData:
         formatting_func: row -> text.
         own_collator: the script passed a collator, which may read masks itself.
         limits: the tokens and positions that the model has.
+        images: what the processor makes of images; None: the tokenizer alone is known.
         summaries: name of a dataset -> counts of its preparation; streams have none.
     """
 
@@ -41,19 +44,19 @@ class SFTData:
     formatting_func: Callable[[Any], Any] | None
     own_collator: bool
     limits: ModelLimits = field(default_factory=ModelLimits)
+    images: ImageProcessing | None = None
     summaries: dict[str, TextSummary] = field(default_factory=dict)
 
     def prepare(self, dataset: Any, name: str, packing: bool) -> Any:
         """Return a dataset with the columns `input_ids` and `labels`, and `seq_lengths` if rows are packed by best fit.
-        The sources of a mixture are prepared one by one, and mixed again.
+        The sources of a mixture are prepared one by one, and mixed again. Raises ConfigError or DataError for what
+        cannot be prepared, before training.
 
         Args:
             name: of the dataset, for errors and for the summary.
-
-        Raises:
-            ConfigError, DataError: what cannot be prepared, before training.
         """
-        _check_images(dataset, name)
+        if self.images is None and not self.args.skips_preparation:
+            _refuse_images(dataset, name)
         if self.args.skips_preparation:
             self._check_skipped(dataset, name)
             return dataset
@@ -62,7 +65,7 @@ class SFTData:
         _check_transform(dataset)
         completion_only = trains_on_completions(self.args, dataset, self.formatting_func is not None)
         options = text_options(self.args, packing, completion_only, self.formatting_func)
-        found = prepare_kept(dataset, self.tokenizer, options, name, not self.args.disable_tqdm)
+        found = prepare_kept(dataset, self.tokenizer, options, name, not self.args.disable_tqdm, self.images)
         if found.summary is not None:
             self.summaries[name] = found.summary
             self._check_vocabulary(found.summary.largest_id, name)
@@ -115,7 +118,6 @@ def check_train_dataset(dataset: Any) -> None:
     Raises:
         ValueError: there is none.
         TypeError: it is neither a dataset nor a sequence of mappings.
-        ConfigError: it has images.
     """
     if dataset is None:
         raise ValueError("`train_dataset` is required")
@@ -129,17 +131,6 @@ def check_train_dataset(dataset: Any) -> None:
             f"mappings, got `{type(dataset).__name__}`"
             + (f"; pass one of its parts: {splits}" if splits else "")
         )
-    _check_images(dataset, "train")
-
-
-def _check_images(dataset: Any, name: str) -> None:
-    found = sorted(columns_of(dataset) & set(_IMAGES))
-    if found:
-        fix = (
-            "columns with images are not supported: the loss without logits, packing and the preparation are those of "
-            "text models. Remove the column to train on the text alone"
-        )
-        raise ConfigError(Problem(f"{name}_dataset", found, fix))
 
 
 def columns_of(dataset: Any) -> set[str]:
@@ -149,6 +140,38 @@ def columns_of(dataset: Any) -> set[str]:
         return set(names)
     first = next(iter(islice(iter(dataset), 1)), None)
     return set(first) if isinstance(first, Mapping) else set()
+
+
+def holds_images(dataset: Any) -> bool:
+    """Return True if rows of a dataset may have images: it has a column of them, or messages with such parts."""
+    if dataset is None:
+        return False
+    if isinstance(dataset, DatasetMixture):
+        return any(holds_images(source) for source in dataset.sources.values())
+    if columns_of(dataset) & set(COLUMNS):
+        return True
+    if is_table(dataset) or is_stream(dataset):
+        features = dataset.features or {}
+        return any(_may_have_parts(features.get(name)) for name in ("messages", "prompt", "completion"))
+    return isinstance(dataset, (list, tuple)) and any(map(has_image_parts, dataset))
+
+
+def _refuse_images(dataset: Any, name: str) -> None:
+    found = sorted(columns_of(dataset) & set(COLUMNS))
+    if found:
+        fix = (
+            "has images, and no dataset of the constructor has: pass eval_dataset there as well, or remove the column "
+            "to evaluate on the text alone"
+        )
+        raise ConfigError(Problem(f"{name}_dataset", found, fix))
+
+
+def _may_have_parts(feature: Any) -> bool:
+    """Return True if messages of this type have contents of parts with more than text."""
+    message = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+    content = message.get("content") if isinstance(message, Mapping) else None
+    part = content[0] if isinstance(content, list) and content else getattr(content, "feature", None)
+    return isinstance(part, Mapping) and bool(set(part) - {"type", "text"})
 
 
 def trains_on_completions(args: SFTConfig, dataset: Any, formatted: bool) -> bool:

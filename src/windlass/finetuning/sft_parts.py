@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,10 @@ from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.finetuning.sft_arguments import sft_arguments
 from windlass.finetuning.sft_checks import check_settings, router_coefficient, settle_stream
 from windlass.finetuning.sft_config import SFTConfig
-from windlass.finetuning.sft_data import SFTData, check_train_dataset
+from windlass.finetuning.sft_data import SFTData, check_train_dataset, holds_images
+from windlass.finetuning.sft_images import open_images
 from windlass.finetuning.tuned_model import open_tuned_model
+from windlass.text.image_rows import ImageCollator
 from windlass.text.tables import is_stream
 from windlass.transforms.model_limits import ModelLimits
 
@@ -48,6 +50,7 @@ class Given:
     args: TrainingArguments | None
     data_collator: Callable[[list[Any]], Any] | None
     train_dataset: Any
+    eval_dataset: Any
     processing_class: Any
     has_own_loss: bool
     quantization_config: Any
@@ -67,13 +70,25 @@ def build_sft_parts(given: Given) -> SFTParts:
     settle_stream(args, is_stream(given.train_dataset))
     formatted, own_collator = given.formatting_func is not None, given.data_collator is not None
     check_settings(args, own_collator=own_collator, own_loss=given.has_own_loss, formatted=formatted)
+    with_images = _with_images(given, args)
     base = open_tuned_model(
-        given.model, args, given.processing_class, given.quantization_config, given.peft_config
+        given.model, args, given.processing_class, given.quantization_config, given.peft_config, with_images
     )
     router_weight = router_coefficient(args, base.model)
     step = args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None
-    collator = given.data_collator or DataCollatorForCausalLM(
+    collator: Any = given.data_collator or DataCollatorForCausalLM(
         base.tokenizer.pad_token_id, args.joins_rows, pad_to_multiple_of=step
     )
-    data = SFTData(args, base.tokenizer, given.formatting_func, own_collator, ModelLimits.of(base.model))
+    images = open_images(base, args, formatted) if with_images else None
+    if images is not None and not own_collator:
+        collator = ImageCollator(collator, images)
+    limits = ModelLimits.of(base.model)
+    data = SFTData(args, base.tokenizer, given.formatting_func, own_collator, limits, images)
     return SFTParts(args, base.model, base.processing_class, collator, data, router_weight)
+
+
+def _with_images(given: Given, args: SFTConfig) -> bool:
+    """Return True if a dataset may have images, and is prepared here."""
+    held = given.eval_dataset
+    datasets = [given.train_dataset, *(held.values() if isinstance(held, Mapping) else [held])]
+    return not args.skips_preparation and any(map(holds_images, datasets))

@@ -30,7 +30,7 @@ from windlass.transforms.linear_cross_entropy import LossOptions
 logger = get_job_logger(__name__)
 
 _TAGS = ["windlass", "sft"]
-_COLUMNS = ["input_ids", "labels", "seq_lengths"]
+_COLUMNS = ["input_ids", "labels", "seq_lengths", "images"]
 
 
 class CardWriter(TrainerCallback):
@@ -101,6 +101,7 @@ class SFTTrainer(Trainer):
                 args,
                 data_collator,
                 train_dataset,
+                eval_dataset,
                 processing_class or tokenizer,
                 compute_loss_func is not None,
                 quantization_config,
@@ -139,6 +140,7 @@ class SFTTrainer(Trainer):
             self.accelerator.device,
             lambda sums: self.accelerator.reduce(sums, "sum"),
             self.accelerator.process_index,
+            counts=self._services.session.all_ranks.over("model").rank == 0,
         )
         self.accelerator.register_for_checkpointing(self._figures)
         self.add_callback(UpdateBorders(self._figures))

@@ -16,13 +16,11 @@ _ENDINGS = (".jinja", ".j2")
 
 
 def adopt_template(path: str | None, model: nn.Module, tokenizer: Any) -> list[int]:
-    """Set the chat template of `tokenizer` from a Jinja file, or from the tokenizer in a folder or repository.
+    """Set the chat template of `tokenizer` from a Jinja file, or from the tokenizer in a folder or repository. Raises
+    ConfigError if the file or tokenizer cannot be read.
 
     Returns:
         ids of the tokens that were added to the vocabulary; none for a file.
-
-    Raises:
-        ConfigError: the file or tokenizer cannot be read.
     """
     if path is None or path.endswith(_ENDINGS):
         take_over_template(path, tokenizer)
@@ -67,16 +65,14 @@ def clone_chat_template(
     """Give a model and its tokenizer the chat template, the end token and the added tokens of another tokenizer.
 
     Embeddings are resized to the tokens, to a multiple of `resize_to_multiple_of` unless it is None; rows beyond get
-    tokens `<extra_id_0>`, `<extra_id_1>`, ...
+    tokens `<extra_id_0>`, `<extra_id_1>`, ... Raises ConfigError if the tokenizer cannot be loaded, or has no chat
+    template.
 
     Args:
         source_tokenizer_path: name or folder of the tokenizer that has the template.
 
     Returns:
         the model, the tokenizer, and the ids of the tokens that were added to its vocabulary.
-
-    Raises:
-        ConfigError: the tokenizer cannot be loaded, or has no chat template.
     """
     added = _take_over_tokenizer(source_tokenizer_path, tokenizer)
     for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):

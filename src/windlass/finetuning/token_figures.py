@@ -45,12 +45,17 @@ class TokenFigures:
         device: where the sums are.
         sum_over_ranks: returns the sum of a tensor over all ranks. Collective.
         rank: of this process in the job.
+        counts: False if another rank adds the same figures.
     """
 
     def __init__(
-        self, device: torch.device, sum_over_ranks: Callable[[Tensor], Tensor], rank: int = 0
+        self,
+        device: torch.device,
+        sum_over_ranks: Callable[[Tensor], Tensor],
+        rank: int = 0,
+        counts: bool = True,
     ) -> None:
-        self._sum_over_ranks, self._rank = sum_over_ranks, rank
+        self._sum_over_ranks, self._rank, self._counts = sum_over_ranks, rank, counts
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._device = device
         self._sums = {training: self._zeros() for training in (True, False)}
@@ -96,7 +101,8 @@ class TokenFigures:
             entropy and mean_token_accuracy (means over targets), num_tokens, and aux_loss if there is one; an empty
             dict if no batch was added on any rank.
         """
-        joined = self._sum_over_ranks(torch.cat([self._sums[training], self._tokens[None].to(self._dtype)]))
+        own = torch.cat([self._sums[training], self._tokens[None].to(self._dtype)])
+        joined = self._sum_over_ranks(own if self._counts else torch.zeros_like(own))
         *sums, tokens = joined.tolist()
         self._sums[training] = self._zeros()
         found = dict(zip(_SUMS, sums, strict=True))
@@ -117,6 +123,8 @@ class TokenFigures:
         self._sums[training] = self._zeros()
 
     def state_dict(self) -> State:
+        if not self._counts:
+            return {"sums": self._zeros().tolist(), "tokens": 0}
         return {"sums": self._sums[True].tolist(), "tokens": int(self._tokens)}
 
     def load_state_dict(self, state: State) -> None:

@@ -42,15 +42,13 @@ def find_model(word: str) -> str:
 
 
 def open_trained(name: str, base: str | None, dtype: str | torch.dtype) -> tuple[Any, Any]:
-    """Return the model, in evaluation mode on the device of this process, and its tokenizer.
+    """Return the model, in evaluation mode on the device of this process, and its tokenizer. Raises CheckpointError or
+    ModelError if there is no such model, it has no tokenizer, or it cannot generate.
 
     Args:
         name: a folder with a model, an adapter or the parts of a sharded model; or the name of a model on the Hub.
         base: name or folder of the model below an adapter; by default the one that the adapter names.
         dtype: of the weights; "auto": as they are stored.
-
-    Raises:
-        CheckpointError, ModelError: there is no such model, it has no tokenizer, or it cannot generate.
     """
     folder, sources = Path(name), [name]
     if (folder / ADAPTER_CONFIG).is_file():

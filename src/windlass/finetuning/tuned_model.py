@@ -44,6 +44,7 @@ def open_tuned_model(
     processing_class: Any = None,
     quantization_config: Any = None,
     peft_config: Any = None,
+    with_images: bool = False,
 ) -> TunedModel:
     """Load or build the model and its tokenizer, and add the adapter. Seeds all random generators.
 
@@ -53,6 +54,7 @@ def open_tuned_model(
         processing_class: by default the tokenizer in the model's folder or repository.
         quantization_config: how a loaded model is quantized.
         peft_config: the adapter to train; the model's own weights are frozen.
+        with_images: a processor is looked for, instead of a tokenizer.
 
     Raises:
         ConfigError, ModelError, TypeError: what cannot be loaded, or not combined.
@@ -61,7 +63,7 @@ def open_tuned_model(
     opened = open_model(model, args, quantization_config)
     keep_trainable(opened)
     _check_sharding(args, opened)
-    processing_class = open_tokenizer(processing_class, opened, args)
+    processing_class = open_tokenizer(processing_class, opened, args, with_images)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     new_tokens = adopt_template(args.chat_template_path, opened, processing_class)
     set_special_tokens(tokenizer, args)

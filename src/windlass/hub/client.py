@@ -103,10 +103,8 @@ class HubClient:
         return f"{self._api.endpoint}/{self.repository}"
 
     def open(self, private: bool | None = None) -> None:
-        """Create the repository if it does not exist, and check that the token may write there.
-
-        Args:
-            private: of a new repository; None for the owner's default.
+        """Create the repository if it does not exist, and check that the token may write there. `private`: of a new
+        repository; None for the owner's default.
         """
         with self._doing("open"):
             created = self._api.create_repo(self.repository, private=private, exist_ok=True)

@@ -91,10 +91,8 @@ def _check_listed(address: str, info: CheckpointInfo, listed: Mapping[str, int |
 
 
 def fetched_before(address: str, folder: Path) -> Path:
-    """Where `fetch` of another process of this job has put the checkpoint: the branch may have moved since.
-
-    Raises:
-        CheckpointError: it is not there, as on a machine with a disk of its own.
+    """Where `fetch` of another process of this job has put the checkpoint: the branch may have moved since. Raises
+    CheckpointError if it is not there, as on a machine with a disk of its own.
     """
     found, names = folder / STAGING / _NEWEST, None
     if found.is_file():

@@ -11,12 +11,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from windlass.checkpoint.export import ExportOptions, export_folder, model_files
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from windlass.checkpoint.stored import Folder, open_folder
+from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
 from windlass.core.errors import CheckpointError, ConfigError, Problem, WindlassError
+from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.output import one_line
 from windlass.core.redact import HIDDEN
@@ -72,10 +76,8 @@ class Publisher:
         return self._settings.repository if self._client is None else self._client.repository
 
     def open(self) -> Uploads:
-        """As `connect`; the error names the setting to change.
-
-        Raises:
-            ConfigError: the Hub refuses the name or the token, or cannot be reached.
+        """As `connect`; the error names the setting to change. Raises ConfigError if the Hub refuses the name or the
+        token, or cannot be reached.
         """
         try:
             return self.connect()
@@ -83,10 +85,8 @@ class Publisher:
             raise ConfigError(_problem(self._settings, error, in_branch=self._client is not None)) from None
 
     def connect(self) -> Uploads:
-        """Create the repository and the branch, if they do not exist.
-
-        Raises:
-            HubError: the Hub refuses it, or cannot be reached.
+        """Create the repository and the branch, if they do not exist. Raises HubError if the Hub refuses it, or cannot
+        be reached.
         """
         if self._uploads is None:
             settings = self._settings
@@ -113,10 +113,8 @@ class Publisher:
             raise CheckpointError(str(error)) from None
 
     def saved(self, checkpoint: Path, further: Mapping[str, Path] | None = None) -> None:
-        """Publish a committed checkpoint, as the strategy asks. Returns at once.
-
-        Args:
-            further: files for the root of the repository (name -> file).
+        """Publish a committed checkpoint, as the strategy asks. Returns at once. `further`: files for the root of the
+        repository (name -> file).
         """
         strategy = self._settings.strategy
         if strategy == "end":
@@ -145,9 +143,7 @@ class Publisher:
 
     def push(self, files: Mapping[str, Path], message: str, source: Path) -> Future[str]:
         """Start to upload these files (path in the repository -> file). The result is the address of the commit.
-
-        Args:
-            source: the folder they are in, for the command that uploads it later.
+        `source`: the folder they are in, for the command that uploads it later.
         """
         uploads = self.open()
         later = self._command(source, "--model-only")
@@ -229,3 +225,26 @@ def _problem(settings: HubSettings, error: HubError, *, in_branch: bool) -> Prob
     if in_branch:
         return Problem("hub_revision", settings.revision, str(error))
     return Problem("hub_model_id", settings.repository, str(error))
+
+
+class HubCallback(TrainerCallback):
+    """Uploads what is saved, and waits for the uploads at the end. The repository is open before training begins.
+
+    Args:
+        publisher: used on the main process; other processes do nothing.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            self.publisher.saved(Path(args.output_path) / f"checkpoint-{state.global_step}")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            self.publisher.finish()

@@ -42,10 +42,8 @@ class StagedFiles:
 
     def link(self, files: Mapping[str, Path]) -> None:
         """Make links to these files (path in the folder -> file), or copies on a disk without links. Their originals
-        may be removed.
-
-        Raises:
-            CheckpointError: one is a symbolic link, which may lead to a file of this user that is not the run's.
+        may be removed. Raises CheckpointError if one is a symbolic link, which may lead to a file of this user that is
+        not the run's.
         """
         for name, path in files.items():
             target = self.path / name

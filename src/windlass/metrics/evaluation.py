@@ -96,14 +96,12 @@ def _read(value: Tensor | None) -> float:
 
 
 def mean_of(totals: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean loss of all ranks from their `MeanLoss.totals`; the same bits on every rank.
+    """The mean loss of all ranks from their `MeanLoss.totals`; the same bits on every rank. Raises ModelError if some
+    batches have a loss and others do not.
 
     Returns:
         {"loss": ...} and the auxiliary terms by name (their means are part of the loss); {} if no batch had a loss.
         NaN if no batch had a target.
-
-    Raises:
-        ModelError: some batches have a loss and others do not.
     """
     with_loss, without = sum(t["with_loss"] for t in totals), sum(t["without"] for t in totals)
     if with_loss and without:
@@ -175,11 +173,7 @@ def split_outputs(outputs: Any, *, has_loss: bool, ignore_keys: Sequence[str] = 
 
 
 def checked_metrics(result: Any) -> dict[str, Any]:
-    """Return the result of `compute_metrics` as a dict.
-
-    Raises:
-        ConfigError: it is not a mapping.
-    """
+    """Return the result of `compute_metrics` as a dict. Raises ConfigError if it is not a mapping."""
     if not isinstance(result, Mapping):
         fix = 'must return a dict of names and numbers, such as {"accuracy": 0.9}'
         raise ConfigError(Problem("compute_metrics", type(result).__name__, fix))

@@ -23,10 +23,8 @@ Shape = tuple[int, ...]
 
 
 def take_apart(tree: Any) -> tuple[Spec, list[Tensor]]:
-    """Return the structure of a model's output and its tensors in order. Arrays and numbers become tensors.
-
-    Raises:
-        ModelError: a leaf is neither a tensor nor a number; its path is named.
+    """Return the structure of a model's output and its tensors in order. Arrays and numbers become tensors. Raises
+    ModelError if a leaf is neither a tensor nor a number; its path is named.
     """
     return flatten(tree, _as_tensor)
 
@@ -63,10 +61,8 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def widest(shapes: Sequence[Shape], what: str) -> Shape:
-    """The size of the smallest row that holds a row of each of `shapes`, whose first axis is ignored.
-
-    Raises:
-        ModelError: the shapes differ in their number of axes.
+    """The size of the smallest row that holds a row of each of `shapes`, whose first axis is ignored. Raises ModelError
+    if the shapes differ in their number of axes.
     """
     if len({len(shape) for shape in shapes}) > 1:
         examples = sorted({len(shape): shape for shape in shapes}.values(), key=len)
@@ -92,10 +88,8 @@ def place(out: Tensor, rows: slice | Tensor, block: Tensor) -> None:
 
 
 def pad_concat(blocks: Sequence[Tensor], padding: int = PADDING) -> Tensor:
-    """Join tensors along the first axis, padding every other axis to the widest; one copy of each element.
-
-    Args:
-        blocks: at least one; the result is on the device of the first.
+    """Join tensors along the first axis, padding every other axis to the widest; one copy of each element. `blocks`: at
+    least one; the result is on the device of the first.
     """
     rows = [as_rows(block) for block in blocks]
     dtype = functools.reduce(torch.promote_types, (block.dtype for block in rows))

@@ -40,10 +40,8 @@ class BatchOrder:
         """The rows of each batch in the joined array.
 
         With one row per sample: by dataset position. Otherwise (outputs flattened over tokens, scalars): whole batches
-        by the position of their first sample. Without positions: batches in turn, rank by rank.
-
-        Args:
-            blocks: for each rank, the number of rows of each of its batches.
+        by the position of their first sample. Without positions: batches in turn, rank by rank. `blocks`: for each
+        rank, the number of rows of each of its batches.
         """
         if self.ids is not None and blocks == self.counts:
             return self._rows_by_id(self.ids)
@@ -121,9 +119,7 @@ class RowStore:
 
     def add(self, tree: Any) -> None:
         """Keep a copy of a batch: the original may be a view of more memory, or be overwritten by the next batch.
-
-        Raises:
-            ModelError: batches are to be joined, and the structure of this one differs from the first.
+        Raises ModelError if batches are to be joined, and the structure of this one differs from the first.
         """
         spec, leaves = take_apart(tree)
         if self._concat and self._specs and spec != self._specs[0]:

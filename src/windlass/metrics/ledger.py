@@ -21,14 +21,17 @@ class Ledger:
     Losses are the *shares* of a rank: their sum over ranks is the loss of the update. Sums are float64 if the device
     has it.
 
+    Args:
+        counts: False if another rank adds the same shares.
+
     Means are over applied updates. A skipped one (not finite, or an overflow in fp16) changed no weight, and its loss,
     often NaN, would hide all others. It is counted in `skipped`; a report of skipped updates alone has their loss.
     """
 
-    def __init__(self, device: torch.device, sum_over_ranks: SumOverRanks) -> None:
+    def __init__(self, device: torch.device, sum_over_ranks: SumOverRanks, counts: bool = True) -> None:
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self.device = device
-        self._sum_over_ranks = sum_over_ranks
+        self._sum_over_ranks, self._counts = sum_over_ranks, counts
         self._parts: dict[str, Any] = {}
         self._updates = 0
         self._skips = 0
@@ -73,7 +76,8 @@ class Ledger:
         values = shares + norms
         on_host = self.device.type == "cpu"
         packed = torch.tensor(values, dtype=self._dtype) if on_host else torch.stack(values).cpu()
-        sums = self._sum_over_ranks(packed[: len(shares)]).numpy()
+        own = packed[: len(shares)] if self._counts else torch.zeros_like(packed[: len(shares)])
+        sums = self._sum_over_ranks(own).numpy()
         if self._updates:
             self.total_loss += float(sums[0])
             self.total_updates += self._updates
@@ -94,12 +98,13 @@ class Ledger:
         return self.total_loss / self.total_updates if self.total_updates else 0.0
 
     def state_dict(self) -> State:
+        zero = self._taken(0.0)
         return {
-            "loss": self._loss,
-            "parts": dict(self._parts),
+            "loss": self._loss if self._counts else zero,
+            "parts": dict(self._parts) if self._counts else dict.fromkeys(self._parts, zero),
             "updates": self._updates,
             "skips": self._skips,
-            "skipped_loss": self._skipped_loss,
+            "skipped_loss": self._skipped_loss if self._counts else zero,
             "norm": None if self._last_norm is None else self._last_norm.clone(),
             "total_loss": self.total_loss,
             "total_updates": self.total_updates,

@@ -80,13 +80,9 @@ def parameter_groups(
     """The groups of a run: those of `decay_groups`, then those of each pattern in `plan.groups`; split by layer if the
     learning rate differs between layers.
 
-    The parameters of a pattern that sets no weight decay are in two groups, as others are.
-
-    Args:
-        decaying: names in the place of `decay_parameter_names`.
-
-    Raises:
-        ConfigError: a pattern matches no trainable parameter, or two match the same one.
+    The parameters of a pattern that sets no weight decay are in two groups, as others are. Raises ConfigError if a
+    pattern matches no trainable parameter, or two match the same one. `decaying`: names in the place of
+    `decay_parameter_names`.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     pattern_of = _matched(trainable, plan.groups)

@@ -98,13 +98,9 @@ def optimizer_factory(plan: OptimizerPlan) -> Recipe:
 
 
 def make_optimizer(params: Any, cls: Callable[..., Optimizer], kwargs: dict[str, Any]) -> Optimizer:
-    """`cls(params, **kwargs)`, without `fused` if a parameter's device or dtype has no fused kernel.
-
-    Args:
-        params: groups or parameters, or a model or dict that `cls` takes in their place, which is passed unchecked.
-
-    Raises:
-        ModelError: no parameter is trainable.
+    """`cls(params, **kwargs)`, without `fused` if a parameter's device or dtype has no fused kernel. Raises ModelError
+    if no parameter is trainable. `params`: groups or parameters, or a model or dict that `cls` takes in their place,
+    which is passed unchecked.
     """
     if isinstance(params, (nn.Module, dict)):
         return cls(params, **kwargs)

@@ -10,19 +10,10 @@ from windlass.dist.sharded import locals_of
 
 _log = get_logger(__name__)
 # Optimizers whose update of an element is at most about the learning rate.
-_BOUNDED = frozenset(
-    {
-        "AdamW",
-        "AdamW8bit",
-        "AdamW4bit",
-        "Lion",
-        "AnyPrecisionAdamW",
-        "StableAdamW",
-        "MuonWithAdamW",
-        "ScheduleFreeAdamW",
-        "ScheduleFreeRAdam",
-    }
-)
+_BOUNDED = frozenset((
+    "AdamW", "AdamW8bit", "AdamW4bit", "Lion", "AnyPrecisionAdamW", "StableAdamW", "MuonWithAdamW", "ScheduleFreeAdamW",
+    "ScheduleFreeRAdam",
+))  # fmt: skip
 _SMALLEST = torch.finfo(torch.bfloat16).eps / 4  # below this share, the update of any number is rounded away
 
 

@@ -40,14 +40,9 @@ def projected_groups(
 
 
 def target_weights(model: nn.Module, targets: str | Sequence[str] | None) -> set[int]:
-    """The id of the weight of each linear layer that `targets` name.
-
-    Args:
-        targets: "all-linear"; or a regular expression that matches whole module names; or a list of which each is a
-            part of a module name, a whole one, or such an expression.
-
-    Raises:
-        ConfigError: an item names no linear layer, or there is none.
+    """The id of the weight of each linear layer that `targets` name. Raises ConfigError if an item names no linear
+    layer, or there is none. `targets`: "all-linear"; or a regular expression that matches whole module names; or a list
+    of which each is a part of a module name, a whole one, or such an expression.
     """
     modules = dict(model.named_modules())
     # A head that shares the weight of an embedding is not one: its gradient has rows of single tokens.

@@ -16,13 +16,8 @@ _FLOAT8_SINCE = (8, 9)  # Ada; Hopper and later have it too
 
 
 def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module | None = None) -> None:
-    """Check the precision.
-
-    Args:
-        model: one that is trained; None checks the device alone.
-
-    Raises:
-        ConfigError: the device lacks the dtype, float8 or TF32, or trained weights are float16.
+    """Check the precision. Raises ConfigError if the device lacks the dtype, float8 or TF32, or trained weights are
+    float16. `model`: one that is trained; None checks the device alone.
     """
     problems = [*_device_problems(plan, device)]
     if model is not None:

@@ -86,13 +86,11 @@ class LossScaler:
         return loss * self._scale
 
     def unscale_(self, gradients: Iterable[Tensor]) -> Tensor:
-        """Divide `gradients` by the scale, in place.
+        """Divide `gradients` by the scale, in place. Raises ValueError if a gradient is fp16, and would underflow
+        again.
 
         Returns:
             Scalar fp32 tensor on the device: 1 if any gradient is infinite or NaN, else 0.
-
-        Raises:
-            ValueError: a gradient is fp16, and would underflow again.
         """
         # The reciprocal in fp64: in fp32 it would not be the exact inverse of the scale.
         exact = torch.float32 if self._scale.device.type == "mps" else torch.float64

@@ -43,7 +43,7 @@ _WRAPPER = """\
 {%- set training.start = training_before | length -%}
 {%- set training.end = training_after | length -%}
 {%- else -%}
-{%- set training_mark = [{'role': 'assistant', 'content': '@MARK@'}] -%}
+{%- set training_mark = [{'role': 'assistant', 'content': @CONTENT@}] -%}
 {%- set training_whole = training_past + training_mark + messages[loop.index:] -%}
 {%- set training_marked = training_render(training_whole, training_asked).split('@MARK@') -%}
 {%- set training_ended = training_render(training_past + training_mark, false).split('@MARK@') -%}
@@ -135,7 +135,9 @@ class ChatTemplate:
         template = self._tokenizer.get_chat_template(self._own, options.get("tools"))
         if template not in self._trainable:
             self._trainable[template] = (
-                template if has_generation_markers(template) else make_trainable(template, self._tokenizer)
+                template
+                if has_generation_markers(template)
+                else make_trainable(template, self._tokenizer, as_parts=self._wants_parts)
             )
         return self._rendered(messages, self._trainable[template], False, options)
 
@@ -207,16 +209,21 @@ def render(tokenizer: Any, template: str, messages: Messages, **options: Any) ->
     return texts[0], list(spans[0]) if spans else []
 
 
-def make_trainable(template: str, tokenizer: Any) -> str:
+def make_trainable(template: str, tokenizer: Any, *, as_parts: bool = False) -> str:
     """Return `template` with generation markers around what the assistant writes; the text that it renders is the same.
 
     Works for any template: the spans are found from what the template renders, see the comment on the wrapper. Raises
     DataError if the markers cannot be proven on example conversations.
+
+    Args:
+        as_parts: it renders contents that are lists of parts, and no plain text.
     """
     original = template.removesuffix("\n")  # Jinja removes it at the end of a template, but not in a macro
-    wrapped = _WRAPPER.replace("@MARK@", _MARK).replace("@ORIGINAL@", original)
+    content = "[{'type': 'text', 'text': '@MARK@'}]" if as_parts else "'@MARK@'"
+    wrapped = _WRAPPER.replace("@CONTENT@", content).replace("@MARK@", _MARK).replace("@ORIGINAL@", original)
     proven = 0
-    for probe in _PROBES:
+    for plain in _PROBES:
+        probe = [_with_content(message, as_parts) for message in plain]
         try:
             expected, _ = render(tokenizer, template, probe)
         except Exception:
@@ -241,7 +248,8 @@ def _problem_of(wrapped: str, tokenizer: Any, probe: Messages, expected: str) ->
         return str(error)
     if text != expected:
         return "it renders another text inside a macro"
-    replies = [message["content"] for message in probe if message["role"] == "assistant"]
+    spoken = [_with_content(message, False) for message in probe if message["role"] == "assistant"]
+    replies = [message["content"] for message in spoken]
     whole = len(spans) == len(replies) and all(
         reply.strip() in text[start:end] for reply, (start, end) in zip(replies, spans, strict=True)
     )

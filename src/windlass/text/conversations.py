@@ -201,12 +201,8 @@ def get_training_chat_template(processing_class: Any = None, tokenizer: Any = No
 
     None if the template has markers. Works for any template: the markers are found from what the template renders, and
     the text of a conversation stays the same. The template refuses a conversation in which they cannot be proven.
-
-    Args:
-        processing_class: a `transformers` tokenizer; also under the name `tokenizer`.
-
-    Raises:
-        ValueError: the markers cannot be proven on example conversations, or there is no template.
+    Raises ValueError if the markers cannot be proven on example conversations, or there is no template.
+    `processing_class`: a `transformers` tokenizer; also under the name `tokenizer`.
     """
     found = tokenizer if processing_class is None else processing_class
     if found is None:
@@ -221,10 +217,8 @@ def get_training_chat_template(processing_class: Any = None, tokenizer: Any = No
 
 def supports_tool_calling(processing_class: Any) -> bool:
     """Return True if the chat template renders calls of tools whole: a call's name and arguments, and what the tool
-    returned. Some templates drop one of them, or refuse the role.
-
-    Args:
-        processing_class: a `transformers` tokenizer, or a processor whose template takes plain text.
+    returned. Some templates drop one of them, or refuse the role. `processing_class`: a `transformers` tokenizer, or a
+    processor whose template takes plain text.
     """
     if processing_class.chat_template is None:
         return False

@@ -26,12 +26,15 @@ class EncodedRows:
     Attributes:
         truncated: rows that were cut to the maximum length.
         dropped: rows that were left out, because none of their tokens had a label.
+        places: of rows with images, for each its number in the dataset and how many of its images it has, one after
+            the other.
     """
 
     input_ids: list[list[int]] = field(default_factory=list)
     labels: list[list[int]] = field(default_factory=list)
     truncated: int = 0
     dropped: int = 0
+    places: list[int] = field(default_factory=list)
 
 
 class RowEncoder:
@@ -162,7 +165,11 @@ class RowEncoder:
     # -- rows that hold text -----------------------------------------------------------------------------------------
 
     def _of_texts(self, rows: Sequence[Row], first: int) -> list[tuple[list[int], list[int]]]:
-        texts, prompts, spans = self._rendered(rows, first)
+        return self._labelled(*self._rendered(rows, first), first)
+
+    def _labelled(
+        self, texts: list[str], prompts: list[str], spans: list[Spans] | None, first: int
+    ) -> list[tuple[list[int], list[int]]]:
         ids, ranges = self._tokens(texts, spans)
         starts = [0] * len(ids)
         if self._completion_only:
@@ -284,21 +291,34 @@ class RowEncoder:
         most = options.max_length
         kept = slice(None, most) if options.truncation_mode == "keep_start" else slice(-(most or 0), None)
         for number, (ids, labels) in enumerate(pairs, first):
-            if most is not None and len(ids) > most:
-                if options.truncation_mode == "error":
-                    raise RowError(
-                        number,
-                        f"has {len(ids)} tokens, more than max_length={most}, and truncation_mode is "
-                        '"error". Raise max_length, or set truncation_mode to "keep_start" or "keep_end".',
-                    )
+            if self._is_too_long(len(ids), number):
                 ids, labels = ids[kept], labels[kept]
                 found.truncated += 1
-            if labels.count(IGNORED) == len(labels):
-                found.dropped += 1
-                continue
-            found.input_ids.append(ids)
-            found.labels.append(labels)
+            self._add(found, ids, labels)
         return found
+
+    def _is_too_long(self, tokens: int, number: int) -> bool:
+        """Return True if a row of so many tokens is to be cut. Raises RowError if none may be."""
+        most = self._options.max_length
+        if most is None or tokens <= most:
+            return False
+        if self._options.truncation_mode == "error":
+            raise RowError(
+                number,
+                f"has {tokens} tokens, more than max_length={most}, and truncation_mode is "
+                '"error". Raise max_length, or set truncation_mode to "keep_start" or "keep_end".',
+            )
+        return True
+
+    @staticmethod
+    def _add(found: EncodedRows, ids: list[int], labels: list[int], *place: int) -> None:
+        """Add a row that has a label; count one that has none."""
+        if labels.count(IGNORED) == len(labels):
+            found.dropped += 1
+            return
+        found.input_ids.append(ids)
+        found.labels.append(labels)
+        found.places += place
 
 
 def token_ranges(offsets: Sequence[tuple[int, int]], spans: Spans) -> Spans:

@@ -6,7 +6,7 @@ All forms are reduced to four kinds of rows: tokens, one text, a prompt with its
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -47,20 +47,10 @@ _OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "atte
 # All columns that some form reads, but for that of plain text.
 COLUMNS = frozenset({*chain.from_iterable(_COLUMNS.values()), *_EXTRAS, *_OF_TOKENS, "input", "system"})
 # Arguments of `apply_chat_template` that the preparation itself sets.
-_SET_HERE = frozenset(
-    {
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "return_dict",
-        "return_tensors",
-        "tools",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_assistant_tokens_mask",
-    }
-)
+_SET_HERE = frozenset((
+    "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors", "tools", "padding",
+    "truncation", "max_length", "return_assistant_tokens_mask",
+))  # fmt: skip
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
 _RESULTS = frozenset({"tool", "function", "ipython"})
 _NAMES_OF_MESSAGES = ("role", "content", "name")
@@ -88,13 +78,11 @@ ALPACA = (
 
 
 def recognise_form(columns: Iterable[str], text_field: str = "text") -> Form:
-    """Return the form of a dataset with these columns.
+    """Return the form of a dataset with these columns. Raises DataError if no form fits; lists the forms and the
+    columns found.
 
     Args:
         text_field: name of the column with plain text.
-
-    Raises:
-        DataError: no form fits; lists the forms and the columns found.
     """
     found = list(columns)
     for form, needed in _COLUMNS.items():
@@ -119,28 +107,31 @@ def is_conversational_row(row: Row) -> bool:
     return "messages" in row or isinstance(row.get("prompt"), list)
 
 
-def standardised(row: Row, form: Form, text_field: str, has_template: bool) -> dict[str, Any]:
+def standardised(
+    row: Row, form: Form, text_field: str, has_template: bool, kinds: Collection[str] = ("text",)
+) -> dict[str, Any]:
     """Return `row` with the columns of its kind only: tokens, "text", "prompt" and "completion", or "messages".
 
     Args:
         has_template: the tokenizer has a chat template, so that an instruction is rendered as a message.
+        kinds: of the parts that a message may have.
 
     Raises:
         DataError: a value of the wrong type, an unknown role, a message without content or an empty conversation.
     """
     if not isinstance(row, Mapping):
         raise DataError(f"must be a mapping of columns, not {type(row).__name__}")
-    return _STANDARDISERS[form](row, text_field, has_template)
+    return _STANDARDISERS[form](row, text_field, has_template, kinds)
 
 
-def _sharegpt(row: Row, *_: object) -> dict[str, Any]:
+def _sharegpt(row: Row, _: str, __: bool, kinds: Collection[str]) -> dict[str, Any]:
     messages = row.get("conversations")
     if isinstance(messages, list):
         messages = [_from_value(message) for message in messages]
     extras = _extras(row)
     if isinstance(row.get("system"), str) and row["system"] and isinstance(messages, list):
         messages = [{"role": "system", "content": row["system"]}, *messages]
-    return {"messages": checked_messages(messages, "conversations"), **extras}
+    return {"messages": checked_messages(messages, "conversations", kinds), **extras}
 
 
 def _from_value(message: Any) -> Any:
@@ -151,17 +142,17 @@ def _from_value(message: Any) -> Any:
     return {"role": _SHAREGPT_ROLES.get(role, role), "content": message.get("value"), **kept}
 
 
-def _prompt_completion(row: Row, *_: object) -> dict[str, Any]:
+def _prompt_completion(row: Row, _: str, __: bool, kinds: Collection[str]) -> dict[str, Any]:
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
         found = {"prompt": prompt, "completion": completion}
-        return {**{n: checked_messages(v, n) for n, v in found.items()}, **_extras(row)}
+        return {**{n: checked_messages(v, n, kinds) for n, v in found.items()}, **_extras(row)}
     if isinstance(prompt, list) or isinstance(completion, list):
         raise DataError("prompt and completion must both be text, or both be lists of messages")
     return {"prompt": _string(row, "prompt"), "completion": _string(row, "completion")}
 
 
-def _alpaca(row: Row, _: str, has_template: bool) -> dict[str, Any]:
+def _alpaca(row: Row, _: str, has_template: bool, __: object) -> dict[str, Any]:
     instruction, output = _string(row, "instruction"), _string(row, "output")
     context = _string(row, "input") if row.get("input") is not None else ""
     if has_template:
@@ -201,15 +192,15 @@ def _integers(values: Any, name: str) -> list[int]:
     return list(numbers)
 
 
-_STANDARDISERS: dict[Form, Callable[[Row, str, bool], dict[str, Any]]] = {
+_STANDARDISERS: dict[Form, Callable[[Row, str, bool, Collection[str]], dict[str, Any]]] = {
     Form.TOKENIZED: _tokenized,
     Form.PROMPT_COMPLETION: _prompt_completion,
-    Form.MESSAGES: lambda row, *_: {
-        "messages": checked_messages(row.get("messages"), "messages"),
+    Form.MESSAGES: lambda row, _, __, kinds: {
+        "messages": checked_messages(row.get("messages"), "messages", kinds),
         **_extras(row),
     },
     Form.SHAREGPT: _sharegpt,
-    Form.TEXT: lambda row, text_field, _: {"text": _string(row, text_field)},
+    Form.TEXT: lambda row, text_field, *_: {"text": _string(row, text_field)},
     Form.ALPACA: _alpaca,
 }
 
@@ -233,9 +224,9 @@ def _unicode(text: str, where: str) -> str:
     return text
 
 
-def checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
+def checked_messages(messages: Any, name: str, kinds: Collection[str] = ("text",)) -> list[dict[str, Any]]:
     """Return `messages` if it is a conversation: a list of mappings with a known role. Raises DataError if it is not
-    one, or is empty.
+    one, is empty, or has a part of another kind than `kinds`.
     """
     if not isinstance(messages, list):
         raise DataError(f"{name} must be a list of messages, not {type(messages).__name__}")
@@ -247,11 +238,11 @@ def checked_messages(messages: Any, name: str) -> list[dict[str, Any]]:
         if message["role"] not in ROLES:
             known = ", ".join(sorted(ROLES))
             raise DataError(f"{name}[{at}] has the unknown role {message['role']!r}; known roles: {known}")
-        _check_content(message, f"{name}[{at}]")
+        _check_content(message, f"{name}[{at}]", kinds)
     return messages
 
 
-def _check_content(message: Mapping[str, Any], where: str) -> None:
+def _check_content(message: Mapping[str, Any], where: str, kinds: Collection[str]) -> None:
     """Raise DataError for a content that a template would leave out, or print as Python's notation of it."""
     content, role = message.get("content"), message["role"]
     if isinstance(content, str):
@@ -263,20 +254,27 @@ def _check_content(message: Mapping[str, Any], where: str) -> None:
     elif role in _RESULTS and isinstance(content, (Mapping, list)):
         pass  # what a tool returned
     elif isinstance(content, list):
-        _check_parts(content, f"{where} ({role})")
+        _check_parts(content, f"{where} ({role})", kinds)
     else:
         raise DataError(f"the content of {where} ({role}) must be text, not {type(content).__name__}")
 
 
-def _check_parts(parts: list[Any], where: str) -> None:
+def _check_parts(parts: list[Any], where: str, kinds: Collection[str]) -> None:
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind == "image" and kind not in kinds:
             raise DataError(
-                f"the content of {where} has a part of type {kind!r}, and only text is trained on: give a text, or "
-                'a list of {"type": "text", "text": ...}'
+                f"the content of {where} has a part of type 'image', and images need a processor: pass "
+                "processing_class=AutoProcessor.from_pretrained(...) of a model that sees images"
             )
-        _unicode(part["text"], f"the content of {where}")
+        if kind not in kinds or (kind == "text" and not isinstance(part.get("text"), str)):
+            known = " or ".join(f'{{"type": "{name}", ...}}' for name in kinds)
+            raise DataError(
+                f"the content of {where} has a part of type {kind!r}, and only {' and '.join(kinds)} "
+                f"{'is' if len(kinds) == 1 else 'are'} trained on: give a text, or a list of {known}"
+            )
+        if kind == "text":
+            _unicode(part["text"], f"the content of {where}")
 
 
 def _extras(row: Row) -> dict[str, Any]:

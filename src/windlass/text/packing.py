@@ -17,7 +17,7 @@ import numpy as np
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.text.packed_stream import PackedStream
 from windlass.text.text_options import STRATEGIES
-from windlass.text.token_rows import COLUMNS, TokenRows
+from windlass.text.token_rows import COLUMNS, PLACES, TokenRows
 
 Array = np.ndarray[Any, Any]
 
@@ -146,7 +146,9 @@ def pack_dataset(
 
 
 def pack_rows(rows: TokenRows, seq_length: int, strategy: str, group: int = 1000) -> TokenRows:
-    """`pack_dataset` for prepared rows: those that it makes of a `datasets.Dataset` of them."""
+    """`pack_dataset` for prepared rows: those that it makes of a `datasets.Dataset` of them. Rows with images keep them
+    with "bfd" alone, which joins whole rows if none is longer than `seq_length`.
+    """
     parts = []
     for first in range(0, len(rows), group):
         borders = rows.offsets[first : first + group + 1]
@@ -156,7 +158,11 @@ def pack_rows(rows: TokenRows, seq_length: int, strategy: str, group: int = 1000
         (ids, offsets), (labels, _) = packed["input_ids"], packed["labels"]
         lengths, documents = packed.get("seq_lengths", (None, None))
         sizes = None if lengths is None else lengths.astype(np.int32)
-        parts.append(TokenRows(ids, labels, offsets, sizes, documents))
+        places = None
+        if PLACES in rows.flat:
+            order, _ = best_fit_decreasing(np.diff(borders), seq_length)
+            places = rows.flat[PLACES].reshape(-1, 2)[first : first + group][order].reshape(-1)
+        parts.append(TokenRows(ids, labels, offsets, sizes, documents, places))
     return TokenRows.joined(parts) if parts else rows
 
 

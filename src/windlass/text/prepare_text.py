@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,16 @@ import numpy as np
 
 from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
-from windlass.text.content_key import content_key
+from windlass.core.optional import version_of
 from windlass.text.encoder import IGNORED, RowEncoder
 from windlass.text.forms import Form, recognise_form
+from windlass.text.image_encoder import ImageRowEncoder
+from windlass.text.image_processing import ImageProcessing
+from windlass.text.image_rows import ImageRows
 from windlass.text.located_rows import RowError
 from windlass.text.packing import pack_dataset, pack_rows
 from windlass.text.summary import TextSummary
-from windlass.text.tables import is_stream, is_table, table_of
+from windlass.text.tables import StoredRows, is_stream, is_table, table_bytes, table_of
 from windlass.text.text_options import TextOptions
 from windlass.text.token_rows import TokenRows
 from windlass.text.token_store import Prepared, TokenStore
@@ -38,8 +43,8 @@ class PreparedText:
     """A dataset with the columns "input_ids" and "labels".
 
     Attributes:
-        dataset: a `datasets.Dataset` or `IterableDataset` if that was given, else `TokenRows`. Packed rows have the
-            column "seq_lengths" too, unless the strategy is "wrapped".
+        dataset: a `datasets.Dataset` or `IterableDataset` if that was given, else `TokenRows`; `ImageRows` if rows may
+            have images. Packed rows have the column "seq_lengths" too, unless the strategy is "wrapped".
         summary: counts; None for a stream, whose rows are prepared while it is read.
     """
 
@@ -52,6 +57,7 @@ def prepare_text(
     tokenizer: Any,
     options: TextOptions | None = None,
     *,
+    images: ImageProcessing | None = None,
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PreparedText:
@@ -61,6 +67,8 @@ def prepare_text(
         dataset: a `datasets.Dataset` or `IterableDataset`, or a sequence of mappings.
         tokenizer: a `transformers` tokenizer.
         options: see `TextOptions`.
+        images: rows may have images, which are processed so. Their sizes are read, so each must open; nothing is kept
+            in the cache. None = text alone.
         cache: folder in which the result is kept, and looked for; of several processes that share it one prepares, and
             the others wait. None = nothing is kept. See `default_cache`.
         progress: called with the rows done and the rows of the dataset.
@@ -71,6 +79,11 @@ def prepare_text(
     """
     options = options or TextOptions()
     if is_stream(dataset):
+        if images is not None:
+            raise DataError(
+                "a stream with images is not prepared: load the dataset (streaming=False), whose images are opened "
+                "when they are used"
+            )
         return PreparedText(_prepared_stream(dataset, tokenizer, options), None)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(
@@ -84,6 +97,8 @@ def prepare_text(
             "the dataset has a transform (Dataset.with_transform), whose result may differ between two passes. Apply "
             "it with Dataset.map, or skip the preparation: dataset_kwargs={'skip_prepare_dataset': True}"
         )
+    if images is not None:
+        return _with_images(dataset, images, options, progress)
     try:
         rows, summary = _prepared(dataset, tokenizer, options, cache, progress)
     except RowError as error:
@@ -109,6 +124,22 @@ def _prepared(
     if options.packing is None:
         return tokens()
     return kept(_packed_key(key, options), lambda: _packed(tokens(), options))
+
+
+def _with_images(
+    dataset: Any, images: ImageProcessing, options: TextOptions, progress: Progress | None
+) -> PreparedText:
+    """Prepare rows that may have images."""
+    try:
+        plain, form = _formed(StoredRows(dataset) if is_table(dataset) else dataset, options)
+        encoder = ImageRowEncoder(images, options.of_tokens(), form, plain[0])
+        prepared = _encoded(plain, encoder, options.num_proc or 1, progress)
+        _report(prepared[1])
+        if options.packing is not None:
+            prepared = _packed(prepared, options)
+    except RowError as error:
+        raise error.located(dataset) from None
+    return PreparedText(ImageRows(prepared[0], encoder, plain), prepared[1])
 
 
 def _packed_key(key: str | None, options: TextOptions) -> str | None:
@@ -249,3 +280,62 @@ class StreamStep:
                 numbers[-1],
             )
         return {"input_ids": found.input_ids, "labels": found.labels}
+
+
+# Read by the preparation, but without influence on its result. The text that a formatting function returns is hashed
+# in place of the function.
+_WITHOUT_INFLUENCE = ("num_proc", "formatting_func")
+_PACKAGES = ("transformers", "tokenizers", "jinja2")
+
+
+def content_key(dataset: Any, tokenizer: Any, options: TextOptions) -> str | None:
+    """Return the SHA-256 of the rows, the tokenizer, the options and the code, in hex.
+
+    None if a row holds what has no JSON form, so that two datasets cannot be compared.
+    """
+    digest = hashlib.sha256(_code().encode())
+    for part in _settings(tokenizer, options):
+        digest.update(hashlib.sha256(part).digest())
+    try:
+        for piece in table_bytes(dataset) if is_table(dataset) else _rows(dataset):
+            digest.update(piece)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return digest.hexdigest()
+
+
+def _rows(dataset: Iterable[Any]) -> Iterator[bytes]:
+    for row in dataset:
+        yield json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _settings(tokenizer: Any, options: TextOptions) -> Iterator[bytes]:
+    given = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _WITHOUT_INFLUENCE}
+    yield json.dumps(given, sort_keys=True, default=repr).encode()
+    template = options.chat_template or tokenizer.chat_template
+    yield json.dumps(template).encode()
+    if "strftime_now" in json.dumps(template):
+        yield date.today().isoformat().encode()  # the template writes the date of today into the text
+    yield type(tokenizer).__name__.encode()
+    yield json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str).encode()
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        yield json.dumps(getattr(backend, "encode_special_tokens", False)).encode()  # not a part of its JSON
+        # truncation and padding are what the last call set
+        state = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
+        yield json.dumps(
+            state
+        ).encode()  # all that a fast tokenizer encodes with, wherever it was loaded from
+        return
+    yield json.dumps(tokenizer.init_kwargs, sort_keys=True, default=str).encode()
+    yield json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    vocabulary = getattr(tokenizer, "vocab_file", None)
+    if vocabulary and Path(vocabulary).is_file():
+        yield Path(vocabulary).read_bytes()
+
+
+@cache
+def _code() -> str:
+    """The source of this room, and the versions of the packages that it calls."""
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(sources).hexdigest() + "".join(version_of(name) or "" for name in _PACKAGES)

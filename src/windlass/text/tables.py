@@ -16,6 +16,27 @@ def is_table(dataset: Any) -> bool:
     return is_imported("datasets") and isinstance(dataset, require("datasets", "read a dataset").Dataset)
 
 
+class StoredRows:
+    """The rows of a `datasets.Dataset` as it stores them: images are records of bytes or a path, and not decoded."""
+
+    def __init__(self, table: Any) -> None:
+        self._rows, self._features = table.with_format("arrow"), table.features
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        (row,) = self._rows[int(index) : int(index) + 1].to_pylist()
+        return {name: unfilled(value, self._features[name]) for name, value in row.items()}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[at] for at in range(len(self)))
+
+    def select(self, indices: list[int]) -> StoredRows:
+        """Return some of the rows."""
+        return StoredRows(self._rows.select(indices))
+
+
 def is_stream(dataset: Any) -> bool:
     """Return True for a `datasets.IterableDataset`."""
     return is_imported("datasets") and isinstance(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from windlass.text.encoder import EncodedRows
 
 COLUMNS = ("input_ids", "labels")
-LENGTHS = "seq_lengths"
+LENGTHS, PLACES = "seq_lengths", "places"
 Ints = NDArray[Any]
 
 
@@ -28,6 +28,8 @@ class TokenRows(Sequence[Any]):
         seq_lengths: of packed rows, the tokens of each document: int32 [documents].
         documents: of packed rows, int64 [rows + 1]: row i has the documents from `documents[i]` up to
             `documents[i + 1]`.
+        places: of rows with images, two numbers for each document: its row in the dataset, and how many of that row's
+            images it has. int64 [2 * documents].
     """
 
     def __init__(
@@ -37,17 +39,22 @@ class TokenRows(Sequence[Any]):
         offsets: Ints,
         seq_lengths: Ints | None = None,
         documents: Ints | None = None,
+        places: Ints | None = None,
     ) -> None:
         self.flat = {"input_ids": input_ids, "labels": labels}
         if seq_lengths is not None:
             self.flat[LENGTHS] = seq_lengths
+        if places is not None:
+            self.flat[PLACES] = places
         self.offsets, self.documents = offsets, documents
 
     @classmethod
     def of(cls, parts: Iterable[EncodedRows]) -> TokenRows:
         """Join encoded rows."""
         ids, labels, lengths = [], [], [0]
+        places: list[int] = []
         for part in parts:
+            places += part.places
             ids.append(_flat(part.input_ids))
             labels.append(_flat(part.labels))
             lengths += map(len, part.input_ids)
@@ -56,6 +63,7 @@ class TokenRows(Sequence[Any]):
             np.concatenate([empty, *ids]),
             np.concatenate([empty, *labels]),
             np.cumsum(lengths, dtype=np.int64),
+            places=np.array(places, dtype=np.int64) if places else None,
         )
 
     @classmethod
@@ -63,10 +71,16 @@ class TokenRows(Sequence[Any]):
         """Return the rows of all parts, which all are packed or all are not."""
         if len(parts) == 1:
             return parts[0]
+        parts = [part for part in parts if len(part)] or parts[:1]
         flat = {name: np.concatenate([part.flat[name] for part in parts]) for name in parts[0].flat}
         borders = {name: _joined([np.diff(part.borders(name)) for part in parts]) for name in flat}
         return cls(
-            flat["input_ids"], flat["labels"], borders["input_ids"], flat.get(LENGTHS), borders.get(LENGTHS)
+            flat["input_ids"],
+            flat["labels"],
+            borders["input_ids"],
+            flat.get(LENGTHS),
+            borders.get(LENGTHS),
+            flat.get(PLACES),
         )
 
     def arrays(self) -> dict[str, Ints]:
@@ -77,7 +91,10 @@ class TokenRows(Sequence[Any]):
 
     def borders(self, name: str) -> Ints:
         """Where the rows begin in a flat column, and the end of the last one: int64 [rows + 1]."""
-        return self.documents if name == LENGTHS and self.documents is not None else self.offsets
+        if name not in (LENGTHS, PLACES):
+            return self.offsets
+        documents = np.arange(len(self) + 1) if self.documents is None else self.documents
+        return 2 * documents if name == PLACES else documents
 
     @property
     def column_names(self) -> list[str]:
@@ -94,7 +111,8 @@ class TokenRows(Sequence[Any]):
         order = np.random.default_rng(seed).permutation(len(self))
         found = {name: _taken(values, self.borders(name), order) for name, values in self.flat.items()}
         (ids, offsets), (labels, _) = found["input_ids"], found["labels"]
-        return TokenRows(ids, labels, offsets, *found.get(LENGTHS, ()))
+        lengths, documents = found.get(LENGTHS, (None, None))
+        return TokenRows(ids, labels, offsets, lengths, documents, found.get(PLACES, (None,))[0])
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

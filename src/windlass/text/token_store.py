@@ -159,9 +159,7 @@ def _hash(body: dict[str, Any]) -> str:
 
 def _check_borders(rows: TokenRows) -> None:
     """Check that the rows and their documents are one behind another in the flat arrays: no index leads out of them.
-
-    Raises:
-        ValueError: they are not.
+    Raises ValueError if they are not.
     """
     ids, labels, offsets = rows.flat["input_ids"], rows.flat["labels"], rows.offsets
     if len(ids) != len(labels) or not _tile(offsets, len(ids)):

@@ -67,7 +67,7 @@ class DatasetPart:
         if step == 1:
             self._rows = dataset
         else:
-            self._rows = dataset.select(ids) if is_table(dataset) else [dataset[i] for i in ids]
+            self._rows = dataset.select(ids) if hasattr(dataset, "select") else [dataset[i] for i in ids]
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -110,14 +110,11 @@ def as_rows(columns: Any, features: Mapping[str, Any] | None) -> list[dict[str, 
 def encode(
     dataset: Any, encoder: RowEncoder, workers: int, progress: Callable[[int], None]
 ) -> list[EncodedBatch]:
-    """Return the encoded batches of a dataset, in order.
+    """Return the encoded batches of a dataset, in order. Raises RowError for the first row that cannot be encoded.
 
     Args:
         workers: processes, this one counted.
         progress: called with the number of rows done.
-
-    Raises:
-        RowError: the first row that cannot be encoded.
     """
     workers = min(workers, -(-len(dataset) // BATCH))
     pool = _started(dataset, encoder, workers) if workers > 1 else None

@@ -15,7 +15,7 @@ from windlass.callbacks.report_page import curve
 from windlass.callbacks.run_record import package_versions
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import read_manifest
-from windlass.config.plain_yaml import load_yaml
+from windlass.config.documents import load_yaml
 from windlass.core.events import TrainerState
 from windlass.core.output import shown
 from windlass.core.plain_text import parse_json, read_text
@@ -24,32 +24,11 @@ from windlass.trainer import card_facts
 
 CARD = "README.md"
 _SETTINGS = (
-    "learning_rate",
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "seed",
-    "num_train_epochs",
-    "max_steps",
-    "optim",
-    "optim_args",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "weight_decay",
-    "max_grad_norm",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "label_smoothing_factor",
-    "neftune_noise_alpha",
-    "bf16",
-    "fp16",
-    "max_length",
-    "packing",
-    "loss_type",
-    "assistant_only_loss",
-    "completion_only_loss",
-)
+    "learning_rate", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "seed",
+    "num_train_epochs", "max_steps", "optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
+    "max_grad_norm", "lr_scheduler_type", "warmup_steps", "label_smoothing_factor", "neftune_noise_alpha", "bf16",
+    "fp16", "max_length", "packing", "loss_type", "assistant_only_loss", "completion_only_loss",
+)  # fmt: skip
 # The most rows of losses or evaluations in a card. Of more, rows at equal distances are kept.
 _ROWS = 20
 

@@ -44,10 +44,8 @@ def given_datasets(training: Any, evaluation: Any, overridden: Collection[str]) 
 def check_columns(
     sets: Mapping[str, Any], collator: Any, model: nn.Module, label_names: Sequence[str]
 ) -> None:
-    """Raise DataError for rows of these sets that the model cannot compute.
-
-    Args:
-        collator: if it is a script's own it may make anything of the columns, and nothing is checked.
+    """Raise DataError for rows of these sets that the model cannot compute. `collator`: if it is a script's own it may
+    make anything of the columns, and nothing is checked.
     """
     home = getattr(collator, "__module__", "").partition(".")[0]
     if home not in ("windlass", "transformers"):

@@ -134,10 +134,8 @@ class Interruption:
             yield
 
     def check_wait(self) -> None:
-        """Called before a wait for data, because a signal since the previous update had no wait to interrupt.
-
-        Raises:
-            WaitBrokenOff: there was one, in a world of one.
+        """Called before a wait for data, because a signal since the previous update had no wait to interrupt. Raises
+        WaitBrokenOff if there was one, in a world of one.
         """
         if self._all_ranks.size == 1 and (self.stopped or self.preemption_requested):
             raise WaitBrokenOff

@@ -109,14 +109,11 @@ def _check_dataset(dataset: Any, field: str, method: str) -> None:
 
 
 def named_dataset(chosen: Any, sets: Any) -> Any:
-    """The evaluation dataset that `chosen` names.
+    """The evaluation dataset that `chosen` names. Raises DataError if there is none, or the name is unknown.
 
     Args:
         chosen: a dataset, the name of one of `sets`, or None for the Trainer's own.
         sets: the Trainer's evaluation data: a dataset, a dict of named ones, or None.
-
-    Raises:
-        DataError: there is none, or the name is unknown.
     """
     if isinstance(chosen, str):
         known = sets if isinstance(sets, Mapping) else {}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.accelerator import Accelerator
+from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger, get_logger, warn_once
 from windlass.core.process_count import process_count
 from windlass.core.types import LossTerms, State
@@ -95,9 +96,10 @@ class LossPolicy:
     """
 
     def __init__(self, session: Session, accelerator: Accelerator) -> None:
-        self._device, self._loss_ranks, self._accelerator = session.device, session.loss_ranks, accelerator
-        self.script = ScriptLoss(self._loss_ranks, self._shares)
-        self.without_logits = WithoutLogits(self._device, self._loss_ranks.sum)
+        self._device, self._data_ranks, self._accelerator = session.device, session.data_ranks, accelerator
+        self._model_ranks = session.all_ranks.over("model")
+        self.script = ScriptLoss(self._data_ranks, self._shares)
+        self.without_logits = WithoutLogits(self._device, self._data_ranks.sum)
         self._lean: WithoutLogits | None = None  # if it is used
 
     def take_model(self, model: nn.Module, label_names: list[str]) -> None:
@@ -108,7 +110,7 @@ class LossPolicy:
         self.kind: Kind | None = None
         self.counter = TargetCounter(self._label_names)
         self.normaliser = UpdateNormaliser(
-            self._loss_ranks.size, sum_on_device=self._loss_ranks.sum_on_device
+            self._data_ranks.size, sum_on_device=self._data_ranks.sum_on_device
         )
         self._lean = None
         self._saved: State = {}
@@ -168,7 +170,7 @@ class LossPolicy:
         """Look at the loss that a script passes to backward, before it is normalised; see `ScriptLoss.look`."""
         self.script.look(loss)
         if self.script.complete:
-            self.normaliser.meaning = Meaning.SCALED
+            self._use_as_it_is()
         elif self.hooks.of_script and not self.normaliser.targets and self.script.read_count:
             # Divided by a count of 1, it may still be a sum over positions that are not targets. A mean over the
             # targets is NaN, and adds nothing.
@@ -211,11 +213,11 @@ class LossPolicy:
         """
         if self.script.complete is False or count is None or isinstance(loss, LossTerms):
             return loss
-        return loss * process_count(self._loss_ranks.size)
+        return loss * process_count(self._data_ranks.size)
 
     def _shares(self) -> int:
         micro_batches: int = self._accelerator.gradient_accumulation_steps
-        return micro_batches * self._loss_ranks.size
+        return micro_batches * self._data_ranks.size
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
@@ -242,7 +244,7 @@ class LossPolicy:
             self._adopt_kind(self._saved_kind() or self._split(probe, prepared).kind)
 
     def _probe(self) -> Probe:
-        return Probe(self.hooks.model, self._device, self._loss_ranks.sum)
+        return Probe(self.hooks.model, self._device, self._data_ranks.sum)
 
     def _model_loss(self, inputs: Any) -> Any:
         """The bare model's own loss: the only one that is computed more often than training requires. It gets the count
@@ -285,7 +287,7 @@ class LossPolicy:
             earlier=self._saved.get("complete"),
         )
         if self.script.complete:
-            self.normaliser.meaning = Meaning.SCALED
+            self._use_as_it_is()
         self._saved, self._is_unsaid = {}, hooks.of_script and declared is None
 
     def _makes_logits(self) -> str | None:
@@ -298,6 +300,16 @@ class LossPolicy:
         if saved and not saved.get("without_logits", False):
             return "the run that is resumed makes logits"
         return None
+
+    def _use_as_it_is(self) -> None:
+        """Raise ModelError if a script cannot know the number by which its loss is to be multiplied."""
+        self.normaliser.meaning = Meaning.SCALED
+        if self._model_ranks.size > 1 and self.hooks.of_script:
+            raise ModelError(
+                "the loss of the script is multiplied by the number of processes, of which "
+                f"{self._model_ranks.size} compute the same samples together (cp_size, sp_size). Return the mean over "
+                "this batch, or LossTerms(sum, weight)"
+            )
 
     def _counting_functions(self) -> list[Callable[..., Any]]:
         """The functions of the script that compute its loss, if they get the count."""
@@ -366,7 +378,7 @@ class LossPolicy:
         said = get_job_logger(__name__)
         if split.kind is Kind.SUM:
             said.info("the model's loss is a sum over its batch: adding up micro-batches and ranks")
-        if not split.exact and self._accelerator.gradient_accumulation_steps * self._loss_ranks.size > 1:
+        if not split.exact and self._accelerator.gradient_accumulation_steps * self._data_ranks.size > 1:
             said.warning(
                 "the loss of a batch does not follow from the losses of its halves: it differs by %.2g of its value "
                 "from %s. Other splits into micro-batches or ranks train with slightly other gradients (contrastive "
@@ -397,7 +409,7 @@ class LossPolicy:
         if not self._is_unsaid:
             return
         self._is_unsaid = False
-        if self.script.complete is not False or self._shares() == 1 or self._loss_ranks.rank != 0:
+        if self.script.complete is not False or self._shares() == 1 or self._data_ranks.rank != 0:
             return
         if any("num_items_in_batch" in signature(f).parameters for f in self._counting_functions()):
             logger.info(

@@ -30,7 +30,8 @@ def batch_loss(
     shifted: bool,
     gets_count: bool,
 ) -> tuple[Any, Any]:
-    """Run a batch through the model and compute its loss: the default of `Trainer.compute_loss`.
+    """Run a batch through the model and compute its loss: the default of `Trainer.compute_loss`. Raises NoLossError if
+    the model returned no loss.
 
     Args:
         count: `num_items_in_batch`; None outside training.
@@ -41,9 +42,6 @@ def batch_loss(
 
     Returns:
         (loss, outputs of the model)
-
-    Raises:
-        NoLossError: the model returned no loss.
     """
     labels = None
     if (smoothing or function is not None) and "labels" in inputs:

@@ -34,15 +34,12 @@ def class_and_keywords(args: TrainingArguments) -> tuple[type[torch.optim.Optimi
 def new_optimizer(
     model: nn.Module, plan: OptimizerPlan, given: tuple[Any, dict[str, Any]] | None, decaying: list[str]
 ) -> torch.optim.Optimizer:
-    """An optimizer over the model's parameters.
+    """An optimizer over the model's parameters. Raises ConfigError if `optim_groups`, `layerwise_lr_decay` or
+    `optim_target_modules` do not fit the model or the optimizer.
 
     Args:
         given: the script's class and keywords, which may hold the parameters, as for adapters; None: those of the plan.
         decaying: names of the parameters that weight decay applies to.
-
-    Raises:
-        ConfigError: `optim_groups`, `layerwise_lr_decay` or `optim_target_modules` do not fit the model or the
-            optimizer.
     """
     cls, keywords = optimizer_factory(plan) if given is None else given
     kwargs = dict(keywords)

@@ -27,9 +27,7 @@ class Plans:
 
     def begin(self, args: TrainingArguments, optimizer: Any = None) -> CallPlan:
         """Make the plan of a call. Raises ConfigError if an argument is wrong, or contradicts the launcher's settings.
-
-        Args:
-            optimizer: one that the script made before; None if a run makes it.
+        `optimizer`: one that the script made before; None if a run makes it.
         """
         self._in_backward = getattr(optimizer, "in_backward", False)
         self._plan = None

@@ -79,7 +79,9 @@ class Run(LoopHooks, Interruptible):
             services.fitter, session, context.files.model, source, self.executor, plan.batch
         )
         self.steps: MicroSteps = MicroSteps(context)
-        self.ledger = Ledger(session.device, session.loss_ranks.sum)
+        # Of the ranks with the same samples, the first has their losses.
+        counts = session.all_ranks.over("model").rank == 0
+        self.ledger = Ledger(session.device, session.all_ranks.sum, counts)
         self._seed_step = StepSeeder(plan.seed, session.data_ranks.rank, session.device)
         self._seed_step.start(0)
         self._events.use_plan(plan)

@@ -54,8 +54,8 @@ class ScriptLoss:
             decides.
     """
 
-    def __init__(self, loss_ranks: Gang, shares: Callable[[], int]) -> None:
-        self._loss_ranks, self._shares = loss_ranks, shares
+    def __init__(self, data_ranks: Gang, shares: Callable[[], int]) -> None:
+        self._data_ranks, self._shares = data_ranks, shares
         self.begin(None, [])
 
     def begin(
@@ -88,7 +88,7 @@ class ScriptLoss:
         self.complete = declared
         if declared is None:
             self.complete = earlier if names else False
-        self._is_first = watched and self._loss_ranks.size > 1
+        self._is_first = watched and self._data_ranks.size > 1
         self._watched, self._notes = watched and declared is None, bool(of_script) and not compiled
         self._is_given_count, self._divides_itself = bool(of_script), bool(names & _MICRO_BATCHES)
         self._use: CountUse | None = None
@@ -130,21 +130,21 @@ class ScriptLoss:
             self._decide(used)
         elif used and not self.complete:
             raise ModelError(
-                f"the loss is computed with the number of processes ({self._loss_ranks.size}), which its code does not "
+                f"the loss is computed with the number of processes ({self._data_ranks.size}), which its code does not "
                 f"name, or its first call did not use. {_DECLARE}"
             )
-        elif self.complete and not used and self._loss_ranks.size > 1:
+        elif self.complete and not used and self._data_ranks.size > 1:
             raise ModelError(
                 "when this run began, the loss was found to be divided by the targets of the whole update, and now it "
-                f"is not multiplied by the number of processes ({self._loss_ranks.size}). {_DECLARE}"
+                f"is not multiplied by the number of processes ({self._data_ranks.size}). {_DECLARE}"
             )
 
     def _check_alike(self, terms: bool) -> None:
         """Ranks with `LossTerms` sum their weights, and would wait for those with a tensor."""
-        of_terms = float(self._loss_ranks.sum(torch.tensor([float(terms)], dtype=torch.float64)))
-        if 0 < of_terms < self._loss_ranks.size:
+        of_terms = float(self._data_ranks.sum(torch.tensor([float(terms)], dtype=torch.float64)))
+        if 0 < of_terms < self._data_ranks.size:
             raise ModelError(
-                f"{of_terms:.0f} of {self._loss_ranks.size} processes passed LossTerms to backward, and the "
+                f"{of_terms:.0f} of {self._data_ranks.size} processes passed LossTerms to backward, and the "
                 "others a tensor, which has another divisor: use one of the two on all processes"
             )
 
@@ -155,13 +155,13 @@ class ScriptLoss:
                 f"it is not known if the loss reads `num_items_in_batch`. {_DECLARE}"
             )
         seen = torch.tensor([float(used), float(self.read_count)], dtype=torch.float64)
-        was_used, was_read = (total > 0 for total in self._loss_ranks.sum(seen).tolist())
-        if was_used != was_read and (was_used or self._loss_ranks.size > 1):
+        was_used, was_read = (total > 0 for total in self._data_ranks.sum(seen).tolist())
+        if was_used != was_read and (was_used or self._data_ranks.size > 1):
             what = "divides by" if was_read else "does not read"
             does = "multiplies by" if was_used else "does not multiply by"
             raise ModelError(
                 f"the code of the loss names the number of processes or of micro-batches. It {what} "
-                f"`num_items_in_batch`, and {does} the number of processes ({self._loss_ranks.size}), so it is not "
+                f"`num_items_in_batch`, and {does} the number of processes ({self._data_ranks.size}), so it is not "
                 f"known what it is a mean over. {_DECLARE}"
             )
         self.complete = was_read

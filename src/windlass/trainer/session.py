@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from windlass.assemble.resolve import resolve_mesh
 from windlass.config.arguments import TrainingArguments
 from windlass.core.device import make_current
 from windlass.core.errors import CheckpointError
@@ -33,12 +34,12 @@ class Session:
 
     @property
     def data_ranks(self) -> Gang:
-        """The processes with different samples."""
+        """The processes with different samples, whose losses and counts are summed."""
         return self.all_ranks.over("data")
 
     @property
     def loss_ranks(self) -> Gang:
-        """The processes with different targets."""
+        """The processes with different targets, over which gradients are averaged."""
         return self.all_ranks.over("loss")
 
     @classmethod
@@ -49,7 +50,8 @@ class Session:
         memory = StageMemory(device)
         if not args.skip_memory_metrics:
             memory.begin(INIT)
-        return cls(world, device, join(world, device, args.ddp_timeout, args.ddp_backend), memory)
+        mesh = resolve_mesh(args, world)
+        return cls(world, device, join(world, device, args.ddp_timeout, args.ddp_backend, mesh=mesh), memory)
 
 
 def together(

@@ -793,8 +793,10 @@ class Trainer:
                 has_loss = evaluator.output_has_loss(outputs, by_model)
             else:
                 loss, outputs, has_loss = None, call_model(model, inputs), False
+            if prediction_loss_only:  # logits of divided rows are gathered when they are read
+                return loss, None, None
             _, logits = evaluation.split_outputs(outputs, has_loss=has_loss, ignore_keys=keys)
-        return (loss, None, None) if prediction_loss_only else (loss, detach(logits), labels)
+        return loss, detach(logits), labels
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -1022,12 +1024,14 @@ class Trainer:
         return 1
 
     def get_cp_size(self) -> int:
-        """Ranks that share one sequence (context parallelism is not built yet): 1."""
-        return 1
+        """Ranks that divide one sequence, among which keys and values travel."""
+        dist = self._plan.dist
+        return dist.context if dist.attention == "ring" else 1
 
     def get_sp_size(self) -> int:
-        """Ranks that share one sequence by heads (sequence parallelism is not built yet): 1."""
-        return 1
+        """Ranks that divide one sequence, and exchange heads for the attention."""
+        dist = self._plan.dist
+        return dist.context if dist.attention == "ulysses" else 1
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not built yet: raises ConfigError with what to do instead."""

@@ -152,7 +152,7 @@ class DataParallel(Strategy):
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         return buffers_of_first_rank(self._module)
 
-    def release(self) -> None:
+    def _release(self) -> None:
         # A process group that is still referenced at interpreter shutdown aborts the process.
         self._wrapper = None
         if self._watch is not None:

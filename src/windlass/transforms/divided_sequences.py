@@ -7,8 +7,7 @@ computed again in the backward.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -17,18 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.optional import require
+from windlass.core.errors import ModelError
 from windlass.transforms.document_attention import DocumentMask, document_attention, document_mask
-from windlass.transforms.evaluating import evaluating
-from windlass.transforms.neftune import vocabulary_of
 from windlass.transforms.ring_attention import Sight, ring_attention
-from windlass.transforms.ulysses import refuse_heads, ulysses_attention
+from windlass.transforms.ulysses import ulysses_attention
 from windlass.transforms.zigzag import Zigzag
 
 NAME = "windlass_divided"
 _IGNORED = -100
-_KNOWN = {"input_ids", "labels", "attention_mask", "position_ids"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,71 +60,29 @@ class DividedMask:
         return self._make()
 
 
-@contextlib.contextmanager
-def sequences_divided(model: Any, method: Literal["ring", "ulysses"], group: Any) -> Iterator[None]:
-    """Within the context `model` can be run on divided batches (`divide`); its attention is restored at the end.
-
-    Batches that are not divided give the same results as before. Collective: a short row is run both ways.
-
-    Raises:
-        ConfigError: the heads cannot be divided among the ranks.
-        ModelError: the attention of the model cannot be replaced, or its logits on divided rows differ.
-    """
-    transformers = require("transformers", "divide sequences among ranks")
-    if not isinstance(model, transformers.PreTrainedModel) or not model._can_set_attn_implementation():
-        raise ModelError(
-            f"{type(model).__name__} has an attention that cannot be replaced, so its sequences cannot be divided "
-            "among ranks. Train it with cp_size=1 and sp_size=1."
-        )
-    config = model.config.get_text_config()
-    if method == "ulysses":
-        heads = config.num_attention_heads
-        keys = getattr(config, "num_key_value_heads", None) or heads
-        refuse_heads(heads, keys, dist.get_world_size(group))
-    before = config._attn_implementation
-    expected = _probe(model, None, group)
-    transformers.AttentionInterface.register(NAME, divided_attention)
-    transformers.AttentionMaskInterface.register(NAME, divided_mask)
-    model.set_attn_implementation(NAME)
-    try:
-        _refuse_difference(model, expected, _probe(model, method, group), group)
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
 def divide(
-    batch: dict[str, Tensor], method: Literal["ring", "ulysses"], group: Any, padding: int = 0
+    batch: Mapping[str, Any], method: Literal["ring", "ulysses"], group: Any, padding: int = 0
 ) -> dict[str, Any]:
     """This rank's part of a batch that all ranks of `group` have: the arguments of a forward.
 
     Rows are padded to a multiple of twice the number of ranks. Labels are shifted before rows are divided, so that the
-    last token of a part has the first one of the next as its target. The loss of the forward is a mean over this
-    rank's targets, unless `num_items_in_batch` is given: with the count of the whole rows, the losses of the ranks add
-    up to the loss of the batch.
+    last token of a part has the first one of the next as its target. The loss of the forward is this rank's sum divided
+    by `num_items_in_batch`, or else by the targets of the whole batch: the losses of the ranks add up to that of the
+    batch.
 
     Args:
-        batch: `input_ids`, and perhaps `labels`, `attention_mask` and `position_ids`, shape (rows, tokens). Positions
-            that start again begin a document.
+        batch: `input_ids`, and perhaps `labels` or `shift_labels`, `attention_mask` and `position_ids`, shape
+            (rows, tokens); `num_items_in_batch`. Positions that start again begin a document.
         padding: the token for padding.
-
-    Raises:
-        ConfigError: the batch has further columns.
     """
-    unknown = sorted(set(batch) - _KNOWN)
-    if unknown:
-        fix = f"cannot be divided among ranks, only {', '.join(sorted(_KNOWN))}: remove them"
-        raise ConfigError(Problem("batch", unknown, fix))
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    ids = batch["input_ids"]
-    length = ids.shape[1]
+    ids, length = batch["input_ids"], batch["input_ids"].shape[1]
     missing = -length % (2 * size)
     zigzag = Zigzag(size, length + missing)
-    positions = batch.get("position_ids")
-    if positions is None:
-        positions = torch.arange(length, device=ids.device)
+    given = batch.get("position_ids")
+    positions = torch.arange(length, device=ids.device) if given is None else given
     positions = positions.expand(ids.shape[0], -1)
-    documents = _documents(positions, batch.get("attention_mask"), "position_ids" in batch)
+    documents = _documents(positions, batch.get("attention_mask"), given is not None)
     if documents is not None:
         documents = nn.functional.pad(documents, (0, missing), value=-1)
     part = {
@@ -138,9 +91,16 @@ def divide(
         "divided": Division(method, group, zigzag, documents),
         "use_cache": False,
     }
-    if "labels" in batch:
-        targets = nn.functional.pad(batch["labels"][:, 1:], (0, missing + 1), value=_IGNORED)
-        part["labels"] = part["shift_labels"] = zigzag.part(targets, rank)
+    targets = batch.get("shift_labels")
+    if targets is None and batch.get("labels") is not None:
+        targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=_IGNORED)
+    if targets is not None:
+        count = batch.get("num_items_in_batch")
+        part["num_items_in_batch"] = (targets != _IGNORED).sum().clamp(min=1) if count is None else count
+        targets = zigzag.part(nn.functional.pad(targets, (0, missing), value=_IGNORED), rank)
+        part["shift_labels"] = targets
+        if batch.get("labels") is not None:
+            part["labels"] = targets
     return part
 
 
@@ -194,28 +154,3 @@ def divided_attention(
     attend = ring_attention if divided.method == "ring" else ulysses_attention
     sight = Sight(divided.zigzag, divided.documents, attention_mask.window)
     return attend(query, key, value, sight, divided.group, scaling).transpose(1, 2).contiguous(), None
-
-
-def _probe(model: Any, method: Literal["ring", "ulysses"] | None, group: Any) -> Tensor:
-    """This rank's logits of a short row, run whole if there is no `method`, else divided."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    device = next(model.parameters()).device
-    ids = torch.arange(6 * size, device=device)[None] * 3 % (vocabulary_of(model) or 16)
-    with evaluating(model):
-        if method is not None:
-            logits: Tensor = model(**divide({"input_ids": ids}, method, group)).logits
-            return logits
-        return Zigzag(size, ids.shape[1]).part(model(input_ids=ids, use_cache=False).logits, rank)
-
-
-def _refuse_difference(model: Any, expected: Tensor, got: Tensor, group: Any) -> None:
-    difference, scale = (got - expected).abs().max(), expected.abs().max()
-    differs = (~(difference <= 64 * torch.finfo(expected.dtype).eps * scale)).int()
-    # All ranks raise if one does: else the others would wait for it.
-    dist.all_reduce(differs, group=group)
-    if differs.item():
-        raise ModelError(
-            f"{type(model).__name__} computes other logits on divided sequences: they differ by "
-            f"{difference:.2g} on this rank (logits up to {scale:.2g}). Its layers mix tokens outside of attention, or "
-            "compute in a lower precision. Train it with cp_size=1 and sp_size=1."
-        )

@@ -26,7 +26,7 @@ from windlass.config.refusal import refuse
 from windlass.core import host
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import state_of
-from windlass.dist.device_mesh import data_device_mesh
+from windlass.dist.device_mesh import loss_device_mesh
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import copies, is_sharded, locals_of, whole_on_first
 from windlass.transforms.buffers import buffers_of_first_rank, check_sparse, share_buffers
@@ -273,7 +273,7 @@ class FullyShardedModel(Strategy):
             for unit in self._units[1:]:
                 unit.set_reshard_after_forward(yes, recurse=False)
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """The module stays sharded: the whole one may not fit into memory."""
         self._hook.remove()
         self._plain.release()
@@ -288,7 +288,7 @@ def shard_(module: nn.Module, device: torch.device, plan: DistPlan, loss_ranks: 
     """Replace the parameters by sharded ones with rank 0's values, inner units first. Collective."""
     chosen = plan.shard or ShardPlan()
     _check(plan, device)
-    mesh = data_device_mesh(loss_ranks.mesh.with_replicas(chosen.replicas), device)
+    mesh = loss_device_mesh(loss_ranks.mesh.with_replicas(chosen.replicas), device)
     if chosen.ram_efficient and loss_ranks.rank != 0:
         to_meta(module)
     check_same_structure(module, loss_ranks)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.dist.sharded import is_sharded
+from windlass.transforms.context import has_divided_sequences
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.linear_cross_entropy import (
     IGNORED,
@@ -114,7 +115,7 @@ class LeanHead:
         targets = self._targets(inputs)
         options = replace(options, scale=self.scale, softcap=self.softcap)
 
-        def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
+        def loss_of(hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
             places = _places(targets.flatten())
             states, wanted = hidden.flatten(0, -2)[places], targets.flatten()[places]
             loss, *figures = linear_cross_entropy(states, weight, bias, wanted, options)
@@ -132,7 +133,7 @@ class LeanHead:
         """
         targets = self._targets(inputs)
 
-        def chosen(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
+        def chosen(hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
             places = _places(targets.flatten())
             states, wanted = hidden.flatten(0, -2)[places], targets.flatten()[places]
             found = linear_log_probabilities(
@@ -155,12 +156,15 @@ class LeanHead:
         model: nn.Module,
         inputs: Mapping[str, Any],
         targets: Tensor,
-        make: Callable[[Tensor, Tensor, Tensor | None], Made],
+        make: Callable[[Tensor, Tensor, Tensor, Tensor | None], Made],
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """A forward of `model` in which `make` replaces the head. It is given the hidden states, and weight and bias of
-        the head. Returns what it made, and the auxiliary loss.
+        """A forward of `model` in which `make` replaces the head. It is given hidden states and targets, and weight and
+        bias of the head. Returns what it made, and the auxiliary loss.
         """
         core, head = self._alive()
+        inputs, divided = unlabelled(core, inputs), has_divided_sequences(core)
+        if divided:
+            inputs["shift_labels"] = targets
         figures: list[tuple[Tensor, ...]] = []
         made: list[Tensor] = []
 
@@ -171,7 +175,7 @@ class LeanHead:
                 )
             if is_sharded(head.weight):
                 raise InexactLossError("its head is divided among processes in its forward")
-            result, others = make(hidden, head.weight, _bias_of(core, head))
+            result, others = make(hidden, targets, head.weight, _bias_of(core, head))
             figures.append(others)
             return result
 
@@ -188,6 +192,10 @@ class LeanHead:
         forward = core.forward
 
         def forward_of_core(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            nonlocal targets
+            if divided:  # those of this rank's part
+                targets = kwargs.pop("shift_labels")
+                kwargs.pop("num_items_in_batch")
             outputs = forward(*args, **kwargs)
             if len(made) != 1:
                 raise InexactLossError("its forward does not use its head")
@@ -198,7 +206,7 @@ class LeanHead:
         hook = head.register_forward_hook(keep)
         try:
             with _forward_of(head, instead), _forward_of(core, forward_of_core):
-                found = model(**unlabelled(core, inputs), **without_cache(core))
+                found = model(**inputs, **without_cache(core))
         finally:
             hook.remove()
         return found["made"], found["figures"], found["auxiliary"]

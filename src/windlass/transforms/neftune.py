@@ -21,14 +21,12 @@ from windlass.core.errors import ConfigError, Problem
 def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
     """Context in which the input embeddings of `model` have noise while it is in training mode.
 
-    Nothing of it is in a state dict, and the hooks are removed at the end, also after an exception.
+    Nothing of it is in a state dict, and the hooks are removed at the end, also after an exception. Raises ConfigError
+    if the model does not show its input embeddings.
 
     Args:
         model: the bare module.
         alpha: scale of the noise; None or 0 for none.
-
-    Raises:
-        ConfigError: the model does not show its input embeddings.
     """
     if not alpha:
         yield

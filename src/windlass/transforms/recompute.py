@@ -40,7 +40,7 @@ def apply_recompute(
 
     A model with a method for it (`activation_checkpointing_enable` or `gradient_checkpointing_enable`, as Hugging
     Face's models have) uses that; in any other module the repeated blocks of its `ModuleList`s and `Sequential`s are
-    recomputed.
+    recomputed. Raises ConfigError if the model does not support it, has no repeated blocks, or an option is unknown.
 
     Args:
         options: `every_n_layers` (1: each block; n: the first of every n), `offload` (keep inputs of blocks on the
@@ -48,9 +48,6 @@ def apply_recompute(
             recompute; or names of the operators whose results are kept) and arguments of
             `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False by default.
         blocks: the blocks of a module without such a method; empty: its repeated blocks.
-
-    Raises:
-        ConfigError: the model does not support it, has no repeated blocks, or an option is unknown.
     """
     if device_of(model).type == "xla":
         fix = (

@@ -131,5 +131,5 @@ class Replicas(Strategy):
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         return buffers_of_first_rank(self._module)
 
-    def release(self) -> None:
+    def _release(self) -> None:
         self._hook.remove()

@@ -44,7 +44,7 @@ class SplitOverDevices(Strategy):
             fix = "this model was sharded with other settings and stays so; build it again"
             raise ConfigError(Problem("fsdp", shard, fix))
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Parameters stay split: the whole model may not fit into the memory of a device."""
         if self._hook is not None:
             self._hook.remove()

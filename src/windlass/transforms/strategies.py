@@ -18,7 +18,8 @@ from windlass.transforms.strategy import Strategy
 def spread(
     module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device, in_backward: bool = False
 ) -> Strategy:
-    """Distribute `module` over the ranks that reduce gradients together, by the plan. Collective.
+    """Distribute `module` over the ranks that reduce gradients together, by the plan; divide the sequences that it gets
+    among the ranks of a context, if there are several. Collective.
 
     Args:
         module: on `device` already, unless it is to be sharded.
@@ -29,6 +30,22 @@ def spread(
         ModelError: no gradient passes through its layers of few bits.
     """
     keep_trainable(module)
+    strategy = _spread(module, plan, loss_ranks, device, in_backward)
+    context_ranks = loss_ranks.over("context")
+    if context_ranks.size > 1:
+        from windlass.transforms.context import DividedForwards
+
+        try:
+            strategy.at_release.append(DividedForwards(module, plan.attention, context_ranks).release)
+        except BaseException:
+            strategy.release()
+            raise
+    return strategy
+
+
+def _spread(
+    module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device, in_backward: bool
+) -> Strategy:
     if device.type == "xla":
         from windlass.transforms.spmd import SplitOverDevices
 

@@ -32,6 +32,7 @@ class Strategy:
         sharded: each rank has parts of the parameters, so every forward is a collective and all ranks must make the
             same number of them.
         saves_parts: checkpoints have the parts of each rank (`checkpoint/sharded.py`) instead of whole tensors.
+        at_release: what else ends with it.
     """
 
     sharded = False
@@ -40,6 +41,7 @@ class Strategy:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._buffers = OwnBuffers(module)
+        self.at_release: list[Callable[[], None]] = []
         devices = {p.device for p in module.parameters() if p.requires_grad}
         self._one_device = len(devices) <= 1
 
@@ -155,6 +157,12 @@ class Strategy:
 
     def release(self) -> None:
         """Release wrappers and their process groups after training; `model` is `module` from then on."""
+        self._release()
+        while self.at_release:
+            self.at_release.pop()()
+
+    def _release(self) -> None:
+        """What a subclass releases."""
 
 
 def own_state(strategy: Strategy) -> dict[str, Any]:

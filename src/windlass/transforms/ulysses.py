@@ -23,10 +23,8 @@ def ulysses_attention(
 ) -> Tensor:
     """Attend over whole rows, of which each rank of `group` has a part: arguments and result as `ring_attention`.
 
-    If there are fewer heads of keys than ranks, each is sent to several ranks.
-
-    Raises:
-        ConfigError: the heads cannot be divided among the ranks.
+    If there are fewer heads of keys than ranks, each is sent to several ranks. Raises ConfigError if the heads cannot
+    be divided among the ranks.
     """
     size = sight.division.size
     refuse_heads(query.shape[1], key.shape[1], size)

@@ -37,13 +37,8 @@ def units_of(module: nn.Module, plan: ShardPlan, ignored: set[nn.Parameter]) -> 
 
 def ignored_parameters(module: nn.Module, ignored: str | tuple[str, ...] | None) -> set[nn.Parameter]:
     """Parameters that stay whole on every rank: those of the given modules, and those that cannot be sharded or sent:
-    scalars, empty and complex ones, and frozen ones of an unusual dtype or layout.
-
-    Args:
-        ignored: names of modules, or a regular expression for the whole name of a module.
-
-    Raises:
-        ConfigError: no module has such a name.
+    scalars, empty and complex ones, and frozen ones of an unusual dtype or layout. Raises ConfigError if no module has
+    such a name. `ignored`: names of modules, or a regular expression for the whole name of a module.
     """
     found = {
         parameter for parameter in module.parameters() if parameter.dim() == 0 or not is_ordinary(parameter)

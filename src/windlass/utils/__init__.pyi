@@ -162,7 +162,7 @@ from windlass.utils.other import (
     model_has_dtensor as model_has_dtensor, recursive_getattr as recursive_getattr, save as save,
     wait_for_everyone as wait_for_everyone, write_basic_config as write_basic_config,
 )
-from windlass.utils.progress_bar import tqdm as tqdm
+from windlass.utils.other import tqdm as tqdm
 from windlass.utils.versions import (
     compare_versions as compare_versions, is_torch_version as is_torch_version,
 )

@@ -14,10 +14,8 @@ from windlass.core.device import choose_device
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return 1 or 0 for a word for true or false, in upper or lower case; with `to_bool`, True or False.
-
-    Raises:
-        ValueError: it is neither.
+    """Return 1 or 0 for a word for true or false, in upper or lower case; with `to_bool`, True or False. Raises
+    ValueError if it is neither.
     """
     try:
         found = flag(value)

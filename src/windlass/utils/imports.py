@@ -102,13 +102,11 @@ def is_torch_distributed_available() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return True if torch_xla is installed, and `USE_TORCH_XLA` does not switch it off.
+    """Return True if torch_xla is installed, and `USE_TORCH_XLA` does not switch it off. Raises ValueError if both are
+    asked for.
 
     Args:
         check_is_tpu, check_is_gpu: return True only if its devices are of this kind (starts its runtime).
-
-    Raises:
-        ValueError: both are asked for.
     """
     if check_is_tpu and check_is_gpu:
         raise ValueError("check_is_tpu and check_is_gpu are both True; ask for one of them")

@@ -16,6 +16,7 @@ from windlass.accelerator.value_files import load_values, save_values
 from windlass.cli.launching.launch_file import basic_settings, default_file, write_file
 from windlass.compat.state import PartialState
 from windlass.core.device import visible_devices
+from windlass.core.optional import require
 from windlass.core.trees import convert_to_fp32, send_to_device
 from windlass.dist.sharded import is_sharded
 
@@ -151,3 +152,17 @@ def convert_bytes(size: float) -> str:
 def recursive_getattr(obj: Any, attr: str) -> Any:
     """Return `obj.a.b` for "a.b"."""
     return functools.reduce(getattr, attr.split("."), obj)
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """Return tqdm's bar.
+
+    Args:
+        args, kwargs: arguments of tqdm.
+        main_process_only: only the first process of each machine draws it.
+    """
+    if args and isinstance(args[0], bool):
+        raise ValueError("pass main_process_only by keyword; the first argument of tqdm is an iterable")
+    if main_process_only and not kwargs.get("disable"):
+        kwargs["disable"] = not PartialState().is_local_main_process
+    return require("tqdm.auto", "draw a bar").tqdm(*args, **kwargs)

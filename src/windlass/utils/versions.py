@@ -23,15 +23,12 @@ _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Return the result of a comparison of versions.
+    """Return the result of a comparison of versions. Raises ValueError for an unknown operation.
 
     Args:
         library_or_version: name of an installed package, or a parsed version.
         operation: one of >, >=, ==, !=, <=, <.
         requirement_version: the version to compare with.
-
-    Raises:
-        ValueError: unknown operation.
     """
     if operation not in _OPERATIONS:
         raise ValueError(f"operation={operation!r}: must be one of {', '.join(_OPERATIONS)}")

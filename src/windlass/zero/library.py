@@ -357,10 +357,8 @@ def is_divided(module: nn.Module) -> bool:
 
 
 def ready_library(device: torch.device, loss_ranks: Gang) -> ModuleType:
-    """DeepSpeed, in a process that has the process group and the variables that it reads.
-
-    Raises:
-        ConfigError: DeepSpeed uses another device.
+    """DeepSpeed, in a process that has the process group and the variables that it reads. Raises ConfigError if
+    DeepSpeed uses another device.
     """
     library = load_library()
     _check_accelerator(library, device)

@@ -70,10 +70,8 @@ class SwapFiles:
 
 
 def check_buffers(module: nn.Module, config: Mapping[str, Any], ranks: int) -> None:
-    """Check that the buffers through which DeepSpeed reads parameters from files hold each of them.
-
-    Raises:
-        ConfigError: a parameter is too large, or a layer has too many.
+    """Check that the buffers through which DeepSpeed reads parameters from files hold each of them. Raises ConfigError
+    if a parameter is too large, or a layer has too many.
     """
     section = value_at(config, "zero_optimization.offload_param")
     size, count = section.get("buffer_size", 100_000_000), section.get("buffer_count", 5)
@@ -162,11 +160,8 @@ def _mapped(path: str, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def lock_files(config: Mapping[str, Any], rank: int) -> contextlib.ExitStack:
-    """Lock the folders of the files for this rank, until the result is closed: DeepSpeed gives the files of any run
-    the same names.
-
-    Raises:
-        ConfigError: another run uses one of them.
+    """Lock the folders of the files for this rank, until the result is closed: DeepSpeed gives the files of any run the
+    same names. Raises ConfigError if another run uses one of them.
     """
     with contextlib.ExitStack() as locks:
         for folder, path in {folder: path for path, folder in file_folders(config)}.items():

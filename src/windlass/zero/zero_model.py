@@ -105,7 +105,7 @@ class ZeroModel(Alone):
         with self._parts.gathered(self._module.parameters()):
             yield
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """A model of stage 3 stays divided: the whole one may not fit into memory."""
         if self._engine is not None:
             self._engine.release()

@@ -11,7 +11,7 @@ from tests.cli.launching.machines import launch_on_both
 from tests.dist.launch import ROOT, end_of, launch
 
 from windlass.checkpoint.store import Store
-from windlass.cli.launching.requeue import Requeue
+from windlass.cli.launching.local import Requeue
 from windlass.core.errors import EXIT_PREEMPTED
 
 SCRIPT = Path(__file__).with_name("leaving_script.py")

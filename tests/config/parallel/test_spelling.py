@@ -8,8 +8,7 @@ import pytest
 
 from windlass import TrainingArguments
 from windlass.config.parallel.from_script import from_arguments
-from windlass.config.parallel.spelling import spellings, to_arguments
-from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
+from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES, spellings, to_arguments
 
 VALUES: dict[str, Any] = {
     "strategy": "fsdp", "precision": "bf16", "accumulation": 3, "cpu": True, "fsdp.layers": ("A", "B"),

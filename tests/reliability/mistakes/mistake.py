@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from tests.said import listening
 
 from windlass.cli.main import main
+from windlass.core.tracebacks import report_uncaught
 
 LINES = 10
 """An answer is looked for in so many of the last lines that were printed."""
@@ -65,7 +65,7 @@ class Answer:
     """What a user reads after a mistake.
 
     Attributes:
-        text: the error with its notes, or what a command printed; after a warning all that was logged.
+        text: what is printed when an error ends a script, or by a command; after a warning all that was logged.
         raised: an error ended the script, or the command's exit code was not 0.
     """
 
@@ -102,9 +102,18 @@ def command(*words: str) -> Callable[[Path], Answer]:
     return run
 
 
+def _read_after(error: Exception) -> str:
+    """What is on the terminal of a script that `error` ended."""
+    printed = io.StringIO()
+    trace = error.__traceback__ and error.__traceback__.tb_next  # from the function that makes the mistake on
+    with contextlib.redirect_stderr(printed):
+        report_uncaught(type(error), error, trace)
+    return printed.getvalue()
+
+
 def _answer(make: Callable[[Path], object], folder: Path, said: list[str]) -> Answer:
     try:
         done = make(folder)
     except Exception as error:
-        return Answer("".join(traceback.format_exception_only(error)), raised=True)
+        return Answer(_read_after(error), raised=True)
     return done if isinstance(done, Answer) else Answer("\n".join(said), raised=False)

@@ -17,8 +17,9 @@ SETS = {"In scripts": SCRIPTS, "In several processes": RANKS, "In recipes and co
 
 def tables() -> str:
     """The tables, between their marks."""
-    found = "\n".join(f"## {title}\n\n{_table(mistakes)}" for title, mistakes in SETS.items())
-    return f"{BEGIN}\n{found}\n{END}"
+    found = "\n".join(f"### {title}\n\n{_table(mistakes)}" for title, mistakes in SETS.items())
+    count = sum(map(len, SETS.values()))
+    return f"{BEGIN}\n{count} mistakes, all answered so.\n\n{found}\n{END}"
 
 
 def _table(mistakes: Iterable[Mistake]) -> str:

@@ -38,7 +38,7 @@ def parse_file(path: Path) -> Mapping[str, Any]:
     """
     import yaml
 
-    from windlass.config.plain_yaml import load_yaml
+    from windlass.config.documents import load_yaml
 
     text = read_text(path)
     try:

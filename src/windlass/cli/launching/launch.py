@@ -39,15 +39,12 @@ __all__ = ["LaunchPlan", "launch_settings", "resolve_launch"]
 def resolve_launch(
     options: argparse.Namespace, environ: Mapping[str, str], machine: Machine | None = None
 ) -> LaunchPlan:
-    """Resolve the command line, the launch file and the environment into a plan.
+    """Resolve the command line, the launch file and the environment into a plan. Raises ConfigError with every problem.
 
     Args:
         options: as parsed with `add_launch_flags`; options that were not given are absent.
         environ: of this process.
         machine: what this machine can do; None assumes no accelerator.
-
-    Raises:
-        ConfigError: with every problem.
     """
     here = machine or Machine()
     settings = launch_settings(options, environ)

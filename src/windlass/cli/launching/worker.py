@@ -4,7 +4,7 @@
 
 The script runs as if Python had started it: as `__main__`, with its own folder first on the path. That folder is added
 here: without `-P` the current one would be first, and its `queue.py` imported instead of the standard library's. Before
-that the process binds itself to its cores; after an exception it writes the traceback, with the step and the call, into
+that the process binds itself to its cores; after an exception it writes the calls that led to it, with the step, into
 the file that torch's launcher reads. With `--exec` SCRIPT is any program, which replaces this process. Nothing heavy is
 imported.
 """
@@ -17,7 +17,6 @@ import os
 import runpy
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +25,7 @@ from typing import NoReturn
 from windlass.core.errors import Preempted
 from windlass.core.output import say, shown
 from windlass.core.parent import end_with_parent
+from windlass.core.tracebacks import calls_of, printed, report_uncaught
 from windlass.dist.beacon import END, END_ALONE, LEFT, beacon
 from windlass.dist.watchdog import watch
 
@@ -63,8 +63,8 @@ def main(words: Sequence[str]) -> None:
         error.__traceback__ = of_the_script(error.__traceback__)
         record(error, os.environ)
         # As after any uncaught exception; torch puts the rank before each line.
-        if sys.excepthook is sys.__excepthook__:
-            say("".join(traceback.format_exception(error)), error=True, end="")
+        if sys.excepthook in (sys.__excepthook__, report_uncaught):
+            say(printed(error), error=True, end="")
         else:
             sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
@@ -123,7 +123,7 @@ def record(error: Exception, environ: Mapping[str, str]) -> None:
         return
     mark = beacon().mark()
     extra = {
-        "py_callstack": shown("".join(traceback.format_exception(error))),
+        "py_callstack": calls_of(error),
         "timestamp": str(int(time.time())),  # torch reads whole seconds
         "monotonic": time.monotonic(),  # the same clock in all processes of a machine
         "step": mark.step,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.cli.arranged_rows import columns_of, formats_of
 from windlass.cli.built_in_recipes import CHAT, ROWS
-from windlass.cli.formats import PLAIN_TEXT, STREAMED, format_of
+from windlass.cli.formats import DIGITS, PLAIN_TEXT, STREAMED, format_of
 from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.schema import Recipe
 from windlass.cli.task import Conflict, Task
@@ -38,7 +38,7 @@ class SupervisedTuning(Task):
         "quantization",
         "sample",
     )
-    own_formats = PLAIN_TEXT
+    own_formats = (*PLAIN_TEXT, DIGITS)
     arguments = SFTConfig
     new_model = "base"
 

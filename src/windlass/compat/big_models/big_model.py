@@ -131,15 +131,13 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights of a model on disk, and read those of each layer for its forward.
+    """Keep all weights of a model on disk, and read those of each layer for its forward. Raises ModelError if neither
+    the model nor the folder has the data of a weight.
 
     Args:
         offload_dir: the folder to write the weights to. Weights that are on the meta device must be there already.
 
     Other arguments as in `cpu_offload`.
-
-    Raises:
-        ModelError: neither the model nor the folder has the data of a weight.
     """
     _write_weights(model.state_dict(), offload_dir)
     weights = OffloadedWeightsLoader(save_folder=offload_dir)

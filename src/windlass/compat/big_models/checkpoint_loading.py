@@ -96,15 +96,13 @@ def load_checkpoint_in_model(
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None
 ) -> dict[str, Tensor]:
-    """Return the tensors of one file of weights by name.
+    """Return the tensors of one file of weights by name. Raises CheckpointError if the file is missing, damaged, or was
+    written for another library.
 
     Args:
         checkpoint_file: a safetensors file, or one of `torch.save`, of which nothing is executed.
         device_map: the place of each module's weights. A map with one device applies to all; what it does not cover,
             or puts on disk, is on the host, as everything is by default.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or was written for another library.
     """
     path, places = Path(checkpoint_file), set((device_map or {}).values())
     with _opened(path) as (file, _):

@@ -68,10 +68,8 @@ def _refuse_uncovered(device_map: DeviceMap, names: Iterable[str]) -> None:
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
-    """Check that a map covers all parameters and persistent buffers of a model.
-
-    Raises:
-        ConfigError: some are not covered; they are named.
+    """Check that a map covers all parameters and persistent buffers of a model. Raises ConfigError if some are not
+    covered; they are named.
     """
     names = list(model.state_dict())
     known = {"", *names, *(name for name, _ in model.named_modules())}
@@ -82,10 +80,8 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
 
 
 def check_tied_parameters_on_same_device(tied_params: Sequence[Sequence[str]], device_map: DeviceMap) -> None:
-    """Log a warning for tied parameters on different devices, because each device would hold its own copy.
-
-    Raises:
-        ConfigError: the map does not cover one of them.
+    """Log a warning for tied parameters on different devices, because each device would hold its own copy. Raises
+    ConfigError if the map does not cover one of them.
     """
     for group in tied_params:
         _refuse_uncovered(device_map, group)

@@ -26,14 +26,12 @@ _logger = get_logger(__name__)
 
 
 def get_max_memory(max_memory: Limits | None = None) -> Room:
-    """Bytes that may be used on each device, accelerators first.
+    """Bytes that may be used on each device, accelerators first. Raises ConfigError for unknown devices, all of them at
+    once; or something that is not a size.
 
     Args:
         max_memory: sizes such as `{0: "10GB", "cpu": "30GB"}`. By default, the free memory of each accelerator and the
             available memory of the host.
-
-    Raises:
-        ConfigError: unknown devices, all of them at once; or something that is not a size.
     """
     if max_memory is None:
         return _free_memory()

@@ -40,10 +40,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     """Context: modules are built with all their parameters on `device`.
 
     Without buffers, each parameter is moved when it is registered, so at most one of them is in host memory at a time.
-    With buffers, every tensor that the constructor creates is created on `device`.
-
-    Raises:
-        ModelError: a lazy module, whose parameters have no shape yet.
+    With buffers, every tensor that the constructor creates is created on `device`. Raises ModelError for a lazy module,
+    whose parameters have no shape yet.
     """
     device = torch.device(device)
     if include_buffers is None:

@@ -119,7 +119,8 @@ def set_module_tensor_to_device(
     tied_params_map: SharedWeight | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Move a parameter or buffer of `module` to `device`.
+    """Move a parameter or buffer of `module` to `device`. Raises ModelError for no such tensor, a value of another
+    shape, or no value for a tensor without data.
 
     Args:
         tensor_name: name relative to `module`, such as `"encoder.0.weight"`.
@@ -127,9 +128,6 @@ def set_module_tensor_to_device(
         dtype: the dtype to cast floating-point data to. By default, `value` is cast to the dtype of the tensor.
         tied_params_map: copies of this weight that other modules hold; one that is on `device` is used.
         non_blocking: copy asynchronously if possible.
-
-    Raises:
-        ModelError: no such tensor, a value of another shape, or no value for a tensor without data.
     """
     old, target = get_tensor(module, tensor_name), device_of(device)
     if old is None:

@@ -61,10 +61,8 @@ class AlignDevicesHook(ModelHook):
         self._empty: dict[str, Tensor] = {}  # the meta tensor of each offloaded weight
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Place the module's tensors: on the device, or offloaded.
-
-        Raises:
-            ModelError: neither the module nor the weights map has the data of a tensor.
+        """Place the module's tensors: on the device, or offloaded. Raises ModelError if neither the module nor the
+        weights map has the data of a tensor.
         """
         tensors = dict(self._tensors(module))
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}

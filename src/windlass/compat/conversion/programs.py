@@ -15,14 +15,12 @@ _PROGRAMS = {"Axolotl": axolotl, "LLaMA-Factory": llama_factory, "TRL": trl}
 
 
 def convert(values: Mapping[str, Any], training_keys: Collection[str], folder: Path = Path()) -> Conversion:
-    """Return the recipe of a configuration, and what is not in it.
+    """Return the recipe of a configuration, and what is not in it. Raises ConfigError if the configuration is of none
+    of the programs, or not of supervised fine-tuning.
 
     Args:
         training_keys: keys of the section `training`, which are taken over under their names.
         folder: of the file.
-
-    Raises:
-        ConfigError: the configuration is of none of the programs, or not of supervised fine-tuning.
     """
     name = _program_of(values)
     _refuse_other_training(values)

@@ -279,10 +279,8 @@ def _between(flat: Sequence[_Flat], begin: int, length: int) -> list[_Run]:
 
 @contextmanager
 def open_weights(path: Path, files: Files) -> Iterator[DeepSpeedWeights]:
-    """Open the weights of a folder by its file `latest`, or by the model states in the folder of a tag.
-
-    Raises:
-        CheckpointError: files are missing, damaged, or of a layout that is not read.
+    """Open the weights of a folder by its file `latest`, or by the model states in the folder of a tag. Raises
+    CheckpointError if files are missing, damaged, or of a layout that is not read.
     """
     folder = path.parent
     if path.name == LATEST:

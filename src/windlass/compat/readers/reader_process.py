@@ -60,13 +60,11 @@ _running: list[_ReadingProcess] = []
 
 
 def describe(file: FileIO, path: Path, *, objects: bool) -> Any:
-    """Return the description of the content of an open file (see `torch_reader`).
+    """Return the description of the content of an open file (see `torch_reader`). Raises CheckpointError if the file
+    has another content, is damaged, or takes too much memory or time.
 
     Args:
         objects: its content may have objects beside plain values; none is created.
-
-    Raises:
-        CheckpointError: the file has another content, is damaged, or takes too much memory or time.
     """
     answer = _answer(file, torch_reader.OBJECTS if objects else torch_reader.PLAIN)
     description, complete, ended = answer.rpartition(b"\n")

@@ -135,10 +135,8 @@ class _CheckedContent:
         self._stored, self._claimed = 0, 0
 
     def content(self, description: Any) -> Any:
-        """The content of a file.
-
-        Raises:
-            CheckpointError: its description is malformed, or has tensors that are not in the file.
+        """The content of a file. Raises CheckpointError if its description is malformed, or has tensors that are not in
+        the file.
         """
         try:
             return self.value(description)
@@ -242,14 +240,11 @@ class TorchWeights(TensorSource):
 
 @contextmanager
 def open_torch_file(path: Path, files: Files, *, objects: bool = False) -> Iterator[TorchFile]:
-    """Open a file of `torch.save`. Nothing in it is ever executed.
+    """Open a file of `torch.save`. Nothing in it is ever executed. Raises CheckpointError if it is missing, damaged, of
+    the legacy format, has more than tensors and plain values, or takes too much memory or time to describe.
 
     Args:
         objects: its content may have objects beside plain values; they are not read (see `TorchFile`).
-
-    Raises:
-        CheckpointError: it is missing, damaged, of the legacy format, has more than tensors and plain values, or takes
-            too much memory or time to describe.
     """
     with files.reading(path) as file:
         yield TorchFile(path, file, objects)

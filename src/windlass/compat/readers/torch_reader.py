@@ -201,10 +201,8 @@ class _Description:
         self.pieces.append(text)
 
     def add(self, value: Any, depth: int = 0) -> None:
-        """Add a value.
-
-        Raises:
-            RefusedFileError: it is not plain, its tensors are not in the file, or it exceeds a bound.
+        """Add a value. Raises RefusedFileError if it is not plain, its tensors are not in the file, or it exceeds a
+        bound.
         """
         import torch
 

@@ -11,6 +11,7 @@ the header of every file that will be read.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,155 @@ from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.history import checked_state
-from windlass.checkpoint.optimizer_state import load_optimizer_state
+from windlass.checkpoint.names import canonical_names, shorten
+from windlass.checkpoint.optimizer_state import IMPLEMENTATION, load_optimizer_state
 from windlass.checkpoint.stored import open_folder, open_weights
-from windlass.compat.readers.numbered_optimizer import Division, named_state
+from windlass.compat.readers.stored_tensor import StoredTensor
 from windlass.compat.readers.torch_file import open_torch_file
 from windlass.core.errors import CheckpointError
+from windlass.core.logs import get_logger
 from windlass.core.types import State
 from windlass.optim.groups import decay_parameter_names
+
+Division = list[list[str]]  # the parameters' names, by group
+_RATES = frozenset({"lr", "initial_lr"})
+# Options that depend on the version of torch and do not identify an optimizer.
+_OF_VERSIONS = frozenset({"params", "param_names", "maximize", "decoupled_weight_decay"})
+_logger = get_logger(__name__)
+
+
+def named_state(
+    path: Path,
+    tree: Any,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    divisions: Iterable[Division],
+    with_rates: bool,
+) -> State:
+    """The state for `optimizer_state.load_optimizer_state`, with `StoredTensor`s for tensors.
+
+    The options of a group are the saved ones if all its parameters had the same. If they had not (some decayed and
+    others did not), those of `optimizer` are kept, with a warning. Raises CheckpointError if the file does not have
+    such a state, or one of another optimizer or other parameters.
+
+    Args:
+        path, tree: the file and its content.
+        divisions: possible groups of the parameters; the first that fits the file is used.
+    """
+    groups, entries = _parts(path, tree)
+    short = canonical_names(dict(model.named_parameters()))
+    shapes = {short[name]: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    canonical = [[[short[name] for name in names] for names in one if names] for one in divisions]
+    names = _fitting(path, groups, entries, shapes, canonical)
+    numbers = {
+        number: name
+        for group, members in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], members, strict=True)
+    }
+    present = _present_groups(optimizer, model, short)
+    _check_kind(path, groups[0], optimizer.param_groups[0])
+    saved = {name: group for group, members in zip(groups, names, strict=True) for name in members}
+    ignored = frozenset({"params", "param_names"} | (frozenset() if with_rates else _RATES))
+    return {
+        "shapes": {name: list(shapes[name]) for members in present for name in members},
+        "state": {numbers[number]: entry for number, entry in entries.items()},
+        "groups": [
+            {"names": members, "options": _options(members, saved, ignored, path)} for members in present
+        ],
+    }
+
+
+def _parts(path: Path, tree: Any) -> tuple[list[dict[str, Any]], dict[Any, dict[Any, Any]]]:
+    groups, entries = (
+        (tree.get("param_groups"), tree.get("state")) if isinstance(tree, dict) else (None, None)
+    )
+    if not isinstance(groups, list) or not isinstance(entries, dict):
+        raise CheckpointError(f"{path} does not hold the state of an optimizer: param_groups and state")
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        raise CheckpointError(f"{path} is malformed: a group lists no parameters")
+    groups = [group for group in groups if group["params"]]  # e.g. if all parameters decay
+    numbers = [number for group in groups for number in group["params"]]
+    if not numbers or not all(type(number) is int for number in numbers) or len(set(numbers)) != len(numbers):
+        raise CheckpointError(f"{path} is malformed: parameters are not numbered, or one comes twice")
+    if not entries.keys() <= set(numbers) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise CheckpointError(f"{path} is malformed: there is state of a parameter that is in no group")
+    return groups, entries
+
+
+def _fitting(
+    path: Path,
+    groups: list[dict[str, Any]],
+    entries: dict[Any, dict[Any, Any]],
+    shapes: Mapping[str, tuple[int, ...]],
+    divisions: list[Division],
+) -> Division:
+    """The first division whose groups have the saved sizes and whose parameters have the saved shapes."""
+    sizes = [len(group["params"]) for group in groups]
+    wrong: list[str] = []
+    for division in divisions:
+        if [len(members) for members in division] != sizes:
+            continue
+        wrong = [
+            f"{name} is {list(shapes[name])}"
+            for group, members in zip(groups, division, strict=True)
+            for number, name in zip(group["params"], members, strict=True)
+            if not _may_belong(entries.get(number, {}), shapes[name])
+        ]
+        if not wrong:
+            return division
+    why = f"; of another shape: {shorten(wrong)}" if wrong else ""
+    known = " or ".join(str([len(members) for members in division]) for division in divisions)
+    raise CheckpointError(
+        f"{path} is the state of an optimizer with groups of {sizes} parameters, which this model does not have in "
+        f"that order (its groups: {known}){why}. Build model and optimizer as they were when it was saved"
+    )
+
+
+def _may_belong(entry: Mapping[Any, Any], shape: tuple[int, ...]) -> bool:
+    """Return True if all tensors have the shape of the parameter or of its mean over one of the last two axes, or are
+    one number.
+    """
+    allowed = {shape, shape[:-1], (*shape[:-2], *shape[-1:])}
+    tensors = [value for value in entry.values() if isinstance(value, StoredTensor)]
+    return all(tensor.shape in allowed or tensor.shape in ((), (1,)) for tensor in tensors)
+
+
+def _present_groups(optimizer: torch.optim.Optimizer, model: nn.Module, short: Mapping[str, str]) -> Division:
+    names = {id(parameter): short[name] for name, parameter in model.named_parameters()}
+    return [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
+
+
+def _check_kind(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Check that the saved options are those of this optimizer; its name is not saved."""
+    other = (saved.keys() ^ present.keys()) - _RATES - _OF_VERSIONS - IMPLEMENTATION
+    if other:
+        here, there = (sorted(other & group.keys()) for group in (present, saved))
+        raise CheckpointError(
+            f"{path} is the state of another optimizer than this run's: it has the options {there}, and this one "
+            f"{here}. Set optim to the one that it was saved with"
+        )
+
+
+def _options(
+    members: list[str], saved: Mapping[str, Mapping[str, Any]], ignored: frozenset[str], path: Path
+) -> dict[str, Any]:
+    """The saved options that all of `members` have in common."""
+    first = saved[members[0]] if members else {}
+    options = {}
+    for key, value in first.items():
+        differing = [name for name in members if key not in ignored and saved[name].get(key) != value]
+        if differing:
+            _logger.warning(
+                "%s has another %s for some parameters of one group than for the others; this run's own holds for all "
+                "of them (%s)",
+                path,
+                key,
+                shorten(differing),
+            )
+        elif key not in ignored:
+            options[key] = value
+    return options
+
 
 WRITER = "transformers' Trainer"
 STATE_NAME = "trainer_state.json"
@@ -51,11 +194,9 @@ class TransformersCheckpoint(ForeignCheckpoint):
     def load_optimizer_of(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, *, with_rates: bool
     ) -> None:
-        """Load `optimizer.pt`, which numbers parameters in the order of its groups.
-
-        Raises:
-            CheckpointError: there is no such file, its state fits none of the known divisions of the parameters into
-                groups, or it belongs to another kind of optimizer.
+        """Load `optimizer.pt`, which numbers parameters in the order of its groups. Raises CheckpointError if there is
+        no such file, its state fits none of the known divisions of the parameters into groups, or it belongs to another
+        kind of optimizer.
         """
         path = self.folder / OPTIMIZER_NAME
         if not path.exists():
@@ -86,10 +227,8 @@ class TransformersCheckpoint(ForeignCheckpoint):
         return scaler_state(self._content(SCALER_NAME))
 
     def _content(self, name: str) -> Any:
-        """The content of a file of torch.save, None if it does not exist.
-
-        Raises:
-            CheckpointError: it holds more than tensors and plain values, or is damaged.
+        """The content of a file of torch.save, None if it does not exist. Raises CheckpointError if it holds more than
+        tensors and plain values, or is damaged.
         """
         if not (self.folder / name).exists():
             return None
@@ -97,11 +236,7 @@ class TransformersCheckpoint(ForeignCheckpoint):
             return file.materialised(file.tree)
 
     def check(self) -> None:
-        """Check the header of every file that will be read.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
+        """Check the header of every file that will be read. Raises CheckpointError if a file is missing or damaged."""
         with open_weights(open_folder(self.folder)):
             pass
         for name in (OPTIMIZER_NAME, SCHEDULE_NAME, SCALER_NAME):
@@ -116,10 +251,8 @@ def is_of_format(folder: Path) -> bool:
 
 
 def open_checkpoint(folder: Path, files: Files) -> TransformersCheckpoint:
-    """Open such a checkpoint and check that it is complete.
-
-    Raises:
-        CheckpointError: it is not, or has a layout that cannot be read; the file is named.
+    """Open such a checkpoint and check that it is complete. Raises CheckpointError if it is not, or has a layout that
+    cannot be read; the file is named.
     """
     for name, what in _NOT_READ.items():
         if (folder / name).exists():
@@ -149,10 +282,8 @@ def _divisions(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[Divis
 
 
 def scaler_state(saved: Any) -> State:
-    """The state of a `torch.amp.GradScaler` as `precision.scaler.LossScaler` takes it, empty if there is none.
-
-    Raises:
-        CheckpointError: `saved` is not such a state.
+    """The state of a `torch.amp.GradScaler` as `precision.scaler.LossScaler` takes it, empty if there is none. Raises
+    CheckpointError if `saved` is not such a state.
     """
     if not saved:
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -63,9 +64,9 @@ def plan_parallel(settings: Settings, world: World) -> Parallel:
     )
 
 
-def dtype_plans(settings: Settings) -> tuple[PrecisionPlan, DistPlan]:
-    """The plans that decide dtypes, of settings that are not checked."""
-    return _precision(settings), _dist(settings, World())
+def dtype_plans(settings: Settings, world: World | None = None) -> tuple[PrecisionPlan, DistPlan]:
+    """The plans that decide dtypes, and the layout in `world`, of settings that are not checked."""
+    return _precision(settings), _dist(settings, world or World())
 
 
 def parallel_problems(settings: Settings, world: World) -> list[Problem]:
@@ -105,6 +106,7 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
     yield from _deepspeed_objections(settings)
     yield from _float8_objections(settings)
     sharded = is_sharded(settings)
+    yield from _axes_objections(settings)
     yield from _mesh_fits(settings, world, settings.value(rows.MESH_SHARDS) if sharded else 1)
     yield from xla_problems(settings, world, sharded)
     if not sharded:
@@ -193,18 +195,54 @@ def _contradictions(settings: Settings) -> Iterator[tuple[Setting, Setting]]:
         yield layers, wrap[0]
 
 
+def _axes(settings: Settings) -> list[Setting]:
+    """The axes in use along which processes compute the same samples together."""
+    found = (settings.get(key.name) for key in rows.MODEL_AXES)
+    return [setting for setting in found if setting is not None and setting.value > 1]
+
+
+def _axes_objections(settings: Settings) -> Iterator[Problem]:
+    """Combinations of those axes, and with other settings, that are not built."""
+    match [found for found in _axes(settings) if found.key != rows.MESH_TENSOR.name]:
+        case [one, other]:
+            fix = f"contradicts {one.origin}={one.value}: one of the two divides the sequences; set the other to 1"
+            yield Problem(other.origin, other.value, fix)
+        case [axis]:
+            for key, value, what in (
+                (rows.STRATEGY, "xla", "PyTorch/XLA, where one process drives all devices"),
+                (rows.STRATEGY, "deepspeed", "DeepSpeed; shard the model with fsdp=True"),
+                (rows.PRECISION, "fp8", "float8 in linear layers; use bf16"),
+            ):
+                if settings.value(key) == value:
+                    yield Problem(
+                        axis.origin, axis.value, f"is not built together with {what}, or set it to 1"
+                    )
+            if _compiled(settings) is not None:
+                fix = "is not built for compiled models: leave torch_compile out, or set it to 1"
+                yield Problem(axis.origin, axis.value, fix)
+
+
 def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Problem]:
+    axes, all_ranks = _axes(settings), world.size
+    together = math.prod(found.value for found in axes)
+    if all_ranks % together:
+        made = " times ".join(f"{found.origin}={found.value}" for found in axes)
+        fix = f"{made} must divide the number of processes, which is {all_ranks}: start a multiple of {together}"
+        yield Problem(axes[0].origin, axes[0].value, fix)
+        return
     sizes = settings.explicit(rows.MESH_REPLICAS, rows.MESH_SHARDS)
-    replicas, all_ranks = settings.value(rows.MESH_REPLICAS), world.size
+    replicas, data_ranks = settings.value(rows.MESH_REPLICAS), all_ranks // together
     if not sizes:
         return
+    there_are = f"there are {all_ranks}" + (f", {together} to each batch" if axes else "")
     if settings.explicit(rows.MESH_SHARDS) or not is_sharded(settings):
         ranks = Mesh(replicate=replicas, shard=shards).size()
-        if ranks != all_ranks:
+        if ranks != data_ranks:
             made = f"{replicas} replicas of {shards} shards make {ranks} processes"
-            yield Problem(sizes[0].origin, sizes[0].value, f"{made}, and there are {all_ranks}")
-    elif all_ranks % replicas:
-        yield Problem(sizes[0].origin, replicas, f"must divide the number of processes, which is {all_ranks}")
+            yield Problem(sizes[0].origin, sizes[0].value, f"{made}, and {there_are}")
+    elif data_ranks % replicas:
+        whose = "the number of processes" + (" with different samples" if axes else "")
+        yield Problem(sizes[0].origin, replicas, f"must divide {whose}, which is {data_ranks}")
 
 
 # --- notes ----------------------------------------------------------------------------------------------------------
@@ -276,6 +314,8 @@ def _dist(settings: Settings, world: World) -> DistPlan:
         strategy="deepspeed" if zero else "fsdp" if sharded else "ddp",
         shard=_shard(settings, world) if sharded else None,
         zero=_zero(settings) if zero else None,
+        context=settings.value(rows.MESH_CONTEXT) * settings.value(rows.MESH_SEQUENCE),
+        attention="ulysses" if settings.value(rows.MESH_SEQUENCE) > 1 else "ring",
     )
 
 
@@ -332,7 +372,8 @@ def _reshard(settings: Settings) -> bool | int:
 
 def _replicas(settings: Settings, world: World) -> int:
     if _sharding(settings) == "no_shard":
-        return world.size
+        all_ranks, together = world.size, math.prod(found.value for found in _axes(settings))
+        return int(all_ranks // together)
     if settings.explicit(rows.MESH_REPLICAS):
         return int(settings.value(rows.MESH_REPLICAS))
     return world.machines if _sharding(settings).startswith("hybrid") else 1

@@ -337,38 +337,66 @@ MESH_SHARDS = _mesh(
     "dp_shard_size",
     "dp_shard",
 )
-# Axes along which processes share a batch: abbreviation -> (name, options with their defaults).
-_UNBUILT_AXES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tp": ("tensor parallelism", {"tp_handler": None}),
-    "cp": ("context parallelism", {"cp_backend": "torch", "cp_comm_strategy": "allgather", "cp_handler": None}),
-    "sp": ("sequence parallelism", {
-        "sp_backend": "deepspeed", "sp_seq_length": "None", "sp_seq_length_is_variable": True,
-        "sp_attn_implementation": "sdpa", "sp_handler": None,
-    }),
-}  # fmt: skip
-UNBUILT_AXES = tuple(
-    _mesh(
-        axis,
-        kinds.positive,
-        1,
-        f"Processes of {what}.",
-        f"{axis}_size",
-        axis,
-        written=1,
-        refused=f"{what} is not built yet; set it to 1",
-    )
-    for axis, (what, _) in _UNBUILT_AXES.items()
+MESH_TENSOR = _mesh(
+    "tp",
+    kinds.positive,
+    1,
+    "Processes of tensor parallelism.",
+    "tp_size",
+    "tp",
+    written=1,
+    refused="tensor parallelism is not built yet; set it to 1",
 )
-for _what, _options in _UNBUILT_AXES.values():
-    for _word, _usual in _options.items():
-        _mesh(
-            _word,
-            kinds.anything,
-            None,
-            "An option of it.",
-            written=_usual,
-            refused=f"{_what} is not built yet",
-        )
+MESH_CONTEXT = _mesh(
+    "cp",
+    kinds.positive,
+    1,
+    "Processes that divide the sequences of a batch; keys and values travel round a ring of them.",
+    "cp_size",
+    "cp",
+    written=1,
+)
+MESH_SEQUENCE = _mesh(
+    "sp",
+    kinds.positive,
+    1,
+    "Processes that divide the sequences of a batch, and exchange heads for the attention (Ulysses).",
+    "sp_size",
+    "sp",
+    written=1,
+)
+# The axes whose processes compute the same samples together.
+MODEL_AXES = (MESH_TENSOR, MESH_CONTEXT, MESH_SEQUENCE)
+_mesh("tp_handler", kinds.anything, None, "An option of it.", refused=MESH_TENSOR.refused)
+_RING = "does not change the exchange: keys and values travel round a ring, with the same results"
+_ROWS = "has no effect: rows of any length are padded and divided"
+_mesh("cp_backend", kinds.choice("torch"), "torch", "Implementation of context parallelism.")
+_mesh(
+    "cp_comm_strategy",
+    kinds.choice("allgather", "alltoall"),
+    "allgather",
+    "How keys and values are exchanged.",
+    idle=_RING,
+)
+_mesh("sp_backend", kinds.choice("deepspeed"), "deepspeed", "Implementation of sequence parallelism.")
+_mesh("sp_seq_length", kinds.either(kinds.positive, kinds.choice("none", also={"none": None}), says="must be a length"),
+      None, "Length of a row.", written="None", idle=_ROWS)  # fmt: skip
+_mesh("sp_seq_length_is_variable", kinds.flag, True, "Rows differ in length.", idle=_ROWS)
+_mesh(
+    "sp_attn_implementation",
+    kinds.choice("sdpa", "eager", "flash_attention_2", "flash_attention_3"),
+    "sdpa",
+    "The attention that sequence parallelism uses.",
+    idle="has no effect: attention over divided rows is one of Windlass's own",
+)
+
+
+def _nothing(raw: object) -> None:
+    """An object of options, whose fields have settings of their own."""
+
+
+for _word in ("cp_handler", "sp_handler"):
+    _mesh(_word, _nothing, None, "An object of options.")
 MESH = (
     *_mesh,
     Rows("run", "mesh.")(

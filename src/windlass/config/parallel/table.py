@@ -1,12 +1,14 @@
-"""All settings, and indexes of them by their spellings."""
+"""All settings, indexes of them by their spellings, and the spelling of each in every place."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from windlass.config.parallel import rows_compile, rows_deepspeed, rows_float8, rows_launch, rows_training
 from windlass.config.parallel.keys import FAMILIES, Key
+from windlass.config.parallel.rows_deepspeed import FIELDS, config_of, fields_in_config
 from windlass.config.parallel.settings import Settings
 
 TRAINING = (
@@ -60,3 +62,35 @@ def values_for(settings: Settings, start: str, kind: type) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(kind)}
     found = {key.name.partition(".")[2]: key for key in KEYS.values() if key.name.startswith(f"{start}.")}
     return {name: settings.value(key) for name, key in found.items() if name in names}
+
+
+def to_arguments(key: Key, value: Any) -> dict[str, Any]:
+    """The fields of `TrainingArguments` that set a value; empty for settings of a launcher alone."""
+    if key.name == "strategy":
+        return {"fsdp": value == "fsdp", **({"deepspeed": config_of({})} if value == "deepspeed" else {})}
+    if key.name == "precision":
+        return {field: value == field for field in key.fields}
+    if key.family == "fsdp":
+        return {"fsdp_config": {key.words[0]: list(value) if isinstance(value, tuple) else value}}
+    if key.family == "fp8":
+        return {"fp8_config": {key.words[0]: value}}
+    if key in FIELDS:
+        return {"deepspeed": fields_in_config({key.name: value})}
+    if key.family == "mesh":
+        return {"parallelism_config": {key.words[0]: value}}
+    return {key.fields[0]: value} if key.fields else {}
+
+
+def spellings(key: Key) -> Iterator[tuple[str, str]]:
+    """(place, spelling) for each place where a setting can be set."""
+    if key.flags:
+        yield "flag", f"--{key.flags[0]}"
+    yield "file", key.in_file
+    if key.variables:
+        yield "variable", key.variables[0]
+    if arguments := to_arguments(key, key.default):
+        inside = [
+            f"{name}={{{key.words[0]!r}: ...}}" for name, said in arguments.items() if isinstance(said, dict)
+        ]
+        yield "arguments", ", ".join(inside or key.fields or arguments)
+        yield "recipe", f"parallel.{key.name}"

@@ -15,20 +15,11 @@ from windlass.core.world import World
 
 # Options of PyTorch/XLA's wrapper for one process per device. These leave to the compiler what they would decide.
 _LEFT_TO_COMPILER = (
-    "reshard_after_forward",
-    "flatten_parameters",
-    "execute_sharding_on_init",
-    "optimization_barrier_in_forward",
-    "optimization_barrier_in_backward",
-    "sync_on_finalization",
-    "mark_step_on_finalization",
-    "disable_reshard_on_root",
-    "shard_param_on_dim_0",
-    "pin_layout_in_collective_ops",
-    "reduce_scatter_bucket_size_mb",
-    "coalesce_all_gather_ops",
+    "reshard_after_forward", "flatten_parameters", "execute_sharding_on_init", "optimization_barrier_in_forward",
+    "optimization_barrier_in_backward", "sync_on_finalization", "mark_step_on_finalization", "disable_reshard_on_root",
+    "shard_param_on_dim_0", "pin_layout_in_collective_ops", "reduce_scatter_bucket_size_mb", "coalesce_all_gather_ops",
     "fp32_reduce_scatter",
-)
+)  # fmt: skip
 _CALLABLES = ("auto_wrap_policy", "auto_wrapper_callable", "param_init_fn")
 _DTYPES = ("compute_dtype", "buffer_dtype")
 _PROCESSES = ("sharding_groups", "sharding_rank", "sharding_world_size")

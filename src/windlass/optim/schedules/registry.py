@@ -8,7 +8,6 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from windlass.optim.schedules.base import Factor
-from windlass.optim.schedules.constant import constant, constant_with_warmup
 from windlass.optim.schedules.cosine import (
     cosine,
     cosine_warmup_with_min_lr,
@@ -16,9 +15,7 @@ from windlass.optim.schedules.cosine import (
     cosine_with_restarts,
 )
 from windlass.optim.schedules.greedy import GreedyLR
-from windlass.optim.schedules.inverse_sqrt import inverse_sqrt
-from windlass.optim.schedules.linear import linear
-from windlass.optim.schedules.polynomial import polynomial
+from windlass.optim.schedules.simple import constant, constant_with_warmup, inverse_sqrt, linear, polynomial
 from windlass.optim.schedules.warmup_stable_decay import warmup_stable_decay
 
 # Functions of the step alone: (Span, **options) -> Factor.

@@ -1,0 +1,328 @@
+"""Forwards of a decoder whose sequences are divided among ranks: a whole batch goes in, results of whole rows come out.
+
+The ranks of one context get the same batch. Each computes its part of the rows; the loss is the sum of the parts, and
+logits are gathered if they are read. So whatever counts, weighs or measures a batch sees what one process sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from windlass.core.errors import ConfigError, DataError, ModelError, Problem
+from windlass.core.optional import is_imported, require
+from windlass.core.rng import ForwardRandomness
+from windlass.dist.gang import Gang
+from windlass.transforms.divided_sequences import NAME, divide, divided_attention, divided_mask
+from windlass.transforms.evaluating import evaluating
+from windlass.transforms.neftune import vocabulary_of
+from windlass.transforms.ulysses import refuse_heads
+from windlass.transforms.zigzag import Zigzag
+
+_COLUMNS = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "num_items_in_batch"}
+# Where the documents of a packed row begin, for kernels; positions that start again show the same.
+_BORDERS = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+# Arguments of a step of generation, which runs on whole rows.
+_GENERATING = ("past_key_values", "cache_position", "use_cache", "logits_to_keep")
+_HIDDEN = ("output_hidden_states", "output_attentions", "output_router_logits")
+_TRAIN_WHOLE = "Train it with cp_size=1 and sp_size=1."
+
+
+class DividedForwards:
+    """Divides the batches that a model gets, until `release`.
+
+    Forwards of generation, and those that get `past_key_values` or `use_cache=True`, run on whole rows on each rank.
+
+    Args:
+        module: the model of transformers, or a wrapper of it.
+        method: how whole rows are attended: keys and values travel (ring), or heads are exchanged (ulysses).
+        context_ranks: the ranks that divide the rows; each forward needs all of them.
+
+    Raises:
+        ConfigError: the heads cannot be divided among the ranks. Collective: a short row is run both ways.
+        ModelError: the attention of the model cannot be replaced, or its results on divided rows differ.
+    """
+
+    def __init__(self, module: nn.Module, method: Literal["ring", "ulysses"], context_ranks: Gang) -> None:
+        self._model, self._ranks, self._method = _model_of_transformers(module), context_ranks, method
+        self._group = context_ranks.device_group or dist.group.WORLD
+        _refuse_unfit(self._model, method, context_ranks)
+        self._zigzag: Zigzag | None = None
+        self._length, self._compared = 0, set[bool]()
+        self._randomness = ForwardRandomness(next(self._model.parameters()).device, context_ranks.rank)
+        expected = self._short_row()
+        self._before = self._model.config.get_text_config()._attn_implementation
+        transformers = require("transformers", "divide sequences among ranks")
+        transformers.AttentionInterface.register(NAME, divided_attention)
+        transformers.AttentionMaskInterface.register(NAME, divided_mask)
+        self._model.set_attn_implementation(NAME)
+        # Those of FSDP2 ran before: it sees the outputs of this rank's part.
+        self._hooks = [
+            self._model.register_forward_pre_hook(self._divide, with_kwargs=True),
+            self._model.register_forward_hook(self._join),
+        ]
+        _divided[id(self._model)] = self
+        try:
+            self._refuse_difference(expected, self._short_row())
+            self._compared.clear()
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Restore the model's own attention."""
+        for hook in self._hooks:
+            hook.remove()
+        _divided.pop(id(self._model), None)
+        self._model.set_attn_implementation(self._before)
+
+    # --- forwards ---------------------------------------------------------------------------------------------------
+
+    def _divide(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        batch = {**dict(zip(("input_ids",), args, strict=False)), **kwargs}
+        self._zigzag = None
+        if any(_is_set(batch.get(name)) for name in _GENERATING):
+            return None
+        known = _BORDERS if batch.get("position_ids") is not None else ()
+        given = {name: value for name, value in batch.items() if value is not None and name not in known}
+        _refuse_columns(given, len(args))
+        self._compare(given["input_ids"])
+        part = divide(given, self._method, self._group)
+        self._zigzag, self._length = part["divided"].zigzag, given["input_ids"].shape[1]
+        others = {name: value for name, value in given.items() if name not in _COLUMNS}
+        if module.training:
+            self._randomness.begin()
+        return (), {**others, **part, "return_dict": True}
+
+    def _join(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """The results of whole rows; see `DividedOutput`."""
+        zigzag, self._zigzag = self._zigzag, None
+        if zigzag is None:
+            return output
+        if module.training:
+            self._randomness.end()
+        if output.get("aux_loss", output.get("auxiliary")) is not None:
+            raise ModelError(
+                f"{type(module).__name__} returned a balancing loss of its experts, which is not the sum of the losses "
+                f"of parts of a row. Set output_router_logits=False in its configuration, or: {_TRAIN_WHOLE}"
+            )
+        if "made" in output:  # in place of logits, by `lean_loss.py`
+            figures = tuple(self._whole(value, zigzag) for value in output["figures"])
+            return {**output, "made": self._whole(output["made"], zigzag), "figures": figures}
+        local = _Local(output["logits"], zigzag, self._length, self._group)
+        if output.get("loss") is None:
+            output["logits"] = local.whole()
+            return output
+        return DividedOutput(self._sum(output["loss"]), local)
+
+    def _whole(self, value: Tensor, zigzag: Zigzag) -> Tensor:
+        """A value for each token, of whole rows; or a sum over tokens."""
+        if value.dim() == 2:
+            return _Local(value, zigzag, self._length, self._group).whole()
+        return self._sum(value)
+
+    def _sum(self, share: Tensor) -> Tensor:
+        total: Tensor = _SumOfParts.apply(share, self._group)  # type: ignore[no-untyped-call]
+        return total
+
+    def _compare(self, ids: Tensor) -> None:
+        """Check in the first forward of training, and of evaluation, that the ranks have the same batch."""
+        if self._model.training in self._compared:
+            return
+        self._compared.add(self._model.training)
+        places = torch.arange(1, ids.numel() + 1, device=ids.device)
+        found = self._ranks.gather_objects([*ids.shape, int((ids.flatten() * places).sum())])
+        if any(other != found[0] for other in found):
+            raise DataError(
+                f"the {len(found)} ranks that divide the sequences of a batch were given different batches. Give all "
+                "of them the same one: shard data over `accelerator.num_processes // (cp_size * sp_size)` ranks"
+            )
+
+    # --- the check --------------------------------------------------------------------------------------------------
+
+    def _short_row(self) -> tuple[Tensor, Tensor]:
+        """Logits and loss of a short row."""
+        ids = torch.arange(6 * self._ranks.size, device=next(self._model.parameters()).device)[None] * 3
+        ids = ids % (vocabulary_of(self._model) or 16)
+        with evaluating(self._model):
+            outputs = self._model(input_ids=ids, labels=ids, use_cache=False)
+        if outputs.get("loss") is None or outputs["logits"].shape[:2] != ids.shape:
+            name = type(self._model).__name__
+            raise ModelError(f"{name} does not predict each token from those before it. {_TRAIN_WHOLE}")
+        return outputs["logits"], outputs["loss"]
+
+    def _refuse_difference(self, expected: tuple[Tensor, Tensor], got: tuple[Tensor, Tensor]) -> None:
+        """Raise ModelError on all ranks if the logits or the loss on divided rows differ: else others would wait."""
+        worst: list[list[Any]] = []
+        rounding = 64 * max(torch.finfo(tensor.dtype).eps for tensor in expected)
+        for what, whole, divided in zip(("logits", "loss"), expected, got, strict=True):
+            difference, scale = float((divided - whole).abs().max()), float(whole.abs().max())
+            if not difference <= rounding * scale:
+                worst.append([what, difference, scale])
+        for what, difference, scale in [
+            each for found in self._ranks.gather_objects(worst) for each in found
+        ]:
+            raise ModelError(
+                f"{type(self._model).__name__} computes other {what} on divided sequences, different by "
+                f"{difference:.2g} (up to {scale:.2g}). Its layers mix tokens outside of attention, compute in a lower "
+                f"precision, or its loss does not divide by `num_items_in_batch`. {_TRAIN_WHOLE}"
+            )
+
+
+_divided: dict[int, DividedForwards] = {}
+
+
+def has_divided_sequences(model: nn.Module) -> bool:
+    """Return True if forwards of `model` divide their batches, and get `shift_labels` in parts."""
+    return id(model) in _divided
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """Logits of this rank's part of rows of `length` tokens."""
+
+    logits: Tensor
+    zigzag: Zigzag
+    length: int
+    group: Any
+
+    def whole(self) -> Tensor:
+        """The logits of whole rows, on every rank. Collective, without communication in the backward."""
+        gathered: Tensor = _Gather.apply(self.logits, self.group)  # type: ignore[no-untyped-call]
+        return self.zigzag.whole(gathered, 1)[:, : self.length]
+
+
+@dataclass(eq=False)
+class DividedOutput(Mapping[str, Any]):
+    """What a forward with labels returns: the loss of the whole batch, and its logits, gathered when they are read.
+
+    All ranks of the context must read them, or none.
+    """
+
+    loss: Tensor
+    part: Any
+
+    @property
+    def logits(self) -> Tensor:
+        """Shape (rows, tokens, vocabulary), of whole rows."""
+        if isinstance(self.part, _Local):
+            self.part = self.part.whole()
+        whole: Tensor = self.part
+        return whole
+
+    def __getitem__(self, key: Any) -> Any:
+        names = ("loss", "logits")
+        if isinstance(key, int | slice):
+            return self.to_tuple()[key]
+        if key not in names:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("loss", "logits"))
+
+    def __len__(self) -> int:
+        return 2
+
+    def to_tuple(self) -> tuple[Tensor, Tensor]:
+        """Loss and logits."""
+        return self.loss, self.logits
+
+
+# PyTorch's wrapper finds the loss in it.
+pytree.register_pytree_node(
+    DividedOutput,
+    lambda output: ([output.loss], output.part),
+    lambda leaves, part: DividedOutput(next(iter(leaves)), part),
+)
+
+
+class _SumOfParts(torch.autograd.Function):
+    """The sum over ranks. Gradients are averaged over ranks later, so that each part is multiplied by their number."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: Any) -> Tensor:
+        ctx.ranks = dist.get_world_size(group)
+        total = share.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.ranks, None
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks along the second axis. All compute the same with them; see `_SumOfParts`."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.ranks, ctx.rank = dist.get_world_size(group), dist.get_rank(group)
+        parts = [torch.empty_like(part) for _ in range(ctx.ranks)]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(ctx.ranks, 1)[ctx.rank] * ctx.ranks, None
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _model_of_transformers(module: nn.Module) -> Any:
+    """The one outermost model of transformers in `module`."""
+    if is_imported("transformers"):
+        kind = require("transformers", "divide sequences among ranks").PreTrainedModel
+        for part in module.modules():
+            if isinstance(part, kind) and part._can_set_attn_implementation():
+                return part
+    raise ModelError(
+        f"{type(module).__name__} has an attention that cannot be replaced, so its sequences cannot be divided among "
+        f"ranks. {_TRAIN_WHOLE}"
+    )
+
+
+def _refuse_unfit(model: Any, method: str, context_ranks: Gang) -> None:
+    config = model.config.get_text_config()
+    if method == "ulysses":
+        heads = config.num_attention_heads
+        keys = getattr(config, "num_key_value_heads", None) or heads
+        refuse_heads(heads, keys, context_ranks.size)
+    if getattr(model.config, "is_encoder_decoder", False):
+        fix = "has an encoder, whose sequences are not divided; set cp_size=1 and sp_size=1"
+        raise ConfigError(Problem("model", type(model).__name__, fix))
+    if getattr(config, "output_router_logits", False):
+        fix = (
+            "adds a loss that is not a sum over parts of a row: set it to False, or cp_size and sp_size to 1"
+        )
+        raise ConfigError(Problem("model.config.output_router_logits", True, fix))
+
+
+def _refuse_columns(batch: Mapping[str, Any], positional: int) -> None:
+    """Raise ModelError for arguments of a forward that cannot be divided."""
+    odd = [name for name in _COLUMNS - {"num_items_in_batch"} if name in batch and batch[name].dim() != 2]
+    unknown = [
+        name
+        for name, value in batch.items()
+        if name not in _COLUMNS and not isinstance(value, bool | int | float | str)
+    ]
+    asked = [name for name in _HIDDEN if batch.get(name)]
+    if positional > 1 or "input_ids" not in batch or odd or unknown or asked:
+        found = sorted({*odd, *unknown, *asked}) or sorted(batch)
+        raise ModelError(
+            f"a forward on divided sequences got {', '.join(found)}, and takes by name {', '.join(sorted(_COLUMNS))}, "
+            f"of shape (rows, tokens). Leave out the others. {_TRAIN_WHOLE}"
+        )
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and value is not False and not (isinstance(value, int) and value == 0)

@@ -1,0 +1,63 @@
+"""A loop of the user's own, the same on one process and on ranks that divide the sequences of its batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.trainer.context_cases import collate, model, samples, token_loss
+
+from windlass import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from windlass.dist.sharded import whole
+
+
+def train(parallel: dict[str, int], sharded: bool) -> dict[str, Any]:
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        parallelism_config=ParallelismConfig(**parallel) if parallel else None,
+        fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None,
+    )
+    net = model("llama")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+    loader = torch.utils.data.DataLoader(samples(16), batch_size=2, collate_fn=collate)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    reported = []
+    for batch in loader:
+        buffers = [batch["input_ids"], batch["labels"]]
+        with (
+            accelerator.accumulate(net),
+            accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1, 1]),
+        ):
+            labels = batch.pop("labels")
+            if not (labels[:, 1:] != -100).any():
+                continue
+            loss = token_loss(net(**batch), labels)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                reported.append(float(accelerator.clip_grad_norm_(net.parameters(), 0.3)))
+            optimizer.step()
+            optimizer.zero_grad()
+        reported.append(float(loss))
+    net.eval()
+    with torch.no_grad():
+        for batch in loader:
+            logits = net(input_ids=batch["input_ids"]).logits[:, :3].contiguous()
+            reported.append(float(accelerator.gather_for_metrics(logits).sum()))
+    weights = [whole(parameter).detach().flatten() for parameter in net.parameters()]
+    assert not parallel or accelerator.context_parallel_rank == accelerator.process_index
+    return {"reported": reported, "weights": torch.cat(weights).tolist()}
+
+
+def main() -> None:
+    folder, parallel, sharded = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3] == "sharded"
+    found = train(parallel, sharded)
+    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Fine-tuning on ranks that divide sequences: packed rows and completions have the reports of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.dist.launch import launch
+from tests.finetuning import test_several_ranks
+
+from windlass import ParallelismConfig
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+CASES: dict[str, dict[str, Any]] = {
+    "completions": {"lora": False, "packing": False, "completion_only_loss": True},
+    "packed with an adapter": {"lora": True, "packing": True},
+}
+
+
+@pytest.mark.dist
+def test_two_ranks_that_divide_sequences_are_one_process(tmp_path: Path) -> None:
+    launch(2, Path(__file__), tmp_path)
+    for name, case in CASES.items():
+        alone = test_several_ranks.figures(tmp_path / name / "alone", **case)
+        for rank in range(2):
+            found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+            for ours, theirs in zip(found[name], alone, strict=True):
+                assert ours == pytest.approx(theirs, rel=2e-5), name
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    layouts = (ParallelismConfig(cp_size=2), ParallelismConfig(sp_size=2))
+    found = {
+        name: test_several_ranks.figures(
+            folder / name, per_device_train_batch_size=2, parallelism_config=layout, **case
+        )
+        for layout, (name, case) in zip(layouts, CASES.items(), strict=True)
+    }
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Runs of small decoders in float64, the same on one process and on ranks that divide their sequences."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from windlass import ParallelismConfig, Trainer, TrainingArguments
+from windlass.dist.sharded import whole
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 23, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_DROPS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _SIZES | {"attention_bias": False}),
+    "qwen3": ("Qwen3Config", _SIZES | {"head_dim": 4}),
+    "gemma3": ("Gemma3TextConfig", _SIZES
+               | {"head_dim": 4, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gpt2": ("GPT2Config", {"vocab_size": 23, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64,
+                            "bos_token_id": 1, "eos_token_id": 2} | _DROPS),
+}  # fmt: skip
+
+
+def model(name: str) -> Any:
+    torch.manual_seed(0)
+    kind, options = MODELS[name]
+    made = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**options))
+    return made.to(torch.float64)
+
+
+def samples(count: int = 36) -> list[dict[str, list[int]]]:
+    """Ragged rows; each has ignored targets, and those of one micro-batch (of two rows) have nothing else."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for index in range(count):
+        length = int(torch.randint(3, 15, (), generator=generator))
+        ids = torch.randint(3, 23, (length,), generator=generator).tolist()
+        ignored = length if index // 2 == 4 else length // 3
+        found.append({"input_ids": ids, "labels": [-100] * ignored + ids[ignored:]})
+    return found
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    width = max(len(row["input_ids"]) for row in rows)
+    fills = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    columns: dict[str, list[list[int]]] = {name: [] for name in fills}
+    for row in rows:
+        missing = width - len(row["input_ids"])
+        for name, fill in fills.items():
+            columns[name].append([*row.get(name, [1] * len(row["input_ids"])), *[fill] * missing])
+    return {name: torch.tensor(values) for name, values in columns.items()}
+
+
+def token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """In float64, as no model of transformers computes its own."""
+    logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    if num_items_in_batch is None:
+        return nn.functional.cross_entropy(logits, targets)
+    return nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+class Noted(Trainer):
+    """Notes what is logged."""
+
+    noted: list[dict[str, float]]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        self.noted = [*getattr(self, "noted", []), dict(logs)]
+        super().log(logs, start_time)
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    return TrainingArguments(**{
+        "output_dir": str(folder), "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3,
+        "gradient_accumulation_steps": 3, "max_steps": 6, "max_grad_norm": 0.3, "learning_rate": 0.02,
+        "weight_decay": 0.1, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+        "save_strategy": "no", "train_sampling_strategy": "sequential", "include_num_input_tokens_seen": "non_padding",
+        **changes,
+    })  # fmt: skip
+
+
+def first_logits(found: Any) -> dict[str, float]:
+    return {"logits": float(found.predictions[:, :3].sum())}
+
+
+KEPT = ("loss", "grad_norm", "eval_loss", "eval_logits", "num_input_tokens_seen")
+
+
+def train(
+    name: str, folder: Path, *, own_loss: bool = False, resume: bool = False, **changes: Any
+) -> dict[str, list[float]]:
+    """Train and evaluate; return what was reported, and the weights."""
+    trainer = Noted(
+        model(name),
+        arguments(folder, **changes),
+        data_collator=collate,
+        train_dataset=samples(),
+        eval_dataset=samples(7),
+        compute_loss_func=None if own_loss else token_loss,
+        compute_metrics=first_logits,
+    )
+    result = trainer.train(resume_from_checkpoint=resume)
+    trainer.evaluate()
+    reported = [[one[key] for key in KEPT if key in one] for one in trainer.noted]
+    weights = {key: whole(value).detach().flatten() for key, value in trainer.model.state_dict().items()}
+    return {
+        "reported": [value for one in reported for value in one] + [result.training_loss],
+        "weights": torch.cat([weights[key] for key in sorted(weights)]).tolist(),
+    }
+
+
+def main() -> None:
+    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    found = {}
+    for case, (name, parallel, changes) in cases.items():
+        given = {"parallelism_config": ParallelismConfig(**parallel)} if parallel else {}
+        found[case] = train(name, folder / case, **given, **changes)
+    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
