@@ -20,7 +20,6 @@ FACADES = {"Trainer", "SFTTrainer", "Accelerator"}
 NOT_YET = {
     "StagedCheckpoint": 8,  # rank, world, files and disks are those of its store
     "PreparedLoader": 8,
-    "LoopState": 9,  # what scripts read of an Accelerator
 }
 
 

@@ -83,9 +83,6 @@ class EngineChoice:
         return name
 
 
-NO_ENGINES = EngineChoice(dict, "fp32")
-
-
 def _chosen(plans: Mapping[str, ZeroPlan], compute: str, selected: str) -> EngineChoice:
     return EngineChoice(lambda: plans, compute, selected)
 
