@@ -100,7 +100,6 @@ class LossPolicy:
         self._model_ranks = session.all_ranks.over("model")
         self.script = ScriptLoss(self._data_ranks, self._shares)
         self.without_logits = WithoutLogits(self._device, self._data_ranks.sum)
-        self._lean: WithoutLogits | None = None  # if it is used
 
     def take_model(self, model: nn.Module, label_names: list[str]) -> None:
         """Start with this model."""
@@ -112,7 +111,7 @@ class LossPolicy:
         self.normaliser = UpdateNormaliser(
             self._data_ranks.size, sum_on_device=self._data_ranks.sum_on_device
         )
-        self._lean = None
+        self.without_logits.used = False
         self._saved: State = {}
         self._is_unsaid = False
 
@@ -134,7 +133,7 @@ class LossPolicy:
         """
         check_smoothing(self.hooks.smoothing, self.hooks.compute_loss, self.hooks.function)
         self.measured, self._saved = False, saved or {}
-        self._lean = None
+        self.without_logits.used = False
 
     def facts(self) -> State:
         """The measured properties of the loss, for a checkpoint: a resumed run must use the same ones."""
@@ -145,7 +144,7 @@ class LossPolicy:
             "shifted": self.counter.shifted,
             "gets_count": self.gets_count,
             "complete": self.script.complete,
-            "without_logits": self._lean is not None,
+            "without_logits": self.without_logits.used,
         }
 
     @property
@@ -188,9 +187,9 @@ class LossPolicy:
         `compute_loss_func`.
         """
         hooks, loss, outputs = self.hooks, None, None
-        if self._lean is not None and function is None and not needs_outputs:
+        if self.without_logits.used and function is None and not needs_outputs:
             divisor = count if self.gets_count or hooks.smoothing else None
-            loss = self._lean.loss(model, inputs, divisor, hooks.smoothing)
+            loss = self.without_logits.loss(model, inputs, divisor, hooks.smoothing)
         if loss is None:
             loss, outputs = batch_loss(
                 model,
@@ -250,7 +249,7 @@ class LossPolicy:
         """The bare model's own loss: the only one that is computed more often than training requires. It gets the count
         as in training; a model in a wrapper that does not accept it raises TypeError, and gets none from then on.
         """
-        if self.gets_count and isinstance(inputs, Mapping) and self._lean is None:
+        if self.gets_count and isinstance(inputs, Mapping) and not self.without_logits.used:
             count = as_count(self.counter(inputs) or 1.0, self._device)
             try:
                 return self._mean_loss({**inputs, "num_items_in_batch": count})
@@ -263,7 +262,7 @@ class LossPolicy:
     def _mean_loss(self, inputs: Any) -> Any:
         """The same without the count: the mean over no targets is NaN, whatever the model adds to it."""
         with self.hooks.autocast():
-            loss = self._lean and self._lean.loss(self.hooks.model, inputs, None, 0.0)
+            loss = self.without_logits.loss(self.hooks.model, inputs, None, 0.0)
             if loss is not None:
                 return loss
             return check_loss(loss_of(call_model(self.hooks.model, inputs), inputs))
@@ -273,7 +272,6 @@ class LossPolicy:
         self.kind, self.gets_count = None, self._may_get_count() and self._saved.get("gets_count", True)
         with hooks.autocast():
             self.without_logits.decide(hooks.model, prepared, self._makes_logits())
-        self._lean = self.without_logits if self.without_logits.used else None
         self._measure_shift(probe, prepared)
         self.normaliser.meaning = Meaning.MICRO_MEAN
         if hooks.of_model and declared is None:
@@ -329,7 +327,7 @@ class LossPolicy:
         if self.hooks.counts_alone:
             return  # A forward with labels may need far more memory than the loss of the script.
         self.counter = unshifted = TargetCounter(self._label_names)
-        saved = self._saved.get("shifted", self._lean and self._lean.shifts)
+        saved = self._saved.get("shifted", self.without_logits.shifts)
         if saved is not None:
             self.counter = TargetCounter(self._label_names, shifted=saved)
             return

@@ -33,6 +33,7 @@ class WithoutLogits:
     compared with the model's own loss once, on a part of the first batch.
 
     Attributes:
+        used: the loss is made without logits.
         reason: why logits are made; None if they are not, or if the model has no head that is wider than its input.
 
     Args:
@@ -41,24 +42,20 @@ class WithoutLogits:
 
     def __init__(self, device: torch.device, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         self._device, self._sum_over_ranks = device, sum_over_ranks
+        self.reason: str | None = None
         self.forget()
 
     def forget(self) -> None:
         """Make logits, until the next decision."""
-        self.reason: str | None = None
+        self.used, self.reason = False, None
         self._head: LeanHead | None = None
         self._core: nn.Module | None = None
         self._readers: tuple[nn.Module, ...] = ()
 
     @property
-    def used(self) -> bool:
-        """True if the loss is made without logits."""
-        return self._head is not None
-
-    @property
     def shifts(self) -> bool | None:
         """True if label t is predicted at position t-1; None if logits are made."""
-        return None if self._head is None else self._head.shifts
+        return self._head.shifts if self.used and self._head is not None else None
 
     def facts(self) -> dict[str, Any]:
         """What the record of a run shows; empty if nothing was to be decided."""
@@ -85,7 +82,7 @@ class WithoutLogits:
             reason = "the model is compiled as a whole (torch_compile_blocks=True compiles its blocks)"
         if reason is None:
             reason = self._measured(model, core, inputs)
-        self.reason = reason
+        self.used, self.reason = reason is None, reason
         self._report(core)
 
     def _measured(self, model: nn.Module, core: nn.Module, inputs: Any) -> str | None:
@@ -126,7 +123,7 @@ class WithoutLogits:
             count: divides the sum of losses; None: the number of targets.
             smoothing: `label_smoothing_factor`. A smoothed loss has no auxiliary one.
         """
-        if self._head is None or self._core is None:
+        if not self.used or self._head is None or self._core is None:
             return None
         if not isinstance(inputs, Mapping) or inputs.get("labels") is None or not _wraps(model, self._core):
             return None
