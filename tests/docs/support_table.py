@@ -85,7 +85,6 @@ get_learning_rates get_num_trainable_parameters get_optimizer_group
 """
 METHODS_MAPPED = {
     "get_batch_samples": "may be called; an override is refused, because the loader yields whole updates",
-    "get_tp_size": "is 1: tensor parallelism is not built yet",
 }
 
 SEQ2SEQ = "evaluate predict prediction_step load_generation_config"
@@ -138,8 +137,6 @@ MEMBERS_MAPPED = {
     "save": "writes safetensors (a name in .safetensors) or JSON (.json); of another name, such as model.pt, it writes "
     "model.pt.json and model.pt.safetensors, with one warning: pickle is never written",
     "fp8_backend": "is AO or NO: torchao is the only backend",
-    "tensor_parallel_rank": "is always 0: tensors are not split further",
-    "context_parallel_rank": "is always 0: sequences are not split",
     "maybe_context_parallel": "does nothing: the forward of a prepared model divides sequences; buffers stay whole",
 }
 

@@ -167,7 +167,7 @@ class Setup:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """0: tensors are not split further."""
+        """Index of the part of each divided layer that this process computes."""
         return self._rank_in("tensor")
 
     @property

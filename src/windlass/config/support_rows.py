@@ -49,5 +49,5 @@ METHODS_REFUSED = {
 }
 ACCELERATOR_REFUSED = {
     "megatron_lm_plugin": "Megatron-LM is not built; shard the model with fsdp_plugin",
-    "torch_tp_plugin": "tensor parallelism is not built; a tp_size of 1 is accepted",
+    "torch_tp_plugin": "a tp_size of 1 is accepted; parallelism_config sets others",
 }
