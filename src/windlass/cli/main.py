@@ -74,6 +74,8 @@ COMMANDS = {
     "estimate-memory": ("estimate_memory", "estimate_memory_command", "estimate the memory that a model needs"),
     "checkpoint": ("checkpoint", "checkpoint_command", "list, verify, compare, export and remove checkpoints"),
     "data": ("data_command", "data_command", "show or prepare what a model is trained on"),
+    "status": ("status_command", "status_command", "print the state of a run, and what would be lost if it died now"),
+    "ps": ("ps_command", "ps_command", "list the runs below a folder, with their state"),
     "report": ("report_command", "report_command", "write the report of a run from its folder"),
     "merge-weights": ("merge_weights", "merge_weights_command", "merge sharded weights into one file"),
     "completion": ("completion", "completion_command", "print the completions of a shell"),

@@ -15,9 +15,9 @@ from windlass.cli.resume_point import (
     check_folder,
     find_resume_point,
     past_the_end,
-    resume_command,
     shown_path,
 )
+from windlass.cli.resume_words import resume_command
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.tokenizing import saved_tokenizer

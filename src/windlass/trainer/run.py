@@ -21,6 +21,7 @@ from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.mesh import Mesh
 from windlass.core.rng import StepSeeder
+from windlass.core.run_clock import SAVE, UPLOAD, run_clock
 from windlass.core.types import State, Stateful, TrainOutput
 from windlass.core.world import World
 from windlass.data.update_batch import GroupSource, UpdateBatch
@@ -282,6 +283,7 @@ class Run(LoopHooks, Interruptible):
 
     def _finish(self, started: Moment) -> TrainOutput:
         """Report, load the best model, and fire `on_train_end`."""
+        run_clock().enter(SAVE)
         metrics = self._reports.summary(started)
         self.executor.finish()
         self.executor.strategy.share_buffers()  # one model is left
@@ -293,7 +295,8 @@ class Run(LoopHooks, Interruptible):
             self._context.hooks.load_best_model()
         self._events.fire("on_train_end")
         self.checkpoints.finish()  # a callback may have saved there
-        self._folder.upload()
+        with run_clock().within(UPLOAD):
+            self._folder.upload()
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
     def _end(self) -> None:
@@ -330,7 +333,8 @@ class Run(LoopHooks, Interruptible):
         return self.checkpoints.newest
 
     def end_waits(self) -> None:
-        end_waits(self._events.handler)
+        with run_clock().within(UPLOAD):
+            end_waits(self._events.handler)
 
     def save_checkpoint(self, wait: bool) -> None:
         """Save the run; the default of `_save_checkpoint`. After training, wait until the checkpoint is committed, and
@@ -356,6 +360,7 @@ class Run(LoopHooks, Interruptible):
         """Release the executor after the run. If it did not come to its end, its process does not wait for uploads."""
         self.end_waits()
         self.executor.release()
+        self._reports.close()
 
     # --- leaving early ----------------------------------------------------------------------------------------------
 
@@ -375,6 +380,7 @@ class Run(LoopHooks, Interruptible):
             if not self.too_large(error):
                 raise
         else:
+            self._reports.loss_decided(self._context.services.loss.without_logits.facts())
             self._context.services.faults.warn_of_length(Fed("training", group.batches[0], group.ids[0]))
             return None
         # Outside the handler: its traceback keeps the memory of the failed attempt alive.

@@ -18,6 +18,7 @@ from windlass.core.clock import Moment
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import set_verbosity
+from windlass.core.run_clock import run_clock
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, PredictionOutput, TrainOutput
 from windlass.trainer.lazy_modules import (
@@ -403,7 +404,7 @@ class Trainer:
         earlier, self._run = self._run, None
         self._folder = run_folder.RunFolder(self.args, self._session.all_ranks)
         self._folder.take()
-        self.is_in_train = True
+        self.is_in_train, timed = True, run_clock().begin()
         signals = interruption.Interruption(self._session, self._plan.preemption)
         try:
             self._services.events.prepare_displays()
@@ -422,6 +423,8 @@ class Trainer:
             self._services.events.close_displays()
             if self._run is not None:
                 self._run.release()
+            if timed:
+                run_clock().end()
 
     def _train(self, signals: Interruption, resume: Any, ignore_keys: list[str] | None) -> TrainOutput:
         assert self._folder is not None
@@ -484,7 +487,9 @@ class Trainer:
             ModelError: the model returned no loss.
         """
         policy = self._services.loss
-        loss, outputs = policy.default_loss(model, inputs, num_items_in_batch, self.compute_loss_func)
+        loss, outputs = policy.default_loss(
+            model, inputs, num_items_in_batch, self.compute_loss_func, return_outputs
+        )
         return (loss, outputs) if return_outputs else loss
 
     def count_targets(self, batch: Any) -> float:
