@@ -68,7 +68,7 @@ num_examples set_initial_training_values get_total_train_batch_size save_model s
 init_hf_repo end
 save_metrics log log_metrics metrics_format store_flos floating_point_ops call_model_init add_callback pop_callback
 remove_callback is_local_process_zero is_world_process_zero create_accelerator_and_postprocess
-get_learning_rates get_num_trainable_parameters get_optimizer_group
+get_learning_rates get_num_trainable_parameters get_optimizer_group hyperparameter_search
 """
 METHODS_MAPPED = {
     "get_batch_samples": "may be called; an override is refused, because the loader yields whole updates",
@@ -228,7 +228,7 @@ SECTIONS: dict[str, Table] = {
     "Trainer constructor": _table(CONSTRUCTOR.split(), CONSTRUCTOR_MAPPED),
     "SFTTrainer constructor": _table(TUNER.split(), TUNER_MAPPED),
     "Names of TRL": _table(TRL_NAMES.split(), TRL_MAPPED, TRL_REFUSED),
-    "Trainer methods": _table(METHODS.split(), METHODS_MAPPED, rows.METHODS_REFUSED),
+    "Trainer methods": _table(METHODS.split(), METHODS_MAPPED),
     "Seq2SeqTrainer": _table(SEQ2SEQ.split()),
     "Callbacks": _table(CALLBACKS.split(), {}, CALLBACKS_REFUSED),
     "Data collators": _table(COLLATORS.split()),

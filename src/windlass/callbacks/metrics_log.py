@@ -20,6 +20,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.core.clock import Moment
 from windlass.core.errors import DataError
 from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
 from windlass.core.output_folder import OutputFolder
 from windlass.core.plain_text import parse_json
@@ -41,10 +42,13 @@ class MetricsLogCallback(RowCallback):
 
     Args:
         output_dir: the run's folder; created when the first row is written.
+        follows_arguments: each run writes into the folder that its arguments name when it begins, if a script assigned
+            another one since.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str]) -> None:
+    def __init__(self, output_dir: str | os.PathLike[str], *, follows_arguments: bool = False) -> None:
         super().__init__()
+        self._follows_arguments = follows_arguments
         self.path = Path(output_dir).expanduser().absolute() / FILE_NAME
         self._folder: OutputFolder | None = None
         self._waiting: list[Row] = []  # not written yet
@@ -58,6 +62,11 @@ class MetricsLogCallback(RowCallback):
     ) -> None:
         if not state.is_world_process_zero:
             return
+        if (
+            self._follows_arguments
+            and (folder := local_folder(str(args.output_dir)).absolute()) != self.path.parent
+        ):
+            self.path, self._folder, self._rows_before_training = folder / FILE_NAME, None, False
         self._began = Moment()
         if state.global_step > 0:
             self._kept_at_cut = self._cut_back(state.global_step)

@@ -124,6 +124,8 @@ def parsers() -> tuple[CommandParser, CommandParser]:
     add("--dry-run", action="store_true", help=rehearse)
     tiny = "try the recipe here, in seconds: a tiny model with random weights, few rows and steps, on the CPU"
     add("--tiny", action="store_true", help=tiny)
+    search = "train once for each set of values of a space, and list the trials (docs/search.md)"
+    add("--search", metavar="SPACE.yaml", help=search)
     for name, (_, _, help_) in COMMANDS.items():
         commands.add_parser(name, help=help_, add_help=False)
     commands.add_parser("version", help="print the version of Windlass")
@@ -160,6 +162,7 @@ def _train_options(
         all_keys=options.all,
         dry_run=options.dry_run,
         tiny=options.tiny,
+        search=options.search,
     )
 
 

@@ -31,6 +31,7 @@ EXTRAS = {
     "sklearn": "images",
     "PIL": "images",
     "shtab": "completion",
+    "optuna": "search",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -146,13 +147,21 @@ def _remote_problems(output_dir: str) -> list[Problem]:
     return []
 
 
+def takes_trial(model_init: Callable[..., Any]) -> bool:
+    """Return True if `model_init` takes the trial of a search, instead of nothing."""
+    return any(
+        p.name == "trial" or (p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+        for p in inspect.signature(model_init).parameters.values()
+    )
+
+
 def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
     """The callbacks that are called before a script's own."""
     names = [name for name in args.report_to or () if name != REPORT]
     trackers = [TrackingCallback(names)] if names else []
     report = [ReportCallback] if REPORT in (args.report_to or ()) else []
     hub = [publishing.hub_callback(args, folder)] if args.push_to_hub else []
-    return [DefaultFlowCallback, MetricsLogCallback(folder), *report, *trackers, *hub]
+    return [DefaultFlowCallback, MetricsLogCallback(folder, follows_arguments=True), *report, *trackers, *hub]
 
 
 def display_callback(args: TrainingArguments) -> type[TrainerCallback]:
