@@ -83,6 +83,8 @@ from windlass.data import (
     default_data_collator as default_data_collator,
 )
 from windlass.data.skip import skip_first_batches as skip_first_batches
+from windlass.finetuning.dpo_config import DPOConfig as DPOConfig
+from windlass.finetuning.dpo_trainer import DPOTrainer as DPOTrainer
 from windlass.finetuning.from_flags import (
     get_dataset as get_dataset, get_kbit_device_map as get_kbit_device_map,
     get_peft_config as get_peft_config, get_quantization_config as get_quantization_config,

@@ -49,7 +49,8 @@ def train(parallel: dict[str, int], sharded: bool) -> dict[str, Any]:
             logits = net(input_ids=batch["input_ids"]).logits[:, :3].contiguous()
             reported.append(float(accelerator.gather_for_metrics(logits).sum()))
     weights = [whole(parameter).detach().flatten() for parameter in net.parameters()]
-    assert not parallel or accelerator.context_parallel_rank == accelerator.process_index
+    divided = "context" if parallel.get("tp_size", 1) == 1 else "tensor"
+    assert not parallel or getattr(accelerator, f"{divided}_parallel_rank") == accelerator.process_index
     return {"reported": reported, "weights": torch.cat(weights).tolist()}
 
 

@@ -16,7 +16,11 @@ LOOP = Path(__file__).with_name("context_loop.py")
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("parallel", "strategy"),
-    [({"cp_size": 2}, "sharded"), pytest.param({"sp_size": 2}, "replicated", marks=pytest.mark.slow)],
+    [
+        ({"cp_size": 2}, "sharded"),
+        pytest.param({"sp_size": 2}, "replicated", marks=pytest.mark.slow),
+        pytest.param({"tp_size": 2}, "replicated", marks=pytest.mark.slow),
+    ],
 )
 def test_a_loop_on_two_ranks_equals_one_process(
     parallel: dict[str, int], strategy: str, tmp_path: Path

@@ -206,3 +206,18 @@ def test_each_value_of_a_configuration_of_deepspeed(
     assert 'zero_optimization.reduce_bucket_size = "auto"  # the hidden_size of the model' in said
     assert 'gradient_clipping = "auto"  # max_grad_norm' in said
     assert "per_device_train_batch_size x gradient_accumulation_steps x processes" in said
+
+
+def test_options_of_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    for word in ("adapter.r", "lora_r", "r"):
+        assert main(["explain", word]) == 0
+        said = capsys.readouterr().out
+        assert "adapter.r = 8" in said
+        assert "peft.LoraConfig.r" in said
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("task: sft\nmodel: m\ndata: {train: x.jsonl}\nadapter: {r: 4}\n")
+    assert main(["explain", "lora_r", "--recipe", str(recipe), "adapter.r=16"]) == 0
+    assert "adapter.r = 16\n  from      the command line" in capsys.readouterr().out
+    assert main(["explain", "target_modules"]) == 0
+    assert "adapter.target_modules = all-linear" in capsys.readouterr().out

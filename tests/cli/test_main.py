@@ -13,9 +13,9 @@ import pytest
 
 from windlass import __version__
 from windlass.cli import environment_command
-from windlass.cli.command_line import LAUNCH_VARIABLE
 from windlass.cli.main import TrainOptions, _train_options, main, parsers
-from windlass.cli.resume_point import resume_command
+from windlass.cli.resume_words import resume_command
+from windlass.core.world import LAUNCH_VARIABLE
 
 
 def options(*words: str) -> TrainOptions:

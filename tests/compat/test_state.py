@@ -17,14 +17,30 @@ from tests.dist.same import assert_same
 
 from windlass.accelerator.accelerator import Accelerator
 from windlass.accelerator.accumulation import AccumulationState
+from windlass.accelerator.loop_settings import Handlers, LoopSettings
 from windlass.accelerator.process_state import LoopState, publish
+from windlass.accelerator.setup import Setup
 from windlass.compat.state import AcceleratorState, GradientState, PartialState
-from windlass.config.loop_options import GradientAccumulationPlugin
+from windlass.config.loop_options import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from windlass.config.plan import DistPlan, PrecisionPlan, ShardPlan
 from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.dist import operations
 from windlass.dist.gang import Gang, current, leave
 
 CPU = torch.device("cpu")
+
+
+def loop_state(all_ranks: Gang, compute: Any = "fp32", dist: DistPlan | None = None) -> LoopState:
+    """The state of an accelerator."""
+    plan, accumulation = dist or DistPlan(), GradientAccumulationPlugin()
+    options = (accumulation, DataLoaderConfiguration(), ProjectConfiguration(), Handlers())
+    return LoopState(
+        Setup(LoopSettings(plan, PrecisionPlan(compute), *options), all_ranks, CPU, lambda: plan)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +84,7 @@ def test_an_accelerator_is_needed_for_its_state() -> None:
 
 
 def test_what_an_accelerator_was_made_with_cannot_change() -> None:
-    publish(LoopState(Gang(), CPU, mixed_precision="bf16"), accumulation=None)
+    publish(loop_state(Gang(), "bf16"), accumulation=None)
     assert AcceleratorState("bf16").mixed_precision == "bf16"
     with pytest.raises(ConfigError, match="mixed_precision='fp16'"):
         AcceleratorState("fp16")
@@ -78,7 +94,7 @@ def test_what_an_accelerator_was_made_with_cannot_change() -> None:
 
 def test_the_loop_is_seen_moving() -> None:
     accumulation = AccumulationState(GradientAccumulationPlugin(num_steps=2))
-    publish(LoopState(Gang(), CPU), accumulation)
+    publish(loop_state(Gang()), accumulation)
     state = GradientState()
     assert (state.num_steps, state.adjust_scheduler, state.remainder) == (2, True, -1)
     accumulation.advance()
@@ -185,8 +201,8 @@ def order(state: PartialState) -> None:
 def singletons(state: PartialState) -> None:
     assert PartialState()._all_ranks is current()
     assert PartialState().debug
-    loop = LoopState(current(), state.device, debug=True, sharded=True, mixed_precision="bf16")
-    publish(loop, accumulation=None)
+    sharded = DistPlan(strategy="fsdp", shard=ShardPlan())
+    publish(loop_state(current(), "bf16", sharded), accumulation=None)
     shown = AcceleratorState()
     assert (shown.mixed_precision, str(shown.distributed_type), shown.is_fsdp2) == ("bf16", "FSDP", True)
     assert shown.process_index == state.process_index

@@ -19,6 +19,7 @@ def test_data_axes_alone_make_one_view_of_all_and_models_of_one() -> None:
         "data": 6,
         "loss": 6,
         "context": 1,
+        "tensor": 1,
         "model": 1,
         "all": 6,
     }
@@ -26,6 +27,11 @@ def test_data_axes_alone_make_one_view_of_all_and_models_of_one() -> None:
     assert mesh.parts("model") == [(rank,) for rank in range(6)]
     assert [mesh.index("replicate", rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
     assert [mesh.index("shard", rank) for rank in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+def test_the_place_of_a_rank_is_named_if_ranks_compute_together() -> None:
+    assert Mesh(replicate=2, context=2, tensor=2).place(6) == "replicate 1, context 1, tensor 0"
+    assert Mesh(replicate=2, shard=2).place(1) == ""
 
 
 def test_neighbours_compute_one_model_with_parts_of_its_tensors() -> None:
@@ -41,6 +47,7 @@ def test_parts_of_a_sequence_have_different_targets_of_the_same_samples() -> Non
         "data": 2,
         "loss": 4,
         "context": 2,
+        "tensor": 2,
         "model": 8,
         "all": 16,
     }
@@ -85,5 +92,7 @@ def test_what_makes_no_mesh_is_refused_with_all_that_is_wrong() -> None:
         Mesh(replicate=0, tensor=-1)
     assert [problem.field for problem in found.value.problems] == ["Mesh.replicate", "Mesh.tensor"]
     unknown: View = "batch"  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="view='batch': must be one of data, loss, context, model, all"):
+    with pytest.raises(
+        ConfigError, match="view='batch': must be one of data, loss, context, tensor, model, all"
+    ):
         Mesh().ranks(unknown, 0)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -54,6 +56,16 @@ def test_a_long_message_leaves_room_for_one_call() -> None:
     problems = [Problem(f"field{number}", number, "no such field") for number in range(7)]
     assert len(fail(ConfigError(problems)).splitlines()) == 10
     assert fail(ConfigError(problems + problems)).splitlines()[1] == "    raise error from cause"
+
+
+def test_ctrl_c_has_the_calls_only() -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.sigtimedwait([signal.SIGUSR2], 60)
+    except KeyboardInterrupt as interrupted:
+        said = printed(interrupted)
+    assert said.splitlines()[0] == "Traceback (WINDLASS_TRACEBACK=full shows all frames):"
+    assert said.splitlines()[-1] == "KeyboardInterrupt"
 
 
 def test_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:

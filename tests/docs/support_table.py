@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tests.finetuning.own_fields import own_fields
+
 from windlass.config import support_rows as rows
 from windlass.config.accelerator_config import AcceleratorConfig
 from windlass.config.arguments import TrainingArguments
@@ -23,6 +25,7 @@ from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES, spellings
 from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.setting import rules_of
 from windlass.config.setters import Setters
+from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.seq2seq_arguments import GenerationSection
 from windlass.finetuning.sft_config import SFTConfig
 
@@ -36,6 +39,10 @@ TUNER = """
 model args data_collator train_dataset eval_dataset processing_class compute_metrics callbacks optimizers
 optimizer_cls_and_kwargs preprocess_logits_for_metrics quantization_config peft_config formatting_func
 """
+DPO_TUNER = """
+model ref_model args data_collator train_dataset eval_dataset processing_class compute_metrics callbacks optimizers
+quantization_config peft_config
+"""
 TUNER_MAPPED = {
     "compute_loss_func": "is used, with a warning and a second forward for the figures; override compute_loss instead",
     "tokenizer": "is now processing_class",
@@ -44,7 +51,8 @@ TUNER_MAPPED = {
     "packing": "is now a field of SFTConfig",
 }
 TRL_NAMES = """
-SFTTrainer SFTConfig ModelConfig ScriptArguments DatasetMixtureConfig TrlParser get_dataset get_peft_config
+SFTTrainer SFTConfig DPOTrainer DPOConfig
+ModelConfig ScriptArguments DatasetMixtureConfig TrlParser get_dataset get_peft_config
 get_quantization_config get_kbit_device_map clone_chat_template get_training_chat_template apply_chat_template
 maybe_apply_chat_template is_conversational is_conversational_from_value maybe_convert_to_chatml extract_prompt
 maybe_extract_prompt unpair_preference_dataset maybe_unpair_preference_dataset pack_dataset supports_tool_calling
@@ -54,7 +62,7 @@ TRL_MAPPED = {"trl sft": "is `windlass train` with a recipe; `windlass convert-c
 _NOT_TUNING = "is not built; `windlass run` runs scripts with TRL's own on this engine"
 TRL_REFUSED = {
     **dict.fromkeys(
-        ("DPOTrainer", "KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer"),
+        ("KTOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer"),
         _NOT_TUNING,
     ),
     "add_response_schema": "is not built: answers are not parsed",
@@ -72,7 +80,6 @@ get_learning_rates get_num_trainable_parameters get_optimizer_group hyperparamet
 """
 METHODS_MAPPED = {
     "get_batch_samples": "may be called; an override is refused, because the loader yields whole updates",
-    "get_tp_size": "is 1: tensor parallelism is not built yet",
 }
 
 SEQ2SEQ = "evaluate predict prediction_step load_generation_config"
@@ -125,8 +132,6 @@ MEMBERS_MAPPED = {
     "save": "writes safetensors (a name in .safetensors) or JSON (.json); of another name, such as model.pt, it writes "
     "model.pt.json and model.pt.safetensors, with one warning: pickle is never written",
     "fp8_backend": "is AO or NO: torchao is the only backend",
-    "tensor_parallel_rank": "is always 0: tensors are not split further",
-    "context_parallel_rank": "is always 0: sequences are not split",
     "maybe_context_parallel": "does nothing: the forward of a prepared model divides sequences; buffers stay whole",
 }
 
@@ -185,6 +190,12 @@ def _old_names() -> Table:
     }
 
 
+def _added(config: type) -> Table:
+    """The fields that a configuration of fine-tuning adds, or declares with another default."""
+    names = own_fields(config)
+    return {name: row for name, row in _declared(config).items() if name in names}
+
+
 def _helpers(*mixins: type) -> Table:
     return _table(name for cls in mixins for name in vars(cls) if not name.startswith("_"))
 
@@ -218,15 +229,17 @@ SECTIONS: dict[str, Table] = {
     "Renamed and removed arguments": _old_names(),
     "TrainingArguments helpers": _helpers(Helpers, Setters),
     "SFTConfig": {
-        **{name: row for name, row in _declared(SFTConfig).items() if name in vars(SFTConfig)},
+        **_added(SFTConfig),
         **{old: Support(mapped=f"is now {new}") for old, new in SFTConfig.EARLIER_NAMES.items()},
     },
+    "DPOConfig": _added(DPOConfig),
     "accelerator_config": _declared(AcceleratorConfig),
     "optim": _optimizers(),
     "lr_scheduler_type": _table(member.value for member in SchedulerType),
     "report_to": _table((*rows.TRACKERS, "all"), {}, dict.fromkeys(rows.UNBUILT_TRACKERS, rows.TRACKER_NOTE)),
     "Trainer constructor": _table(CONSTRUCTOR.split(), CONSTRUCTOR_MAPPED),
     "SFTTrainer constructor": _table(TUNER.split(), TUNER_MAPPED),
+    "DPOTrainer constructor": _table(DPO_TUNER.split()),
     "Names of TRL": _table(TRL_NAMES.split(), TRL_MAPPED, TRL_REFUSED),
     "Trainer methods": _table(METHODS.split(), METHODS_MAPPED),
     "Seq2SeqTrainer": _table(SEQ2SEQ.split()),

@@ -6,13 +6,14 @@ import dataclasses
 import inspect
 
 import pytest
+from tests.finetuning.own_fields import own_fields
 
 from windlass.config.arguments import TrainingArguments, shared_arguments
 from windlass.config.sections.setting import default_of
 from windlass.core.errors import ConfigError
 from windlass.finetuning.sft_config import SFTConfig
 
-OWN = [f.name for f in dataclasses.fields(SFTConfig) if f.name in vars(SFTConfig)["__annotations__"]]
+OWN = own_fields(SFTConfig)
 
 
 def test_names_and_defaults_are_those_of_trl() -> None:

@@ -10,8 +10,8 @@ import sys
 import pytest
 from tests.laws.source import ROOT
 
-UPDATE_FILES, UPDATE_CALLS = 47, 162
-SAVE_FILES = 63
+UPDATE_FILES, UPDATE_CALLS = 48, 176
+SAVE_FILES = 65
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,8 @@ _SIZES: dict[str, Any] = {
 _DROPS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _SIZES | {"attention_bias": False}),
+    "even": ("LlamaConfig", _SIZES | {"vocab_size": 24, "attention_bias": True}),
+    "tied": ("LlamaConfig", _SIZES | {"vocab_size": 24, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", _SIZES | {"head_dim": 4}),
     "gemma3": ("Gemma3TextConfig", _SIZES
                | {"head_dim": 4, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 CASES = Path(__file__).with_name("context_cases.py")
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 Results = list[dict[str, dict[str, list[float]]]]
-RING, ULYSSES = {"cp_size": 2}, {"sp_size": 2}
+RING, ULYSSES, TENSOR = {"cp_size": 2}, {"sp_size": 2}, {"tp_size": 2}
 # Their own loss, and the norms of Gemma 3, are computed in single precision.
 SINGLE, DOUBLE = 2e-6, 1e-10
 
@@ -104,33 +104,48 @@ def rewind(folder: Path) -> None:
         shutil.rmtree(newest)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_checkpoint_is_continued_on_any_layout(run: Run, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
-    shards = {**saving, "fsdp": True}
-    cases: dict[str, Case] = {"replicated": ("gpt2", RING, saving), "sharded": ("llama", RING, shards)}
-    whole = run(2, cases, tmp_path / "two")[0]
-    for folder in ("alone", "other"):
-        shutil.copytree(tmp_path / "two", tmp_path / folder)
-    for folder in tmp_path.iterdir():
-        rewind(folder)
-    again = run(2, resumed(cases), tmp_path / "two")[0]
-    alone = {name: (model, {}, saving) for name, (model, _, _) in cases.items()}
-    [one] = run(1, resumed(alone), tmp_path / "alone")
-    other = run(
-        2,
-        resumed({name: (model, ULYSSES, each) for name, (model, _, each) in cases.items()}),
-        tmp_path / "other",
+    cases: dict[str, Case] = {
+        "replicated": ("gpt2", RING, saving),
+        "sharded": ("llama", RING, {**saving, "fsdp": True}),
+    }
+    check_continued(
+        run, tmp_path, cases, {name: (model, ULYSSES, each) for name, (model, _, each) in cases.items()}
     )
+
+
+def check_continued(
+    run: Run, folder: Path, cases: dict[str, Case], others: dict[str, Case], ranks: int = 2
+) -> None:
+    """Runs of two ranks are continued from their third update: on the same layout to the bit; on one process, and as
+    `others` on `ranks` ranks, to the same results.
+    """
+    whole = run(2, cases, folder / "same")[0]
+    for copy in ("alone", "other"):
+        shutil.copytree(folder / "same", folder / copy)
+    for newest in folder.glob("*/*/checkpoint-6"):
+        shutil.rmtree(newest)
+    again = run(2, resumed(cases), folder / "same")[0]
+    layout = {"fsdp"}
+    alone: dict[str, Case] = {
+        name: (model, {}, {key: value for key, value in each.items() if key not in layout})
+        for name, (model, _, each) in cases.items()
+    }
+    [one] = run(1, resumed(alone), folder / "alone")
+    other = run(ranks, resumed(others), folder / "other")[0]
     for name in cases:
         assert again[name]["weights"] == whole[name]["weights"], "to the bit"
-        for found in (one, other[0]):
-            difference = np.abs(np.array(found[name]["weights"]) - np.array(whole[name]["weights"])).max()
-            assert difference <= DOUBLE, (name, difference)
-            # The reports after the third update, the evaluation and the mean loss of the run.
-            count = min(len(found[name]["reported"]), len(again[name]["reported"]))
-            ends = [np.array(each[name]["reported"][-count:-1]) for each in (found, whole)]
-            assert np.abs(ends[0] - ends[1]).max() <= DOUBLE, name
+        # All reports of the second half but the last, the mean loss of the call.
+        count = len(again[name]["reported"])
+        for found in (one[name], other[name]):
+            for ours, theirs in (
+                (found["weights"], whole[name]["weights"]),
+                (found["reported"][-count:-1], whole[name]["reported"][-count:-1]),
+            ):
+                assert np.abs(np.array(ours) - np.array(theirs)).max() <= DOUBLE, name
 
 
 def resumed(cases: dict[str, Case]) -> dict[str, Case]:
@@ -138,3 +153,41 @@ def resumed(cases: dict[str, Case]) -> dict[str, Case]:
         name: (model, parallel, {**changes, "resume": True})
         for name, (model, parallel, changes) in cases.items()
     }
+
+
+@pytest.mark.dist
+def test_layers_divided_among_two_ranks_equal_one_process(run: Run) -> None:
+    cases: dict[str, Case] = {
+        "a head in parts": ("even", TENSOR, {}),
+        "tied, norms of heads": ("qwen3", TENSOR, {}),
+    }
+    check_equal(run, 2, cases, {})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_divided_layers_with_other_axes(run: Run) -> None:
+    cases: dict[str, Case] = {name: (name, TENSOR, {}) for name in ("llama", "tied", "gemma3")}
+    check_equal(
+        run,
+        2,
+        cases | {"own loss": ("even", TENSOR, {"own_loss": True})},
+        {"gemma3": SINGLE, "own loss": SINGLE},
+    )
+    both: dict[str, Case] = {name: (name, {"tp_size": 2, "cp_size": 2}, {}) for name in ("even", "qwen3")}
+    check_equal(run, 4, both | {"heads": ("even", {"tp_size": 2, "sp_size": 2}, {})}, {})
+    replicas: dict[str, Case] = {"replicas": ("even", TENSOR, {"per_device_train_batch_size": 1})}
+    check_equal(run, 4, replicas, {}, {"per_device_train_batch_size": 2})
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [(RING, 2), pytest.param({"tp_size": 2, "cp_size": 2}, 4, marks=pytest.mark.slow)]
+)
+def test_divided_layers_are_continued_on_any_layout(
+    run: Run, tmp_path: Path, layout: dict[str, int], ranks: int
+) -> None:
+    changes = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    check_continued(
+        run, tmp_path, {"even": ("even", TENSOR, changes)}, {"even": ("even", layout, changes)}, ranks
+    )

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import functools
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -62,6 +63,7 @@ from windlass.config.loop_options import (
 )
 from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.config.quantities import convert_file_size_to_int
+from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.metric_values import python_number
@@ -171,7 +173,7 @@ class Accelerator(Ranks):
         check_operations(settings.debug or operations_are_checked())
         if shared := [kind for kind in settings.rng_types if kind != "generator"]:
             self.gradient_state.at_begin = functools.partial(share_rng_states, shared, device)
-        self._preparer.divide_new_models()
+        self._preparer.zero.divide_new_models()
         publish(self.state, self.gradient_state)
 
     @classmethod
@@ -252,18 +254,7 @@ class Accelerator(Ranks):
     @property
     def state(self) -> LoopState:
         """The state of this process, and the settings of this accelerator."""
-        settings = self._setup.settings
-        return LoopState(
-            self._all_ranks,
-            self.device,
-            operations_are_checked(),
-            self.is_fsdp2,
-            self.mixed_precision,
-            self._setup.fsdp_plugin,
-            settings.dynamo,
-            settings.parallelism,
-            self._setup.engines,
-        )
+        return LoopState(self._setup)
 
     # --- setup --------------------------------------------------------------------------------------------------------
 
@@ -901,7 +892,13 @@ class Accelerator(Ranks):
         Raises:
             ConfigError: an object lacks one of these methods.
         """
-        self._saver.register_for_checkpointing(*objects)
+        fix = "needs the methods state_dict and load_state_dict to be saved"
+        refuse(
+            Problem(f"objects[{index}]", type(item).__name__, fix)
+            for index, item in enumerate(objects)
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
+        )
+        self._prepared.custom += objects
 
     @property
     def registered_objects(self) -> tuple[Stateful, ...]:
@@ -914,14 +911,14 @@ class Accelerator(Ranks):
         The hook may write files to `folder` on the main process, which become part of the checkpoint, and remove state
         dicts from `weights` to save those models itself.
         """
-        return self._saver.register_save_state_pre_hook(hook)
+        return _registered(self._saver.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call `hook(models, folder)` on every process in each `load_state`, before weights are loaded.
 
         The hook may remove models from `models` that it has loaded itself.
         """
-        return self._saver.register_load_state_pre_hook(hook)
+        return _registered(self._saver.load_hooks, hook)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state dict with whole tensors. Collective.
@@ -1082,6 +1079,12 @@ def meet(settings: LoopSettings, world: World) -> tuple[Gang, torch.device]:
     backend = None if init is None or init.backend == "nccl" else init.backend
     method, mesh = None if init is None else init.init_method, settings.dist.mesh(world.size)
     return join(world, device, timeout, backend, method, mesh), device
+
+
+def _registered(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 def _scaler(settings: LoopSettings, device: torch.device) -> Scaler:

@@ -77,10 +77,7 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def extract_model_from_parallel(
-    model: nn.Module,
-    keep_fp32_wrapper: bool = True,
-    keep_torch_compile: bool = True,
-    recursive: bool = False,
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
     """Remove the wrappers of data parallelism. They remain usable.
 

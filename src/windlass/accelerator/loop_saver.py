@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
@@ -64,8 +63,8 @@ class LoopSaver:
         self._content = LoopContent(self._all_ranks, setup.device, accumulation, prepared, engine)
         self._memory = HostMemory(setup.device)
         self._under_way: _UnderWay | None = None
-        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
-        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
 
     def save_state(
         self,
@@ -118,30 +117,12 @@ class LoopSaver:
         check_fits(checkpoint, self._prepared)
         warn_of_other_threads(checkpoint.meta, self._device.type, checkpoint.folder)
         models = [strategy.model for strategy in self._prepared.strategies]
-        for hook in self._load_hooks.values():
+        for hook in self.load_hooks.values():
             hook(models, str(checkpoint.folder))
         self._content.load(checkpoint, models)
         if self._project.automatic_checkpoint_naming:
             self._project.iteration = checkpoint.step + 1
         _log.info("Loaded the state of the loop from %s", checkpoint.folder)
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load `objects` with the loop."""
-        fix = "needs the methods state_dict and load_state_dict to be saved"
-        refuse(
-            Problem(f"objects[{index}]", type(item).__name__, fix)
-            for index, item in enumerate(objects)
-            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
-        )
-        self._prepared.custom += objects
-
-    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Call `hook(models, weights, folder)` on every process in each `save_state`."""
-        return _register(self._save_hooks, hook)
-
-    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Call `hook(models, folder)` on every process in each `load_state`, before weights are loaded."""
-        return _register(self._load_hooks, hook)
 
     def finish(self) -> None:
         """Wait for the save in the background, if any, and raise `CheckpointError` if it failed. Collective."""
@@ -193,7 +174,7 @@ class LoopSaver:
         models, states = store.on_all_ranks(
             step,
             lambda: (
-                self._content.models(store.disks, hooked=bool(self._save_hooks)),
+                self._content.models(store.disks, hooked=bool(self.save_hooks)),
                 self._content.states(store.disks),
             ),
         )
@@ -211,7 +192,7 @@ class LoopSaver:
         self, store: Store, step: int, models: list[ModelState], states: Content, hooked: HookFiles
     ) -> Content:
         """`states`, the models that no hook saves itself, and the files of the hooks."""
-        if not self._save_hooks:
+        if not self.save_hooks:
             return store.on_all_ranks(
                 step, lambda: self._content.whole(states, models, store.disks).encoded()
             )
@@ -224,14 +205,8 @@ class LoopSaver:
         return replace(content, write_model=hooked.move_into)
 
     def _call_save_hooks(self, weights: list[dict[str, Tensor]], folder: Path) -> None:
-        for hook in self._save_hooks.values():
+        for hook in self.save_hooks.values():
             hook([strategy.model for strategy in self._prepared.strategies], weights, str(folder))
-
-
-def _register(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
 
 
 class HookFiles:

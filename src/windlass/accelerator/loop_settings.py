@@ -151,10 +151,7 @@ def _project(given: Any) -> ProjectConfiguration:
 
 
 def _objections(
-    given: Any,
-    loader: DataLoaderConfiguration,
-    project: ProjectConfiguration,
-    named: dict[str, Plugin],
+    given: Any, loader: DataLoaderConfiguration, project: ProjectConfiguration, named: dict[str, Plugin]
 ) -> Iterator[Problem]:
     """What is wrong within the objects that hold options."""
     plugins = (

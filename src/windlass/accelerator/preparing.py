@@ -55,11 +55,7 @@ class Preparer:
         self._setup, self._settings, self._all_ranks = setup, setup.settings, setup.all_ranks
         self._accumulation, self._prepared, self._engine = accumulation, prepared, engine
         self._unit_was_logged = False
-        self._zero = ZeroEngines(setup)
-
-    def divide_new_models(self) -> None:
-        """See `ZeroEngines.divide_new_models`."""
-        self._zero.divide_new_models()
+        self.zero = ZeroEngines(setup)
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Return the objects to use instead of `args`, in the same order. Collective."""
@@ -67,7 +63,7 @@ class Preparer:
         if len(placement) != len(args):
             fix = f"needs one entry for each of the {len(args)} objects"
             raise ConfigError(Problem("device_placement", device_placement, fix))
-        args = tuple(self._zero.replaced(args))
+        args = tuple(self.zero.replaced(args))
         new = self._not_kept(args)
         if len(new) < len(args):
             warn_once(
@@ -96,7 +92,7 @@ class Preparer:
 
     def _is_engines(self, item: Any) -> bool:
         """Return True for a schedule of DeepSpeed's, which is not one of PyTorch's."""
-        return self._zero.plan is not None and type(item).__module__ == "deepspeed.runtime.lr_schedules"
+        return self.zero.plan is not None and type(item).__module__ == "deepspeed.runtime.lr_schedules"
 
     def _not_kept(self, args: Sequence[Any]) -> list[int]:
         """Indices of the objects that the engine does not prepare itself."""
@@ -161,10 +157,10 @@ class Preparer:
             apply_compile(model, self._settings.compile)
         trained = any(p.requires_grad for p in model.parameters())
         device = self._setup.device if place else device_of(model)
-        zero = self._zero.plan
+        zero = self.zero.plan
         divides = zero is not None and stage_of(zero.config) == 3
         if divides and (is_divided(model) if evaluation_mode else not trained):
-            return self._zero.frozen(model, device)
+            return self.zero.frozen(model, device)
         if evaluation_mode or not (trained or sharding):
             return Alone(model)
         if zero is not None:
@@ -196,7 +192,7 @@ class Preparer:
             )
         optimizer = found[0].optimizer
         return self._prepared.use_engine(
-            found[0], lambda: self._zero.engine(model, optimizer, device)
+            found[0], lambda: self.zero.engine(model, optimizer, device)
         ).strategy
 
     def _plan_for(self, model: nn.Module) -> DistPlan:
@@ -229,7 +225,7 @@ class Preparer:
             raise ModelError(
                 "this optimizer was prepared by another accelerator; prepare its own `.optimizer`"
             )
-        if self._zero.plan is None:  # DeepSpeed updates fp32 values of weights in few bits
+        if self.zero.plan is None:  # DeepSpeed updates fp32 values of weights in few bits
             check_weights(optimizer)
         warn_of_lost_updates(optimizer)
         self._prepared.follow(optimizer)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from windlass.accelerator.ranks import Ranks
-from windlass.accelerator.setup import NO_ENGINES, EngineChoice
+from windlass.accelerator.setup import Setup
 from windlass.config.enums import DistributedType, distributed_type_of
 from windlass.core.device import backend_for, choose_device
 from windlass.dist.gang import Gang, leave
-from windlass.dist.operations import check_operations
+from windlass.dist.operations import check_operations, operations_are_checked
 
 # The attributes of the newest `Accelerator`'s state, which the singletons of `windlass.state` share.
 PROCESS: dict[str, Any] = {}
@@ -77,24 +77,13 @@ class LoopState(ProcessState):
 
     megatron_lm_plugin = torch_tp_plugin = None
 
-    def __init__(
-        self,
-        all_ranks: Gang,
-        device: torch.device,
-        debug: bool = False,
-        sharded: bool = False,
-        mixed_precision: str = "no",
-        fsdp_plugin: Any = None,
-        dynamo_plugin: Any = None,
-        parallelism_config: Any = None,
-        engines: EngineChoice = NO_ENGINES,
-    ) -> None:
-        super().__init__(all_ranks, device, debug, sharded)
-        if engines.plan is not None:
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup.all_ranks, setup.device, operations_are_checked(), setup.is_fsdp2)
+        self._engines, settings = setup.engines, setup.settings
+        if self._engines.plan is not None:
             self.distributed_type = DistributedType.DEEPSPEED
-        self.mixed_precision, self._engines = mixed_precision, engines
-        self.fsdp_plugin, self.dynamo_plugin = fsdp_plugin, dynamo_plugin
-        self.parallelism_config = parallelism_config
+        self.mixed_precision, self.fsdp_plugin = settings.precision.word, setup.fsdp_plugin
+        self.dynamo_plugin, self.parallelism_config = settings.dynamo, settings.parallelism
 
     @property
     def deepspeed_plugin(self) -> Any:

@@ -83,9 +83,6 @@ class EngineChoice:
         return name
 
 
-NO_ENGINES = EngineChoice(dict, "fp32")
-
-
 def _chosen(plans: Mapping[str, ZeroPlan], compute: str, selected: str) -> EngineChoice:
     return EngineChoice(lambda: plans, compute, selected)
 
@@ -170,7 +167,7 @@ class Setup:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """0: tensors are not split further."""
+        """Index of the part of each divided layer that this process computes."""
         return self._rank_in("tensor")
 
     @property

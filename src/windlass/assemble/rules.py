@@ -141,6 +141,12 @@ RULES: tuple[tuple[str, Condition, str], ...] = (
         "get_warmup_steps is overridden, and a run does not call it: set warmup_steps, or override create_scheduler",
     ),
     (
+        "neftune_noise_alpha",
+        lambda args, plan, facts: args.neftune_noise_alpha and plan.dist.context > 1,
+        "it is scaled by the length of a row, of which each process has a part: leave it out, or set cp_size and "
+        "sp_size to 1",
+    ),
+    (
         "liger_kernel_config",
         lambda args, plan, facts: bool(args.liger_kernel_config) and not args.use_liger_kernel,
         "has no effect without use_liger_kernel=True; set it, or leave this out",

@@ -105,14 +105,7 @@ class Display:
     # A terminal is redrawn at most this often: drawing takes about a millisecond, a step may take less.
     seconds = 0.2
 
-    def __init__(
-        self,
-        total: int,
-        label: str,
-        *,
-        start: int = 0,
-        clock: Clock = time.monotonic,
-    ) -> None:
+    def __init__(self, total: int, label: str, *, start: int = 0, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._pace = _Pace(total, label, start, clock)
         self._inner: _Pace | None = None

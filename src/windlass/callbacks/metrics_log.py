@@ -1,7 +1,8 @@
 """`metrics.jsonl`: all metrics of a run, one JSON object per line, always written.
 
-A row has `event` ("log", "evaluate", "predict", "summary"), `step`, `epoch`, the metrics, and last `timing`: the values
-that depend on the clock, the machine or the process (compilations), so that everything else is bitwise reproducible;
+A row has `event` ("log", "evaluate", "predict", "summary", "alert"), `step`, `epoch`, the metrics, and last `timing`:
+the values that depend on the clock, the machine or the process (compilations), so that everything else is bitwise
+reproducible, except alerts of rules about time;
 `wall` is the time of writing, and `elapsed` the seconds since this call of `train()` began.
 Floats are read back with the same bits; those that JSON cannot represent are the strings "NaN", "Infinity" and
 "-Infinity".
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from windlass.callbacks.alerts import Alerts
 from windlass.callbacks.rows import Row, RowCallback, repeatable, revived
 from windlass.config.arguments import TrainingArguments
 from windlass.core.clock import Moment
@@ -42,12 +44,20 @@ class MetricsLogCallback(RowCallback):
 
     Args:
         output_dir: the run's folder; created when the first row is written.
+        alerts: limits by rule; their alerts are rows too.
         follows_arguments: each run writes into the folder that its arguments name when it begins, if a script assigned
             another one since.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str], *, follows_arguments: bool = False) -> None:
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        alerts: Mapping[str, float] | None = None,
+        *,
+        follows_arguments: bool = False,
+    ) -> None:
         super().__init__()
+        self._alerts = Alerts(alerts or {})
         self._follows_arguments = follows_arguments
         self.path = Path(output_dir).expanduser().absolute() / FILE_NAME
         self._folder: OutputFolder | None = None
@@ -68,12 +78,18 @@ class MetricsLogCallback(RowCallback):
         ):
             self.path, self._folder, self._rows_before_training = folder / FILE_NAME, None, False
         self._began = Moment()
+        self._alerts.saved()
         if state.global_step > 0:
             self._kept_at_cut = self._cut_back(state.global_step)
         elif not self._rows_before_training:
             _set_aside(self.path)
         self._rows_before_training = False
         self._tail_checked = True
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._alerts.saved()
 
     def roll_back(self, state: TrainerState) -> None:
         """Remove what was logged after the step that a run rolled back to."""
@@ -104,7 +120,7 @@ class MetricsLogCallback(RowCallback):
             return
         if self._began is not None:
             row["timing"]["elapsed"] = round(self._began.elapsed(), 4)
-        self._waiting.append(row)
+        self._waiting.extend([row, *self._alerts.check(row)])
         try:
             if not self._tail_checked:
                 self._start_outside_training()

@@ -13,7 +13,8 @@ from typing import Any
 from windlass.callbacks.charts import Point
 from windlass.callbacks.report_page import History, TrainingTime, curve, evaluation_losses, render_report
 from windlass.callbacks.rows import Row, measured
-from windlass.callbacks.run_record import Record, read_record, read_rows
+from windlass.callbacks.run_record import Record
+from windlass.callbacks.run_view import read_run
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import TrainerCallback
 from windlass.core.events import TrainerControl, TrainerState
@@ -78,7 +79,8 @@ def write_report(run: Path, folder: Path, *, runs: bool | None, picture: bool = 
     Raises:
         DataError: the run's files are damaged. OSError: they cannot be read, or the folder cannot be written.
     """
-    rows, record = read_rows(run), read_record(run)
+    view = read_run(run, strict=True)
+    rows, record = view.all_rows, view.record
     history = [measured(row) for row in rows]
     facts: dict[str, Any] = {"title": run.absolute().name, "status": status(record, rows, runs)}
     if record is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from windlass.callbacks.charts import Point, Series, line_chart, short
 from windlass.callbacks.log_table import clock_text
 from windlass.callbacks.report_style import STYLE
-from windlass.callbacks.rows import is_timing
+from windlass.callbacks.rows import described_event, is_timing
 from windlass.core.output import in_html
 
 
@@ -59,7 +59,7 @@ def render_report(history: History, facts: Mapping[str, Any], time: TrainingTime
         time: of all sessions; None if only that of the last one is known, from its summary in `history`.
     """
     title = str(facts.get("title") or "Training run")
-    measured = [row for row in history if _event_of(row) is None]
+    measured = [row for row in history if described_event(row) is None]
     body = "".join(
         [
             f"<h1>{in_html(title)}</h1>\n",
@@ -78,26 +78,11 @@ def render_report(history: History, facts: Mapping[str, Any], time: TrainingTime
 
 
 def _events(history: History) -> dict[str, str]:
-    """Return rollbacks, skipped updates and micro-batches too large for memory, with a number, which distinguishes
-    equal ones.
-    """
-    texts = [(row.get("step", "?"), text) for row in history if (text := _event_of(row)) is not None]
-    return {f"{number}. step {step}": text for number, (step, text) in enumerate(texts, start=1)}
-
-
-def _event_of(row: Mapping[str, Any]) -> str | None:
-    """Return the text of a row that is an event; None for metrics."""
-    if "rolled_back_to" in row:
-        left_out = f" and {row['samples_left_out']} samples left out" if "samples_left_out" in row else ""
-        to = row["rolled_back_to"]
-        back = f"rolled back from update {row.get('rolled_back_from')} to the checkpoint of {to}"
-        return f"{back}, {row.get('updates_undone')} updates undone{left_out}: {row.get('reason')}"
-    if "skipped_update" in row:
-        return f"update {row['skipped_update']} skipped: {row.get('reason')}"
-    if "micro_batch_too_large" in row:
-        size = f"{row.get('micro_batches')} x {row.get('micro_batch_size')} samples"
-        return f"out of memory at micro-batch size {row['micro_batch_too_large']}; continued with {size}"
-    return None
+    """Return what happened once, with a number, which distinguishes equal events."""
+    found = [
+        (row.get("step", "?"), event[1]) for row in history if (event := described_event(row)) is not None
+    ]
+    return {f"{number}. step {step}": text for number, (step, text) in enumerate(found, start=1)}
 
 
 def curve(history: History, name: str) -> list[Point]:

@@ -11,6 +11,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import TrainerCallback
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.metric_values import plain_metrics
+from windlass.core.run_clock import run_clock
 
 Row = dict[str, Any]
 Metrics = Mapping[str, Any]
@@ -24,6 +25,7 @@ _TIMING_ENDINGS = (
     "_time",
     "_seconds",
     "_wait",
+    "slowest_rank",
     "mfu",
     "memory",
     "_memory_gb",
@@ -107,7 +109,8 @@ def row_of(event: str, state: TrainerState, metrics: Metrics) -> Row:
             continue
         target = timing if is_timing(name) else row
         target[f"metric.{name}" if name in _RESERVED else name] = _as_json(value)
-    return {**row, "timing": {**timing, "wall": time.time()}}
+    measured_speed = run_clock().row if event == "log" else {}
+    return {**row, "timing": {**timing, **measured_speed, "wall": time.time()}}
 
 
 def _kind(logs: Metrics) -> str:
@@ -145,3 +148,24 @@ def measured(row: Row) -> Row:
     """Return the values of a row without its kind and when it was written."""
     timing = {name: value for name, value in row.get("timing", {}).items() if name not in ("wall", "elapsed")}
     return {**{name: value for name, value in row.items() if name not in ("event", "timing")}, **timing}
+
+
+def described_event(row: Metrics) -> tuple[str, str] | None:
+    """Return the kind and the text of a row that is an event: rollbacks, skipped updates, micro-batches too large for
+    memory, alerts; None for metrics.
+    """
+    if "alert" in row:
+        return "alert", str(row.get("message", row["alert"]))
+    if "rolled_back_to" in row:
+        left_out = f" and {row['samples_left_out']} samples left out" if "samples_left_out" in row else ""
+        to = row["rolled_back_to"]
+        back = f"rolled back from update {row.get('rolled_back_from')} to the checkpoint of {to}"
+        undone = f"{row.get('updates_undone')} updates undone"
+        return "rolled_back", f"{back}, {undone}{left_out}: {row.get('reason')}"
+    if "skipped_update" in row:
+        return "skipped_update", f"update {row['skipped_update']} skipped: {row.get('reason')}"
+    if "micro_batch_too_large" in row:
+        size = f"{row.get('micro_batches')} x {row.get('micro_batch_size')} samples"
+        text = f"out of memory at micro-batch size {row['micro_batch_too_large']}; continued with {size}"
+        return "out_of_memory", text
+    return None

@@ -1,12 +1,15 @@
 """`run.json`: with what a run was started, each of its sessions, and how it ended. The report is made of it and of
 `metrics.jsonl`.
 
-A session is one call of `train()`. The counts `trained` (seconds and samples since `from_step`, usually 0) are sums
-over all sessions, without updates that were repeated after an interruption: a checkpoint has the counts of its step.
+A session is one call of `train()`. Once it ended it has `seconds`, by kind of work, whose sum is the time since it
+`began`, and `step`, its last one. Of a killed session they are what `.windlass-clock.json` showed last. The counts
+`trained` (seconds and samples since `from_step`, usually 0) are sums over all sessions, without updates that were
+repeated after an interruption: a checkpoint has the counts of its step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -17,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from windlass import __version__
-from windlass.callbacks.metrics_log import FILE_NAME, read_metrics
-from windlass.callbacks.rows import Row
+from windlass.callbacks.clock_file import ClockFile, is_seconds, read_clock, rounded
+from windlass.callbacks.metrics_log import FILE_NAME
+from windlass.callbacks.rows import Row, revived
 from windlass.config.arguments import TrainingArguments, describe
 from windlass.core.errors import DataError, Preempted
 from windlass.core.logs import get_logger
@@ -27,7 +31,9 @@ from windlass.core.optional import is_imported, version_of
 from windlass.core.output_folder import OutputFolder
 from windlass.core.plain_text import parse_json
 from windlass.core.redact import is_secret_name, redact_command, redact_text, redact_value
+from windlass.core.run_clock import run_clock
 from windlass.core.whole_file import write_whole
+from windlass.core.world import LAUNCH_VARIABLE, world_from_environment
 
 logger = get_logger(__name__)
 
@@ -36,6 +42,10 @@ Record = dict[str, Any]
 Trained = Mapping[str, float]
 
 _PACKAGES = ("torch", "numpy", "transformers", "peft", "datasets", "tokenizers", "safetensors")
+# Of the last line of a file: the run writes it now, or was killed while it did.
+UNFINISHED = "an unfinished line"
+# Of a rank that failed.
+_FAILURE = ".windlass-failure-{}.json"
 _MAX_REASON = 300
 _LARGEST = 2.5e11  # the year 9891 as a time
 _SESSION = {"began": float, "from_step": int, "repeated": int}
@@ -58,20 +68,34 @@ class RunRecord:
     ) -> None:
         self._folder, self._args, self._data, self._writes = OutputFolder(folder), args, data, writes
         self._record: Record = {}  # empty before `begin`, and for a session that trains nothing
+        self._clock, self._is_timed, self._began = run_clock(), False, False
+        self._clock_file = ClockFile(self._folder, self._clock)
 
     def begin(self, step: int, max_steps: int, trained: Trained) -> None:
         """Record the beginning of a session at `step`, with the counts of the checkpoint that it resumes from. A
         session that resumes a complete run trains nothing, and leaves the record as it is.
         """
+        self._began = True
         if not self._writes:
             return
         try:
-            earlier, logged = _earlier(self._folder.path) if step else ([], 0)
+            _remove_failures(self._folder.path)
+            earlier, logged, arguments_before = _earlier(self._folder.path) if step else ([], 0, None)
             if earlier and step >= max_steps:
                 return
-            session = {"began": time.time(), "from_step": step, "repeated": max(logged - step, 0)}
+            self._begin_time(step, logged, earlier)
+            session: dict[str, Any] = {
+                "began": self._clock.read().began if self._is_timed else time.time(),
+                "from_step": step,
+                "repeated": max(logged - step, 0),
+            }
             arguments, data = changed_arguments(self._args), dict(self._data())
-            facts = {"arguments": arguments, "data": data, "environment": environment()}
+            facts = {
+                "arguments": arguments,
+                "data": data,
+                "environment": environment(),
+                "process": _process(),
+            }
             self._record = {
                 "max_steps": max_steps,
                 "sessions": [*earlier, session],
@@ -79,18 +103,54 @@ class RunRecord:
                 "end": None,
                 **plain_metrics(redact_value("facts", facts)),
             }
+            if changed := _changes(arguments_before, self._record["arguments"]):
+                session["changed"] = changed
             self._write()
+            if self._is_timed:
+                self._clock_file.begin()
         except Exception as error:  # what the record holds of arguments and data may be anything
             self._warn(error)
 
+    def _begin_time(self, step: int, logged: int, earlier: list[dict[str, Any]]) -> None:
+        self._is_timed = self._clock.claim()
+        if self._is_timed:
+            self._clock.continue_from(step, logged)
+            if earlier and (ended := ended_at(earlier[-1])) is not None:
+                self._clock.not_before(ended)
+
     def end(self, status: str, step: int, trained: Trained, error: BaseException | None = None) -> None:
         """Record that the session ended at `step`, and the counts of the run."""
-        if not self._record:
-            return
         reason = "" if error is None else redact_text(f"{type(error).__name__}: {error}".split("\n")[0])
         end = {"status": status, "step": step, "time": time.time(), "reason": reason[:_MAX_REASON]}
+        if status == "failed" and self._began:
+            self._write_failure(end)
+        if not self._record:
+            return
         self._record["end"] = {**end, "trained": dict(trained)}
+        self._record["sessions"][-1] |= {"status": status, "reason": end["reason"]}
+        self._take_time()
         self._write()
+
+    def _write_failure(self, end: dict[str, Any]) -> None:
+        """Write the failure of this rank: the main process, which writes the record, may know nothing of it."""
+        with contextlib.suppress(OSError):
+            self._folder.check()
+            rank = world_from_environment().rank
+            write_whole(self._folder.path / _FAILURE.format(rank), json.dumps({"rank": rank, **end}) + "\n")
+
+    def close(self) -> None:
+        """Record the time after `end` too: this session does nothing more."""
+        if not self._record or self._record["end"] is None or not self._is_timed:
+            return
+        self._take_time()
+        self._write()
+        self._clock_file.close()
+
+    def _take_time(self) -> None:
+        if not self._is_timed:
+            return
+        reading = self._clock.read()
+        self._record["sessions"][-1] |= {"step": reading.step, "seconds": rounded(reading.seconds)}
 
     def _write(self) -> None:
         try:
@@ -134,16 +194,43 @@ def read_record(folder: Path) -> Record | None:
 def read_rows(folder: Path) -> list[Row]:
     """Return the rows of a run's `metrics.jsonl`; none if it has logged nothing. Raises DataError for a damaged row."""
     path = folder / FILE_NAME
-    rows = read_metrics(path) if path.is_file() else []
-    for number, row in enumerate(rows, start=1):
-        timing: Any = row.get("timing")
-        if not _has(row, {"step": int}) or not _has(timing, {"wall": float}):
-            raise DataError(f"{path}, line {number}: a row without step and time")
-        if not _has({"elapsed": 0.0, **timing}, {"elapsed": float}):
-            raise DataError(
-                f"{path}, line {number}: elapsed={timing['elapsed']!r} is not a number of seconds"
-            )
+    rows, damage = whole_rows(path)
+    damage = [problem for problem in damage if not problem.endswith(UNFINISHED)]
+    if damage:
+        raise DataError(f"{path}, {damage[0]}")
     return rows
+
+
+def whole_rows(path: Path) -> tuple[list[Row], list[str]]:
+    """Return the whole rows of a `metrics.jsonl`, and the line and what is wrong with it for each other one."""
+    if not path.is_file():
+        return [], []
+    *lines, rest = path.read_bytes().split(b"\n")
+    rows, damage = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            damage.append(f"line {number}: not a JSON object: {line[:80].decode(errors='replace')!r}")
+        elif problem := _row_problem(row):
+            damage.append(f"line {number}: {problem}")
+        else:
+            # Few rows have such a value, and to look for it in a row takes longer than to read it.
+            rows.append(revived(row) if b'"NaN"' in line or b'Infinity"' in line else row)
+    if rest:
+        damage.append(f"line {len(lines) + 1}: {UNFINISHED}")
+    return rows, damage
+
+
+def _row_problem(row: Row) -> str:
+    timing: Any = row.get("timing")
+    if not _has(row, {"step": int}) or not _has(timing, {"wall": float}):
+        return "a row without step and time"
+    if not _is_a(timing.get("elapsed", 0.0), float):
+        return f"elapsed={timing['elapsed']!r} is not a number of seconds"
+    return ""
 
 
 def _is_record(found: Any) -> bool:
@@ -154,7 +241,7 @@ def _is_record(found: Any) -> bool:
     return (
         isinstance(sessions, list)
         and bool(sessions)
-        and all(_has(session, _SESSION) for session in sessions)
+        and all(_has(session, _SESSION) and _has_time(session) for session in sessions)
         and _has(found.get("trained"), _TRAINED)
         and (end is None or (_has(end, _END) and _has(end.get("trained"), _TRAINED)))
         and all(isinstance(values, dict) for values in facts)
@@ -166,23 +253,65 @@ def _has(found: Any, types: Mapping[str, type]) -> bool:
     return isinstance(found, dict) and all(_is_a(found.get(name), kind) for name, kind in types.items())
 
 
+def _has_time(session: dict[str, Any]) -> bool:
+    return "seconds" not in session or (is_seconds(session["seconds"]) and _has(session, {"step": int}))
+
+
 def _is_a(value: Any, kind: type) -> bool:
     if kind is str:
         return isinstance(value, str)
     return isinstance(value, int if kind is int else (int, float)) and 0 <= value <= _LARGEST
 
 
-def _earlier(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """The sessions of a run that is resumed, and the last step that they recorded; none of damaged files."""
+def _earlier(folder: Path) -> tuple[list[dict[str, Any]], int, Record | None]:
+    """The sessions of a run that is resumed, the last step that they recorded, and the arguments of the last one; none
+    of damaged files.
+    """
     try:
         record, rows = read_record(folder), read_rows(folder)
     except DataError as error:
         logger.warning("%s; earlier sessions of the run are not counted", error)
-        return [], 0
+        return [], 0, None
     steps = [row["step"] for row in rows]
     if record is None:
-        return [], max(steps, default=0)
-    return record["sessions"], max(*steps, 0, (record["end"] or {"step": 0})["step"])
+        return [], max(steps, default=0), None
+    last, clock = record["sessions"][-1], read_clock(folder)
+    if "seconds" not in last and clock is not None and clock.began >= last["began"] - 1:  # it was killed
+        last |= {"step": clock.step, "seconds": clock.seconds}
+    highest = max(*steps, 0, (record["end"] or {"step": 0})["step"], last.get("step", 0))
+    return record["sessions"], highest, record["arguments"]
+
+
+def ended_at(session: Mapping[str, Any]) -> float | None:
+    """Return when a session ended, in seconds since 1970; None if that is not known."""
+    return session["began"] + sum(session["seconds"].values()) if "seconds" in session else None
+
+
+def _changes(before: Record | None, now: Record) -> dict[str, list[Any]]:
+    """Arguments that differ between two attempts: the values before and now, None for a default."""
+    if before is None:
+        return {}
+    names = sorted({*before, *now})
+    return {name: [before.get(name), now.get(name)] for name in names if before.get(name) != now.get(name)}
+
+
+def _remove_failures(folder: Path) -> None:
+    for path in folder.glob(_FAILURE.format("*")):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def read_failures(folder: Path) -> list[dict[str, Any]]:
+    """Return the failures of ranks that the last attempt left, the earliest first; each has `rank`, `step`, `time` and
+    `reason`. A damaged file is left out.
+    """
+    found = []
+    for path in folder.glob(_FAILURE.format("*")):
+        with contextlib.suppress(OSError, ValueError):
+            failure = parse_json(path.read_bytes())
+            if _has(failure, {"rank": int, **_END}):
+                found.append(failure)
+    return sorted(found, key=lambda failure: failure["time"])
 
 
 # --- facts of this process --------------------------------------------------------------------------------------------
@@ -203,6 +332,20 @@ def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that matter to a result, as far as they are installed."""
     installed = {name: found for name in _PACKAGES if (found := version_of(name)) is not None}
     return {"python": platform.python_version(), "windlass": __version__, **installed}
+
+
+def _process() -> dict[str, Any]:
+    """What is needed to start this job again."""
+    world = world_from_environment()
+    launched = parse_json(os.environ.get(LAUNCH_VARIABLE) or "[]")
+    return {
+        "arguments": redact_command(sys.argv),
+        "launcher": redact_command(launched) if isinstance(launched, list) else [],
+        "folder": str(Path.cwd()),
+        "processes": world.size,
+        "machines": world.machines,
+        "processes_per_machine": world.local_size,
+    }
 
 
 def environment() -> dict[str, str]:

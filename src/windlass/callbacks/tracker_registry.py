@@ -18,6 +18,7 @@ from windlass.callbacks.trackers.tensorboard import TensorBoardTracker
 from windlass.callbacks.trackers.trackio import TrackioTracker
 from windlass.callbacks.trackers.wandb import WandBTracker
 from windlass.config.refusal import refuse
+from windlass.config.support_rows import REPORT
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import is_available, require
 
@@ -84,6 +85,12 @@ def filter_trackers(
         if name in BUILT_IN and not is_available(name):
             require(name, f"report to {name}")  # raises with the command that installs it
     return wanted
+
+
+def check_trackers(report_to: Iterable[str] | None) -> None:
+    """Raise the errors of `filter_trackers` for the trackers of an argument `report_to`."""
+    names = [name for name in report_to or () if name != REPORT]
+    filter_trackers(names, logging_dir="", field="report_to")
 
 
 def _expanded(log_with: Any) -> Iterator[str | GeneralTracker]:

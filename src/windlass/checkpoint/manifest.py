@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint import codec, strict_json
+from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import FileEntry, Files, Fingerprint
 from windlass.core.errors import CheckpointError
 
@@ -22,6 +22,7 @@ FORMAT, VERSION = "windlass-checkpoint", 1
 MAX_MANIFEST_BYTES = 1 << 24
 _MAX_RANKS = 1 << 20  # who reads a manifest may count them one by one
 _MAX_STEP = (1 << 63) - 1
+_PLAIN_DEPTH = 16
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NODE_MANIFEST = re.compile(r"node-\d{5,}\.manifest\.json")
 
@@ -87,6 +88,8 @@ def manifest_bytes(
     Raises:
         CheckpointError: `meta` holds tensors, or a type that cannot be saved; or it is larger than is read.
     """
+    from windlass.checkpoint import codec  # needs torch, which a reader of plain manifests does without
+
     tree, tensors = codec.encode(dict(meta))
     if tensors:
         raise CheckpointError(
@@ -180,10 +183,34 @@ def _info(folder: Path, path: Path, body: dict[str, Any]) -> CheckpointInfo:
     if not isinstance(listed, dict) or not isinstance(meta, dict):
         raise CheckpointError(f"{path} is malformed: files and meta must be maps")
     entries = {_safe_name(name, path): _entry(name, entry, path) for name, entry in listed.items()}
-    meta = codec.decode(meta, {})
+    meta = _decoded(meta)
     if not isinstance(meta, dict):
         raise CheckpointError(f"{path} is malformed: meta must be a map")
     return CheckpointInfo(folder, step, world, entries, meta, serial, nodes=nodes, held=(node,))
+
+
+def _decoded(meta: Any) -> Any:
+    if not _has_tags(meta):
+        return meta
+    from windlass.checkpoint import codec
+
+    return codec.decode(meta, {})
+
+
+def _has_tags(tree: Any) -> bool:
+    """Return True if `tree` is not the plain data that it encodes; also if it is nested deeper than meta usually is."""
+    pending = [(tree, 0)]
+    while pending:
+        value, depth = pending.pop()
+        if isinstance(value, dict):
+            if depth > _PLAIN_DEPTH or any(key.startswith("$") for key in value):
+                return True
+            pending += [(item, depth + 1) for item in value.values()]
+        elif isinstance(value, list):
+            if depth > _PLAIN_DEPTH:
+                return True
+            pending += [(item, depth + 1) for item in value]
+    return False
 
 
 def _entry(name: str, entry: Any, path: Path) -> FileEntry:

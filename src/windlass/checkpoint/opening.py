@@ -26,10 +26,7 @@ _OF_A_RUN = "checkpoint-{step}"
 
 
 def open_store(
-    output_dir: str,
-    all_ranks: Gang | None = None,
-    disks: Disks | None = None,
-    name: str = _OF_A_RUN,
+    output_dir: str, all_ranks: Gang | None = None, disks: Disks | None = None, name: str = _OF_A_RUN
 ) -> Store:
     """The checkpoints in `output_dir` as this rank of `all_ranks` sees them. Nothing is read or written yet. Raises
     ConfigError for a URL that cannot be opened.

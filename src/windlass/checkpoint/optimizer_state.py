@@ -15,15 +15,7 @@ from windlass.checkpoint.sharded import Parts
 from windlass.core.errors import CheckpointError
 from windlass.core.trees import map_leaves
 from windlass.core.types import State
-from windlass.dist.sharded import (
-    copy_whole_,
-    from_part,
-    is_sharded,
-    local,
-    part,
-    shard_like,
-    whole_on_first,
-)
+from windlass.dist.sharded import copy_whole_, from_part, is_sharded, local, part, shard_like, whole_on_first
 
 # Options of the implementation, which do not change results: the present ones are kept.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})

@@ -265,6 +265,27 @@ def is_held(folder: Path) -> bool | None:
     return False if found is None else found.lives()
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who a lock file names.
+
+    Attributes:
+        lives: True if it is alive; None if this machine cannot know.
+        locked: the system's own lock shows that it is alive.
+        description: the process, for people.
+    """
+
+    lives: bool | None
+    locked: bool
+    description: str
+
+
+def holder_of(folder: Path) -> Holder | None:
+    """Return who the lock of a folder names; None if there is no lock."""
+    found = _read(folder / LOCK_NAME)
+    return None if found is None else Holder(found.lives(), found.locked, found.holder)
+
+
 # --- the file -------------------------------------------------------------------------------------------------------
 
 

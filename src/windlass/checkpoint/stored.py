@@ -38,11 +38,7 @@ _WEIGHTS = (
     "zero_pp_rank_0_mp_rank_00_model_states.pt",
 )
 # What reads weights in another format (`open_weights(path, files)`), by the suffix or the name of the file.
-_READERS = {
-    ".bin": "files of torch.save",
-    "latest": "folders of DeepSpeed",
-    ".pt": "folders of DeepSpeed",
-}
+_READERS = {".bin": "files of torch.save", "latest": "folders of DeepSpeed", ".pt": "folders of DeepSpeed"}
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _RANK_FILE = re.compile(r"(.+)-rank-\d{5,}\.safetensors")
 

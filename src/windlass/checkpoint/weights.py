@@ -45,11 +45,7 @@ _logger = get_logger(__name__)
 
 
 def save_weights(
-    folder: Path,
-    state_dict: Mapping[str, Any],
-    *,
-    name: str = WEIGHTS_NAME,
-    files: Files | None = None,
+    folder: Path, state_dict: Mapping[str, Any], *, name: str = WEIGHTS_NAME, files: Files | None = None
 ) -> FileEntry:
     """Write `folder/model.safetensors` from `model.state_dict()`; an existing one stays until the new one is complete.
     `name`: of the file, where it holds other weights than a whole model's.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from windlass.cli.command_line import CommandParser
 from windlass.cli.generate_command import add_options
+from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.output import is_terminal, say
 
@@ -21,9 +22,10 @@ _PROMPT = "> "
 def chat_command(words: list[str]) -> int:
     """Answer lines until the input ends, and return the exit code."""
     options = build_parser().parse_args(words)
-    from windlass.cli.text_writer import Writer
+    with Activity("loading the model"):
+        from windlass.cli.text_writer import Writer
 
-    writer = Writer(options)
+        writer = Writer(options)
     if writer.tokenizer.chat_template is None:
         fix = "its tokenizer has no chat template, so it was not trained on conversations; use windlass generate"
         raise ConfigError(Problem("MODEL", options.model, fix))

@@ -84,8 +84,7 @@ def build_parser() -> CommandParser:
 
 def _add_export(actions: argparse._SubParsersAction[CommandParser]) -> None:
     export = actions.add_parser(
-        "export",
-        help="weights or optimizer state as plain safetensors, or for from_pretrained",
+        "export", help="weights or optimizer state as plain safetensors, or for from_pretrained"
     )
     add = export.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a folder with a model")

@@ -16,8 +16,6 @@ from windlass.config.nearest import did_you_mean
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-# Set by `windlass launch` for its processes: its command line up to the script, as JSON, for the command that resumes.
-LAUNCH_VARIABLE = "WINDLASS_LAUNCH_COMMAND"
 # Names of torch's dtypes on the command line.
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 

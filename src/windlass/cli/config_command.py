@@ -147,9 +147,7 @@ def _answer(prompt: LinePrompter, question: Question, default: str) -> Any:
     if question.choices:
         return question.key.read(prompt.choose(question.text, question.choices, default))
     return ask_until(
-        question.key.read,
-        lambda: prompt.ask(question.text, default),
-        lambda text: say(text, error=True),
+        question.key.read, lambda: prompt.ask(question.text, default), lambda text: say(text, error=True)
     )
 
 

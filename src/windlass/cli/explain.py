@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import textwrap
@@ -12,6 +13,7 @@ from typing import Any
 
 from windlass.cli.argument_table import Argument, all_arguments, find_arguments
 from windlass.cli.command_line import CommandParser
+from windlass.cli.explain_adapter import adapter_option, explain_option
 from windlass.cli.launching.launch import launch_settings
 from windlass.cli.launching.launch_flags import add_setting_flags
 from windlass.cli.recipe import check_draft, read_draft
@@ -24,15 +26,18 @@ from windlass.config.deepspeed import explained
 from windlass.config.nearest import did_you_mean
 from windlass.config.parallel.from_script import from_arguments
 from windlass.config.parallel.keys import Key
-from windlass.config.parallel.parallel_plan import dtype_plans
+from windlass.config.parallel.parallel_plan import dtype_plans, parallel_problems
 from windlass.config.parallel.rows_deepspeed import CONFIG
-from windlass.config.parallel.rows_training import PRECISION
+from windlass.config.parallel.rows_launch import PROCESSES
+from windlass.config.parallel.rows_training import MODEL_AXES, PRECISION
 from windlass.config.parallel.settings import Setting, Settings, merge
 from windlass.config.parallel.table import FLAGS, SPELLINGS, spellings
 from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.setting import default_of, rules_in
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.mesh import AXES
 from windlass.core.output import STDOUT, is_terminal, say
+from windlass.core.world import World
 from windlass.precision.dtypes import dtypes_of
 
 _HELP = """\
@@ -43,6 +48,8 @@ launch file or the environment. Any spelling will do.
   windlass explain data.block_size --recipe shakespeare
   windlass explain precision --config_file two.yaml --mixed_precision bf16
 """
+_PLACES = 16
+"""The places of so many processes are printed, at most."""
 # Pages on the arguments of a section.
 _PAGES = {
     "OptimisationSection": "training.md, optimizers.md",
@@ -137,6 +144,10 @@ def _one(word: str, settings: Settings, given: GivenRecipe | None) -> Iterator[s
             yield from _explain_argument(argument, given)
     elif old is not None:
         yield f"{spelling} {old.note}"
+    elif (option := adapter_option(spelling)) is not None:
+        values = {} if given is None else given.recipe.adapter or {}
+        origin = None if given is None else given.draft.origin("adapter", option.name)
+        yield from explain_option(option, values, origin)
     else:
         known = list(all_arguments())
         names = [*SPELLINGS, *(one.dotted for one in known), *(one.keys[-1] for one in known)]
@@ -233,6 +244,26 @@ def _all(settings: Settings, recipe: GivenRecipe | None) -> Iterator[str]:
         yield f"{name} = {_text(given.value)}  # {given.origin}{_note(given)}"
     for problem in settings.problems:
         yield f"problem: {problem}"
+    if not settings.problems:
+        yield from _layout(settings)
+
+
+def _layout(settings: Settings) -> Iterator[str]:
+    """The place of each process, if some of them compute the same samples together."""
+    together = math.prod(settings.value(key) for key in MODEL_AXES)
+    if together == 1:
+        return
+    world = World(0, max(settings.value(PROCESSES) or 0, together))
+    if problems := parallel_problems(settings, world):
+        yield from (f"problem: {problem}" for problem in problems)
+        return
+    mesh = dtype_plans(settings, world)[1].mesh(world.size)
+    sizes = " x ".join(f"{axis} {mesh.along(axis)}" for axis in AXES if mesh.along(axis) > 1)
+    yield f"layout: {mesh.size()} processes = {sizes}"
+    for rank in range(min(mesh.size(), _PLACES)):
+        yield f"  rank {rank}: {mesh.place(rank)}"
+    if mesh.size() > _PLACES:
+        yield "  ..."
 
 
 def _note(given: Setting) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 
 from windlass.cli.command_line import DTYPES, CommandParser
+from windlass.core.activity import Activity
 
 
 def generate_command(words: list[str]) -> int:
     """Print what the model writes, and return the exit code."""
     options = build_parser().parse_args(words)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    from windlass.cli.text_writer import Writer
+    with Activity("loading the model"):
+        from windlass.cli.text_writer import Writer
 
-    writer = Writer(options)
+        writer = Writer(options)
     is_chat = writer.tokenizer.chat_template is not None and not options.raw
     writer.write(text, [{"role": "user", "content": text}] if is_chat else [])
     return 0

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from windlass.cli.command_line import LAUNCH_VARIABLE, CommandParser, program
+from windlass.cli.command_line import CommandParser, program
 from windlass.cli.launching.launch_checks import Machine
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError
 from windlass.core.optional import require
 from windlass.core.output import say
 from windlass.core.outside import load_outside
+from windlass.core.world import LAUNCH_VARIABLE
 
 if TYPE_CHECKING:
     import torch

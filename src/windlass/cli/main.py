@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 import importlib
 import os
 import shlex
@@ -15,6 +17,7 @@ from windlass.cli.built_in_recipes import is_recipe
 from windlass.cli.command_line import EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandParser, TrainOptions
 from windlass.cli.quiet import quiet_libraries
 from windlass.config.nearest import nearest
+from windlass.core.activity import Activity
 from windlass.core.errors import WindlassError
 from windlass.core.job_signals import surviving_hangup
 from windlass.core.output import flush_standard_streams, say
@@ -32,6 +35,9 @@ installation carries, in under two minutes on two CPU cores.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code: 2 for a user error, 75 if preempted, 130 if interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # The interpreter's last collections look at every object of the libraries: a second in which nothing happens.
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
     # These two run a user's script, here or in other processes.
     quiet = contextlib.nullcontext() if arguments[:1] in (["run"], ["launch"]) else quiet_libraries()
     try:
@@ -68,6 +74,8 @@ COMMANDS = {
     "estimate-memory": ("estimate_memory", "estimate_memory_command", "estimate the memory that a model needs"),
     "checkpoint": ("checkpoint", "checkpoint_command", "list, verify, compare, export and remove checkpoints"),
     "data": ("data_command", "data_command", "show or prepare what a model is trained on"),
+    "status": ("status_command", "status_command", "print the state of a run, and what would be lost if it died now"),
+    "ps": ("ps_command", "ps_command", "list the runs below a folder, with their state"),
     "report": ("report_command", "report_command", "write the report of a run from its folder"),
     "merge-weights": ("merge_weights", "merge_weights_command", "merge sharded weights into one file"),
     "completion": ("completion", "completion_command", "print the completions of a shell"),
@@ -75,11 +83,21 @@ COMMANDS = {
 }  # fmt: skip
 
 
+# What a command is doing that may take seconds; the import of its libraries alone does.
+_ACTIVITIES = {
+    "checkpoint": "reading checkpoints", "data": "reading the data", "env": "looking at packages and devices",
+    "estimate-memory": "building the model without its weights", "report": "drawing the report",
+    "merge-weights": "merging weights",
+}  # fmt: skip
+
+
 def _dispatch(arguments: list[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
-        module, function, _ = COMMANDS[arguments[0]]
-        command = getattr(importlib.import_module(f"windlass.cli.{module}"), function)
-        return int(command(arguments[1:]))
+        name, words = arguments[0], arguments[1:]
+        module, function, _ = COMMANDS[name]
+        with Activity(_ACTIVITIES[name]) if name in _ACTIVITIES else contextlib.nullcontext():
+            command = getattr(importlib.import_module(f"windlass.cli.{module}"), function)
+            return int(command(words))
     parser, train = parsers()
     options, rest = parser.parse_known_args(arguments)
     if options.command == "train":

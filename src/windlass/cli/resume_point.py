@@ -1,17 +1,12 @@
-"""Where `windlass train` continues from, checked before data and model are prepared, and the command that continues."""
+"""Where `windlass train` continues from, checked before data and model are prepared."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
-import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from windlass.cli.built_in_recipes import is_recipe
-from windlass.cli.command_line import LAUNCH_VARIABLE, program
 from windlass.cli.training import run_folder
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import CheckpointError, ConfigError, Problem
@@ -89,33 +84,3 @@ def shown_path(path: Path | str) -> str:
     """Return a path as messages show it: relative within the working directory, else absolute."""
     whole = Path(path).absolute()
     return os.path.relpath(whole) if whole.is_relative_to(Path.cwd()) else str(whole)
-
-
-# --- the command ----------------------------------------------------------------------------------------------------
-
-
-def resume_command(arguments: Sequence[str]) -> str:
-    """Return the command line that resumes this one, quoted for a shell."""
-    kept, skip = [], False
-    for index, word in enumerate(arguments):
-        if skip:
-            skip = False
-        elif word == "--resume":
-            # The checkpoint after it is older than the newest one.
-            following = arguments[index + 1] if index + 1 < len(arguments) else "-"
-            skip = not (following.startswith("-") or "=" in following or is_recipe(following))
-        elif not word.startswith("--resume=") and word != "--dry-run":
-            kept.append(word)
-    return shlex.join([*_launcher(), *kept, "--resume"])
-
-
-def _launcher() -> list[str]:
-    """The words before "train" in the command that started this process."""
-    launched: list[str] = json.loads(os.environ.get(LAUNCH_VARIABLE, "[]"))
-    if launched and Path(launched[-1]).name == "windlass":  # and not a script that started this command
-        return launched
-    world = world_from_environment()
-    if not world.is_distributed:
-        return program()
-    nodes = [] if world.machines == 1 else ["--nnodes", str(world.machines)]
-    return ["torchrun", *nodes, "--nproc-per-node", str(world.local_size), "-m", "windlass"]

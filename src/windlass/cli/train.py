@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.callbacks.early_stopping import EarlyStoppingCallback
+from windlass.callbacks.tracker_registry import check_trackers
 from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
 from windlass.cli.print_config import render_config
 from windlass.cli.recipe import load_recipe
@@ -14,9 +15,9 @@ from windlass.cli.resume_point import (
     check_folder,
     find_resume_point,
     past_the_end,
-    resume_command,
     shown_path,
 )
+from windlass.cli.resume_words import resume_command
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.tokenizing import saved_tokenizer
@@ -41,25 +42,28 @@ def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
         from windlass.cli.recipe_search import search_command
 
         return search_command(options)
-    recipe = load_recipe(
-        options.recipe,
-        options.overrides,
-        options.output_dir,
-        tiny=options.tiny,
-        asks_libraries=not options.print_config,
-    )
-    if options.print_config:
-        say(render_config(recipe, everything=options.all_keys), end="")
-        return 0
-    check_installed("transformers", "train by a recipe", extra="train")
-    args = training_arguments(recipe.training, recipe.task)
+    with Activity("checking the recipe"):
+        recipe = load_recipe(
+            options.recipe,
+            options.overrides,
+            options.output_dir,
+            tiny=options.tiny,
+            asks_libraries=not options.print_config,
+        )
+        if options.print_config:
+            say(render_config(recipe, everything=options.all_keys), end="")
+            return 0
+        check_installed("transformers", "train by a recipe", extra="train")
+        args = training_arguments(recipe.training, recipe.task)
+        check_trackers(args.report_to)  # before data and model are prepared
     resume = options.resume or args.resume_from_checkpoint or None
     command = resume_command(arguments)
     try:
         if options.dry_run:
-            from windlass.cli.dry_run import dry_run
+            with Activity("rehearsing"):
+                from windlass.cli.dry_run import dry_run
 
-            dry_run(recipe, args, _speaker())
+                dry_run(recipe, args, _speaker())
             return 0
         return _train(recipe, args, resume, command)
     except KeyboardInterrupt:
@@ -148,11 +152,13 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
     output = trainer.train(resume_from_checkpoint=resume)
     if ends.interrupted:
         return _interrupted(args, command)
-    evaluation = _final_evaluation(trainer, parts.evaluation is not None)
-    if parts.recipe.metric is not None:
-        evaluation |= _write_predictions(trainer, parts, args)
-    if not (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir():
-        _save_last(trainer, args)
+    with Activity("evaluating the trained model"):
+        evaluation = _final_evaluation(trainer, parts.evaluation is not None)
+        if parts.recipe.metric is not None:
+            evaluation |= _write_predictions(trainer, parts, args)
+        if not (run_folder(args) / f"checkpoint-{trainer.state.global_step}").is_dir():
+            _save_last(trainer, args)
+        after = continue_prompt(parts, trainer)
     outcome = RunOutcome(
         parts=parts,
         trainer=trainer,
@@ -160,7 +166,7 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
         first_step=ends.first_step,
         evaluation=evaluation,
         before=before,
-        after=continue_prompt(parts, trainer),
+        after=after,
         command=None if args.save_strategy == "no" else command,
     )
     say(render_screen(outcome))

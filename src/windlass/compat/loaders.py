@@ -103,10 +103,7 @@ class SkipDataLoader(DataLoaderShard):
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **options: Any
     ) -> None:
         super().__init__(
-            dataset,
-            skip_batches=skip_batches,
-            use_stateful_dataloader=use_stateful_dataloader,
-            **options,
+            dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **options
         )
 
 

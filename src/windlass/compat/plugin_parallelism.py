@@ -64,7 +64,8 @@ class TorchTensorParallelPlugin(Plugin):
     def objections(self) -> Iterator[Problem]:
         """Refuse any size above one, and a mesh made by the script."""
         if self.tp_size != 1:
-            yield Problem("TorchTensorParallelPlugin.tp_size", self.tp_size, _not_built("tp"))
+            fix = "is set by parallelism_config=ParallelismConfig(tp_size=...); leave the plugin out"
+            yield Problem("TorchTensorParallelPlugin.tp_size", self.tp_size, fix)
         if self.torch_device_mesh is not None:
             fix = "is not used: the mesh follows from the number of processes"
             yield Problem("TorchTensorParallelPlugin.torch_device_mesh", self.torch_device_mesh, fix)
@@ -113,6 +114,8 @@ class ParallelismConfig(Options, Plugin):
     tp_handler: TorchTensorParallelConfig | None = setting(None, "Options of tensor parallelism.")
     cp_handler: TorchContextParallelConfig | None = setting(None, "Options of context parallelism.")
     sp_handler: DeepSpeedSequenceParallelConfig | None = setting(None, "Options of sequence parallelism.")
+    pp_size: int | None = setting(None, "Processes of pipelines, which are not built: 1.", bounds=_SIZE)
+    ep_size: int | None = setting(None, "Processes that divide experts, which is not built: 1.", bounds=_SIZE)
 
     device_mesh = None  # not a field: made by `get_device_mesh`
 
@@ -220,14 +223,10 @@ class ParallelismConfig(Options, Plugin):
             yield Problem(f"{where}.sp_size", self.sp_size, fix)
 
     def objections(self, processes: int | None = None) -> Iterator[Problem]:
-        """Axes that are not built, and a product of sizes that is not the number of processes."""
-        for axis in [axis for axis in self.non_dp_dim_names if axis == "tp"]:
-            yield Problem(f"{type(self).__name__}.{AXES[axis]}", self.size(axis), _not_built(axis))
+        """Options that are not built, and a product of sizes that is not the number of processes."""
+        if self.tp_handler is not None and self.tp_handler.enable_async_tp:
+            fix = "is not built: exchanges are not overlapped with products; leave it out"
+            yield Problem("TorchTensorParallelConfig.enable_async_tp", True, fix)
         if processes is not None and self.total_size not in (1, processes):
             fix = f"the axes' product is {self.total_size}, and there are {processes} processes"
             yield Problem(f"{type(self).__name__}.dp_shard_size", self.dp_shard_size, fix)
-
-
-def _not_built(axis: str) -> str:
-    what = next(key.refused for key in rows.MODEL_AXES if axis in key.words)
-    return f"{what} and use dp_replicate_size and dp_shard_size"

@@ -26,17 +26,13 @@ class DistributedDataParallelKwargs(KwargsHandler):
     handles = "ddp"
 
     dim: int = setting(
-        0,
-        "The axis of the batch.",
-        refused="must be 0: batches are distributed along their first axis",
+        0, "The axis of the batch.", refused="must be 0: batches are distributed along their first axis"
     )
     broadcast_buffers: bool = True
     bucket_cap_mb: int = 25
     find_unused_parameters: bool = False
     check_reduction: bool = setting(
-        False,
-        "Without effect in PyTorch.",
-        refused="has no effect in current PyTorch versions; leave it out",
+        False, "Without effect in PyTorch.", refused="has no effect in current PyTorch versions; leave it out"
     )
     gradient_as_bucket_view: bool = setting(
         False, "Gradients are views of the communication buckets; both values mean that."

@@ -180,9 +180,7 @@ def distributed_concat(tensor: Any, num_total_examples: int | None = None) -> An
 
 
 def distributed_broadcast_scalars(
-    scalars: Sequence[float],
-    num_total_examples: int | None = None,
-    device: torch.device | str | None = None,
+    scalars: Sequence[float], num_total_examples: int | None = None, device: torch.device | str | None = None
 ) -> Tensor:
     """The numbers of all processes in one tensor, in the order of ranks; collective.
 

@@ -74,13 +74,10 @@ class AcceleratorConfig:
         Args:
             seed, data_seed: the arguments of the Trainer.
         """
+        shared = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
         return DataLoaderConfiguration(
-            split_batches=self.split_batches,
-            dispatch_batches=self.dispatch_batches,
-            even_batches=self.even_batches,
-            use_seedable_sampler=self.use_seedable_sampler,
+            **{name: getattr(self, name) for name in shared},
             data_seed=seed if data_seed is None and self.use_seedable_sampler else data_seed,
-            non_blocking=self.non_blocking,
             use_stateful_dataloader=True,
         )
 

@@ -4,36 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from windlass.config.enums import LoggerType
+from windlass.config.enums import LoggerType, OptimizerNames
 
 REPORT = "report"  # in `report_to`: a page and a picture of the run, beside trackers
 _WRITTEN = "metrics.jsonl is always written, and report_to='report' adds report.html"
 TRACKER_NOTE = f"is not built; {_WRITTEN}; a callback or a GeneralTracker of your own can send logs on"
 
-PROJECTING_OPTIMIZERS = (
-    "galore_adamw",
-    "galore_adafactor",
-    "galore_adamw_layerwise",
-    "galore_adafactor_layerwise",
-    "galore_adamw_8bit",
-    "galore_adamw_8bit_layerwise",
-    "apollo_adamw",
-    "apollo_adamw_layerwise",
-)
-IN_BACKWARD_OPTIMIZERS = (
-    "lomo",
-    "adalomo",
-    *(name for name in PROJECTING_OPTIMIZERS if name.endswith("_layerwise")),
-)
-OPTIMIZERS = (
-    "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adafactor", "sgd", "adagrad",
-    "rmsprop", "muon", "lion_32bit", "ademamix",
-    "stable_adamw", "grokadamw", "adamw_anyprecision", "schedule_free_adamw", "schedule_free_radam",
-    "schedule_free_sgd", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit",
-    "paged_adamw_8bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "ademamix_8bit", "paged_ademamix_32bit",
-    "paged_ademamix_8bit", "rmsprop_bnb", "rmsprop_bnb_32bit", "rmsprop_bnb_8bit", "lomo", "adalomo",
-    *PROJECTING_OPTIMIZERS,
-)  # fmt: skip
+# All that have a name but for one, which needs devices on which Windlass does not train (`OPTIMIZER_ADVICE`).
+OPTIMIZERS = tuple(str(name) for name in OptimizerNames if name is not OptimizerNames.ADAMW_TORCH_NPU_FUSED)
+PROJECTING_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name.startswith(("galore_", "apollo_")))
+IN_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", *(name for name in OPTIMIZERS if name.endswith("_layerwise")))
 GONE_OPTIMIZERS = {
     "adamw_hf": "is gone; use adamw_torch",
     "adamw_apex_fused": "is gone; use adamw_torch_fused",
@@ -66,5 +46,5 @@ def unbuilt_trackers(report_to: list[str]) -> Iterator[tuple[str, str]]:
 
 ACCELERATOR_REFUSED = {
     "megatron_lm_plugin": "Megatron-LM is not built; shard the model with fsdp_plugin",
-    "torch_tp_plugin": "tensor parallelism is not built; a tp_size of 1 is accepted",
+    "torch_tp_plugin": "a tp_size of 1 is accepted; parallelism_config sets others",
 }

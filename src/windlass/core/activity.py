@@ -49,8 +49,12 @@ class Activity:
         self._ticking: Ticking | None = None
         if world_from_environment().is_main and can_redraw(sys.stdout):
             self._foot = foot_of(sys.stdout)
-            self._foot.draw(self, [what])
-            self._ticking = Ticking(self._draw)
+            try:
+                self._foot.draw(self, [what])
+                self._ticking = Ticking(self._draw)
+            except BaseException:  # Ctrl-C: the caller has no object to close yet
+                self._remove()
+                raise
 
     def __enter__(self) -> Activity:
         return self
@@ -63,8 +67,11 @@ class Activity:
         if self._ticking is not None:
             self._ticking.stop()
             self._ticking = None
-            self._foot.draw(self, [])
-            self._foot.close(self)
+            self._remove()
+
+    def _remove(self) -> None:
+        self._foot.draw(self, [])
+        self._foot.close(self)
 
     def _draw(self) -> bool:
         row = f"{self._what}: {time.monotonic() - self._began:.0f} s"

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from windlass.core.errors import ConfigError, Problem
 
 Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]
-View = Literal["data", "loss", "context", "model", "all"]
+View = Literal["data", "loss", "context", "tensor", "model", "all"]
 
 # Outermost first: consecutive ranks differ along the last axis, because consecutive ranks are usually on one machine,
 # and the later axes exchange more.
@@ -23,14 +23,15 @@ VIEWS: dict[View, tuple[Axis, ...]] = {
     "data": ("replicate", "shard"),
     "loss": ("replicate", "shard", "context"),
     "context": ("context",),
+    "tensor": ("tensor",),
     "model": ("pipeline", "context", "tensor"),
     "all": AXES,
 }
 """The axes of each view. A view of a rank is the ranks that differ from it along these axes alone.
 
 data: ranks with different samples, whose counts and losses are summed. loss: ranks with different targets, whose
-gradients are averaged. context: ranks that divide the sequences of the same samples. model: ranks that compute the same
-samples together. all: every rank of the job.
+gradients are averaged. context: ranks that divide the sequences of the same samples. tensor: ranks that divide the
+layers of one model. model: ranks that compute the same samples together. all: every rank of the job.
 """
 
 
@@ -92,6 +93,12 @@ class Mesh:
     def parts(self, view: View) -> list[tuple[int, ...]]:
         """The gangs into which `view` divides the job: the same list on every rank."""
         return sorted({self.ranks(view, rank) for rank in range(self.size())})
+
+    def place(self, rank: int) -> str:
+        """The position of `rank` along each axis, as text; empty if ranks only have different samples."""
+        if self.size("model") == 1:
+            return ""
+        return ", ".join(f"{axis} {self.index(axis, rank)}" for axis in AXES if self.along(axis) > 1)
 
     def with_replicas(self, replicas: int) -> Mesh:
         """The same ranks, with those of `data` divided into so many copies of the model. Views do not change.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,14 @@ class ProcessIdentity:
             return None
         started = _start_of(self.pid)
         return _exists_unseen(self.pid) if started is None else started == self.started
+
+
+def process_age() -> float | None:
+    """Return the seconds since this process started; None if the system does not show it."""
+    started = _start_of(os.getpid())
+    if started is None or not hasattr(time, "CLOCK_BOOTTIME"):
+        return None
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"), 0.0)
 
 
 def _boot_id() -> str | None:

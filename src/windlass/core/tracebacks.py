@@ -25,7 +25,8 @@ _before = sys.excepthook
 
 def printed(error: BaseException) -> str:
     """`error` as it is printed: with few frames if a user's code or settings are the cause, else with all."""
-    short = is_explained(error) or _is_below_windlass(error.__traceback__)
+    is_ctrl_c = isinstance(error, KeyboardInterrupt)
+    short = is_ctrl_c or is_explained(error) or _is_below_windlass(error.__traceback__)
     if not short or os.environ.get(VARIABLE) == "full":
         return shown("".join(traceback.format_exception(error)))
     cause = _cause(error)
@@ -52,7 +53,7 @@ def is_explained(error: BaseException) -> bool:
 
 def report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook`: print `error` as in `printed`."""
-    if isinstance(error, Exception):
+    if isinstance(error, Exception | KeyboardInterrupt):
         say(printed(error.with_traceback(trace)), error=True, end="")
     else:
         _before(kind, error, trace)
@@ -84,7 +85,7 @@ def _calls(error: BaseException, cause: BaseException | None) -> list[traceback.
         calls += [frame for frame in traceback.extract_tb(cause.__traceback__) if _is_own(frame.filename)][
             -1:
         ]
-    elif not is_explained(error):
+    elif not (is_explained(error) or isinstance(error, KeyboardInterrupt)):
         last = traceback.extract_tb(error.__traceback__)[-1]
         calls += [] if _is_own(last.filename) else [last]
     # Without the marks below their lines.

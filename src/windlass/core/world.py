@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from windlass.core.errors import ConfigError, Problem
 
+# Set by `windlass launch` for its processes: its command line up to the script, as JSON, for the command that resumes.
+LAUNCH_VARIABLE = "WINDLASS_LAUNCH_COMMAND"
+
 
 @dataclass(frozen=True, slots=True)
 class World:

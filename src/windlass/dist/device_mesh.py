@@ -33,6 +33,15 @@ def loss_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     return whole if len(loss) == len(axes) else whole[loss]
 
 
+def tensor_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """All ranks: the last axis, "tensor", is that of this rank's tensor view; along the first, "loss", if there is one,
+    ranks have the same parts. Collective.
+    """
+    sizes = {"loss": mesh.size("loss"), "tensor": mesh.tensor}
+    axes = [axis for axis in sizes if axis == "tensor" or sizes[axis] > 1]
+    return init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+
+
 def open_group_of_one(device: torch.device) -> None:
     """A mesh of one rank needs a process group too; its store is in this process, so no port is opened."""
     store = dist.HashStore()  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.core.errors import DataError
+from windlass.core.run_clock import DATA, EXCHANGE, run_clock
 from windlass.core.types import State
 from windlass.data.update_batch import GroupSource, UpdateBatch
 from windlass.dist.gang import Gang
@@ -59,7 +60,7 @@ class Feed:
         self._source, self._accumulation, self._counts = source, accumulation, counts
         self._all_ranks, self._sends_counts = all_ranks, all_ranks.over("model").rank == 0
         self._in_step = in_step
-        self._inspected = False
+        self._inspected, self._clock = False, run_clock()
         self._position: State = {}
         self._groups: Iterator[UpdateBatch] = iter(())
         self._rounds = Lockstep[UpdateBatch](all_ranks)
@@ -103,7 +104,11 @@ class Feed:
 
     def _take(self) -> UpdateBatch:
         """Return the update that was fetched ahead, and start fetching the next one."""
-        current = self._summed(self._rounds.end())
+        before = self._clock.enter(EXCHANGE) if self._all_ranks.size > 1 else None
+        ended = self._rounds.end()
+        if before is not None:
+            self._clock.enter(before)
+        current = self._summed(ended)
         self._position_before, self._position_after = self._position_after, current.position
         self._fetch(None if current.last else current)
         return current
@@ -129,7 +134,9 @@ class Feed:
 
     def _fetch(self, spare: UpdateBatch | None) -> None:
         """Read and count the next group, or `spare` as a filler if this rank has none left; begin to sum the counts."""
+        before = self._clock.enter(DATA)
         group = next(self._groups, None)
+        self._clock.enter(before)
         if group is None:
             if spare is None:
                 return

@@ -13,6 +13,7 @@ from windlass.core.errors import NonFiniteError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import StepSeeder
+from windlass.core.run_clock import run_clock
 from windlass.core.types import State
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.beacon import AFTER, beacon
@@ -213,6 +214,7 @@ class Loop:
     def _update(self, batch: UpdateBatch) -> None:
         """One optimizer update: group -> gradients -> update -> ledger -> events."""
         state, hooks = self._state, self._hooks
+        run_clock().update_begins()
         hooks.control.new_step()
         self._seed_step(state.global_step)
         self._beacon.step(state.global_step)
@@ -223,7 +225,9 @@ class Loop:
         self._ledger.add(result.loss, result.norm, result.parts, result.applied)
         self._executor.dispatch()
         hooks.signals_received(batch.signals)
-        if self._rolled_back(batch, result):
+        rolled_back = self._rolled_back(batch, result)
+        run_clock().update_ends(state.global_step, result.applied and not rolled_back)
+        if rolled_back:
             return
         hooks.update_applied(batch, result.applied)
         hooks.step_end()

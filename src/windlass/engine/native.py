@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from windlass.core import host
 from windlass.core.errors import ModelError
+from windlass.core.run_clock import BACKWARD, COMPUTE, UPDATE, run_clock
 from windlass.core.types import State
 from windlass.core.waiting import thread_waiting
 from windlass.data.update_batch import UpdateBatch
@@ -58,7 +59,7 @@ class NativeExecutor:
         self._overflow: Tensor | None = None
         self._skip = False
         self._overflowed = self._applying = False
-        self._beacon, self._waiting = beacon(), thread_waiting()
+        self._beacon, self._waiting, self._clock = beacon(), thread_waiting(), run_clock()
         self._averages: list[WeightAverage] = []
         self.average_by([])
         self._averaged = 0  # how many `averaged` are open
@@ -74,7 +75,11 @@ class NativeExecutor:
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients of `loss`: this rank's share times the number of ranks, because ranks are averaged."""
-        self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
+        before = self._clock.enter(BACKWARD)
+        try:
+            self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]
+        finally:
+            self._clock.enter(before)
 
     def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
         self.backward(loss, **options)
@@ -228,14 +233,17 @@ class NativeExecutor:
         assert loss is not None, "an update has at least one micro-batch"
         self.strategy.check_reached()
         self._beacon.call("norm and update")
+        self._clock.enter(UPDATE)
         rescale = hooks.rescale()
         if rescale is not None:
             loss = loss * rescale
         norm = self.clip(max_norm, rescale)
         self._skip = rescale is None and not update.denominator
-        if guard and not math.isfinite(float(norm)):
+        if guard:
+            self._clock.enter(COMPUTE)  # the host waits for the device
             # The norm is the same on all ranks, so all decide alike without an exchange. The policy reads only it.
-            self._skip = True
+            self._skip = self._skip or not math.isfinite(float(norm))
+            self._clock.enter(UPDATE)
         hooks.event("on_pre_optimizer_step")
         applied = self.step()
         hooks.event("on_optimizer_step")
@@ -243,6 +251,7 @@ class NativeExecutor:
             # Before the gradients are cleared: a schedule of the script may read them.
             hooks.advance_schedule()
         self.zero_grad()
+        self._clock.enter(COMPUTE)
         return StepResult(loss, norm, applied, hooks.parts(), self._overflowed, losses)
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:

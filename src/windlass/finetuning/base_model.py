@@ -10,7 +10,7 @@ from torch import nn
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
-from windlass.finetuning.sft_config import SFTConfig
+from windlass.finetuning.tuning_config import TuningConfig
 from windlass.optim.registry import bitsandbytes_library
 
 logger = get_job_logger(__name__)
@@ -19,7 +19,7 @@ _PURPOSE = "fine-tune a language model"
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def open_model(model: Any, args: SFTConfig, quantization_config: Any) -> nn.Module:
+def open_model(model: Any, args: TuningConfig, quantization_config: Any) -> nn.Module:
     """Return the model to tune.
 
     Args:
@@ -65,7 +65,7 @@ def load_model(name: str, options: dict[str, Any]) -> nn.Module:
     return loaded
 
 
-def _load_options(args: SFTConfig, quantization_config: Any) -> dict[str, Any]:
+def _load_options(args: TuningConfig, quantization_config: Any) -> dict[str, Any]:
     options = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     if quantization_config is not None:
         if "quantization_config" in options:
@@ -90,7 +90,7 @@ def _dtype(value: Any) -> Any:
     raise ConfigError(Problem("model_init_kwargs.dtype", value, f"use 'auto' or one of {', '.join(_DTYPES)}"))
 
 
-def _warn_of_unused(args: SFTConfig, quantization_config: Any) -> None:
+def _warn_of_unused(args: TuningConfig, quantization_config: Any) -> None:
     for name, value in (
         ("model_init_kwargs", args.model_init_kwargs),
         ("quantization_config", quantization_config),
@@ -108,7 +108,7 @@ def name_of(model: Any) -> str:
     return model if isinstance(model, str) else str(getattr(config, "_name_or_path", "") or "")
 
 
-def open_tokenizer(tokenizer: Any, model: nn.Module, args: SFTConfig, with_images: bool = False) -> Any:
+def open_tokenizer(tokenizer: Any, model: nn.Module, args: TuningConfig, with_images: bool = False) -> Any:
     """Return the given tokenizer or processor, or the one in the folder or repository of the model: a processor if
     `with_images`. Raises ConfigError if there is none, or what is given is neither of them.
     """
@@ -133,12 +133,12 @@ def open_tokenizer(tokenizer: Any, model: nn.Module, args: SFTConfig, with_image
     return tokenizer
 
 
-def set_special_tokens(tokenizer: Any, args: SFTConfig) -> None:
+def set_special_tokens(tokenizer: Any, args: TuningConfig) -> None:
     """Set the eos token and the padding token of the arguments on the tokenizer. Raises ConfigError if a token is not
     in the vocabulary, or the tokenizer has neither a pad nor an eos token.
     """
     for name in ("eos_token", "pad_token"):
-        token = getattr(args, name)
+        token = getattr(args, name, None)  # not all configurations have both
         if token is None:
             continue
         if token not in tokenizer.get_vocab():

@@ -12,6 +12,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.sft_config import SFTConfig
+from windlass.finetuning.tuning_config import TuningConfig
 
 logger = get_job_logger(__name__)
 
@@ -74,7 +75,7 @@ def _loss_problems(args: SFTConfig, own_loss: bool) -> Iterator[Problem]:
         yield Problem("label_smoothing_factor", args.label_smoothing_factor, fix)
 
 
-def settle_stream(args: SFTConfig, is_stream: bool) -> None:
+def settle_stream(args: TuningConfig, is_stream: bool) -> None:
     """Turn `dispatch_batches` off for a stream: rank 0 cannot join batches of several lengths."""
     config = args.accelerator_config
     if not is_stream or not isinstance(config, AcceleratorConfig):
@@ -84,14 +85,13 @@ def settle_stream(args: SFTConfig, is_stream: bool) -> None:
     config.dispatch_batches = False
 
 
-def router_coefficient(args: SFTConfig, model: Any) -> float:
+def router_coefficient(given: float | None, model: Any) -> float:
     """The weight of the experts' load-balancing loss, 0 for a model without experts. It is written to the model's
-    config, which otherwise adds the loss itself. Raises ConfigError if `router_aux_loss_coef` is set, and the model
-    returns no router logits.
+    config, which otherwise adds the loss itself. Raises ConfigError if `given` is not 0, and the model returns no
+    router logits.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    given = args.router_aux_loss_coef
     if not hasattr(text, "output_router_logits"):
         if given:
             base = model.get_base_model() if is_peft_model(model) else model

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from windlass.config.arguments import TrainingArguments
 from windlass.config.described import described
-from windlass.config.sections.setting import STRIDE, at_least, setting
+from windlass.config.sections.setting import at_least, setting
+from windlass.finetuning.tuning_config import TuningConfig
 
 PACKING_STRATEGIES = ("bfd", "bfd_split", "wrapped")
 TRUNCATION_MODES = ("keep_start", "keep_end", "error")
@@ -23,7 +22,7 @@ _OLD_WORDS = {
 
 @described()
 @dataclass(repr=False)
-class SFTConfig(TrainingArguments):
+class SFTConfig(TuningConfig):
     """The settings of an `SFTTrainer`: those of `TrainingArguments`, and those of fine-tuning.
 
     Four defaults differ from `TrainingArguments`: `learning_rate` 2e-5, `logging_steps` 10,
@@ -34,8 +33,7 @@ class SFTConfig(TrainingArguments):
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *TrainingArguments._VALID_DICT_FIELDS,
-        "model_init_kwargs",
+        *TuningConfig._VALID_DICT_FIELDS,
         "dataset_kwargs",
     ]
 
@@ -43,25 +41,8 @@ class SFTConfig(TrainingArguments):
 
     # --- defaults that differ ---
     learning_rate: float = setting(2e-5, "Learning rate at the end of warm-up.", bounds=at_least(0))
-    logging_steps: float = setting(
-        10, "Updates between two reports; below 1 a share of all updates.", bounds=STRIDE
-    )
-    gradient_checkpointing: bool | None = setting(
-        True,
-        "Recompute activations in the backward.",
-        nargs="?",
-        const=True,
-        mapped="is the earlier name of activation_checkpointing; setting either sets both",
-    )
-    bf16: bool | None = setting(
-        None, "Train in bfloat16 mixed precision; by default unless fp16 or fp8 is set."
-    )  # type: ignore[assignment]
 
     # --- model ---
-    model_init_kwargs: dict[str, Any] | str | None = setting(
-        None, "Options of `from_pretrained`, for a model given by name: a dict or JSON.", document=True
-    )
-    trust_remote_code: bool = setting(False, "Run Python code that comes with a model or tokenizer.")
     router_aux_loss_coef: float | None = setting(
         None, "Weight of the load-balancing loss of experts; by default the model's; 0 turns it off."
     )
@@ -73,12 +54,6 @@ class SFTConfig(TrainingArguments):
     dataset_text_field: str = setting("text", "Column with the text of plain-text datasets.")
     dataset_kwargs: dict[str, Any] | str | None = setting(
         None, "Options of data preparation: skip_prepare_dataset, allow_image_urls.", document=True
-    )
-    dataset_num_proc: int | None = setting(
-        None,
-        "Processes that prepare data.",
-        bounds=at_least(1),
-        per_rank="how fast data is prepared; the result is the same",
     )
     eos_token: str | None = setting(None, "Token that ends a turn or a text; by default the tokenizer's.")
     max_length: int | None = setting(
@@ -97,9 +72,6 @@ class SFTConfig(TrainingArguments):
         choices=PACKING_STRATEGIES,
     )
     padding_free: bool = setting(False, "Join the samples of a batch into one row without padding.")
-    pad_to_multiple_of: int | str | None = setting(
-        "auto", "Pad batches to a multiple of this length; 'auto' and None do not."
-    )
     eval_packing: bool | None = setting(None, "Pack evaluation data; by default as `packing`.")
 
     # --- loss ---
@@ -112,7 +84,6 @@ class SFTConfig(TrainingArguments):
         "nll: negative log-likelihood; dft: dynamic fine-tuning (arXiv:2508.05629).",
         choices=LOSS_TYPES,
     )
-    activation_offloading: bool = setting(False, "Keep activations for the backward in host memory.")
 
     # --- old ---
     pad_token: str | None = setting(
@@ -122,18 +93,8 @@ class SFTConfig(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        if self.bf16 is None:
-            self.bf16 = not (self.fp16 or self.fp8)
-        self._read_padding()
         self._translate_words()
         super().__post_init__()
-
-    def _read_padding(self) -> None:
-        value = self.pad_to_multiple_of
-        if isinstance(value, str) and value.lower() in ("auto", "none", "null"):
-            self.pad_to_multiple_of = None
-        elif isinstance(value, str) and value.isdecimal():
-            self.pad_to_multiple_of = int(value)
 
     def _translate_words(self) -> None:
         for name, words in _OLD_WORDS.items():
@@ -147,10 +108,6 @@ class SFTConfig(TrainingArguments):
             self._warn_old(
                 "truncation_mode='keep_end' is deprecated: the end of a sample may lack its context"
             )
-
-    @staticmethod
-    def _warn_old(message: str) -> None:
-        warnings.warn(message, FutureWarning, stacklevel=6)
 
     @property
     def packs_evaluation(self) -> bool:

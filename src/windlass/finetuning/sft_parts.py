@@ -74,7 +74,7 @@ def build_sft_parts(given: Given) -> SFTParts:
     base = open_tuned_model(
         given.model, args, given.processing_class, given.quantization_config, given.peft_config, with_images
     )
-    router_weight = router_coefficient(args, base.model)
+    router_weight = router_coefficient(args.router_aux_loss_coef, base.model)
     step = args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None
     collator: Any = given.data_collator or DataCollatorForCausalLM(
         base.tokenizer.pad_token_id, args.joins_rows, pad_to_multiple_of=step

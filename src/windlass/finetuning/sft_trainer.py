@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
-from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger
 from windlass.core.types import EvalLoopOutput, TrainOutput
+from windlass.finetuning.card_writer import CardWriter
 from windlass.finetuning.peft_adapters import describe_trained, is_peft_model, predicts_first_labels
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.sft_loss import sft_loss
@@ -31,21 +30,6 @@ logger = get_job_logger(__name__)
 
 _TAGS = ["windlass", "sft"]
 _COLUMNS = ["input_ids", "labels", "seq_lengths", "images"]
-
-
-class CardWriter(TrainerCallback):
-    """Writes the model's card when a checkpoint is saved. `write` does it, on the main process."""
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        self._write = write
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        try:
-            self._write()
-        except OSError as error:  # a full disk: training goes on
-            logger.warning("the model card could not be written: %s", error)
 
 
 class SFTTrainer(Trainer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -140,10 +140,18 @@ class TokenFigures:
             self._sums[True] += torch.tensor(state["sums"], dtype=self._dtype, device=self._device)
 
 
+class Counting(Protocol):
+    """What counts within updates."""
+
+    def begin_update(self) -> None: ...
+
+    def end_update(self) -> None: ...
+
+
 class UpdateBorders(TrainerCallback):
     """Calls the figures at the borders of updates."""
 
-    def __init__(self, figures: TokenFigures) -> None:
+    def __init__(self, figures: Counting) -> None:
         self._figures = figures
 
     def on_step_begin(

@@ -17,8 +17,8 @@ from windlass.finetuning.base_model import (
     write_special_tokens,
 )
 from windlass.finetuning.peft_adapters import add_adapter, is_peft_model, is_quantized, let_gradients_in
-from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.templates import adopt_template
+from windlass.finetuning.tuning_config import TuningConfig
 from windlass.trainer.defaults import seed_all
 from windlass.transforms.few_bits import keep_trainable
 
@@ -40,7 +40,7 @@ class TunedModel:
 
 def open_tuned_model(
     model: Any,
-    args: SFTConfig,
+    args: TuningConfig,
     processing_class: Any = None,
     quantization_config: Any = None,
     peft_config: Any = None,
@@ -65,7 +65,7 @@ def open_tuned_model(
     _check_sharding(args, opened)
     processing_class = open_tokenizer(processing_class, opened, args, with_images)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    new_tokens = adopt_template(args.chat_template_path, opened, processing_class)
+    new_tokens = adopt_template(getattr(args, "chat_template_path", None), opened, processing_class)
     set_special_tokens(tokenizer, args)
     write_special_tokens(tokenizer, opened)
     if peft_config is not None:
@@ -75,7 +75,7 @@ def open_tuned_model(
     return TunedModel(opened, processing_class, tokenizer)
 
 
-def _check_sharding(args: SFTConfig, model: nn.Module) -> None:
+def _check_sharding(args: TuningConfig, model: nn.Module) -> None:
     """Raise ConfigError for a quantized model under FSDP2, which cannot divide packed weights and their constants."""
     if is_quantized(model) and resolve_parallel(args, world_from_environment()).dist.shard is not None:
         fix = "does not divide weights of few bits; train without fsdp (each process holds the base)"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,7 @@ class Ledger:
         self.total_loss = 0.0
         self.total_updates = 0
         self.skipped = 0
+        self.shared: list[float] = []
 
     def add(self, loss: Tensor, norm: Tensor, parts: dict[str, Tensor], applied: bool) -> None:
         """Add one update. `loss` and `parts` are the shares of this rank, `norm` is global. No host sync."""
@@ -61,10 +63,13 @@ class Ledger:
             return host.read(value) if isinstance(value, Tensor) else value
         return torch.as_tensor(value, dtype=self._dtype, device=self.device)
 
-    def read(self) -> dict[str, float]:
+    def read(self, own: Sequence[float] = ()) -> dict[str, float]:
         """Return the means since the last call (`loss`, each auxiliary part) and the last gradient norm; reset them.
 
         Collective. Empty if no update was added.
+
+        Args:
+            own: further numbers of this rank; `shared` has their sums over ranks afterwards.
         """
         if not self.pending:
             return {}
@@ -76,8 +81,11 @@ class Ledger:
         values = shares + norms
         on_host = self.device.type == "cpu"
         packed = torch.tensor(values, dtype=self._dtype) if on_host else torch.stack(values).cpu()
-        own = packed[: len(shares)] if self._counts else torch.zeros_like(packed[: len(shares)])
-        sums = self._sum_over_ranks(own).numpy()
+        to_sum = packed[: len(shares)] if self._counts else torch.zeros_like(packed[: len(shares)])
+        if own:
+            to_sum = torch.cat([to_sum, torch.tensor(own, dtype=self._dtype)])
+        sums, shared = np.split(self._sum_over_ranks(to_sum).numpy(), [len(shares)])
+        self.shared = shared.tolist()
         if self._updates:
             self.total_loss += float(sums[0])
             self.total_updates += self._updates

@@ -121,10 +121,8 @@ class StageMemory:
 
     def _in_use(self) -> dict[str, int]:
         """Bytes in use by the process and by tensors on its device, as far as they are counted."""
-        found = {} if (resident := _resident_bytes()) is None else {"cpu": resident}
-        if device_peak_bytes(self._device) is not None:
-            found["gpu"] = int(torch.get_device_module(self._device).memory_allocated(self._device))
-        return found
+        found = {"cpu": resident_bytes(), "gpu": device_bytes(self._device)}
+        return {name: value for name, value in found.items() if value is not None}
 
     def _peaks(self) -> dict[str, int]:
         """The peaks since the stage began."""
@@ -133,7 +131,15 @@ class StageMemory:
         return {**found, "gpu": device_peak_bytes(self._device) or 0}
 
 
-def _resident_bytes() -> int | None:
+def device_bytes(device: torch.device) -> int | None:
+    """Memory of tensors on `device` in bytes; None if it is not counted."""
+    if device_peak_bytes(device) is None:
+        return None
+    return int(torch.get_device_module(device).memory_allocated(device))
+
+
+def resident_bytes() -> int | None:
+    """Resident memory of this process in bytes; None if the system does not report it."""
     if sys.platform != "linux":
         return None
     with open("/proc/self/statm", encoding="ascii") as file:

@@ -26,6 +26,7 @@ class EncodedRows:
     Attributes:
         truncated: rows that were cut to the maximum length.
         dropped: rows that were left out, because none of their tokens had a label.
+        documents: of rows of several documents, the tokens of each.
         places: of rows with images, for each its number in the dataset and how many of its images it has, one after
             the other.
     """
@@ -34,6 +35,7 @@ class EncodedRows:
     labels: list[list[int]] = field(default_factory=list)
     truncated: int = 0
     dropped: int = 0
+    documents: list[list[int]] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
 
 

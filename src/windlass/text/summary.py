@@ -45,8 +45,18 @@ class TextSummary:
         trained = int(np.count_nonzero(rows.flat["labels"] != IGNORED))
         longest = int(lengths.max()) if len(lengths) else 0
         largest = int(rows.flat["input_ids"].max()) if len(rows.flat["input_ids"]) else 0
-        counts = _histogram(lengths)
+        counts = cls.histogram_of(lengths)
         return cls(len(rows), int(lengths.sum()), trained, truncated, dropped, longest, largest, counts)
+
+    @staticmethod
+    def histogram_of(lengths: Any) -> tuple[tuple[int, int], ...]:
+        """Count lengths by the largest power of two in each."""
+        if not len(lengths):
+            return ()
+        powers = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
+        counts = np.bincount(powers)
+        first = int(np.flatnonzero(counts)[0])
+        return tuple((1 << power, int(counts[power])) for power in range(first, len(counts)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts as JSON values."""
@@ -71,12 +81,3 @@ class TextSummary:
             f"{self.truncated:,} truncated, {self.dropped:,} dropped"
             + ("" if self.packed_rows is None else f"; packed into {self.packed_rows:,} rows")
         )
-
-
-def _histogram(lengths: Any) -> tuple[tuple[int, int], ...]:
-    if not len(lengths):
-        return ()
-    powers = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
-    counts = np.bincount(powers)
-    first = int(np.flatnonzero(counts)[0])
-    return tuple((1 << power, int(counts[power])) for power in range(first, len(counts)))

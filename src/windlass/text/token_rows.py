@@ -52,8 +52,10 @@ class TokenRows(Sequence[Any]):
     def of(cls, parts: Iterable[EncodedRows]) -> TokenRows:
         """Join encoded rows."""
         ids, labels, lengths = [], [], [0]
+        documents: list[list[int]] = []
         places: list[int] = []
         for part in parts:
+            documents += part.documents
             places += part.places
             ids.append(_flat(part.input_ids))
             labels.append(_flat(part.labels))
@@ -63,7 +65,9 @@ class TokenRows(Sequence[Any]):
             np.concatenate([empty, *ids]),
             np.concatenate([empty, *labels]),
             np.cumsum(lengths, dtype=np.int64),
-            places=np.array(places, dtype=np.int64) if places else None,
+            _flat(documents) if documents else None,
+            np.cumsum([0, *map(len, documents)], dtype=np.int64) if documents else None,
+            np.array(places, dtype=np.int64) if places else None,
         )
 
     @classmethod

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.callbacks.alerts import read_rules
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.notebook import NotebookProgressCallback
@@ -161,7 +162,13 @@ def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
     trackers = [TrackingCallback(names)] if names else []
     report = [ReportCallback] if REPORT in (args.report_to or ()) else []
     hub = [publishing.hub_callback(args, folder)] if args.push_to_hub else []
-    return [DefaultFlowCallback, MetricsLogCallback(folder, follows_arguments=True), *report, *trackers, *hub]
+    return [
+        DefaultFlowCallback,
+        MetricsLogCallback(folder, read_rules(args.alerts), follows_arguments=True),
+        *report,
+        *trackers,
+        *hub,
+    ]
 
 
 def display_callback(args: TrainingArguments) -> type[TrainerCallback]:

@@ -8,6 +8,7 @@ from typing import Any
 from windlass.core.clock import Moment
 from windlass.core.errors import Preempted
 from windlass.core.logs import get_job_logger
+from windlass.core.run_clock import EVALUATION, SAVE, run_clock
 from windlass.core.types import State
 from windlass.dist.beacon import beacon
 from windlass.engine.evaluate import closing_if_possible
@@ -43,7 +44,7 @@ class DueWork:
         self._context, self._events, self._interruption = context, context.events, context.interruption
         self._hooks, self._plan = context.hooks, context.plan
         self._signals, self._checkpoints, self._reports, self._loop = signals, checkpoints, reports, loop
-        self._beacon = beacon()
+        self._beacon, self._clock = beacon(), run_clock()
         self._started = Moment()
         self._saved_step = 0
         # True if an evaluation was abandoned; and if a save was due after it.
@@ -88,6 +89,7 @@ class DueWork:
         logs = self._reports.progress()
         if logs:
             self._hooks.log(logs, self._started)
+            self._clock.row = {}
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
@@ -117,7 +119,10 @@ class DueWork:
         events = self._events
         logged, states = len(events.state.log_history), events.copy_callback_states()
         try:
-            with self._context.services.evaluator.interruptible(self._interruptible):
+            with (
+                self._clock.within(EVALUATION),
+                self._context.services.evaluator.interruptible(self._interruptible),
+            ):
                 return self._hooks.evaluate()
         except EvaluationAbandoned:
             pass
@@ -166,6 +171,10 @@ class DueWork:
         return self._saved_step == self._events.state.global_step
 
     def _save(self) -> None:
+        with self._clock.within(SAVE):
+            self._save_now()
+
+    def _save_now(self) -> None:
         interruption, checkpoints = self._interruption, self._checkpoints
         step = self._events.state.global_step
         planned = self._events.control.should_save or interruption.stopped or interruption.preempted

@@ -19,7 +19,9 @@ from windlass.config.plan import UpdateSize
 from windlass.core.clock import Moment
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger, get_logger
+from windlass.core.mesh import Mesh
 from windlass.core.rng import StepSeeder
+from windlass.core.run_clock import SAVE, UPLOAD, run_clock
 from windlass.core.types import State, Stateful, TrainOutput
 from windlass.core.world import World
 from windlass.data.update_batch import GroupSource, UpdateBatch
@@ -194,7 +196,7 @@ class Run(LoopHooks, Interruptible):
             self._check_savable()
             with (
                 context.interruption.taking_ctrl_c(self),
-                telling_where(context.session.world, lambda: state.global_step),
+                telling_where(context.session.world, lambda: state.global_step, context.all_ranks.mesh),
                 self._reports.counting_compilations(),
                 noisy_embeddings(model, context.plan.transforms.neftune_alpha),
                 watching(model, context.plan.stability.watch_forwards),
@@ -281,6 +283,7 @@ class Run(LoopHooks, Interruptible):
 
     def _finish(self, started: Moment) -> TrainOutput:
         """Report, load the best model, and fire `on_train_end`."""
+        run_clock().enter(SAVE)
         metrics = self._reports.summary(started)
         self.executor.finish()
         self.executor.strategy.share_buffers()  # one model is left
@@ -292,7 +295,8 @@ class Run(LoopHooks, Interruptible):
             self._context.hooks.load_best_model()
         self._events.fire("on_train_end")
         self.checkpoints.finish()  # a callback may have saved there
-        self._folder.upload()
+        with run_clock().within(UPLOAD):
+            self._folder.upload()
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
     def _end(self) -> None:
@@ -334,7 +338,8 @@ class Run(LoopHooks, Interruptible):
         return self._context.interruption.epoch_goes_on
 
     def end_waits(self) -> None:
-        end_waits(self._events.handler)
+        with run_clock().within(UPLOAD):
+            end_waits(self._events.handler)
 
     def save_checkpoint(self, wait: bool) -> None:
         """Save the run; the default of `_save_checkpoint`. After training, wait until the checkpoint is committed, and
@@ -360,6 +365,7 @@ class Run(LoopHooks, Interruptible):
         """Release the executor after the run. If it did not come to its end, its process does not wait for uploads."""
         self.end_waits()
         self.executor.release()
+        self._reports.close()
 
     # --- leaving early ----------------------------------------------------------------------------------------------
 
@@ -476,13 +482,17 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "remote proces
 
 
 @contextlib.contextmanager
-def telling_where(world: World, updates: Callable[[], int]) -> Iterator[None]:
-    """Add the rank and its number of updates to errors of the body, in a job of several processes."""
+def telling_where(world: World, updates: Callable[[], int], mesh: Mesh | None = None) -> Iterator[None]:
+    """Add the rank, its place in the mesh and its number of updates to errors of the body, in a job of several
+    processes.
+    """
     try:
         yield
     except Exception as error:
         if world.is_distributed:
-            error.add_note(f"This was rank {world.rank} of {world.size}, at step {updates()}.")
+            place = "" if mesh is None else mesh.place(world.rank)
+            at = f" ({place})" if place else ""
+            error.add_note(f"This was rank {world.rank} of {world.size}{at}, at step {updates()}.")
             if isinstance(error, DistError) or any(words in str(error) for words in _LOST):
                 error.add_note("Another rank ended first, or never came: look for its own error.")
         raise

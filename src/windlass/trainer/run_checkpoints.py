@@ -23,6 +23,7 @@ from windlass.checkpoint.weights import weights_bytes
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerState
 from windlass.core.logs import get_job_logger, showing_place
+from windlass.core.run_clock import SAVE, run_clock
 from windlass.core.threads import thread_count
 from windlass.trainer.best_tracker import BestTracker
 from windlass.trainer.hooks import WriteModel
@@ -165,7 +166,8 @@ class RunCheckpoints:
 
     def finish(self) -> None:
         """Wait until the save under way is committed or has failed. Collective."""
-        self.saver.finish()
+        with run_clock().within(SAVE):
+            self.saver.finish()
 
     def finish_last(self, save_again: Callable[[], None], leaving: bool = False) -> None:
         """Wait for the save under way. If it failed, save again after pauses until a save is committed. The pauses are
@@ -176,7 +178,8 @@ class RunCheckpoints:
             if not self._retry.owes_ordinary:
                 return
             logger.warning("the last save of the run failed; trying again in %g s", pause)
-            time.sleep(pause)
+            with run_clock().within(SAVE):
+                time.sleep(pause)
             self._retry.begin(self._events.state.global_step, due=False, ordinary=True)
             save_again()
             self.finish()

@@ -18,6 +18,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import RunPlan
 from windlass.core.events import CONTROL_FLAGS, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
+from windlass.core.run_clock import CALLBACKS, EXCHANGE, run_clock
 from windlass.core.types import State
 from windlass.trainer.session import Session
 
@@ -44,7 +45,7 @@ class Events:
         self, args: Callable[[], TrainingArguments], session: Session, handler: CallbackHandler
     ) -> None:
         self._args, self._all_ranks, self._world = args, session.all_ranks, session.world
-        self.handler = handler
+        self.handler, self._clock = handler, run_clock()
         self._flags_may_differ = False
         self.begin_run()
 
@@ -70,7 +71,13 @@ class Events:
 
     def fire(self, event: str, state: TrainerState | None = None, **payload: Any) -> None:
         """Call the callbacks with `state`, by default the present one."""
-        self.control = self.handler.fire(event, self._args(), state or self.state, self.control, **payload)
+        before = self._clock.enter(CALLBACKS)
+        try:
+            self.control = self.handler.fire(
+                event, self._args(), state or self.state, self.control, **payload
+            )
+        finally:
+            self._clock.enter(before)
 
     def add_log(self, logs: dict[str, Any]) -> None:
         """Append a row to the history and report it."""
@@ -90,7 +97,9 @@ class Events:
         """
         if self._flags_may_differ:
             wishes = self._all_ranks.start_sum([float(getattr(self.control, name)) for name in CONTROL_FLAGS])
-            for name, count in zip(CONTROL_FLAGS, wishes.wait(), strict=True):
+            with self._clock.within(EXCHANGE):
+                merged = wishes.wait()
+            for name, count in zip(CONTROL_FLAGS, merged, strict=True):
                 setattr(self.control, name, count > 0)
 
     def averages(self) -> list[SWACallback]:

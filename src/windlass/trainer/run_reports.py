@@ -9,6 +9,7 @@ from typing import Any
 from windlass.callbacks.run_record import RunRecord, Trained, has_counts
 from windlass.core.clock import Moment
 from windlass.core.logs import get_logger
+from windlass.core.run_clock import run_clock
 from windlass.core.threads import LoadWatch, processes_and_threads
 from windlass.data.update_batch import UpdateBatch
 from windlass.metrics.ledger import Ledger
@@ -17,6 +18,7 @@ from windlass.metrics.tokens import InputCounter
 from windlass.precision.dtypes import dtypes_of, weights_of
 from windlass.trainer.defaults import multiplied_parameters
 from windlass.trainer.run_context import RunContext
+from windlass.trainer.run_rates import RunCounts, RunRates
 from windlass.transforms.compile import CompileCounts
 
 logger = get_logger(__name__)
@@ -37,6 +39,7 @@ class RunReports:
         self._model, self._schedule = context.files.model, context.built.schedule
         self._memory = context.session.memory
         self._flops_per_position = 6 * multiplied_parameters(self._model)
+        self._rates = RunRates(context)
         self._record, self._samples, self._updates = record, 0.0, 0
         self.counts, self.began = {"from_step": 0, "seconds": 0.0, "samples": 0.0}, time.monotonic()
         plan = context.plan
@@ -66,9 +69,10 @@ class RunReports:
 
     def progress(self) -> dict[str, Any]:
         """The losses since the last report; empty if there were no updates."""
-        report = self._ledger.read()
-        if not report:
+        if not self._ledger.pending:
             return {}
+        report = self._ledger.read(self._rates.end_interval())
+        run_clock().row = self._rates.take(self._ledger.shared, self._run_counts())
         self.load_watch.look(training=True)
         self._events.count_samples(self._samples)
         rates = self._schedule.last_lrs()
@@ -77,16 +81,26 @@ class RunReports:
             logs["skipped_updates"] = self._ledger.skipped
         return logs
 
+    def _run_counts(self) -> RunCounts:
+        each = self._flops_per_position
+        positions = self._state.total_flos / each if each else 0.0
+        return RunCounts(self._samples, self._state.num_input_tokens_seen, positions)
+
     def begin(self, saved: Any) -> None:
         """Continue the counts `saved` of a checkpoint; without them, count from the present step on."""
         step = self._state.global_step
         self.counts = dict(saved) if has_counts(saved) else {**self.counts, "from_step": step}
         self.began = time.monotonic()
+        self._rates.begin(self._run_counts())
         self._record.begin(step, self._state.max_steps, self.counts)
 
     def end(self, status: str, trained: Trained, error: BaseException | None = None) -> None:
         """Record how this call of `train()` ended."""
         self._record.end(status, self._state.global_step, trained, error)
+
+    def close(self) -> None:
+        """Record the time of this call of `train()` up to now: nothing follows."""
+        self._record.close()
 
     def summary(self, started: Moment) -> dict[str, float]:
         """Speed, FLOPs, mean loss, memory and compilations of the whole run."""

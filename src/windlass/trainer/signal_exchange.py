@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from windlass.checkpoint.background import Counters
+from windlass.core.run_clock import SAVE, run_clock
 from windlass.dist.gang import Gang
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.run_checkpoints import RunCheckpoints
@@ -62,7 +63,8 @@ class SignalExchange:
         received = Signals(*sums) if any(sums) else _NONE
         self._interruption.note_preemptions(received.leave)
         if received is not _NONE and self._saver.busy:
-            self._saver.agreed(Counters(received.written, received.settled, received.failed))
+            with run_clock().within(SAVE):
+                self._saver.agreed(Counters(received.written, received.settled, received.failed))
         self.clock_asks = received.save_due > 0
         # A signal that was sent before a save began still requests it. And the clock does not replace the checkpoint
         # that the run was resumed from.

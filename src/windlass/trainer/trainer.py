@@ -16,6 +16,7 @@ from windlass.core.clock import Moment
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import set_verbosity
+from windlass.core.run_clock import run_clock
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, PredictionOutput, TrainOutput
 from windlass.trainer.lazy_modules import (
@@ -395,13 +396,13 @@ class Trainer:
             self.lr_scheduler, self._made_scheduler = None, False
         # Before any other collective.
         preparation.begin_call(self, Trainer, self._services, "train", "train()", resume)
-        self._services.events.prepare_displays()
         earlier, self._run = self._run, None
         self._folder = run_folder.RunFolder(self.args, self._session.all_ranks)
         self._folder.take()
-        self.is_in_train = True
+        self.is_in_train, timed = True, run_clock().begin()
         signals = interruption.Interruption(self._session, self._plan.preemption)
         try:
+            self._services.events.prepare_displays()
             if earlier is not None:  # after an interrupt its thread may still write to the same folder
                 earlier.checkpoints.abandon()
             with signals.listening(lambda: self._run):
@@ -417,6 +418,8 @@ class Trainer:
             self._services.events.close_displays()
             if self._run is not None:
                 self._run.release()
+            if timed:
+                run_clock().end()
 
     def _train(self, signals: Interruption, resume: Any, ignore_keys: list[str] | None) -> TrainOutput:
         assert self._folder is not None
@@ -1013,8 +1016,8 @@ class Trainer:
         """Kept for scripts that call it; `state.total_flos` is current after every update."""
 
     def get_tp_size(self) -> int:
-        """Ranks that share one copy of each layer (tensor parallelism is not built yet): 1."""
-        return 1
+        """Ranks that divide each layer."""
+        return self._plan.dist.tensor
 
     def get_cp_size(self) -> int:
         """Ranks that divide one sequence, among which keys and values travel."""

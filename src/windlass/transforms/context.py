@@ -294,9 +294,9 @@ def _model_of_transformers(module: nn.Module) -> Any:
 def _refuse_unfit(model: Any, method: str, context_ranks: Gang) -> None:
     config = model.config.get_text_config()
     if method == "ulysses":
-        heads = config.num_attention_heads
+        heads, divided = config.num_attention_heads, context_ranks.over("tensor").size
         keys = getattr(config, "num_key_value_heads", None) or heads
-        refuse_heads(heads, keys, context_ranks.size)
+        refuse_heads(heads // divided, keys // divided, context_ranks.size)
     if getattr(model.config, "is_encoder_decoder", False):
         fix = "has an encoder, whose sequences are not divided; set cp_size=1 and sp_size=1"
         raise ConfigError(Problem("model", type(model).__name__, fix))

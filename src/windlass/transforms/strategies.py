@@ -50,6 +50,15 @@ def _spread(
         from windlass.transforms.spmd import SplitOverDevices
 
         return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)
+    if plan.tensor > 1:
+        if in_backward:
+            fix = "is not built for optimizers that update in the backward: use adamw_torch, or set it to 1"
+            raise ConfigError(Problem("tp_size", plan.tensor, fix))
+        from windlass.transforms.tensor_parallel import TensorParallel, is_divided
+
+        if any(map(is_sharded, module.parameters())) and not is_divided(module):
+            _check_divided(module, plan)
+        return TensorParallel(module, loss_ranks, device)
     if any(map(is_sharded, module.parameters())):
         _check_divided(module, plan)
     if plan.strategy == "fsdp":

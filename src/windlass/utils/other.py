@@ -48,10 +48,7 @@ def wait_for_everyone() -> None:
 
 
 def save(
-    obj: Any,
-    f: str | os.PathLike[str],
-    save_on_each_node: bool = False,
-    safe_serialization: bool = False,
+    obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
     """Write tensors and plain values, on the main process.
 

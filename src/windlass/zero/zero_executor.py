@@ -14,6 +14,7 @@ from windlass.checkpoint.names import shorten
 from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import bare, customizes_state, let_go
+from windlass.core.run_clock import COMPUTE, UPDATE, run_clock
 from windlass.core.types import State
 from windlass.core.waiting import thread_waiting
 from windlass.data.update_batch import UpdateBatch
@@ -67,7 +68,7 @@ class ZeroExecutor:
         self._overflowed = self._released = False
         self._scales = bool(plan.config.get("fp16", {}).get("enabled"))
         self._norm, self._is_last = torch.zeros((), device=device), True
-        self._beacon, self._waiting = beacon(), thread_waiting()
+        self._beacon, self._waiting, self._clock = beacon(), thread_waiting(), run_clock()
 
     @property
     def model(self) -> nn.Module:
@@ -164,6 +165,7 @@ class ZeroExecutor:
             if index != last:
                 hooks.event("on_substep_end")
         self._beacon.call("norm and update")
+        self._clock.enter(UPDATE)
         loss, rescale = sum(losses[1:], losses[0]), hooks.rescale()
         if rescale is not None:
             loss = loss * rescale
@@ -175,6 +177,7 @@ class ZeroExecutor:
         hooks.event("on_optimizer_step")
         if applied:
             hooks.advance_schedule()
+        self._clock.enter(COMPUTE)
         return StepResult(loss, self._norm, applied, hooks.parts(), self._overflowed, losses)
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
 from tests.cli.test_train import CLASSIFIER, LM
 from tests.reliability.mistakes.mistake import Answer, Mistake, command
@@ -42,7 +44,14 @@ def asked(name: str, words: str, *expected: str | tuple[str, ...]) -> Mistake:
     return Mistake(name, expected, make)
 
 
+def no_tracker(folder: Path) -> Answer:
+    room(folder)
+    with patch.dict(sys.modules, {"wandb": None}):
+        return command("train", "lm.yaml", "training.report_to=wandb")(folder)
+
+
 COMMANDS = (
+    Mistake("A tracker that is not installed", ("report to wandb", "pip install wandb"), no_tracker),
     asked("A command that does not exist", "trian lm.yaml", "trian", "train"),
     asked("An argument as a flag", "train lm.yaml --learning_rate 3e-4", "training.learning_rate=3e-4"),
     asked("Data in place of a recipe", "train sums.jsonl", "sums.jsonl", "data.train=sums.jsonl"),

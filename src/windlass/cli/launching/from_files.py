@@ -8,6 +8,7 @@ from typing import Any
 
 from windlass.config.nearest import did_you_mean
 from windlass.config.parallel.keys import Key
+from windlass.config.parallel.rows_training import MESH_REPLICAS, MESH_SHARDS, MODEL_AXES
 from windlass.config.parallel.settings import Settings
 from windlass.config.parallel.table import FLAGS, KEYS, SECTIONS, TOP_LEVEL, UNBUILT, UNBUILT_SECTIONS
 from windlass.core.errors import Problem
@@ -109,6 +110,10 @@ def _section(settings: Settings, value: Any, origin: str, words: Mapping[str, Ke
             settings.notes.append(f"{name} has a key '{section}.{word}' that means nothing here{hint}")
 
 
+# `parallel: {tp: 2}` is short for `parallel: {mesh: {tp: 2}}`.
+_AXES = {key.words[1]: key.name for key in (MESH_REPLICAS, MESH_SHARDS, *MODEL_AXES)}
+
+
 def from_recipe(section: Any, name: str) -> Settings:
     """Read the `parallel:` section of recipe `name`, which has canonical names: `fsdp: {cpu_offload: true}`."""
     settings = Settings()
@@ -126,6 +131,7 @@ def _nested(settings: Settings, section: Any, origin: str) -> None:
     built = [key for key in KEYS if KEYS[key] not in UNBUILT and not KEYS[key].refused]
     for word, raw in _flat(section):
         where = f"parallel.{word} in {name}"
+        word = _AXES.get(word, word)
         if word in KEYS:
             settings.record(KEYS[word], raw, where, "file", implicit=False)
         else:

@@ -7,28 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint64,
-        torch.uint32,
-        torch.uint16,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    )
-}
+_DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16",
+    "uint8", "bool", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",
+)  # fmt: skip
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
 
 
 @dataclass(frozen=True, slots=True)

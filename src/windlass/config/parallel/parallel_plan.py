@@ -203,32 +203,37 @@ def _axes(settings: Settings) -> list[Setting]:
 
 def _axes_objections(settings: Settings) -> Iterator[Problem]:
     """Combinations of those axes, and with other settings, that are not built."""
-    match [found for found in _axes(settings) if found.key != rows.MESH_TENSOR.name]:
+    axes = _axes(settings)
+    match [found for found in axes if found.key != rows.MESH_TENSOR.name]:
         case [one, other]:
             fix = f"contradicts {one.origin}={one.value}: one of the two divides the sequences; set the other to 1"
             yield Problem(other.origin, other.value, fix)
-        case [axis]:
-            for key, value, what in (
-                (rows.STRATEGY, "xla", "PyTorch/XLA, where one process drives all devices"),
-                (rows.STRATEGY, "deepspeed", "DeepSpeed; shard the model with fsdp=True"),
-                (rows.PRECISION, "fp8", "float8 in linear layers; use bf16"),
-            ):
-                if settings.value(key) == value:
-                    yield Problem(
-                        axis.origin, axis.value, f"is not built together with {what}, or set it to 1"
-                    )
-            if _compiled(settings) is not None:
-                fix = "is not built for compiled models: leave torch_compile out, or set it to 1"
-                yield Problem(axis.origin, axis.value, fix)
+    for axis in axes:
+        for what in _apart_from_axes(settings, axis.key == rows.MESH_TENSOR.name):
+            yield Problem(axis.origin, axis.value, f"is not built together with {what}, or set it to 1")
+
+
+def _apart_from_axes(settings: Settings, tensor: bool) -> Iterator[str]:
+    """The settings that are not built together with an axis: that of tensors, or one of sequences."""
+    if settings.value(rows.STRATEGY) == "xla":
+        yield "PyTorch/XLA, where one process drives all devices: use one process"
+    if _asks_for_deepspeed(settings):
+        yield "DeepSpeed: leave it out"
+    if settings.value(rows.PRECISION) == "fp8":
+        yield "float8 in linear layers: use bf16"
+    if _compiled(settings) is not None:
+        yield "compiled models: leave torch_compile out"
+    if tensor and is_sharded(settings):
+        yield "FSDP: leave fsdp out"
 
 
 def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Problem]:
     axes, all_ranks = _axes(settings), world.size
     together = math.prod(found.value for found in axes)
     if all_ranks % together:
-        made = " times ".join(f"{found.origin}={found.value}" for found in axes)
-        fix = f"{made} must divide the number of processes, which is {all_ranks}: start a multiple of {together}"
-        yield Problem(axes[0].origin, axes[0].value, fix)
+        times = "".join(f" times {found.origin}={found.value}" for found in axes[1:])
+        fix = f"{times} must divide the number of processes, which is {all_ranks}: start a multiple of {together}"
+        yield Problem(axes[0].origin, axes[0].value, fix.strip())
         return
     sizes = settings.explicit(rows.MESH_REPLICAS, rows.MESH_SHARDS)
     replicas, data_ranks = settings.value(rows.MESH_REPLICAS), all_ranks // together
@@ -315,6 +320,7 @@ def _dist(settings: Settings, world: World) -> DistPlan:
         shard=_shard(settings, world) if sharded else None,
         zero=_zero(settings) if zero else None,
         context=settings.value(rows.MESH_CONTEXT) * settings.value(rows.MESH_SEQUENCE),
+        tensor=settings.value(rows.MESH_TENSOR),
         attention="ulysses" if settings.value(rows.MESH_SEQUENCE) > 1 else "ring",
     )
 

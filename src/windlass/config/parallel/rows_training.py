@@ -41,7 +41,7 @@ _STRATEGIES = kinds.choice(
     "deepspeed",
     "xla",
     also={"true": "fsdp", "tpu": "xla", **dict.fromkeys(_PROCESSES)},
-    refused={"megatron_lm": NO_MEGATRON, "tp": "needs tensor parallelism, which is not built yet"},
+    refused={"megatron_lm": NO_MEGATRON, "tp": "is requested by parallelism_config_tp_size; leave it out"},
 )
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 _PRECISIONS = kinds.choice(*PRECISIONS, also={"fp32": "no", "false": "no"})
@@ -341,11 +341,10 @@ MESH_TENSOR = _mesh(
     "tp",
     kinds.positive,
     1,
-    "Processes of tensor parallelism.",
+    "Processes that divide the layers of one model, by the plan that it carries.",
     "tp_size",
     "tp",
     written=1,
-    refused="tensor parallelism is not built yet; set it to 1",
 )
 MESH_CONTEXT = _mesh(
     "cp",
@@ -365,9 +364,19 @@ MESH_SEQUENCE = _mesh(
     "sp",
     written=1,
 )
+for _axis, _what in (("pp", "pipelines"), ("ep", "experts that are divided among processes")):
+    _mesh(
+        _axis,
+        kinds.positive,
+        1,
+        f"Processes of {_what}.",
+        f"{_axis}_size",
+        _axis,
+        written=1,
+        refused=f"{_what} are not built yet; set it to 1",
+    )
 # The axes whose processes compute the same samples together.
 MODEL_AXES = (MESH_TENSOR, MESH_CONTEXT, MESH_SEQUENCE)
-_mesh("tp_handler", kinds.anything, None, "An option of it.", refused=MESH_TENSOR.refused)
 _RING = "does not change the exchange: keys and values travel round a ring, with the same results"
 _ROWS = "has no effect: rows of any length are padded and divided"
 _mesh("cp_backend", kinds.choice("torch"), "torch", "Implementation of context parallelism.")
@@ -395,7 +404,7 @@ def _nothing(raw: object) -> None:
     """An object of options, whose fields have settings of their own."""
 
 
-for _word in ("cp_handler", "sp_handler"):
+for _word in ("tp_handler", "cp_handler", "sp_handler"):
     _mesh(_word, _nothing, None, "An object of options.")
 MESH = (
     *_mesh,

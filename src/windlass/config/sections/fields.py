@@ -202,6 +202,11 @@ class ReportingSection:
     report_to: list[str] | str | None = _reported(
         "none", "Trackers that receive the logs; 'report' writes report.html and training.png."
     )
+    alerts: dict[str, Any] | str | None = _reported(
+        None,
+        "Limits that warn: loss_rise, data_wait and slow_rank as shares, no_checkpoint in seconds; a dict or JSON.",
+        document=True,
+    )
     run_name: str | None = _reported(None, "A name for the run.")
     project: str = _reported("huggingface", "Project name for trackers.")
     trackio_space_id: str | None = _reported(None, "Space that shows trackio logs.")

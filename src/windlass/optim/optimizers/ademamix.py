@@ -11,13 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
-from windlass.optim.optimizers.elementwise import (
-    Batch,
-    ElementwiseOptimizer,
-    State,
-    average_squares_,
-    zeros,
-)
+from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, State, average_squares_, zeros
 from windlass.optim.optimizers.options import Recipe, read_options
 
 OPTIONS: dict[str, type] = {
@@ -38,11 +32,7 @@ def ademamix(plan: OptimizerPlan) -> Recipe:
 def ademamix_options(plan: OptimizerPlan) -> dict[str, Any]:
     """The keyword arguments that `optim_args` and the arguments for Adam come to."""
     given = read_options(plan.name, plan.options, OPTIONS)
-    betas = (
-        given.pop("beta1", plan.betas[0]),
-        given.pop("beta2", plan.betas[1]),
-        given.pop("beta3", 0.9999),
-    )
+    betas = (given.pop("beta1", plan.betas[0]), given.pop("beta2", plan.betas[1]), given.pop("beta3", 0.9999))
     return {"betas": betas, "alpha": 5.0, "eps": plan.epsilon, **given}
 
 

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from windlass.optim.optimizers.elementwise import (
-    Batch,
-    ElementwiseOptimizer,
-    State,
-    average_,
-    decay_,
-    zeros,
-)
+from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, State, average_, decay_, zeros
 from windlass.optim.optimizers.options import recipe_of
 
 

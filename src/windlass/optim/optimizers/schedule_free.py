@@ -18,13 +18,7 @@ from torch.optim.optimizer import ParamsT
 
 from windlass.core.errors import ModelError
 from windlass.dist.sharded import locals_of
-from windlass.optim.optimizers.elementwise import (
-    Batch,
-    ElementwiseOptimizer,
-    State,
-    average_squares_,
-    zeros,
-)
+from windlass.optim.optimizers.elementwise import Batch, ElementwiseOptimizer, State, average_squares_, zeros
 from windlass.optim.optimizers.options import recipe_of
 
 _OPTIONS: dict[str, type] = {"r": float, "weight_lr_power": float}

@@ -33,10 +33,7 @@ SHAPES: dict[str, Callable[..., Factor]] = {
 }
 
 # Those that follow a metric of the evaluation: (optimizer, **options) -> an object with `step(metric)`.
-METRIC_DRIVEN: dict[str, Callable[..., Any]] = {
-    "reduce_lr_on_plateau": ReduceLROnPlateau,
-    "greedy": GreedyLR,
-}
+METRIC_DRIVEN: dict[str, Callable[..., Any]] = {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": GreedyLR}
 
 SCHEDULE_NAMES = (*SHAPES, *METRIC_DRIVEN)
 # Schedules without a warm-up: `warmup_steps` has no effect, with a warning.

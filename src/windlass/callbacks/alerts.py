@@ -1,0 +1,167 @@
+"""Alerts of a run: rules over what it logs. Each is a row of `metrics.jsonl`, a warning, and one POST if asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from windlass.callbacks.rows import Row
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_logger
+
+# The address that alerts are sent to. It often is a secret, so no argument has it, and no file of a run.
+WEBHOOK_VARIABLE = "WINDLASS_ALERT_WEBHOOK"
+# Each rule, and what its number is.
+RULES = {
+    "loss_rise": "share by which a loss is above the lowest one before",
+    "data_wait": "share of the training time spent waiting for data",
+    "no_checkpoint": "seconds since the last checkpoint",
+    "slow_rank": "share of the training time that others wait for one rank",
+}
+_MOST_WAITING = 16  # alerts that wait to be sent; further ones are not sent
+_TIMEOUT = 10.0  # seconds of one request
+
+logger = get_logger(__name__)
+
+
+def read_rules(value: Any) -> dict[str, float]:
+    """Return the rules of the argument `alerts`. Raises ConfigError for an unknown rule or an invalid limit."""
+    if value is None:
+        return {}
+    known = ", ".join(f"{name} ({what})" for name, what in RULES.items())
+    if not isinstance(value, Mapping):
+        raise ConfigError(Problem("alerts", value, f"must be a mapping of rules to limits: {known}"))
+    problems = [
+        Problem(f"alerts.{name}", limit, f"unknown rule; known: {known}")
+        if name not in RULES
+        else Problem(f"alerts.{name}", limit, f"must be a positive number: {RULES[name]}")
+        for name, limit in value.items()
+        if name not in RULES or not _is_limit(limit)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return {name: float(limit) for name, limit in value.items()}
+
+
+def _is_limit(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+class Alerts:
+    """Checks each report of a run. A rule alerts when it begins to hold, and again only after it ceased to.
+
+    Args:
+        rules: limits by name.
+        send: called with each alert; by default posts it if the environment names an address.
+        clock: returns seconds of a clock that is never set.
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[str, float],
+        send: Callable[[Mapping[str, Any]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rules, self._clock = rules, clock
+        address = os.environ.get(WEBHOOK_VARIABLE) if rules else None
+        self._send = send or (None if not address else Webhook(address).send)
+        self._lowest = math.inf
+        self._saved_at = clock()
+        self._holding: set[str] = set()
+
+    def saved(self) -> None:
+        """Called when training begins, and after each checkpoint."""
+        self._saved_at = self._clock()
+
+    def check(self, row: Row) -> list[Row]:
+        """Return the rows of the alerts that this report gives; each is logged and sent."""
+        if not self._rules or row.get("event") != "log":
+            return []
+        alerts = []
+        for rule, limit in self._rules.items():
+            message = getattr(self, f"_{rule}")(row, limit)
+            if message is None:
+                self._holding.discard(rule)
+            elif rule not in self._holding:
+                self._holding.add(rule)
+                alerts.append(self._alert(rule, message, row))
+        loss = row.get("loss")
+        if isinstance(loss, float) and math.isfinite(loss):
+            self._lowest = min(self._lowest, loss)
+        return alerts
+
+    def _alert(self, rule: str, message: str, row: Row) -> Row:
+        logger.warning("alert %s at step %d: %s", rule, row["step"], message)
+        alert = {
+            "event": "alert",
+            "step": row["step"],
+            "epoch": row.get("epoch"),
+            "alert": rule,
+            "message": message,
+        }
+        if self._send is not None:
+            self._send(alert)
+        return {**alert, "timing": {"wall": time.time()}}
+
+    # --- the rules ----------------------------------------------------------------------------------------------------
+
+    def _loss_rise(self, row: Row, limit: float) -> str | None:
+        loss = row.get("loss")
+        if isinstance(loss, str):  # how rows have what is not finite
+            return f"the loss is {loss}"
+        if not isinstance(loss, float) or loss <= self._lowest + limit * abs(self._lowest):
+            return None
+        return f"the loss is {loss:.4g}, and was {self._lowest:.4g}"
+
+    def _data_wait(self, row: Row, limit: float) -> str | None:
+        share = row["timing"].get("data_wait", 0.0)
+        return f"{share:.0%} of the training time is spent waiting for data" if share > limit else None
+
+    def _no_checkpoint(self, row: Row, limit: float) -> str | None:
+        passed = self._clock() - self._saved_at
+        return f"no checkpoint for {passed:,.0f} s" if passed > limit else None
+
+    def _slow_rank(self, row: Row, limit: float) -> str | None:
+        share, rank = row["timing"].get("slowest_rank_wait", 0.0), row["timing"].get("slowest_rank")
+        return f"others wait {share:.0%} of the training time for rank {rank}" if share > limit else None
+
+
+class Webhook:
+    """Posts alerts as JSON from a thread of its own. What fails, or comes faster than it can be sent, is dropped."""
+
+    def __init__(self, address: str) -> None:
+        if not address.startswith(("https://", "http://")):
+            raise ConfigError(Problem(WEBHOOK_VARIABLE, "***", "must begin with https:// or http://"))
+        self._address = address
+        self._waiting: queue.Queue[bytes] = queue.Queue(_MOST_WAITING)
+        self._thread: threading.Thread | None = None
+
+    def send(self, alert: Mapping[str, Any]) -> None:
+        """Send an alert soon. Returns at once, and never raises."""
+        text = f"{alert['alert']} at step {alert['step']}: {alert['message']}"
+        try:
+            self._waiting.put_nowait(json.dumps({**alert, "text": text}).encode())
+        except queue.Full:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="windlass-alerts", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            body = self._waiting.get()
+            request = urllib.request.Request(
+                self._address, body, {"Content-Type": "application/json"}, method="POST"
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=_TIMEOUT):
+                    pass
+            except Exception as error:  # the address must not be shown
+                logger.warning("an alert could not be sent: %s", type(error).__name__)

@@ -1,0 +1,442 @@
+"""What a run's folder says about the run: the one reader of `run.json`, `metrics.jsonl`, the clock and the checkpoints.
+
+`windlass status`, `ps` and `report` are made of it. It only reads, needs no torch, and takes any folder: of a run that
+goes on, that was killed, or that was copied from another machine. What is damaged is left out and named in `notes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from windlass.callbacks.clock_file import read_clock
+from windlass.callbacks.metrics_log import FILE_NAME
+from windlass.callbacks.rows import Row, described_event
+from windlass.callbacks.run_record import (
+    RECORD,
+    Record,
+    ended_at,
+    read_failures,
+    read_record,
+    read_rows,
+    whole_rows,
+)
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointInfo,
+    check_content,
+    check_sizes,
+    read_manifest,
+)
+from windlass.checkpoint.run_lock import holder_of
+from windlass.core.errors import CheckpointError, DataError
+from windlass.core.run_clock import KINDS, STOPPED, ClockReading
+
+Sureness = Literal["certain", "likely", "unknown"]
+# A run writes its clock once a second; after so many without a change it is not this folder that it writes to.
+PATIENCE = 15.0
+_CHECKPOINT = re.compile(r"(?:replaced-)?checkpoint-(\d{1,18})")
+_MOST_NOTES = 5  # of one kind
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Whether a process writes to the folder now.
+
+    Attributes:
+        runs: None if the folder does not show it.
+        sureness: of `runs`.
+        why: one sentence, for people.
+        sign: when it last wrote its clock, in seconds since 1970; None if there is no clock.
+    """
+
+    runs: bool | None
+    sureness: Sureness
+    why: str
+    sign: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One call of `train()`.
+
+    Attributes:
+        number: from 1.
+        began, ended: in seconds since 1970; `ended` is None if it is not known, and the last sign of a live one.
+        from_step, step: where it began, and the last update that is known.
+        repeated: updates that an earlier attempt had done.
+        status: "finished", "stopped", "preempted", "interrupted", "failed", "killed", "running" or "unknown".
+        reason: of a failure; one line.
+        seconds: by kind of work (`windlass.core.run_clock.KINDS`); empty if they are not known.
+        changed: arguments that differ from those of the attempt before: the values before and now, None for a default.
+    """
+
+    number: int
+    began: float
+    ended: float | None
+    from_step: int
+    step: int
+    repeated: int
+    status: str
+    reason: str
+    seconds: Mapping[str, float]
+    changed: Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointView:
+    """A folder that is a checkpoint by its name.
+
+    Attributes:
+        saved_at: in seconds since 1970; None without a manifest.
+        nbytes: of all files; None if the manifest cannot be read.
+        metric: of the evaluation at its step.
+        is_best: no other has a better metric.
+        ephemeral: it only serves to resume.
+        problem: what is wrong with it; None if it is whole: it was committed, and has all files in their sizes.
+        verified: every byte of it was read, and is what was saved.
+    """
+
+    path: Path
+    step: int
+    saved_at: float | None = None
+    nbytes: int | None = None
+    metric: float | None = None
+    is_best: bool = False
+    ephemeral: bool = False
+    problem: str | None = None
+    verified: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """Something that happened once.
+
+    Attributes:
+        kind: "rolled_back", "skipped_update", "out_of_memory", "alert" or "arguments_changed".
+        wall: in seconds since 1970.
+        text: one line, for people.
+        values: what the row in `metrics.jsonl` has of it.
+    """
+
+    kind: str
+    step: int
+    wall: float
+    text: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLedger:
+    """The time between the first start of a run and its end, or the last sign of it.
+
+    Attributes:
+        began: in seconds since 1970.
+        wall: seconds; the sum of `seconds`.
+        seconds: by kind of work, and "stopped" between attempts.
+    """
+
+    began: float
+    wall: float
+    seconds: Mapping[str, float]
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time in which the run got on: compute, exchange and update."""
+        useful = sum(self.seconds.get(kind, 0.0) for kind in ("compute", "exchange", "update"))
+        return useful / self.wall if self.wall > 0 else 0.0
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of each kind, the largest first; they add up to 1."""
+        pairs = sorted(self.seconds.items(), key=lambda pair: -pair[1])
+        return {kind: value / self.wall for kind, value in pairs} if self.wall > 0 else {}
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """All that a run's folder holds, as it was at `read_at` (seconds since 1970).
+
+    Attributes:
+        name: of the folder.
+        record: `run.json`; None if there is none.
+        max_steps: None without a record.
+        step: the last update that is known.
+        arguments, data, environment, process: the facts of the last attempt.
+        attempts: calls of `train()`, in order.
+        rows, evaluations, summary: rows of `metrics.jsonl` that are logs, evaluations, and the last summary.
+        all_rows: every row, in order.
+        events: in order of the file, and changed arguments at the beginning of their attempt.
+        checkpoints: in order of their commits; those without a readable manifest first.
+        failures: what ranks of the last attempt left: `rank`, `step`, `time`, `reason`; the earliest first.
+        ledger: None if the record of an attempt has no times.
+        notes: what was damaged and left out; for people.
+    """
+
+    folder: Path
+    name: str
+    read_at: float
+    record: Record | None
+    max_steps: int | None
+    step: int
+    arguments: Mapping[str, Any]
+    data: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    process: Mapping[str, Any]
+    life: Life
+    attempts: tuple[Attempt, ...]
+    all_rows: tuple[Row, ...]
+    rows: tuple[Row, ...]
+    evaluations: tuple[Row, ...]
+    summary: Row | None
+    events: tuple[RunEvent, ...]
+    checkpoints: tuple[CheckpointView, ...]
+    failures: tuple[Mapping[str, Any], ...]
+    ledger: TimeLedger | None
+    notes: tuple[str, ...]
+
+    @property
+    def newest_whole(self) -> CheckpointView | None:
+        """The checkpoint that a resumed run continues from."""
+        return next((one for one in reversed(self.checkpoints) if one.problem is None), None)
+
+
+def is_run(folder: Path) -> bool:
+    """Return True if the folder has the files of a run."""
+    return (folder / FILE_NAME).is_file() or (folder / RECORD).is_file()
+
+
+def read_run(folder: Path, *, strict: bool = False, now: float | None = None) -> RunView:
+    """Read a run's folder.
+
+    Args:
+        strict: raise DataError for a damaged `run.json` or row, instead of leaving it out.
+        now: seconds since 1970; by default the time.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    now = time.time() if now is None else now
+    notes: list[str] = []
+    record = _record(folder, strict, notes)
+    rows = _rows(folder, strict, notes)
+    clock = read_clock(folder)
+    life = _life(folder, clock, now)
+    attempts = _attempts(record, rows, clock, life)
+    events = [event for row in rows if (event := event_of(row)) is not None]
+    changes = [_changed(attempt) for attempt in attempts if attempt.changed]
+    facts = record or {}
+    return RunView(
+        folder=folder,
+        name=folder.absolute().name,
+        read_at=now,
+        record=record,
+        max_steps=facts.get("max_steps"),
+        step=max([row["step"] for row in rows] + [attempt.step for attempt in attempts], default=0),
+        arguments=facts.get("arguments", {}),
+        data=facts.get("data", {}),
+        environment=facts.get("environment", {}),
+        process=facts.get("process") or {},
+        life=life,
+        attempts=attempts,
+        all_rows=tuple(rows),
+        rows=tuple(row for row in rows if row.get("event") == "log" and described_event(row) is None),
+        evaluations=tuple(row for row in rows if row.get("event") == "evaluate"),
+        summary=next((row for row in reversed(rows) if row.get("event") == "summary"), None),
+        events=tuple(sorted([*events, *changes], key=lambda event: event.wall)),
+        checkpoints=tuple(_checkpoints(folder)),
+        failures=tuple(read_failures(folder)),
+        ledger=_ledger(attempts),
+        notes=tuple(notes),
+    )
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def _record(folder: Path, strict: bool, notes: list[str]) -> Record | None:
+    try:
+        return read_record(folder)
+    except DataError as error:
+        if strict:
+            raise
+        notes.append(f"{error}; it is left out")
+        return None
+
+
+def _rows(folder: Path, strict: bool, notes: list[str]) -> list[Row]:
+    """Return the whole rows; a last line without an end is one that the run writes now, or was killed in."""
+    if strict:
+        return read_rows(folder)
+    rows, damage = whole_rows(folder / FILE_NAME)
+    notes.extend(f"{FILE_NAME}, {problem}; it is left out" for problem in damage[:_MOST_NOTES])
+    if len(damage) > _MOST_NOTES:
+        notes.append(f"{FILE_NAME}: {len(damage) - _MOST_NOTES} more lines are damaged and left out")
+    return rows
+
+
+def _checkpoints(folder: Path) -> list[CheckpointView]:
+    found: list[tuple[tuple[int, int], CheckpointView, CheckpointInfo | None]] = []
+    for path in folder.iterdir():
+        name = _CHECKPOINT.fullmatch(path.name)
+        successor = path.with_name(path.name.removeprefix("replaced-"))
+        if name is None or not path.is_dir() or (successor != path and (successor / MANIFEST_NAME).is_file()):
+            continue
+        found.append(_checkpoint(path, int(name[1])))
+    found.sort(key=lambda one: one[0])
+    bests = [
+        info.meta.get("best_metric") for _, one, info in found if info is not None and one.problem is None
+    ]
+    best = bests[-1] if bests else None
+    return [replace(one, is_best=best is not None and one.metric == best) for _, one, _ in found]
+
+
+def _checkpoint(path: Path, step: int) -> tuple[tuple[int, int], CheckpointView, CheckpointInfo | None]:
+    info, problem, saved_at = None, None, None
+    with contextlib.suppress(OSError):
+        saved_at = (path / MANIFEST_NAME).stat().st_mtime
+    try:
+        info = read_manifest(path, Files())
+        check_sizes(info)
+        if not info.complete:
+            problem = f"it has the files of {len(info.held)} of {info.nodes} machines"
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    view = CheckpointView(path, step, saved_at, problem=problem)
+    if info is None:
+        return (-1, step), view, None
+    metric = info.meta.get("metric")
+    view = replace(
+        view,
+        step=info.step,
+        nbytes=info.nbytes,
+        metric=metric if isinstance(metric, float) else None,
+        ephemeral=info.meta.get("ephemeral") is True,
+    )
+    return info.order, view, info
+
+
+def verify(checkpoint: CheckpointView) -> CheckpointView:
+    """Read every byte of a checkpoint; return the view of it with what was found."""
+    if checkpoint.problem is not None:
+        return checkpoint
+    try:
+        check_content(read_manifest(checkpoint.path, Files()), Files())
+    except (CheckpointError, OSError) as error:
+        return replace(checkpoint, problem=str(error))
+    return replace(checkpoint, verified=True)
+
+
+# --- is it alive ------------------------------------------------------------------------------------------------------
+
+
+def _life(folder: Path, clock: ClockReading | None, now: float) -> Life:
+    sign = None if clock is None else clock.began + clock.elapsed
+    try:
+        holder = holder_of(folder)
+    except OSError as error:
+        return Life(None, "unknown", f"its lock cannot be read: {error}", sign)
+    if holder is None:
+        return Life(False, "certain", "no process holds the lock of the folder", sign)
+    silent = None if sign is None else now - sign
+    if holder.locked:
+        return Life(True, "certain", f"a process holds the lock of the folder: {holder.description}", sign)
+    if holder.lives is False:
+        return Life(False, "certain", f"the process that held the lock is dead: {holder.description}", sign)
+    if silent is not None and silent <= PATIENCE:
+        why = f"its clock moved {max(silent, 0.0):.0f} s ago: {holder.description}"
+        return Life(True, "likely", why, sign)
+    if holder.lives and silent is None:
+        return Life(True, "likely", f"the process that the lock names is alive: {holder.description}", sign)
+    if silent is None:
+        return Life(
+            None, "unknown", f"the lock names a process of another machine: {holder.description}", sign
+        )
+    why = f"its clock has not moved for {silent:.0f} s, or this is a copy of its folder: {holder.description}"
+    return Life(False, "likely", why, sign)
+
+
+# --- attempts and time ------------------------------------------------------------------------------------------------
+
+
+def _attempts(
+    record: Record | None, rows: Sequence[Row], clock: ClockReading | None, life: Life
+) -> tuple[Attempt, ...]:
+    if record is None:
+        return ()
+    sessions: list[dict[str, Any]] = record["sessions"]
+    made = [_attempt(number, session) for number, session in enumerate(sessions, start=1)]
+    last, end = made[-1], record["end"]
+    if end is not None:
+        status = "unknown" if last.status == "killed" else last.status
+        made[-1] = replace(
+            last,
+            status=end["status"] if status == "unknown" else status,
+            reason=end["reason"],
+            step=max(last.step, end["step"]),
+            ended=last.ended or end["time"],
+        )
+        return tuple(made)
+    status = {True: "running", False: "killed", None: "unknown"}[life.runs]
+    step = max([last.step, *(row["step"] for row in rows[-1:])])
+    last = replace(last, status=status, step=step)
+    if clock is not None and clock.began >= last.began - 1:
+        last = replace(
+            last, seconds=clock.seconds, ended=clock.began + clock.elapsed, step=max(step, clock.step)
+        )
+    elif rows and last.ended is None:
+        last = replace(last, ended=rows[-1]["timing"]["wall"])
+    made[-1] = last
+    return tuple(made)
+
+
+def _attempt(number: int, session: Mapping[str, Any]) -> Attempt:
+    changed = session.get("changed")
+    return Attempt(
+        number=number,
+        began=session["began"],
+        ended=ended_at(session),
+        from_step=session["from_step"],
+        step=session.get("step", session["from_step"]),
+        repeated=session["repeated"],
+        status=str(session.get("status", "killed")),
+        reason=str(session.get("reason", "")),
+        seconds=session.get("seconds", {}),
+        changed=changed if isinstance(changed, dict) else {},
+    )
+
+
+def _ledger(attempts: Sequence[Attempt]) -> TimeLedger | None:
+    if not attempts or not all(attempt.seconds for attempt in attempts):
+        return None
+    seconds = dict.fromkeys(KINDS, 0.0)
+    stopped, end = 0.0, attempts[0].began
+    for attempt in attempts:
+        stopped += max(attempt.began - end, 0.0)
+        for kind, value in attempt.seconds.items():
+            seconds[kind] += value
+        end = attempt.began + sum(attempt.seconds.values())
+    spent = {kind: value for kind, value in {**seconds, STOPPED: stopped}.items() if value}
+    return TimeLedger(attempts[0].began, sum(spent.values()), spent)
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+def event_of(row: Row) -> RunEvent | None:
+    """Return the event that a row is; None for metrics."""
+    found = described_event(row)
+    if found is None:
+        return None
+    return RunEvent(found[0], row["step"], row["timing"]["wall"], found[1], row)
+
+
+def _changed(attempt: Attempt) -> RunEvent:
+    shown = ", ".join(f"{name}: {pair[0]!r} -> {pair[1]!r}" for name, pair in attempt.changed.items())
+    text = f"attempt {attempt.number} has other arguments: {shown}"
+    return RunEvent("arguments_changed", attempt.from_step, attempt.began, text, attempt.changed)

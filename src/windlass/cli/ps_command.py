@@ -1,0 +1,73 @@
+"""`windlass ps`: list the runs below a folder, from their files alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from windlass.callbacks.log_table import clock_text
+from windlass.callbacks.run_view import is_run
+from windlass.cli.command_line import CommandParser
+from windlass.cli.estimate_memory import print_table
+from windlass.cli.run_status import status_of_run
+from windlass.cli.status_command import as_json, read_folder
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.output import one_line, say
+
+SCHEMA = "windlass-ps/1"
+HEADERS = ("run", "state", "step", "loss", "left", "checkpoint", "goodput", "alerts")
+
+
+def ps_command(words: list[str]) -> int:
+    """Print one line for each run below a folder; return the exit code."""
+    options = build_parser().parse_args(words)
+    if not options.folder.is_dir():
+        raise ConfigError(Problem("DIR", str(options.folder), "is not a folder"))
+    found = [(path, status_of_run(read_folder(path))) for path in runs_below(options.folder)]
+    if options.json:
+        say(as_json({"schema": SCHEMA, "runs": [status for _, status in found]}))
+    elif found:
+        print_table([HEADERS, *(_cells(options.folder, *one) for one in found)], str.ljust)
+    else:
+        say(f"no runs below {options.folder}")
+    return 0
+
+
+def runs_below(folder: Path) -> Iterator[Path]:
+    """Yield the folders of runs, sorted; hidden folders and those of checkpoints are not searched."""
+    for place, folders, _ in os.walk(folder):
+        if is_run(Path(place)):
+            yield Path(place)
+        folders[:] = sorted(
+            name for name in folders if not name.startswith((".", "checkpoint-", "replaced-"))
+        )
+
+
+def build_parser() -> CommandParser:
+    """Return the parser of the command."""
+    parser = CommandParser(
+        prog="windlass ps",
+        description="List the runs below a folder, with their state.",
+        example="windlass ps runs",
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a folder with runs below it")
+    parser.add_argument("--json", action="store_true", help="as one JSON object with the status of each run")
+    return parser
+
+
+def _cells(root: Path, path: Path, found: dict[str, Any]) -> tuple[str, ...]:
+    loss, one, goodput = found["loss"], found["checkpoint"], found["goodput"]
+    step = f"{found['step']:,}" + (f" / {found['max_steps']:,}" if found["max_steps"] else "")
+    cells = (
+        str(path.relative_to(root)) if path != root else path.absolute().name,
+        found["state"] + ("" if found["sureness"] == "certain" else "?"),
+        step,
+        "-" if loss is None else f"{loss['value']:.4g}",
+        "-" if found["eta_seconds"] is None else clock_text(found["eta_seconds"]),
+        "-" if one is None else str(one["step"]),
+        "-" if goodput is None else f"{goodput['share']:.1%}",
+        str(len(found["alerts"])) if found["alerts"] else "-",
+    )
+    return tuple(map(one_line, cells))

@@ -1,0 +1,87 @@
+"""The command line that resumes a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from windlass.cli.built_in_recipes import is_recipe
+from windlass.cli.command_line import program
+from windlass.core.redact import HIDDEN
+from windlass.core.world import LAUNCH_VARIABLE, world_from_environment
+
+
+def resume_command(arguments: Sequence[str]) -> str:
+    """Return the command line that resumes this one, quoted for a shell."""
+    return shlex.join([*_launcher(), *_resuming(arguments)])
+
+
+def _resuming(arguments: Sequence[str]) -> list[str]:
+    """Return the words of `windlass train`, with `--resume` in place of what they have of it."""
+    kept, skip = [], False
+    for index, word in enumerate(arguments):
+        if skip:
+            skip = False
+        elif word == "--resume":
+            # The checkpoint after it is older than the newest one.
+            following = arguments[index + 1] if index + 1 < len(arguments) else "-"
+            skip = not (following.startswith("-") or "=" in following or is_recipe(following))
+        elif not word.startswith("--resume=") and word != "--dry-run":
+            kept.append(word)
+    return [*kept, "--resume"]
+
+
+def _launcher() -> list[str]:
+    """The words before "train" in the command that started this process."""
+    launched: list[str] = json.loads(os.environ.get(LAUNCH_VARIABLE, "[]"))
+    if launched and Path(launched[-1]).name == "windlass":  # and not a script that started this command
+        return launched
+    world = world_from_environment()
+    if not world.is_distributed:
+        return program()
+    return _torchrun(world.machines, world.local_size, ["-m", "windlass"])
+
+
+def _torchrun(machines: int, processes: int, script: list[str]) -> list[str]:
+    nodes = [] if machines == 1 else ["--nnodes", str(machines)]
+    return ["torchrun", *nodes, "--nproc-per-node", str(processes), *script]
+
+
+def resume_recorded(process: Mapping[str, Any], resumes: bool) -> tuple[str | None, str]:
+    """Return the command line that resumes a recorded run, and what it needs besides; None if it is not recorded.
+
+    Args:
+        process: `process` of `run.json`.
+        resumes: the arguments of a script request that it resumes.
+    """
+    words, launcher = process.get("arguments"), process.get("launcher") or []
+    if not _are_words(words) or not words or not _are_words(launcher):
+        return None, ""
+    script, rest = words[0], words[1:]
+    is_command = Path(script).name in ("windlass", "__main__.py") and rest[:1] == ["train"]
+    if launcher:
+        start = launcher
+    else:
+        sizes = process.get("machines"), process.get("processes_per_machine")
+        machines, processes = (value if type(value) is int else 1 for value in sizes)
+        if machines * processes > 1:
+            start = _torchrun(machines, processes, ["-m", "windlass"] if is_command else [script])
+        else:
+            start = ["windlass"] if is_command else ["python", script]
+    command = [*start, *(_resuming(rest) if is_command else rest)]
+    needs = []
+    if not is_command and not resumes:
+        needs.append("the script must call trainer.train(resume_from_checkpoint=True)")
+    if any(HIDDEN in word for word in command):
+        needs.append(f"put back the secrets that are shown as {HIDDEN}")
+    folder = process.get("folder")
+    place = f"cd {shlex.quote(folder)} && " if isinstance(folder, str) else ""
+    return place + shlex.join(command), "; ".join(needs)
+
+
+def _are_words(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(word, str) for word in found)

@@ -1,0 +1,96 @@
+"""Batches of preferences: the chosen answers of all pairs with their prompts, and then the rejected ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from windlass.core.errors import ConfigError, Problem
+from windlass.data.collate_default import Batch, Features
+from windlass.data.collate_pad import framed, pad_rows
+
+# Columns of numbers, one for each pair.
+NUMBERS = ("ref_chosen_logps", "ref_rejected_logps", "margin")
+
+
+@dataclass
+class DataCollatorForPreference:
+    """Collate samples with `chosen_ids`, `rejected_ids` and, if they have one, `prompt_ids`, which comes before both.
+
+    A batch of n pairs has 2 n rows, padded on the right: row i is the chosen answer of pair i, row n + i the rejected
+    one. `input_ids`, `attention_mask` and `completion_mask` (1 for tokens of an answer) are of shape (2 n, longest). Of
+    the columns `ref_chosen_logps`, `ref_rejected_logps` and `margin` those that samples have are of shape (n,).
+
+    Args:
+        pad_token_id: fills `input_ids`.
+        max_length: sequences are cut to this many tokens; None: they are not.
+        truncation_mode: which end of a sequence is kept, "keep_start" or "keep_end".
+        pad_to_multiple_of: round the length up to a multiple of this.
+        return_tensors: "pt" or "np".
+    """
+
+    pad_token_id: int
+    max_length: int | None = None
+    truncation_mode: str = "keep_start"
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def __post_init__(self) -> None:
+        if self.truncation_mode not in ("keep_start", "keep_end", "error"):
+            fix = "use 'keep_start' or 'keep_end'"
+            raise ConfigError(Problem("truncation_mode", self.truncation_mode, fix))
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
+            raise ConfigError(
+                Problem("pad_to_multiple_of", self.pad_to_multiple_of, "use at least 1, or None")
+            )
+
+    def __call__(self, features: Features, return_tensors: str | None = None) -> Batch:
+        chosen = return_tensors or self.return_tensors
+        ids, masks = [], []
+        for name in ("chosen_ids", "rejected_ids"):
+            for sample in features:
+                prompt, answer = sample.get("prompt_ids", []), sample[name]
+                ids.append(self._cut([*prompt, *answer]))
+                masks.append(self._cut([0] * len(prompt) + [1] * len(answer)))
+        batch = padded_batch(ids, masks, self.pad_token_id, self.pad_to_multiple_of, chosen)
+        for name in NUMBERS:
+            if name in features[0]:
+                batch[name] = numbers_of(features, name, chosen)
+        return batch
+
+    def _cut(self, row: list[int]) -> list[int]:
+        if self.max_length is None:
+            return row
+        return row[-self.max_length :] if self.truncation_mode == "keep_end" else row[: self.max_length]
+
+
+def padded_batch(
+    ids: list[list[int]], masks: list[list[int]], fill: int, multiple: int | None, return_tensors: str
+) -> Batch:
+    """`input_ids`, `attention_mask` and `completion_mask` of sequences, padded on the right.
+
+    Args:
+        masks: of each sequence, 1 for tokens of an answer.
+        fill: the token of padding.
+        multiple: the length is rounded up to a multiple of it.
+    """
+    step = multiple or 1
+    width = -(-max(map(len, ids)) // step) * step
+    return {
+        "input_ids": framed(pad_rows(ids, fill, "right", width), return_tensors),
+        "attention_mask": framed(
+            pad_rows([[1] * len(row) for row in ids], 0, "right", width), return_tensors
+        ),
+        "completion_mask": framed(pad_rows(masks, 0, "right", width), return_tensors),
+    }
+
+
+def numbers_of(features: Features, name: str, return_tensors: str) -> Any:
+    """A column of numbers in single precision; float64 values that single precision cannot hold keep their type."""
+    values = np.asarray([sample[name] for sample in features], dtype=np.float64)
+    single = values.astype(np.float32)
+    kept = single if np.array_equal(single.astype(np.float64), values, equal_nan=True) else values
+    return torch.from_numpy(kept) if return_tensors == "pt" else kept

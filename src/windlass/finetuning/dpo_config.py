@@ -1,0 +1,128 @@
+# ruff: noqa: RUF009 (`setting` makes a dataclass field)
+"""`DPOConfig`: the settings of direct preference optimisation, under the names that scripts know from TRL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from windlass.config.described import described
+from windlass.config.refusal import refuse
+from windlass.config.sections.setting import Range, above, setting
+from windlass.core.errors import Problem
+from windlass.finetuning.reference_config import ReferenceConfig
+
+LOSS_TYPES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+# Losses in which only the difference of the two rewards counts: a term of the prompt alone cancels (arXiv:2309.16240).
+_OF_DIFFERENCE = frozenset(
+    {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
+)
+_SMOOTHED = frozenset({"robust", "exo_pair", "aot", "aot_unpaired"})
+_WITHOUT_PAIRS = frozenset({"aot", "aot_unpaired", "sft"})
+_SHARE = Range(lambda v: 0 <= v <= 1, "must be between 0 and 1")
+
+
+@described()
+@dataclass(repr=False)
+class DPOConfig(ReferenceConfig):
+    """The settings of a `DPOTrainer`: those of `TrainingArguments`, and those of preferences.
+
+    Four defaults differ from `TrainingArguments`: `learning_rate` 1e-6, `logging_steps` 10,
+    `gradient_checkpointing` True, and `bf16` True unless `fp16` or `fp8` is set.
+
+    Raises:
+        ConfigError: as for `TrainingArguments`.
+    """
+
+    # --- data ---
+    truncation_mode: str = setting(
+        "keep_start",
+        "Which end of a long sequence is kept; error: such a row is refused.",
+        choices=("keep_start", "keep_end", "error"),
+    )
+    padding_free: bool = setting(
+        False,
+        "Join the sequences of a batch into one row without padding.",
+        refused="pairs are padded; TRL 1.16 pads them too, whatever is set",
+    )
+
+    # --- loss ---
+    loss_type: list[str] = setting(
+        ["sigmoid"], "The losses; several are added up with `loss_weights`.", words=LOSS_TYPES
+    )
+    loss_weights: list[float] | None = setting(None, "A weight for each loss; by default 1.")
+    ld_alpha: float | None = setting(
+        None, "Weight of the tokens beyond the shorter answer (LD-DPO, arXiv:2409.06411).", bounds=_SHARE
+    )
+    f_divergence_type: str = setting(
+        "reverse_kl",
+        "How the distance to the reference is measured (f-DPO, arXiv:2309.16240).",
+        choices=DIVERGENCES,
+    )
+    f_alpha_divergence_coef: float = setting(0.5, "The alpha of alpha_divergence.")
+    label_smoothing: float = setting(
+        0.0,
+        "Share of wrong preferences that robust, exo_pair, aot and aot_unpaired assume.",
+        bounds=Range(lambda v: 0 <= v < 0.5, "must be at least 0 and below 0.5"),
+    )
+    use_weighting: bool = setting(
+        False, "Weigh each pair by the model's own probability of its answers (WPO, arXiv:2406.11827)."
+    )
+    discopop_tau: float = setting(0.05, "Temperature of discopop (arXiv:2406.08414).", bounds=above(0))
+
+    # --- old ---
+    pad_token: str | None = setting(
+        None,
+        "Token for padding.",
+        mapped="is set on the tokenizer; set `tokenizer.pad_token` and pass the tokenizer instead",
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_type, str):
+            self.loss_type = [self.loss_type]
+        if self.pad_token is not None:
+            self._warn_old("pad_token is deprecated: set `tokenizer.pad_token`, and pass the tokenizer")
+        if self.truncation_mode == "keep_end":
+            self._warn_old(
+                "truncation_mode='keep_end' is deprecated: the end of an answer may lack its prompt"
+            )
+        super().__post_init__()
+        refuse(self._loss_problems())
+
+    def _loss_problems(self) -> Iterator[Problem]:
+        kinds, weights = self.loss_type, self.loss_weights
+        if not kinds:
+            yield Problem("loss_type", kinds, f"name at least one of {', '.join(LOSS_TYPES)}")
+        if weights is not None and len(weights) != len(kinds):
+            fix = (
+                "`loss_weights` must have the same length as `loss_type`; give one weight for each of "
+                f"{', '.join(kinds)}"
+            )
+            yield Problem("loss_weights", weights, fix)
+        if self.f_divergence_type != "reverse_kl" and not _OF_DIFFERENCE.issuperset(kinds):
+            others = ", ".join(sorted(set(kinds) - _OF_DIFFERENCE))
+            fix = f"has no meaning for {others}, which are not losses of a difference; use 'reverse_kl'"
+            yield Problem("f_divergence_type", self.f_divergence_type, fix)
+        if self.use_weighting and _WITHOUT_PAIRS.intersection(kinds):
+            others = ", ".join(sorted(_WITHOUT_PAIRS.intersection(kinds)))
+            fix = f"weighs pairs, which {others} does not compare; leave one of the two out"
+            yield Problem("use_weighting", True, fix)
+        if "exo_pair" in kinds and not self.label_smoothing:
+            fix = "Label smoothing must be greater than 0.0 when using 'exo_pair'; its paper recommends 1e-3"
+            yield Problem("label_smoothing", self.label_smoothing, fix)
+        if self.label_smoothing and not _SMOOTHED.intersection(kinds):
+            fix = f"has no effect on {', '.join(kinds)}; it is for {', '.join(sorted(_SMOOTHED))}"
+            yield Problem("label_smoothing", self.label_smoothing, fix)
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            fix = "moves the reference, whose log-probabilities precompute_ref_log_probs computes once; leave one out"
+            yield Problem("sync_ref_model", True, fix)
+
+    @property
+    def weighted_losses(self) -> list[tuple[str, float]]:
+        """Each loss with its weight."""
+        weights = self.loss_weights or [1.0] * len(self.loss_type)
+        return list(zip(self.loss_type, weights, strict=True))

@@ -1,0 +1,165 @@
+"""`DPOTrainer`: direct preference optimisation of a causal language model (Rafailov et al., arXiv:2305.18290)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.config.arguments import TrainingArguments
+from windlass.core.logs import get_job_logger
+from windlass.finetuning.answer_log_probabilities import (
+    AnswerLogProbabilities,
+    answer_log_probabilities,
+    model_inputs,
+)
+from windlass.finetuning.dpo_config import DPOConfig
+from windlass.finetuning.dpo_losses import PairTerms
+from windlass.finetuning.dpo_objective import UpdateLoss, figures_of, loss_sums
+from windlass.finetuning.dpo_parts import GivenForDPO, build_dpo_parts
+from windlass.finetuning.reference_trainer import ReferenceTrainer
+
+logger = get_job_logger(__name__)
+
+_MEANS = (
+    "entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected", "logps/chosen", "logps/rejected",
+    "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
+)  # fmt: skip
+# Of a loss that is a mean over pairs and one over tokens; not logged.
+_PARTS = ("_loss_of_pairs", "_loss_of_tokens")
+
+
+class DPOTrainer(ReferenceTrainer):
+    """Tunes a causal language model on preferences: rows with a chosen and a rejected answer.
+
+    Args:
+        model: a model; its name or folder; a config of transformers, for new weights; or a `PeftModel`.
+        ref_model: the reference. By default the model as it is before training: with an adapter, the model without it,
+            or with a frozen copy of the adapter that a `PeftModel` came with; else a copy.
+        args: the configuration; a `TrainingArguments` is converted. Defaults to `DPOConfig("<model name>-DPO")`.
+        data_collator: list of samples -> batch; by default `DataCollatorForPreference`.
+        train_dataset: a `Dataset` or `IterableDataset` of the package datasets, or a sequence of mappings, with the
+            columns "chosen" and "rejected", and "prompt" unless both begin with it; each text, or a list of messages.
+        eval_dataset: the same, or a dict of them.
+        processing_class: the tokenizer; by default that of the model's name or folder.
+        compute_metrics: gets the logits of whole batches, which an extra forward makes.
+        quantization_config: how a model given by name is quantized.
+        peft_config: the adapter to train, such as `peft.LoraConfig`; the model's own weights are frozen.
+
+    The other arguments are those of `Trainer`.
+
+    Raises:
+        ConfigError, DataError, ModelError: whatever can be known to be wrong before training.
+    """
+
+    args: DPOConfig
+    TAGS = ("windlass", "dpo")
+    REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+    COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", *REFERENCE_COLUMNS)
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: nn.Module | None = None,
+        args: DPOConfig | TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ) -> None:
+        given = GivenForDPO(
+            model,
+            ref_model,
+            args,
+            data_collator,
+            train_dataset,
+            processing_class,
+            quantization_config,
+            peft_config,
+        )
+        parts = build_dpo_parts(given)
+        self._data, self._router_weight = parts.data, parts.router_weight
+        self._summaries, self._prepare_data = parts.data.summaries, self._prepared
+        super().__init__(
+            parts.model,
+            parts.args,
+            parts.collator,
+            parts.data.prepare(train_dataset, "train"),
+            None if eval_dataset is None else parts.data.prepare_all(eval_dataset),
+            parts.processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self._objective = UpdateLoss(self.args)
+        names = (*_MEANS, *(("aux_loss",) if self._router_weight else ()))
+        self._begin_reports((*names, *(_PARTS if self._objective.counts_tokens else ())))
+        self.loss_is_scaled_for_ga = self._objective.is_scaled
+        self._begin_reference(parts.reference, own_collator=data_collator is not None)
+
+    def count_targets(self, batch: Any) -> float:
+        """The pairs of a batch, which its loss is a mean over."""
+        return self._objective.count(batch)
+
+    def _reference_sums(self, batch: Any) -> Tensor:
+        with self.compute_loss_context_manager():
+            return self._reference.log_probabilities(
+                self.model, self._prepare_inputs(batch), self.args.ld_alpha
+            )
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
+        """The log-probabilities of the chosen and of the rejected answers of a batch under the reference, of shape
+        (pairs,). `model` is the trained model, which is also the reference if an adapter is switched off.
+        """
+        sums = self._reference.log_probabilities(model, inputs, self.args.ld_alpha)
+        chosen, rejected = sums.chunk(2)
+        return chosen, rejected
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss of one batch, a mean over its pairs, and its figures for the log. The load-balancing loss of experts
+        is added.
+        """
+        if "ref_chosen_logps" in inputs:
+            reference = inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
+        else:
+            reference = self.compute_ref_log_probs(model, inputs)
+        found = answer_log_probabilities(model, inputs, self.args.ld_alpha)
+        terms = _terms(found, reference)
+        of_pairs, of_tokens = loss_sums(found, terms, self.args)
+        auxiliary = found.auxiliary if self._router_weight else None
+        if auxiliary is not None:
+            of_pairs = of_pairs + self._router_weight * auxiliary * len(terms.chosen)
+        loss = self._objective.loss((of_pairs, of_tokens), terms, num_items_in_batch)
+        with torch.no_grad():
+            sums = figures_of(found, terms, self.args.beta)
+            pairs = terms.chosen.new_tensor(len(terms.chosen))
+            if self._router_weight:
+                sums["aux_loss"] = (pairs * 0 if auxiliary is None else auxiliary * pairs), pairs
+            if self._objective.counts_tokens:
+                sums["_loss_of_pairs"] = of_pairs, pairs
+                sums["_loss_of_tokens"] = of_tokens, terms.chosen_tokens.sum()
+            self._figures.add(sums, inputs["attention_mask"].sum(), training=self.model.training)
+        loss = self._services.loss.multiplied(loss, num_items_in_batch) if self._objective.is_scaled else loss
+        if not return_outputs:
+            return loss
+        with torch.no_grad():  # the loss was made without logits
+            return loss, model(**model_inputs(inputs))
+
+
+def _terms(found: AnswerLogProbabilities, reference: tuple[Tensor, Tensor]) -> PairTerms:
+    chosen, rejected = found.split(found.sums)
+    tokens = found.split(found.mask.sum(dim=1))
+    return PairTerms(chosen, rejected, reference[0].to(chosen), reference[1].to(chosen), *tokens)

@@ -1,0 +1,82 @@
+"""Datasets of the trainers of preferences: tokenized, checked against the window and the vocabulary of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.text.pair_encoder import PairOptions
+from windlass.text.pair_rows import PairRows
+from windlass.text.prepare_pairs import prepare_pairs, within
+from windlass.text.summary import TextSummary
+from windlass.text.tables import is_stream
+from windlass.text.token_store import default_cache
+from windlass.transforms.model_limits import ModelLimits
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceData:
+    """Prepares the datasets of one trainer.
+
+    Attributes:
+        tokenizer: turns text into ids.
+        options: the columns of answers, and their greatest length.
+        limits: the tokens and positions that the model has.
+        numbers: columns of numbers that are taken over.
+        finish: what is done with prepared rows at last, with the name of the dataset.
+        summaries: name of a dataset -> counts of its preparation; streams have none.
+    """
+
+    tokenizer: Any
+    options: PairOptions
+    limits: ModelLimits
+    numbers: tuple[str, ...] = ()
+    finish: Callable[[Any, str], Any] = lambda rows, name: rows
+    summaries: dict[str, TextSummary] = field(default_factory=dict)
+
+    def prepare(self, dataset: Any, name: str) -> Any:
+        """Return rows of tokens, or a stream of them. Rows that are prepared already stay as they are.
+
+        Args:
+            name: of the dataset, for errors and for the summary.
+
+        Raises:
+            ConfigError, DataError: what cannot be prepared, before training.
+        """
+        if isinstance(dataset, PairRows) or self._is_prepared(dataset):
+            return dataset
+        found = prepare_pairs(
+            dataset, self.tokenizer, self.options, numbers=self.numbers, cache=default_cache()
+        )
+        if is_stream(found):
+            return found
+        rows, summary = within(found, self.options, name, dataset)
+        self.summaries[name] = summary
+        self._check(summary, name)
+        return self.finish(rows, name)
+
+    def prepare_all(self, datasets: Any) -> Any:
+        """Prepare one dataset, or each of a dict of them."""
+        if isinstance(datasets, Mapping):
+            return {name: self.prepare(dataset, name) for name, dataset in datasets.items()}
+        return self.prepare(datasets, "eval")
+
+    def _is_prepared(self, dataset: Any) -> bool:
+        names = getattr(dataset, "column_names", None) or []
+        return all(f"{name}_ids" in names for name in self.options.answers)
+
+    def _check(self, summary: TextSummary, name: str) -> None:
+        tokens, positions = self.limits.tokens, self.limits.positions
+        if tokens is not None and summary.largest_id >= tokens:
+            raise DataError(
+                f"the {name} dataset has the token {summary.largest_id}, and the embedding of the model has {tokens} "
+                "rows: use the model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer))"
+            )
+        if positions is not None and summary.longest > positions:
+            fix = (
+                f"the longest sequence of the {name} dataset has {summary.longest} tokens, and the model has "
+                f"{positions} positions (max_position_embeddings): set max_length={positions}"
+            )
+            raise ConfigError(Problem("max_length", self.options.max_length, fix))

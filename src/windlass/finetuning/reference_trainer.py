@@ -1,0 +1,133 @@
+"""`ReferenceTrainer`: what trainers that compare a model with a reference have in common."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.types import State
+from windlass.finetuning.frozen_reference import FirstModel, ReferenceChoice, SecondModel
+from windlass.finetuning.precomputed_reference import ReferencePass, weights_hash
+from windlass.finetuning.preference_data import PreferenceData
+from windlass.finetuning.reference_config import ReferenceConfig
+from windlass.finetuning.sync_reference import SyncRefModelCallback
+from windlass.finetuning.tuning_trainer import TuningTrainer
+from windlass.text.pair_rows import PairRows
+
+
+class ReferenceTrainer(TuningTrainer):
+    """A `TuningTrainer` with a reference, whose log-probabilities may be computed once.
+
+    Attributes:
+        ref_model: the reference, if it is a second model.
+        REFERENCE_COLUMNS: of precomputed log-probabilities, one for each answer of a row.
+    """
+
+    args: ReferenceConfig
+    REFERENCE_COLUMNS: ClassVar[tuple[str, ...]] = ()
+
+    _data: PreferenceData
+
+    def _begin_reference(self, choice: ReferenceChoice, *, own_collator: bool) -> None:
+        """Put the reference on the devices of the run, and compute what training needs of it if that is asked for.
+        Collective.
+        """
+        self._choice, self._key = choice, None if own_collator else self._settings_key()
+        self._weights = weights_hash(choice.source) if self.args.precompute_ref_log_probs else ""
+        divided = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        self._reference = choice.prepared(self.accelerator, sharded=divided)
+        self.ref_model = self._reference.module if isinstance(self._reference, SecondModel) else None
+        if self.args.precompute_ref_log_probs:
+            self._add_reference_to_datasets()
+            if choice.given is None and self.ref_model is not None:  # a copy that training does not need
+                self._reference, self.ref_model = FirstModel(choice.is_fixed), None
+        elif self.args.sync_ref_model:
+            assert self.ref_model is not None  # checked before
+            self.accelerator.register_for_checkpointing(ReferenceState(self.ref_model))
+            self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
+
+    def _settings_key(self) -> str:
+        args = self.args
+        chosen = (args.max_length, getattr(args, "truncation_mode", ""), getattr(args, "ld_alpha", None))
+        return repr((type(self).__name__, *chosen, args.bf16, args.fp16, args.precompute_ref_batch_size))
+
+    def _add_reference_to_datasets(self) -> None:
+        train, size = self.args.per_device_train_batch_size, self.args.precompute_ref_batch_size
+        self.train_dataset = self._with_reference(self.train_dataset, "train_dataset", size or train)
+        evaluation = self.eval_dataset
+        if isinstance(evaluation, Mapping):
+            self.eval_dataset = {
+                name: self._evaluated_with_reference(rows) for name, rows in evaluation.items()
+            }
+        elif evaluation is not None:
+            self.eval_dataset = self._evaluated_with_reference(evaluation)
+
+    def _evaluated_with_reference(self, rows: Any) -> Any:
+        size = self.args.precompute_ref_batch_size or self.args.per_device_eval_batch_size
+        return self._with_reference(rows, "eval_dataset", size)
+
+    def _with_reference(self, rows: Any, name: str, batch_size: int) -> Any:
+        """`rows` with the log-probabilities of the reference. Collective."""
+        if not isinstance(rows, PairRows):
+            fix = "needs rows that can be counted, prepared by this trainer; a stream has none. Leave it out"
+            raise ConfigError(Problem("precompute_ref_log_probs", True, f"{fix} ({name})"))
+        if set(self.REFERENCE_COLUMNS) <= set(rows.numbers):
+            return rows
+        key = None
+        if self._key is not None:
+            key = hashlib.sha256(f"{self._key} {self._weights} {batch_size}".encode()).hexdigest()
+        compute: Callable[[Any], Tensor] = self._reference_sums
+        return ReferencePass(self.accelerator, compute, self.data_collator, batch_size, key).add_to(
+            rows, self.REFERENCE_COLUMNS
+        )
+
+    def _reference_sums(self, batch: Any) -> Tensor:
+        """The log-probability of each sequence of a batch on the host, under the reference."""
+        with self.compute_loss_context_manager():
+            return self._reference.log_probabilities(self.model, self._prepare_inputs(batch))
+
+    def _prepared(self, datasets: Any) -> Any:
+        """Datasets that are passed to `evaluate`, prepared as those of the constructor."""
+        found = self._data.prepare_all(datasets)
+        if not self.args.precompute_ref_log_probs:
+            return found
+        if isinstance(self._reference, FirstModel) and self.state.global_step:
+            fix = (
+                "the reference was the model before training, which is gone: pass this dataset to the constructor, or "
+                "a ref_model, or set precompute_ref_log_probs=False"
+            )
+            raise ConfigError(Problem("eval_dataset", type(datasets).__name__, fix))
+        if isinstance(found, Mapping):
+            return {name: self._evaluated_with_reference(rows) for name, rows in found.items()}
+        return self._evaluated_with_reference(found)
+
+
+class ReferenceState:
+    """The weights of a reference that moves, as each rank holds them, for checkpoints.
+
+    Args:
+        model: prepared for the devices of the run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def _local(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for parameter in self._model.parameters():
+            data: Any = parameter.data
+            found.append(data.to_local() if hasattr(data, "to_local") else data)
+        return found
+
+    def state_dict(self) -> State:
+        return {str(at): tensor for at, tensor in enumerate(self._local())}
+
+    def load_state_dict(self, state: State) -> None:
+        with torch.no_grad():
+            for at, tensor in enumerate(self._local()):
+                tensor.copy_(state[str(at)])

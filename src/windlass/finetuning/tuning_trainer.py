@@ -1,0 +1,151 @@
+"""`TuningTrainer`: what the trainers of preferences have in common beside `Trainer`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from windlass.core.logs import get_job_logger
+from windlass.core.types import EvalLoopOutput
+from windlass.finetuning.card_writer import CardWriter
+from windlass.finetuning.mean_figures import MeanFigures
+from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
+from windlass.finetuning.token_figures import UpdateBorders
+from windlass.finetuning.tuning_config import TuningConfig
+from windlass.text.summary import TextSummary
+from windlass.trainer.losses import without_gradient
+from windlass.trainer.trainer import Trainer
+from windlass.transforms.activation_offload import ActivationOffload
+
+logger = get_job_logger(__name__)
+
+
+class TuningTrainer(Trainer):
+    """A `Trainer` whose reports have means over the answers of its batches, and which prepares what it evaluates.
+
+    A subclass prepares datasets before it calls the constructor, and calls `_begin_reports` after it.
+
+    Attributes:
+        TAGS: of the model and of its card.
+        COLUMNS: of prepared rows.
+    """
+
+    args: TuningConfig
+    TAGS: ClassVar[tuple[str, ...]] = ("windlass",)
+    COLUMNS: ClassVar[tuple[str, ...]] = ()
+
+    _summaries: Mapping[str, TextSummary]
+    _prepare_data: Callable[[Any], Any]
+
+    def _begin_reports(self, names: tuple[str, ...]) -> None:
+        """Report the means `names` with the losses, write a card with each checkpoint, and tag the model."""
+        self._offload = ActivationOffload()
+        self._figures = MeanFigures(
+            names,
+            self.accelerator.device,
+            lambda sums: self.accelerator.reduce(sums, "sum"),
+            self.accelerator.process_index,
+        )
+        self.accelerator.register_for_checkpointing(self._figures)
+        self.add_callback(UpdateBorders(self._figures))
+        self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
+        self.can_return_loss, self.label_names = True, []
+        add_tags: Any = getattr(self.model, "add_model_tags", None)
+        if add_tags is not None:
+            add_tags(list(self.TAGS))
+        if is_peft_model(self.model):
+            logger.info(describe_trained(self.model))
+
+    # --- data -------------------------------------------------------------------------------------------------------
+
+    def data_facts(self) -> dict[str, Any]:
+        """Return counts of the prepared datasets, for a report: rows, tokens, truncated, dropped, lengths."""
+        return {
+            f"{n}: {k}": v for n, summary in self.data_summaries().items() for k, v in summary.facts().items()
+        }
+
+    def data_summaries(self) -> dict[str, TextSummary]:
+        """Return the counts of the prepared datasets by name; streams have none."""
+        return dict(self._summaries)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = list(self.COLUMNS)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As `Trainer.evaluate`; a dataset that is passed, or each of a dict of them, is prepared like those of the
+        constructor. A name selects one of the sets of the constructor.
+        """
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self._prepare_data(eval_dataset)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """As `Trainer.training_step`, with activations in host memory if `activation_offloading` is set."""
+        with self._offload.saving() if self.args.activation_offloading else contextlib.nullcontext():
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Loss, logits and input ids of one batch; the last two are None if only the loss is asked for."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if prediction_loss_only:
+                return without_gradient(self.compute_loss(model, inputs)), None, None
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return without_gradient(loss), outputs.logits.detach(), inputs["input_ids"]
+
+    # --- reports ----------------------------------------------------------------------------------------------------
+
+    def create_model_card(  # type: ignore[override]  # the order is TRL's
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+        **facts: Any,
+    ) -> None:
+        """As `Trainer.create_model_card`, with the tags of the model and of fine-tuning."""
+        given = [tags] if isinstance(tags, str) else tags or []
+        known = getattr(self.model, "model_tags", None) or []
+        facts.setdefault("dataset_tags", dataset_name)
+        super().create_model_card(
+            model_name=model_name, tags=list(dict.fromkeys([*given, *self.TAGS, *known])), **facts
+        )
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """As `Trainer.evaluation_loop`; its metrics also have the means."""
+        self._figures.forget(training=False)
+        output = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        figures = self._figures.read(training=False)
+        parts = [value for name, value in figures.items() if name.startswith("_")]
+        if parts:  # means over different things, which the mean of the batches' losses is not
+            output.metrics[f"{metric_key_prefix}_loss"] = sum(parts)
+        output.metrics.update({f"{metric_key_prefix}_{n}": v for n, v in figures.items() if n[0] != "_"})
+        return output
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """As `Trainer.log`; the reports of a run also have the means."""
+        if "loss" in logs or "train_loss" in logs:  # made on all ranks, which the sums need
+            figures = self._figures.read(training=True)
+            logs.update({name: value for name, value in figures.items() if name[0] != "_"})
+        super().log(logs, start_time)

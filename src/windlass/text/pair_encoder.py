@@ -1,0 +1,173 @@
+"""Turn rows of preferences into tokens: a prompt and its answers.
+
+The prompt of a row is what the tokens of the prompt alone and of all its answers begin with. A row is stored as one
+sequence of documents: the prompt, and each answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.core.logs import get_logger, warn_once
+from windlass.text.encoder import IGNORED, EncodedRows, RowEncoder
+from windlass.text.forms import Form, Row
+from windlass.text.located_rows import RowError
+from windlass.text.text_options import TextOptions
+
+_logger = get_logger(__name__)
+CHOSEN, REJECTED, COMPLETION = "chosen", "rejected", "completion"
+_EXTRAS = ("tools", "chat_template_kwargs")
+
+
+@dataclass(frozen=True, slots=True)
+class PairOptions(TextOptions):
+    """How rows of preferences become tokens.
+
+    Attributes:
+        answers: columns of a row with its answers.
+        whole: the answers are tokenized with their prompt, which ends where they differ. Otherwise the prompt ends with
+            the generation prompt of the chat template.
+    """
+
+    answers: tuple[str, ...] = (CHOSEN, REJECTED)
+    whole: bool = False
+
+
+class PairEncoder(RowEncoder):
+    """`encoder(rows, first)` -> `EncodedRows` whose documents are the prompt and the answers.
+
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        options: the columns, and the end token.
+        example: the first row, which shows if the dataset holds conversations.
+
+    Raises:
+        ConfigError, DataError: as `RowEncoder`.
+    """
+
+    def __init__(self, tokenizer: Any, options: PairOptions, example: Row) -> None:
+        self._columns, self._whole = options.answers, options.whole
+        first = self._pieces(example, 0)[0]
+        super().__init__(tokenizer, options, Form.PROMPT_COMPLETION, first)
+
+    def __call__(self, rows: Sequence[Row], first: int) -> EncodedRows:
+        pieces = [piece for at, row in enumerate(rows) for piece in self._pieces(row, first + at)]
+        width = len(self._columns)
+        standard = [
+            self._answer(piece, first + at // width, self._columns[at % width])
+            for at, piece in enumerate(pieces)
+        ]
+        texts, prompts = self._texts(standard, first)
+        ids = self._tokens(texts, None)[0]
+        alone = ids[::width] if self._whole else self._tokens(prompts[::width], None)[0]
+        found = EncodedRows()
+        for at in range(len(rows)):
+            self._keep(found, alone[at], ids[at * width : (at + 1) * width], first + at)
+        return found
+
+    # -- a row ---------------------------------------------------------------------------------------------------------
+
+    def _pieces(self, row: Row, number: int) -> list[dict[str, Any]]:
+        """A prompt with a completion, for each answer of a row."""
+        if not isinstance(row, Mapping):
+            raise RowError(number, f"must be a mapping of columns, not {type(row).__name__}")
+        for name in self._columns:
+            if row.get(name) is None:
+                raise RowError(number, f"column {name!r} is missing or null: each row needs {self._needed()}")
+        answers = [row[name] for name in self._columns]
+        if len(answers) > 1 and answers[0] == answers[1]:
+            raise RowError(
+                number,
+                f"{self._columns[0]} and {self._columns[1]} are equal, so the row states no preference; remove it",
+            )
+        prompt = row.get("prompt")
+        if prompt is None or (isinstance(prompt, str) and isinstance(answers[0], list)):
+            prompt, answers = _shared_prompt(answers, number)
+        extras = {name: row[name] for name in _EXTRAS if row.get(name)}
+        return [{"prompt": prompt, "completion": answer, **extras} for answer in answers]
+
+    def _needed(self) -> str:
+        return (
+            "a prompt and a completion"
+            if self._columns == (COMPLETION,)
+            else "a chosen and a rejected answer"
+        )
+
+    def _answer(self, piece: dict[str, Any], number: int, column: str) -> dict[str, Any]:
+        try:
+            return self._standard(piece, number)
+        except RowError as error:
+            raise RowError(number, error.problem.replace(COMPLETION, column)) from None
+
+    def _texts(self, rows: list[dict[str, Any]], first: int) -> tuple[list[str], list[str]]:
+        width = len(self._columns)
+        try:
+            texts, prompts, _ = self._rendered(rows, 0)
+        except RowError as error:
+            raise RowError(first + error.row // width, error.problem) from None
+        return texts, prompts
+
+    def _keep(self, found: EncodedRows, alone: list[int], answers: list[list[int]], number: int) -> None:
+        shared = min(_common(alone, answer) for answer in answers)
+        if self._whole:
+            # of each answer something is left, so that no document of the row is empty
+            shared = min(shared, *(len(answer) - 1 for answer in answers))
+        elif shared < len(alone):
+            self._warn_of_cut(alone[shared:])
+        if any(len(answer) <= shared for answer in answers):
+            raise RowError(number, "an answer has no tokens after its prompt; remove the row")
+        rest = [answer[shared:] for answer in answers]
+        prompt = answers[0][:shared]
+        found.input_ids.append([*prompt, *(token for answer in rest for token in answer)])
+        found.labels.append([*([IGNORED] * shared), *(token for answer in rest for token in answer)])
+        found.documents.append([shared, *map(len, rest)])
+
+    def _warn_of_cut(self, lost: list[int]) -> None:
+        end = [self._tokenizer.eos_token_id]
+        if self._adds_eos and lost == end:
+            return
+        warn_once(
+            _logger,
+            "the tokens of a prompt are not what the prompt with its answer begins with: the answer starts where they "
+            f"differ, and {self._tokenizer.decode(lost)!r} at the end of the prompt is left out. Use a chat template "
+            "that renders a prompt alike in both cases, or end prompts where a token ends. (Further rows may be cut "
+            "without a message.)",
+        )
+
+
+def _shared_prompt(answers: list[Any], number: int) -> tuple[Any, list[Any]]:
+    """What the answers of a row begin with, and the rest of each: messages, or characters without a space before the
+    answer.
+    """
+    if len(answers) == 1:
+        raise RowError(number, "column 'prompt' is missing or null: each row needs a prompt and a completion")
+    chosen, rejected = answers
+    for name, answer in zip((CHOSEN, REJECTED), answers, strict=True):
+        if not isinstance(answer, (str, list)) or type(answer) is not type(chosen):
+            kind = type(answer).__name__
+            raise RowError(
+                number, f"{name} must be text or a list of messages, as the other answer, not {kind}"
+            )
+    most = min(len(chosen), len(rejected))
+    shared = next((at for at in range(most) if chosen[at] != rejected[at]), max(most - 1, 0))
+    if isinstance(chosen, str) and shared and chosen[shared - 1] == " ":
+        shared -= 1
+    if isinstance(chosen, list) and not shared:
+        raise RowError(
+            number,
+            "chosen and rejected have no message in common, and there is no column 'prompt': add the prompt to both, "
+            "or as a column",
+        )
+    return chosen[:shared], [answer[shared:] for answer in answers]
+
+
+def _common(first: list[int], second: list[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    if second[: len(first)] == first:
+        return len(first)
+    return next(
+        (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
+        min(len(first), len(second)),
+    )

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.trainer.small import Net, arguments, rows
+
+from windlass import Trainer, read_metrics
+from windlass.callbacks.alerts import WEBHOOK_VARIABLE, Alerts, read_rules
+from windlass.callbacks.run_view import read_run
+from windlass.core.errors import ConfigError
+
+
+def row(step: int, loss: Any = 1.0, **timing: Any) -> dict[str, Any]:
+    return {"event": "log", "step": step, "epoch": 1.0, "loss": loss, "timing": {"wall": 0.0, **timing}}
+
+
+def rules_of(alerts: Alerts, *reports: dict[str, Any]) -> list[tuple[int, str]]:
+    return [(alert["step"], alert["alert"]) for report in reports for alert in alerts.check(report)]
+
+
+def test_a_rule_alerts_when_it_begins_to_hold() -> None:
+    alerts = Alerts({"loss_rise": 0.5})
+    losses = [2.0, 1.0, 1.4, 1.6, 1.7, 1.0, "NaN"]
+    reports = [row(step, loss) for step, loss in enumerate(losses, start=1)]
+    assert rules_of(alerts, *reports) == [(4, "loss_rise"), (7, "loss_rise")]
+
+
+def test_shares_and_checkpoints() -> None:
+    now = [0.0]
+    alerts = Alerts({"data_wait": 0.3, "slow_rank": 0.2, "no_checkpoint": 60}, clock=lambda: now[0])
+    assert rules_of(alerts, row(1, data_wait=0.3), row(2, data_wait=0.31)) == [(2, "data_wait")]
+    assert rules_of(alerts, row(3, slowest_rank=2, slowest_rank_wait=0.5)) == [(3, "slow_rank")]
+    now[0] = 61.0
+    assert rules_of(alerts, row(4)) == [(4, "no_checkpoint")]
+    alerts.saved()
+    assert rules_of(alerts, row(5)) == []
+    now[0] = 130.0
+    assert rules_of(alerts, row(6)) == [(6, "no_checkpoint")]
+
+
+@pytest.mark.parametrize("value", [{"loss": 1}, {"data_wait": "much"}, {"data_wait": 0}, {"slow_rank": True}])
+def test_what_is_not_a_rule_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="alerts"):
+        read_rules(value)
+
+
+def test_a_run_writes_and_posts_its_alerts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[dict[str, Any]] = []
+    arrived = threading.Event()
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+            arrived.set()
+
+        def log_message(self, *words: Any) -> None:
+            """Nothing is printed."""
+
+    server = HTTPServer(("127.0.0.1", 0), Receiver)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        monkeypatch.setenv(WEBHOOK_VARIABLE, f"http://127.0.0.1:{server.server_port}/secret")
+        args = arguments(tmp_path, max_steps=4, logging_steps=1, alerts={"no_checkpoint": 1e-9})
+        Trainer(Net(), args, train_dataset=rows(64)).train()
+        assert arrived.wait(30)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    written = [found for found in read_metrics(tmp_path / "metrics.jsonl") if found["event"] == "alert"]
+    assert [found["step"] for found in written] == [1], "it goes on to hold"
+    assert received[0]["text"].startswith("no_checkpoint at step 1: no checkpoint for")
+    assert [event.kind for event in read_run(tmp_path).events] == ["alert"]
+    assert "secret" not in "".join(path.read_text() for path in tmp_path.glob("*.json*"))
+
+
+def test_an_address_that_does_not_answer_does_not_stop_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WEBHOOK_VARIABLE, "http://127.0.0.1:9/")
+    args = arguments(tmp_path, max_steps=2, logging_steps=1, alerts='{"no_checkpoint": 1e-9}')
+    assert Trainer(Net(), args, train_dataset=rows(64)).train().global_step == 2

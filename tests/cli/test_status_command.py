@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.trainer.small import Net, arguments, rows
+
+from windlass import Trainer
+from windlass.callbacks.clock_file import CLOCK
+from windlass.callbacks.run_view import read_run
+from windlass.cli.main import main
+from windlass.cli.run_status import SCHEMA_FILE, status_of_run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    options = {"max_steps": 6, "logging_steps": 2, "save_strategy": "steps", "save_steps": 3}
+    Trainer(Net(), arguments(folder, **options), train_dataset=rows(64)).train()
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def status(run: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["status", str(run), "--json", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.validate(found, json.loads(SCHEMA_FILE.read_text()))
+    assert set(found) == set(json.loads(SCHEMA_FILE.read_text())["properties"]), "the schema lists every name"
+    return found
+
+
+def kill(run: Path, kind: str = "compute") -> None:
+    """Make of a complete run one that was killed after step 5."""
+    record = json.loads((run / "run.json").read_text())
+    (session,) = record["sessions"]
+    seconds = session.pop("seconds")
+    del session["step"], session["status"]
+    record["end"] = None
+    (run / "run.json").write_text(json.dumps(record))
+    shutil.rmtree(run / "checkpoint-6")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[:2]
+    (run / "metrics.jsonl").write_text("".join(lines) + '{"event": "log", "st')
+    clock = {
+        "began": session["began"],
+        "elapsed": sum(seconds.values()),
+        "kind": kind,
+        "step": 5,
+        "seconds": seconds,
+    }
+    (run / CLOCK).write_text(json.dumps(clock))
+
+
+def test_a_complete_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = status(run, capsys, "--verify")
+    assert (found["state"], found["sureness"], found["step"], found["progress"]) == (
+        "finished",
+        "certain",
+        6,
+        1.0,
+    )
+    assert (found["checkpoint"]["step"], found["checkpoint"]["verified"]) == (6, "bytes")
+    assert found["at_risk"] is None
+    assert found["goodput"]["wall_seconds"] == pytest.approx(
+        sum(found["goodput"]["seconds"].values()), abs=0.02
+    )
+    assert main(["status", str(run)]) == 0
+    assert "run: finished after 6 steps" in capsys.readouterr().out
+
+
+def test_a_killed_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kill(run)
+    found = status(run, capsys)
+    assert (found["state"], found["step"]) == ("killed", 5)
+    assert found["at_risk"]["updates"] == 2
+    assert found["resume"]["command"]
+    assert "resume_from_checkpoint=True" in found["resume"]["needs"]
+    assert found["notes"] == ["metrics.jsonl, line 3: an unfinished line; it is left out"]
+
+
+def test_a_damaged_checkpoint_is_not_the_one_to_resume_from(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (weights,) = (run / "checkpoint-6").glob("*model*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert status(run, capsys)["checkpoint"]["step"] == 6, "its files have their sizes"
+    found = status(run, capsys, "--verify")
+    assert (found["checkpoint"]["step"], found["checkpoint"]["verified"]) == (3, "bytes")
+    assert "checkpoint-6" in found["damaged_checkpoints"][0]["path"]
+
+
+def test_the_rank_that_failed_first_is_named(run: Path) -> None:
+    kill(run)
+    for rank, when in ((1, 20.0), (0, 21.0)):
+        failure = {"rank": rank, "status": "failed", "step": 4, "time": when, "reason": f"ValueError: {rank}"}
+        (run / f".windlass-failure-{rank}.json").write_text(json.dumps(failure))
+    found = status_of_run(read_run(run))
+    assert found["failure"] == {"rank": 1, "step": 4, "reason": "ValueError: 1"}
+    assert found["sentence"] == "failed at step 4 on rank 1: ValueError: 1"
+
+
+def test_a_live_run_and_a_copy_of_its_folder(run: Path) -> None:
+    kill(run)
+    code = "import sys, time; from pathlib import Path; from windlass.checkpoint.run_lock import RunLock\n"
+    code += "lock = RunLock(Path(sys.argv[1])); lock.acquire(); print('held', flush=True); sys.stdin.read()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        live = status_of_run(read_run(run))
+        assert (live["state"], live["sureness"]) == ("running", "certain")
+        copied = Path(shutil.copytree(run, run.with_name("copy")))
+        found = status_of_run(read_run(copied, now=time.time() + 3600))
+        assert (found["state"], found["sureness"]) == ("killed", "likely"), "no process writes to the copy"
+    finally:
+        holder.communicate("")
+    assert status_of_run(read_run(run))["state"] == "killed"
+
+
+def test_ps_lists_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(run, run.parent / "more" / "other")
+    assert main(["ps", str(run.parent), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in found["runs"]] == ["other", "run"]
+    assert main(["ps", str(run.parent)]) == 0
+    assert "more/other" in capsys.readouterr().out
+
+
+def test_what_is_not_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+
+
+def test_the_reader_needs_no_torch() -> None:
+    code = "import sys, windlass.cli.status_command, windlass.cli.ps_command; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,89 @@
+"""Preferences on two ranks with accumulation: losses, norms and all figures are those of one process, to 1e-10."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.dist.launch import launch
+from tests.finetuning import small
+from tests.finetuning.preferences import moved, pairs, settings
+
+from windlass.finetuning.dpo_trainer import DPOTrainer
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+
+@pytest.mark.dist
+def test_two_ranks_are_one_process(tmp_path: Path) -> None:
+    launch(2, Path(__file__), tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    for name, case in CASES.items():
+        alone = figures(tmp_path / name / "alone", **case)
+        split = figures(
+            tmp_path / name / "split", per_device_train_batch_size=2, gradient_accumulation_steps=4, **case
+        )
+        for other in (split, *(found[f"{name} {way}"] for way in WAYS)):
+            for ours, theirs in zip(other, alone, strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-10, abs=1e-12), name
+
+
+# --- what each rank runs ----------------------------------------------------------------------------------------------
+
+CASES: dict[str, dict[str, Any]] = {
+    "pairs": {},
+    "mixture": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+    "adapter": {"lora": True, "loss_type": ["ipo"]},
+    "precomputed": {"precompute_ref_log_probs": True, "ld_alpha": 0.5},
+}
+WAYS: dict[str, dict[str, Any]] = {"replicated": {}, "sharded": {"fsdp": "full_shard"}}
+
+
+def figures(folder: Path, *, lora: bool = False, **changes: Any) -> list[dict[str, float]]:
+    """The reports of two updates of eight pairs and of an evaluation, on any number of ranks."""
+    import peft
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = {"per_device_train_batch_size": 8 if world == 1 else 2, "gradient_accumulation_steps": world}
+    args = settings(
+        folder,
+        train_sampling_strategy="sequential",
+        max_steps=2,
+        per_device_eval_batch_size=2,
+        **{**sizes, **changes},
+    )
+    model = small.model().double()
+    trainer = DPOTrainer(
+        model, None if lora or "precompute_ref_log_probs" in changes else moved(small.model().double()), args,
+        train_dataset=pairs(), eval_dataset=pairs(7), processing_class=small.tokenizer(),
+        peft_config=peft.LoraConfig(r=2, target_modules="all-linear") if lora else None,
+    )  # fmt: skip
+    trainer.train()
+    found = [row for row in trainer.state.log_history if "loss" in row]
+    evaluated = trainer.evaluate()
+    skipped = ("runtime", "per_second", "epoch", "learning_rate")
+    return [
+        {n: v for n, v in row.items() if not any(part in n for part in skipped)}
+        for row in (*found, evaluated)
+    ]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    found = {
+        f"{name} {way}": figures(folder / name / way, **case, **options)
+        for name, case in CASES.items()
+        for way, options in WAYS.items()
+    }
+    if torch.distributed.get_rank() == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""`DPOTrainer`: the ways to have a reference, mistakes in the rows, and a run that learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.finetuning import small
+from tests.finetuning.preferences import moved, pairs, settings
+
+from windlass.core.errors import ConfigError, DataError
+from windlass.finetuning.dpo_trainer import DPOTrainer
+from windlass.text.located_rows import LocatedRows
+
+pytest.importorskip("transformers")
+
+
+def trainer_of(folder: Path, model: Any = None, ref_model: Any = None, **changes: Any) -> DPOTrainer:
+    others = {name: changes.pop(name) for name in ("peft_config", "eval_dataset") if name in changes}
+    rows = changes.pop("rows", None) or pairs()
+    return DPOTrainer(
+        model or small.model(), ref_model, settings(folder, **changes), train_dataset=rows,
+        processing_class=small.tokenizer(), **others,
+    )  # fmt: skip
+
+
+def logs_of(trainer: DPOTrainer) -> list[dict[str, float]]:
+    trainer.train()
+    return [
+        {name: value for name, value in entry.items() if "runtime" not in name and "per_second" not in name}
+        for entry in trainer.state.log_history[:3]
+    ]
+
+
+def test_the_model_learns_to_prefer(tmp_path: Path) -> None:
+    logs = logs_of(trainer_of(tmp_path, max_steps=12, logging_steps=4))
+    assert logs[0]["loss"] > logs[-1]["loss"]
+    assert logs[-1]["rewards/accuracies"] > 0.9
+
+
+def test_a_second_model_and_a_copy_of_the_first_are_the_same_reference(tmp_path: Path) -> None:
+    runs = [
+        logs_of(trainer_of(tmp_path / str(at), ref_model=model))
+        for at, model in enumerate((None, small.model()))
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_precomputed_and_kept_log_probabilities_are_those_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
+    wanted = logs_of(trainer_of(tmp_path / "a", eval_dataset=pairs(5)))
+    for name in ("b", "c"):
+        trainer = trainer_of(tmp_path / name, eval_dataset=pairs(5), precompute_ref_log_probs=True)
+        assert trainer.ref_model is None
+        assert len(list((tmp_path / "home" / "reference").iterdir())) == 2
+        for own, other in zip(logs_of(trainer), wanted, strict=True):
+            assert own == pytest.approx(other, rel=1e-5, abs=1e-6)
+        trainer.evaluate()
+        with pytest.raises(ConfigError, match="the model before training"):
+            trainer.evaluate(pairs(3))
+
+
+def test_without_its_adapter_a_model_is_its_own_reference(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    trainer = trainer_of(tmp_path / "a", peft_config=lora, learning_rate=0.1)
+    assert trainer.ref_model is None
+    logs = logs_of(trainer)
+    assert logs[0]["rewards/margins"] == 0.0 != logs[2]["rewards/margins"]
+    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora" in name for name in trained)
+
+
+def test_an_adapter_that_is_trained_further_is_compared_with_itself_as_it_was(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    adapted = moved(peft.get_peft_model(small.model(), lora))
+    trainer = trainer_of(tmp_path / "a", adapted, learning_rate=0.1)
+    before = {n: p.detach().clone() for n, p in adapted.named_parameters() if ".ref." in n}
+    logs = logs_of(trainer)
+    assert before
+    assert logs[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+    assert logs[2]["rewards/margins"] != 0.0
+    assert all(torch.equal(before[n], p) for n, p in adapted.named_parameters() if n in before)
+
+
+def test_a_reference_that_follows_the_model(tmp_path: Path) -> None:
+    trainer = trainer_of(
+        tmp_path, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=1.0, max_steps=2
+    )
+    trainer.train()
+    own, reference = (dict(m.named_parameters()) for m in (trainer.model, trainer.ref_model))
+    assert all(torch.equal(own[name], reference[name]) for name in own)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "line 4: column 'rejected' is missing or null"),
+        ({"prompt": "a", "chosen": " b", "rejected": " b"}, "line 4: chosen and rejected are equal"),
+        ({"prompt": "a", "chosen": " b", "rejected": 7}, "line 4: column 'rejected' must hold text, not int"),
+        (
+            {"prompt": "a", "chosen": " b", "rejected": [{"role": "user", "content": "c"}]},
+            "line 4: prompt and rejected",
+        ),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    rows = LocatedRows([*pairs(3), row], [f"prefs.jsonl line {at}" for at in range(1, 5)])
+    with pytest.raises(DataError, match=message):
+        trainer_of(tmp_path, rows=rows)
+
+
+def test_a_prompt_that_fills_the_window_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    long = {"prompt": "cat " * 70, "chosen": " b", "rejected": " c"}
+    rows = LocatedRows([*pairs(3), long], [f"prefs.jsonl line {at}" for at in range(1, 5)])
+    trainer = trainer_of(tmp_path, rows=rows)
+    assert len(trainer.train_dataset) == 3
+    assert "dropped 1 of 4 rows" in caplog.text
+    assert "max_length=64: prefs.jsonl line 4" in caplog.text
+    with pytest.raises(DataError, match=r"prefs\.jsonl line 4: a prompt with an answer has 72 tokens"):
+        trainer_of(tmp_path, rows=rows, truncation_mode="error")
+
+
+def test_the_model_itself_is_no_reference(tmp_path: Path) -> None:
+    model = small.model()
+    with pytest.raises(ConfigError, match="cannot be the same object"):
+        trainer_of(tmp_path, model, model)
