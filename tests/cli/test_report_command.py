@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,13 @@ def test_a_folder_that_is_not_a_run(
     told = capsys.readouterr().err
     assert ("give one of them: " + str(tmp_path / "first") in told) == has_runs
     assert ("is not the folder of a run" in told) != has_runs
+
+
+def test_without_the_package_that_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_run(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["report", str(tmp_path)]) == 0
+    assert 'pip install "windlass-trainer[report]"' in capsys.readouterr().err
+    assert not (tmp_path / "training.png").exists()

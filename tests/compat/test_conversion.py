@@ -15,7 +15,7 @@ from tests.said import said
 
 from windlass.cli.convert_config import convert
 from windlass.cli.main import main
-from windlass.cli.recipe import load_recipe
+from windlass.cli.recipe import check_draft, load_recipe, read_draft
 from windlass.cli.tuning_data import load_tuning_data
 from windlass.config.sections.setting import default_of
 from windlass.finetuning.sft_config import SFTConfig
@@ -87,6 +87,25 @@ def test_adapters_of_llama_factory(values: dict[str, Any], adapter: dict[str, An
     made = convert({"stage": "sft", **values})
     assert adapter.items() <= made.recipe["adapter"].items()
     assert not made.lost
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({"dataset_name": "d", "dataset_streaming": True, "max_steps": 9}, True),
+        ({"datasets": [{"path": "a.jsonl"}], "streaming": True, "max_steps": 9}, True),
+        ({"dataset_name": "d", "dataset_streaming": True}, False),
+        ({"dataset_name": "d", "streaming": True, "max_steps": 9, "test_split_size": 0.1}, False),
+        ({"datasets": [{"path": "a.jsonl"}, {"path": "b.jsonl"}], "streaming": True, "max_steps": 9}, False),
+    ],
+)
+def test_data_that_are_streamed(values: dict[str, Any], kept: bool, tmp_path: Path) -> None:
+    made = convert({**LEAST["TRL"], **values})
+    assert made.recipe["data"].get("streaming", False) == kept
+    assert any("streaming" in name for name in made.lost) != kept
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(made.recipe))
+    check_draft(read_draft(recipe), opens_files=False)
 
 
 @pytest.mark.parametrize("program", LEAST)

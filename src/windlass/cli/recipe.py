@@ -23,6 +23,7 @@ from windlass.config.refusal import refuse
 from windlass.config.sections.setting import rules_in
 from windlass.config.values import choice_fault, type_fault
 from windlass.core.errors import Problem
+from windlass.core.optional import check_installed
 
 
 def load_recipe(
@@ -47,6 +48,7 @@ def load_recipe(
     if tiny:
         from windlass.cli.tiny import shrink
 
+        check_installed("transformers", "run a recipe", extra="train")
         shrink(draft)
     return check_draft(draft, asks_libraries=asks_libraries)
 

@@ -10,6 +10,7 @@ from windlass.callbacks.run_record import RECORD
 from windlass.checkpoint.run_lock import is_held
 from windlass.cli.command_line import CommandParser
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.optional import install_command, is_available
 from windlass.core.output import say
 
 
@@ -21,6 +22,8 @@ def report_command(words: list[str]) -> int:
         raise ConfigError(Problem("RUN", str(run), _fix(run)))
     for path in write_report(run, options.output_dir or run, runs=is_held(run)):
         say(str(path))
+    if not is_available("matplotlib"):
+        say(f"training.png needs matplotlib: {install_command('matplotlib')}", error=True)
     return 0
 
 

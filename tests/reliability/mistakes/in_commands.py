@@ -50,7 +50,13 @@ def no_tracker(folder: Path) -> Answer:
         return command("train", "lm.yaml", "training.report_to=wandb")(folder)
 
 
+def no_transformers(folder: Path) -> Answer:
+    with patch.dict(sys.modules, {"transformers": None}):
+        return command("train", "sft-lora", "--tiny")(folder)
+
+
 COMMANDS = (
+    Mistake("A recipe without the packages for it", ('"windlass-trainer[train]"',), no_transformers),
     Mistake("A tracker that is not installed", ("report to wandb", "pip install wandb"), no_tracker),
     asked("A command that does not exist", "trian lm.yaml", "trian", "train"),
     asked("An argument as a flag", "train lm.yaml --learning_rate 3e-4", "training.learning_rate=3e-4"),

@@ -77,6 +77,26 @@ def put_evaluation_data(
     made.put("data.eval", first.path)
 
 
+def put_streaming(made: Conversion, source: ForeignConfig, key: str) -> None:
+    """Read the training data while training, if key `key` asks for it and a recipe can."""
+    if not source.take(key, False):
+        return
+    data = made.get("data") or {}
+    path = str(data.get("train", ""))
+    if not (data.get("format") == "hub" or path.endswith((".jsonl", ".parquet"))):
+        made.lose(source, key, "a recipe streams one dataset: a jsonl or parquet file, or one of the Hub")
+    elif source.values.get("max_steps", -1) < 1:
+        made.lose(
+            source, key, "a stream has no known length: set training.max_steps, and data.streaming: true"
+        )
+    elif data.get("eval_fraction"):
+        made.lose(
+            source, key, "a stream holds out rows by their number: set data.streaming and data.eval_rows"
+        )
+    else:
+        made.put("data.streaming", True)
+
+
 def messages_of(column: str, role: str, content: str, roles: Mapping[str, str]) -> dict[str, Any]:
     """Return the keys of `data` for conversations: nothing for those that are read as they are."""
     if (column, role, content) == ("messages", "role", "content") and not roles:

@@ -11,7 +11,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from windlass.compat.conversion.datasets import Dataset, messages_of, put_evaluation_data, put_training_data
+from windlass.compat.conversion.datasets import (
+    Dataset,
+    messages_of,
+    put_evaluation_data,
+    put_streaming,
+    put_training_data,
+)
 from windlass.compat.conversion.made import Conversion, ForeignConfig
 from windlass.compat.conversion.shared import (
     put_adapter,
@@ -139,8 +145,7 @@ def _data(made: Conversion, source: ForeignConfig) -> None:
     put_evaluation_data(made, held, source, "eval_dataset", train)
     if not held:
         put_fraction(made, source, "val_size")
-    if source.take("streaming", False):
-        made.lose(source, "streaming", "the data is loaded as a whole")
+    put_streaming(made, source, "streaming")
     source.skip(("buffer_size",))
     if source.take("train_on_prompt", False):
         made.put("training.completion_only_loss", False)

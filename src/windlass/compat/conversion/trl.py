@@ -5,7 +5,13 @@ The defaults of its SFTConfig are those of Windlass's.
 
 from __future__ import annotations
 
-from windlass.compat.conversion.datasets import Dataset, is_on_hub, put_evaluation_data, put_training_data
+from windlass.compat.conversion.datasets import (
+    Dataset,
+    is_on_hub,
+    put_evaluation_data,
+    put_streaming,
+    put_training_data,
+)
 from windlass.compat.conversion.made import Conversion, ForeignConfig
 from windlass.compat.conversion.shared import (
     put_adapter,
@@ -44,8 +50,8 @@ def convert(source: ForeignConfig, made: Conversion) -> None:
     found = _datasets(source)
     put_training_data(made, found, source, "datasets" if source.take("datasets") else "dataset_name")
     _evaluation(source, made, found)
-    if source.take("dataset_streaming", False) or source.take("streaming", False):
-        made.lose(source, "dataset_streaming", "the data is loaded as a whole", True)
+    for key in ("dataset_streaming", "streaming"):
+        put_streaming(made, source, key)
 
 
 def _datasets(source: ForeignConfig) -> list[Dataset]:
