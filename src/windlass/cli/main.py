@@ -102,6 +102,10 @@ def _dispatch(arguments: list[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     if options.command == "train":
         chosen = _train_options(options, rest, arguments, train)
+        if chosen.search is not None:
+            from windlass.cli.recipe_search import search_command
+
+            return search_command(chosen)
         from windlass.cli.train import train_command
 
         return train_command(chosen, arguments)

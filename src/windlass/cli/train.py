@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 
 def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
     """Run `windlass train`; `arguments` is the command line, for the command that resumes."""
-    if options.search is not None:
-        from windlass.cli.recipe_search import search_command
-
-        return search_command(options)
     with Activity("checking the recipe"):
         recipe = load_recipe(
             options.recipe,
