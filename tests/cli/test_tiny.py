@@ -23,12 +23,15 @@ NEEDS = {
     "translate-multi30k": "sacrebleu",
     "sft-lora": "peft",
     "sft-gsm8k": "peft",
+    "dpo": "peft",
     "sft-qlora": "bitsandbytes",
     "qlora-gsm8k": "bitsandbytes",
     "sft-zero3": "deepspeed",
 }
 FAMILIES = {
     "classify": "qwen3",
+    "dpo": "qwen3",
+    "reward": "qwen3",
     "pretrain-stream": "llama",
     "sft-fsdp": "qwen3",
     "sft-full": "llama",

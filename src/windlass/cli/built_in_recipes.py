@@ -9,8 +9,9 @@ from windlass.core.errors import ConfigError, Problem
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 DEFAULT = "python-docs"
-# Rows for the tiny form of a recipe: texts with a target and a label, and conversations.
+# Rows for the tiny form of a recipe: texts with a target and a label, conversations, and preferences.
 ROWS, CHAT = FOLDER / "tiny" / "rows.jsonl", FOLDER / "tiny" / "chat.jsonl"
+PREFERENCES = FOLDER / "tiny" / "preferences.jsonl"
 ENDINGS = (".yaml", ".yml")
 
 

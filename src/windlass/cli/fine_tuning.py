@@ -43,7 +43,7 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     if holds_images(parts.train):
         name, processing_class = image_model(recipe, parts.tokenizer, args.seed)
     elif name is None:
-        name = str(_trained_base(recipe, parts.tokenizer, parts.train, args))
+        name = str(trained_base(recipe, parts.tokenizer, parts.train, args))
     options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
     if isinstance(name, str):
         args.model_init_kwargs = {"dtype": recipe.model.dtype, **options}
@@ -54,7 +54,7 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
         eval_dataset=parts.evaluation,
         processing_class=processing_class,
         peft_config=build_adapter(recipe),
-        quantization_config=_quantization(recipe),
+        quantization_config=quantization_of(recipe),
     )
 
 
@@ -69,7 +69,7 @@ def build_adapter(recipe: Recipe) -> Any:
         raise ConfigError(Problem("adapter", recipe.adapter, str(error))) from error
 
 
-def _quantization(recipe: Recipe) -> Any:
+def quantization_of(recipe: Recipe) -> Any:
     if recipe.quantization is None:
         return None
     transformers = require("transformers", "quantize a model")
@@ -83,7 +83,7 @@ def _quantization(recipe: Recipe) -> Any:
 # --- the base ---------------------------------------------------------------------------------------------------------
 
 
-def _trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArguments) -> Path:
+def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArguments) -> Path:
     """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists."""
     from windlass.trainer.trainer import Trainer
     from windlass.zero.building import DividedBuilding

@@ -76,7 +76,7 @@ def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = N
     # A list has no weights: an epoch is all rows of all sources, once.
     weights = data.mixture if isinstance(data.mixture, dict) else None
     train = DatasetMixture(sources, weights, seed) if data.mixture else sources[data.train]
-    return TuningData(_tokenizer(recipe, train, saved_tokenizer), train, held or None)
+    return TuningData(tuning_tokenizer(recipe, train, saved_tokenizer), train, held or None)
 
 
 def _open_stream(recipe: Recipe, saved_tokenizer: Path | None) -> TuningData:
@@ -92,7 +92,7 @@ def _open_stream(recipe: Recipe, saved_tokenizer: Path | None) -> TuningData:
         rows = rows.skip(data.eval_rows)
     if data.max_samples is not None:
         rows = rows.take(data.max_samples)
-    return TuningData(_tokenizer(recipe, rows, saved_tokenizer), rows, held or None)
+    return TuningData(tuning_tokenizer(recipe, rows, saved_tokenizer), rows, held or None)
 
 
 def first_rows(rows: Any) -> Any:
@@ -100,7 +100,7 @@ def first_rows(rows: Any) -> Any:
     return rows.take(_FIRST_ROWS) if is_stream(rows) else rows
 
 
-def _tokenizer(recipe: Recipe, rows: Any, saved: Path | None) -> Any:
+def tuning_tokenizer(recipe: Recipe, rows: Any, saved: Path | None) -> Any:
     """Return the tokenizer of the model, or a new one for a base that is trained first.
 
     A named model has its own, so that a recipe with sections on the base can be used on it.

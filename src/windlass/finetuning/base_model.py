@@ -42,7 +42,7 @@ def open_model(model: Any, args: TuningConfig, quantization_config: Any) -> nn.M
     if not isinstance(model, str):
         fix = "give a model, its name or folder, or a config of transformers"
         raise ConfigError(Problem("model", type(model).__name__, fix))
-    return load_model(model, _load_options(args, quantization_config))
+    return load_model(model, load_options(args, quantization_config))
 
 
 def load_model(name: str, options: dict[str, Any]) -> nn.Module:
@@ -65,7 +65,8 @@ def load_model(name: str, options: dict[str, Any]) -> nn.Module:
     return loaded
 
 
-def _load_options(args: TuningConfig, quantization_config: Any) -> dict[str, Any]:
+def load_options(args: TuningConfig, quantization_config: Any) -> dict[str, Any]:
+    """The options of `from_pretrained`. Raises ConfigError for a wrong dtype, or two quantizations."""
     options = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     if quantization_config is not None:
         if "quantization_config" in options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -10,6 +11,42 @@ from torch import Tensor
 from windlass.core.types import State
 
 Sums = Mapping[str, tuple[Tensor, Tensor]]
+
+
+class Extremes:
+    """The least or the greatest values since the last report, on this rank.
+
+    Args:
+        names: each begins with "min" or "max".
+        device: where the values are.
+        gather: concatenates tensors of all ranks. Collective.
+    """
+
+    def __init__(
+        self, names: Sequence[str], device: torch.device, gather: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.names, self._gather = tuple(names), gather
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._signs = torch.tensor(
+            [-1.0 if name.startswith("min") else 1.0 for name in names], dtype=self._dtype, device=device
+        )
+
+    def empty(self) -> Tensor:
+        """Values that any other replaces."""
+        return torch.full_like(self._signs, -math.inf)
+
+    def of(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The values of a batch; greater is more extreme for all of them."""
+        if not self.names:
+            return self._signs
+        return torch.stack([values[name].detach().to(self._dtype) for name in self.names]) * self._signs
+
+    def read(self, kept: Tensor) -> dict[str, float]:
+        """The extremes over all ranks. Collective."""
+        if not self.names:
+            return {}
+        whole = self._gather(kept[None]).amax(dim=0) * self._signs
+        return {n: v for n, v in zip(self.names, whole.tolist(), strict=True) if math.isfinite(v)}
 
 
 class MeanFigures:
@@ -22,6 +59,7 @@ class MeanFigures:
         device: where the sums are.
         sum_over_ranks: returns the sum of a tensor over all ranks. Collective.
         rank: of this process in the job.
+        extremes: least and greatest values, which are reported too.
     """
 
     def __init__(
@@ -30,13 +68,17 @@ class MeanFigures:
         device: torch.device,
         sum_over_ranks: Callable[[Tensor], Tensor],
         rank: int = 0,
+        extremes: Extremes | None = None,
     ) -> None:
+        self._extremes = extremes or Extremes((), device, lambda values: values)
+        self._kept = {training: self._extremes.empty() for training in (True, False)}
         self.names = tuple(names)
         self._sum_over_ranks, self._rank, self._device = sum_over_ranks, rank, device
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sums = {training: self._zeros() for training in (True, False)}
         self._tokens, self._in_update = self._no_tokens(), False
-        self._update = self._zeros(), self._no_tokens()  # of the update that is being computed
+        # of the update that is being computed
+        self._update = self._zeros(), self._no_tokens(), self._extremes.empty()
 
     def _zeros(self) -> Tensor:
         """A row of sums, and one of their weights."""
@@ -48,20 +90,24 @@ class MeanFigures:
     def begin_update(self) -> None:
         """Count what is added from now on; what an attempt that failed had added is dropped."""
         self._in_update = True
-        self._update = self._zeros(), self._no_tokens()
+        self._update = self._zeros(), self._no_tokens(), self._extremes.empty()
 
     def end_update(self) -> None:
         """Keep the counts of the update, and ignore training batches until the next one."""
-        sums, tokens = self._update
+        sums, tokens, extremes = self._update
+        self._kept[True] = torch.maximum(self._kept[True], extremes)
         self._sums[True] += sums
         self._tokens += tokens
         self._in_update = False
 
-    def add(self, sums: Sums, tokens: Tensor, *, training: bool) -> None:
+    def add(
+        self, sums: Sums, tokens: Tensor, *, training: bool, extremes: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Add the figures of one batch on this rank.
 
         Args:
             sums: a sum and its weight for each name, scalar tensors.
+            extremes: a value for each name of `extremes`.
             tokens: inputs that are not padding; counted in training only. In training, batches count only within an
                 update: the first one is also run for measurements before.
         """
@@ -70,9 +116,12 @@ class MeanFigures:
         rows = [
             torch.stack([sums[name][at].detach().to(self._dtype) for name in self.names]) for at in (0, 1)
         ]
-        into, all_tokens = self._update if training else (self._sums[False], self._no_tokens())
+        into, all_tokens, kept = (
+            self._update if training else (self._sums[False], self._no_tokens(), self._kept[False])
+        )
         into += torch.stack(rows)
         all_tokens += tokens.detach()
+        torch.maximum(kept, self._extremes.of(extremes or {}), out=kept)
 
     def read(self, *, training: bool) -> dict[str, float]:
         """The means over all ranks since the last call, and `num_tokens`, those of the whole run. Collective. A mean
@@ -82,33 +131,44 @@ class MeanFigures:
             torch.cat([self._sums[training].flatten(), self._tokens[None].to(self._dtype)])
         )
         *values, tokens = joined.tolist()
-        self._sums[training] = self._zeros()
+        extremes = self._extremes.read(self._kept[training])
+        self.forget(training=training)
         count = len(self.names)
         found = {
             name: total / weight
             for name, total, weight in zip(self.names, values[:count], values[count:], strict=True)
             if weight
         }
-        return {**found, "num_tokens": tokens} if found else {}
+        return {**found, **extremes, "num_tokens": tokens} if found else {}
 
     def forget(self, *, training: bool) -> None:
         """Drop what was added since the last report; the tokens of the run stay counted."""
-        self._sums[training] = self._zeros()
+        self._sums[training], self._kept[training] = self._zeros(), self._extremes.empty()
 
     def state_dict(self) -> State:
-        return {"sums": self._sums[True].flatten().tolist(), "tokens": int(self._tokens)}
+        extremes = [None if math.isinf(value) else value for value in self._kept[True].tolist()]
+        return {
+            "sums": self._sums[True].flatten().tolist(),
+            "tokens": int(self._tokens),
+            "extremes": extremes,
+        }
 
     def load_state_dict(self, state: State) -> None:
-        self._sums[True] = self._read(state)
+        self._sums[True], self._kept[True] = self._read(state), self._read_extremes(state)
         self._tokens = torch.tensor(state["tokens"], dtype=torch.int64, device=self._device)
 
     def _read(self, state: State) -> Tensor:
         return torch.tensor(state["sums"], dtype=self._dtype, device=self._device).view(2, -1)
 
+    def _read_extremes(self, state: State) -> Tensor:
+        values = [-math.inf if value is None else value for value in state["extremes"]]
+        return torch.tensor(values, dtype=self._dtype, device=self._device)
+
     def adopt(self, states: list[State]) -> None:
         """Restore the sums of a run on another number of ranks: the first rank gets all of them."""
         mine = states if self._rank == 0 else []
         self._tokens = torch.tensor(sum(s["tokens"] for s in mine), dtype=torch.int64, device=self._device)
-        self._sums[True] = self._zeros()
+        self.forget(training=True)
         for state in mine:
             self._sums[True] += self._read(state)
+            self._kept[True] = torch.maximum(self._kept[True], self._read_extremes(state))

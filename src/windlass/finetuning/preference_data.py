@@ -52,7 +52,7 @@ class PreferenceData:
         )
         if is_stream(found):
             return found
-        rows, summary = within(found, self.options, name, dataset)
+        rows, summary = within(found, self.options, name, dataset, whole_sequences=self.options.whole)
         self.summaries[name] = summary
         self._check(summary, name)
         return self.finish(rows, name)

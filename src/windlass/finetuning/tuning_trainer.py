@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from windlass.core.logs import get_job_logger
 from windlass.core.types import EvalLoopOutput
 from windlass.finetuning.card_writer import CardWriter
-from windlass.finetuning.mean_figures import MeanFigures
+from windlass.finetuning.mean_figures import Extremes, MeanFigures
 from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
 from windlass.finetuning.token_figures import UpdateBorders
 from windlass.finetuning.tuning_config import TuningConfig
@@ -41,14 +41,17 @@ class TuningTrainer(Trainer):
     _summaries: Mapping[str, TextSummary]
     _prepare_data: Callable[[Any], Any]
 
-    def _begin_reports(self, names: tuple[str, ...]) -> None:
-        """Report the means `names` with the losses, write a card with each checkpoint, and tag the model."""
+    def _begin_reports(self, names: tuple[str, ...], extremes: tuple[str, ...] = ()) -> None:
+        """Report the means `names` with the losses, and the `extremes`; write a card with each checkpoint, and tag the
+        model.
+        """
         self._offload = ActivationOffload()
         self._figures = MeanFigures(
             names,
             self.accelerator.device,
             lambda sums: self.accelerator.reduce(sums, "sum"),
             self.accelerator.process_index,
+            Extremes(extremes, self.accelerator.device, self.accelerator.gather),
         )
         self.accelerator.register_for_checkpointing(self._figures)
         self.add_callback(UpdateBorders(self._figures))
@@ -98,13 +101,17 @@ class TuningTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """Loss, logits and input ids of one batch; the last two are None if only the loss is asked for."""
+        """Loss, predictions and labels of one batch; the last two are None if only the loss is asked for."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             if prediction_loss_only:
                 return without_gradient(self.compute_loss(model, inputs)), None, None
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        return without_gradient(loss), outputs.logits.detach(), inputs["input_ids"]
+        return without_gradient(loss), *self._evaluated(inputs, outputs)
+
+    def _evaluated(self, inputs: Any, outputs: Any) -> tuple[Any, Any]:
+        """What `compute_metrics` gets of a batch: the logits and the input ids."""
+        return outputs.logits.detach(), inputs["input_ids"]
 
     # --- reports ----------------------------------------------------------------------------------------------------
 

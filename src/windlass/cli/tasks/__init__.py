@@ -5,6 +5,8 @@ from windlass.cli.tasks.causal_lm import CausalLM
 from windlass.cli.tasks.classification import Classification
 from windlass.cli.tasks.image_classification import ImageClassification
 from windlass.cli.tasks.masked_lm import MaskedLM
+from windlass.cli.tasks.preference_tuning import PreferenceTuning
+from windlass.cli.tasks.reward_modelling import RewardModelling
 from windlass.cli.tasks.seq2seq import Seq2Seq
 from windlass.cli.tasks.supervised_tuning import SupervisedTuning
 
@@ -16,4 +18,6 @@ TASKS: dict[str, Task] = {
     Seq2Seq.name: Seq2Seq(),
     ImageClassification.name: ImageClassification(),
     SupervisedTuning.name: SupervisedTuning(),
+    PreferenceTuning.name: PreferenceTuning(),
+    RewardModelling.name: RewardModelling(),
 }

@@ -1,0 +1,57 @@
+"""Preferences: `DPOTrainer` on rows with a chosen and a rejected answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from windlass.cli.built_in_recipes import PREFERENCES
+from windlass.cli.recipe_parts import RecipeParts
+from windlass.cli.schema import Recipe
+from windlass.cli.task import Conflict, Task
+from windlass.config.arguments import TrainingArguments
+from windlass.finetuning.dpo_config import DPOConfig
+
+
+class PreferenceTuning(Task):
+    """A named model, or a small base that is trained on the chosen answers first, learns preferences."""
+
+    name = "dpo"
+    own_keys: ClassVar[tuple[str, ...]] = ("data.rename", "base", "adapter", "quantization", "sample")
+    arguments: ClassVar[type[TrainingArguments]] = DPOConfig
+    new_model = "base"
+
+    def stand_in(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        return {"train": str(PREFERENCES)}
+
+    def file_problem(self, kind: str) -> str | None:
+        if kind in ("jsonl", "json", "parquet", "hub"):
+            return None
+        return f"a {kind} file has no pairs of answers; {self.name} reads jsonl, json, parquet or hub"
+
+    def conflicts(self, recipe: Recipe) -> Iterator[Conflict]:
+        if recipe.model.config is not None:
+            fix = "names new weights, which cannot be tuned; give model.name, or base.config for a base to train first"
+            yield "model.config", recipe.model.config, fix
+        if recipe.quantization is not None and recipe.adapter is None:
+            fix = "weights of few bits are not trained themselves; add an adapter, such as adapter={r: 8}"
+            yield "quantization", recipe.quantization, fix
+
+    def build_parts(
+        self, recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None
+    ) -> RecipeParts:
+        from windlass.cli.fine_tuning import build_adapter
+        from windlass.cli.preference_rows import load_preferences
+
+        build_adapter(recipe)  # its errors come before the data is read and a base is trained
+        found = load_preferences(recipe, args.seed, saved_tokenizer)
+        return RecipeParts(
+            recipe, found.tokenizer, found.train, found.evaluation, takes_turns=found.takes_turns
+        )
+
+    def build_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
+        from windlass.cli.preference_rows import build_preference_trainer
+        from windlass.finetuning.dpo_trainer import DPOTrainer
+
+        return build_preference_trainer(DPOTrainer, parts, args)

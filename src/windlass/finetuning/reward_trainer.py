@@ -1,0 +1,141 @@
+"""`RewardTrainer`: a model with one number for each text, the higher the more it is preferred (Bradley-Terry)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import ModelError
+from windlass.data.collate_preference import DataCollatorForPreference
+from windlass.finetuning.answer_log_probabilities import model_inputs
+from windlass.finetuning.frozen_reference import without_dropout
+from windlass.finetuning.preference_data import PreferenceData
+from windlass.finetuning.reward_config import RewardConfig
+from windlass.finetuning.reward_model import reward_model
+from windlass.finetuning.sft_checks import settle_stream
+from windlass.finetuning.sft_data import check_train_dataset
+from windlass.finetuning.tuned_model import open_tuned_model
+from windlass.finetuning.tuning_arguments import tuning_arguments
+from windlass.finetuning.tuning_trainer import TuningTrainer
+from windlass.text.pair_encoder import PairOptions
+from windlass.text.tables import is_stream
+from windlass.transforms.model_limits import ModelLimits
+
+
+class RewardTrainer(TuningTrainer):
+    """Trains a sequence classifier with one output on preferences.
+
+    Args:
+        model: a sequence classifier with one label; a name or folder, which is loaded as one, with a new head unless it
+            has one; a config of transformers, for new weights; or a `PeftModel`.
+        args: the configuration; a `TrainingArguments` is converted. Defaults to `RewardConfig("<model name>-Reward")`.
+        data_collator: list of samples -> batch; by default `DataCollatorForPreference`.
+        train_dataset: as for `DPOTrainer`; a column "margin" has by how much the chosen answer is better.
+        eval_dataset: the same, or a dict of them.
+        processing_class: the tokenizer; by default that of the model's name or folder.
+        compute_metrics: gets the rewards of chosen and rejected answers, of shape (pairs, 2), and labels that
+            are all 0: the chosen ones are the first.
+        quantization_config: how a model given by name is quantized.
+        peft_config: the adapter to train; the head is trained too.
+
+    The other arguments are those of `Trainer`.
+
+    Raises:
+        ConfigError, DataError, ModelError: whatever can be known to be wrong before training.
+    """
+
+    args: RewardConfig
+    TAGS = ("windlass", "reward-trainer")
+    COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "margin")
+
+    def __init__(
+        self,
+        model: Any,
+        args: RewardConfig | TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ) -> None:
+        args = tuning_arguments(RewardConfig, args, model)
+        check_train_dataset(train_dataset)
+        settle_stream(args, is_stream(train_dataset))
+        opened, head = reward_model(model, args, quantization_config, peft_config)
+        base = open_tuned_model(opened, args, processing_class, None, head)
+        if args.disable_dropout:
+            without_dropout(base.model)
+        options = PairOptions(
+            max_length=args.max_length, whole=True, eos_token=args.eos_token, num_proc=args.dataset_num_proc
+        )
+        self._data = PreferenceData(base.tokenizer, options, ModelLimits.of(base.model), ("margin",))
+        self._summaries, self._prepare_data = self._data.summaries, self._data.prepare_all
+        multiple = args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None
+        super().__init__(
+            base.model,
+            args,
+            data_collator
+            or DataCollatorForPreference(base.tokenizer.pad_token_id, pad_to_multiple_of=multiple),
+            self._data.prepare(train_dataset, "train"),
+            None if eval_dataset is None else self._data.prepare_all(eval_dataset),
+            base.processing_class,
+            None,
+            None,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics,
+        )
+        self._begin_reports(("mean_reward", "accuracy", "margin"), extremes=("min_reward", "max_reward"))
+
+    def count_targets(self, batch: Any) -> float:
+        """The pairs of a batch, which its loss is a mean over."""
+        return len(batch["input_ids"]) // 2
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The mean over pairs of `-log sigmoid(chosen - rejected - margin)`, and its figures for the log."""
+        outputs = model(**model_inputs(inputs), use_cache=False)
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        if logits.shape[-1] != 1:
+            raise ModelError(
+                f"a reward model has one output, and this one has {logits.shape[-1]}: set num_labels=1"
+            )
+        rewards = logits.squeeze(-1)
+        chosen, rejected = rewards.chunk(2)
+        margin = inputs["margin"].to(chosen) if "margin" in inputs else 0.0
+        loss = -F.logsigmoid(chosen - rejected - margin).mean()
+        if self.args.center_rewards_coefficient is not None:
+            loss = loss + self.args.center_rewards_coefficient * ((chosen + rejected) ** 2).mean()
+        with torch.no_grad():
+            pairs = rewards.new_tensor(len(chosen))
+            sums = {
+                "mean_reward": (rewards.sum(), 2 * pairs),
+                "accuracy": ((chosen > rejected).sum(), pairs),
+                "margin": ((chosen - rejected).sum(), pairs),
+            }
+            extremes = {"min_reward": rewards.min(), "max_reward": rewards.max()}
+            tokens = inputs["attention_mask"].sum()
+            self._figures.add(sums, tokens, training=self.model.training, extremes=extremes)
+        return (loss, {"rewards": torch.stack([chosen, rejected], dim=1)}) if return_outputs else loss
+
+    def _evaluated(self, inputs: Any, outputs: Any) -> tuple[Tensor, Tensor]:
+        rewards: Tensor = outputs["rewards"].detach()
+        return rewards, torch.zeros(len(rewards), dtype=torch.int64, device=rewards.device)

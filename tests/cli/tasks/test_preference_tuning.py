@@ -1,0 +1,55 @@
+"""Preferences by a recipe: on the model that fine-tuning left, and rows that are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.finetuning import small
+from tests.finetuning.preferences import pairs
+
+from windlass.cli.main import main
+
+pytest.importorskip("transformers")
+SHORT = ["training.use_cpu=true", "training.bf16=false", "training.max_steps=2", "training.report_to=none"]
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def ran(recipe: str, folder: Path, *words: str) -> int:
+    """The exit code of `windlass train`, with two updates."""
+    path = folder / f"{recipe}.yaml"
+    path.write_text(f"task: {recipe}\n")
+    return main(["train", str(path), *SHORT, f"training.output_dir={folder / recipe}", *words])
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "reward"])
+def test_the_model_that_fine_tuning_left_learns_preferences(
+    tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tuning = written(tmp_path / "rows.jsonl", small.prompts(24))
+    assert ran("sft", tmp_path, f"model.name={small.saved(tmp_path / 'model')}", f"data.train={tuning}") == 0
+    left = max((tmp_path / "sft").glob("checkpoint-*"))
+    preferences = written(tmp_path / "prefs.jsonl", pairs(24))
+    assert ran(recipe, tmp_path, f"model.name={left}", f"data.train={preferences}") == 0
+    lines = [json.loads(line) for line in (tmp_path / recipe / "metrics.jsonl").read_text().splitlines()]
+    named = {name for line in lines for name in line}
+    assert {"dpo": "rewards/accuracies", "reward": "accuracy"}[recipe] in named
+
+
+def test_a_row_without_a_rejected_answer_is_named_by_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = pairs(24)
+    del rows[6]["rejected"]
+    preferences = written(tmp_path / "prefs.jsonl", rows)
+    model = small.saved(tmp_path / "model")
+    assert ran("dpo", tmp_path, f"model.name={model}", f"data.train={preferences}") != 0
+    assert "prefs.jsonl:7: column 'rejected' is missing or null" in capsys.readouterr().err
