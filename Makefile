@@ -67,6 +67,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/contention.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/text_preparation.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/sft.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/sft_images.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/loss_memory.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/hub.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/gpu.py --write docs/benchmarks.md

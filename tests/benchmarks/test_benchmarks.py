@@ -82,6 +82,7 @@ def test_the_page_has_every_section() -> None:
         "preparation",
         "gpu",
         "sft",
+        "sft-images",
         "loss-memory",
     )
     for section in sections:
@@ -224,6 +225,15 @@ def test_a_contender_of_fine_tuning_counts_its_updates(name: str) -> None:
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["updates"] == 4, "one after the three that are skipped"
     assert figures["tokens_per_second"] > 0
+
+
+@pytest.mark.slow
+def test_fine_tuning_on_images_is_measured_beside_trl(tmp_path: Path) -> None:
+    raw = tmp_path / "figures.json"
+    _run(str(FOLDER / "sft_images.py"), "--updates", "2", "--rounds", "1", "--json", str(raw))
+    figures = json.loads(raw.read_text())["contenders"]
+    assert set(figures) == {"windlass", "windlass_grouped", "trl"}
+    assert all(it["samples_per_second"] > 0 and it["memory"] > 0 for it in figures.values())
 
 
 def test_a_contender_of_fine_tuning_that_fails_is_a_row() -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.finetuning import small, vision_families
 from tests.finetuning.vision_families import FAMILIES, family
 
-from windlass.core.errors import ConfigError, DataError
+from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.finetuning.sft_trainer import SFTTrainer
 from windlass.text.located_rows import LocatedRows
 
@@ -195,3 +195,25 @@ def test_no_logits_are_made(tmp_path: Path, name: str) -> None:
     head.register_forward_hook(lambda _, __, output: made.append(output.numel()))
     trainer.train()
     assert made[-1] == 1  # the loss; earlier ones are those of the model's own loss on eight tokens
+
+
+@pytest.mark.parametrize("name", ["llava", "idefics3"])
+@pytest.mark.parametrize("joined", [{"packing": True, "max_length": 256}, {"padding_free": True}])
+def test_joined_rows_have_the_loss_of_rows_alone(tmp_path: Path, name: str, joined: dict[str, Any]) -> None:
+    rows = mixed_rows()
+    plain = trainer_of(tmp_path, name, rows, eval_dataset=rows, per_device_eval_batch_size=9)
+    trainer = trainer_of(tmp_path, name, rows, eval_dataset=rows, per_device_eval_batch_size=2, **joined)
+    if "packing" in joined:
+        packed = [(len(row["seq_lengths"]), len(row["images"])) for row in trainer.train_dataset]
+        assert sum(count for count, _ in packed) == 9
+        assert sum(images for _, images in packed) == 9
+        assert max(count for count, _ in packed) > 1
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    trainer.train()
+    assert all(torch.isfinite(value).all() for value in weights(trainer).values())
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "gemma3", "paligemma"])
+def test_models_whose_positions_depend_on_other_images_are_not_packed(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelError, match="without packing and padding_free"):
+        trainer_of(tmp_path, name, mixed_rows(), packing=True, max_length=256)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from windlass.config.refusal import refuse
-from windlass.core.errors import Problem
+from windlass.core.errors import ModelError, Problem
+from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.tuned_model import TunedModel
 from windlass.text.image_files import ImageFiles
 from windlass.text.image_processing import ImageProcessing
+from windlass.text.image_rows import ImageCollator
 from windlass.trainer.wrappers import innermost
+from windlass.transforms.evaluating import evaluating
 
 
 def open_images(base: TunedModel, args: SFTConfig, formatted: bool) -> ImageProcessing:
@@ -27,9 +35,7 @@ def open_images(base: TunedModel, args: SFTConfig, formatted: bool) -> ImageProc
     options = args.dataset_kwargs if isinstance(args.dataset_kwargs, dict) else {}
     files = ImageFiles(allow_urls=bool(options.get("allow_image_urls")))
     takes = inspect.signature(innermost(base.model).forward).parameters
-    images = ImageProcessing(base.processing_class, files, takes)
-    refuse(_problems_of_packing(images, args))
-    return images
+    return ImageProcessing(base.processing_class, files, takes)
 
 
 def _problems(base: TunedModel, args: SFTConfig, formatted: bool) -> Iterator[Problem]:
@@ -51,11 +57,48 @@ def _problems(base: TunedModel, args: SFTConfig, formatted: bool) -> Iterator[Pr
         yield Problem("packing_strategy", args.packing_strategy, fix)
 
 
-def _problems_of_packing(images: ImageProcessing, args: SFTConfig) -> Iterator[Problem]:
-    if args.joins_rows:
-        name = "padding_free" if args.padding_free else "packing"
-        kind = type(images.processor).__name__
-        fix = (
-            f"rows with images of a {kind} are not joined yet; batches of similar lengths need little padding"
+def refuse_unequal(model: nn.Module, images: ImageProcessing) -> None:
+    """Raise if a row of two documents with images has other logits than the documents alone, as where positions of
+    images depend on what is before them. To be called within `documents_apart`, on a model that is not yet wrapped.
+
+    Raises:
+        ModelError: it has, or the model fails on such a row.
+    """
+    grey, tokens = images.grey()
+    # Images of noise, for what is seen of an equal one changes nothing.
+    draw = np.random.default_rng(0)
+    noise = [draw.integers(0, 256, (*reversed(grey.size), 3), dtype=np.uint8) for _ in range(2)]
+    documents = [[*range(1, 1 + before), *tokens, *range(10, 16 - before)] for before in (4, 2)]
+    samples = [
+        {"input_ids": ids, "labels": ids, "images": [image]}
+        for ids, image in zip(documents, noise, strict=True)
+    ]
+    joined, alone = (
+        ImageCollator(DataCollatorForCausalLM(0, joins), images, joins) for joins in (True, False)
+    )
+    try:
+        with evaluating(model):
+            whole = _logits(model, joined(samples))
+            parts = torch.cat([_logits(model, alone([sample])) for sample in samples], dim=1)
+    except Exception as error:  # of a model that does not take such a row
+        raise ModelError(_reason(model, f"{type(error).__name__}: {error}")) from error
+    difference, scale = (whole - parts).abs().max().item(), parts.abs().max().item()
+    if not difference <= 64 * torch.finfo(parts.dtype).eps * scale:
+        raise ModelError(
+            _reason(model, f"logits differ by {difference:.2g} from those of rows alone, up to {scale:.2g}")
         )
-        yield Problem(name, True, fix)
+
+
+def _reason(model: nn.Module, found: str) -> str:
+    return (
+        f"{type(innermost(model)).__name__} does not keep documents with images apart in one row ({found}). Train it "
+        "without packing and padding_free; batches of similar lengths (train_sampling_strategy='group_by_length') need "
+        "little padding."
+    )
+
+
+def _logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    device = next(model.parameters()).device
+    given = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    found: Tensor = model(**{name: value for name, value in given.items() if name != "labels"}).logits
+    return found

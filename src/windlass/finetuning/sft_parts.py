@@ -81,7 +81,7 @@ def build_sft_parts(given: Given) -> SFTParts:
     )
     images = open_images(base, args, formatted) if with_images else None
     if images is not None and not own_collator:
-        collator = ImageCollator(collator, images)
+        collator = ImageCollator(collator, images, args.joins_rows)
     limits = ModelLimits.of(base.model)
     data = SFTData(args, base.tokenizer, given.formatting_func, own_collator, limits, images)
     return SFTParts(args, base.model, base.processing_class, collator, data, router_weight)

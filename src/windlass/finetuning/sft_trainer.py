@@ -15,6 +15,7 @@ from windlass.core.types import EvalLoopOutput, TrainOutput
 from windlass.finetuning.card_writer import CardWriter
 from windlass.finetuning.peft_adapters import describe_trained, is_peft_model, predicts_first_labels
 from windlass.finetuning.sft_config import SFTConfig
+from windlass.finetuning.sft_images import refuse_unequal
 from windlass.finetuning.sft_loss import sft_loss
 from windlass.finetuning.sft_parts import Given, build_sft_parts
 from windlass.finetuning.token_figures import TokenFigures, UpdateBorders
@@ -134,6 +135,8 @@ class SFTTrainer(Trainer):
         if self.args.joins_rows:
             with self._documents_apart(), self.compute_loss_context_manager():
                 refuse_leaks(self.model)
+                if self._data.images is not None:
+                    refuse_unequal(self.model, self._data.images)
         add_tags: Any = getattr(self.model, "add_model_tags", None)
         if add_tags is not None:
             add_tags(_TAGS)

@@ -67,30 +67,40 @@ class ImageRows(Sequence[Any]):
 class ImageCollator:
     """Collate rows with images: their texts as `text` does, and what the model is given of their images.
 
-    A batch without any image gets a grey one in its padding, which no token sees. So the model takes the same path for
-    every batch: sharded ranks that differ would wait for each other, and the weights for images have a gradient, 0.
+    A batch without any image gets a grey one, which no token sees: in its padding, or as a document of a row without
+    padding. So the model takes the same path for every batch: sharded ranks that differ would wait for each other, and
+    the weights for images have a gradient, 0.
 
     Args:
-        text: list of samples with input_ids and labels -> batch of tensors, padded on the right.
+        text: list of samples with input_ids and labels -> batch of tensors, padded on the right or one row.
         images: what the processor makes of images.
+        joins: batches of `text` are one row without padding.
     """
 
-    def __init__(self, text: Callable[[Features], Batch], images: ImageProcessing) -> None:
-        self._text, self._images = text, images
+    def __init__(
+        self, text: Callable[[Features], Batch], images: ImageProcessing, joins: bool = False
+    ) -> None:
+        self._text, self._images, self._joins = text, images, joins
 
     def __call__(self, samples: Features) -> Batch:
         opened = [[self._images.files.open(image) for image in sample["images"]] for sample in samples]
         batch = self._text(samples) if any(opened) else self._with_grey(samples, opened)
         kinds = self._images.kinds(batch["input_ids"].numpy(), batch["labels"].numpy())
         tensors = {name: batch["input_ids"].new_tensor(values) for name, values in kinds.items()}
+        if self._joins:
+            opened = [[image for row in opened for image in row]]
         return {**batch, **tensors, **self._images.inputs(opened)}
 
     def _with_grey(self, samples: Features, opened: list[list[Any]]) -> Batch:
-        """The batch with a grey image after its shortest row, which is added to `opened`."""
+        """The batch with a grey image, which is added to `opened`: as a document, or after the shortest row."""
         image, tokens = self._images.grey()
+        targets = [IGNORED] * len(tokens)
+        if self._joins:
+            opened.append([image])
+            return self._text([*samples, {"input_ids": tokens, "labels": targets}])
         at = min(range(len(samples)), key=lambda row: len(samples[row]["input_ids"]))
         ids, labels = samples[at]["input_ids"], samples[at]["labels"]
-        longer = {"input_ids": [*ids, *tokens], "labels": [*labels, *([IGNORED] * len(tokens))]}
+        longer = {"input_ids": [*ids, *tokens], "labels": [*labels, *targets]}
         batch = self._text([*samples[:at], longer, *samples[at + 1 :]])
         batch["attention_mask"][at, len(ids) :] = 0
         opened[at].append(image)
