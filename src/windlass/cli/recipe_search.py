@@ -22,7 +22,7 @@ from windlass.core.output import say
 
 if TYPE_CHECKING:
     from windlass.search.search import ChosenTrial, TrialWatch
-    from windlass.search.settings import SearchSettings
+    from windlass.search.search_settings import SearchSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def read_spec(path: Path) -> SearchSpec:
 
 
 def _settings(spec: SearchSpec) -> SearchSettings:
-    from windlass.search.settings import SearchSettings
+    from windlass.search.search_settings import SearchSettings
 
     names = [spec.metric] if isinstance(spec.metric, str) else list(spec.metric)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from windlass.core.optional import require
-from windlass.search.samplers import Sampler
 from windlass.search.study import Record
+from windlass.search.trial_samplers import Sampler
 
 
 class OptunaSampler(Sampler):

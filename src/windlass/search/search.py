@@ -15,10 +15,10 @@ from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger
 from windlass.core.output import say
 from windlass.dist.gang import Gang
-from windlass.search.samplers import Sampler
-from windlass.search.settings import SearchSettings
+from windlass.search.search_settings import SearchSettings
 from windlass.search.study import Record, Study
-from windlass.search.table import draw_trials, trials_in_words
+from windlass.search.trial_samplers import Sampler
+from windlass.search.trial_table import draw_trials, trials_in_words
 
 logger = get_job_logger(__name__)
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from windlass.callbacks.handler import CallbackHandler
     from windlass.config.plan import CallPlan
     from windlass.core.events import TrainerControl, TrainerState
-    from windlass.search.defaults import BestRun, HPSearchBackend
+    from windlass.search.default_spaces import BestRun, HPSearchBackend
     from windlass.search.search import ChosenTrial, TrialWatch
     from windlass.trainer.interruption import Interruption
     from windlass.trainer.model_writer import ModelWriter
@@ -1066,9 +1066,9 @@ class Trainer:
         Raises:
             ConfigError: there is no `model_init`, an option has no effect, or the space names what is not an argument.
         """
-        from windlass.search.defaults import BestRun
+        from windlass.search.default_spaces import BestRun
         from windlass.search.search import Search
-        from windlass.search.settings import SearchSettings
+        from windlass.search.search_settings import SearchSettings
 
         settings = SearchSettings(
             hp_space, compute_objective, n_trials, direction, backend, hp_name, kwargs, self.args.seed

@@ -9,7 +9,7 @@ from transformers import trainer_utils as reference
 
 from windlass.core.errors import MissingDependencyError
 from windlass.core.optional import is_available
-from windlass.search import defaults as ours
+from windlass.search import default_spaces as ours
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
 from windlass.core.optional import is_available
-from windlass.search.defaults import (
+from windlass.search.default_spaces import (
     default_compute_objective,
     default_hp_space_optuna,
     default_hp_space_ray,
@@ -17,9 +17,9 @@ from windlass.search.defaults import (
 )
 from windlass.search.foreign_spaces import ray_values, sweep_space
 from windlass.search.optuna_sampler import OptunaSampler
-from windlass.search.samplers import GridSampler, MedianRule, RandomSampler, Sampler
 from windlass.search.space import Trial, declared
 from windlass.search.study import Study
+from windlass.search.trial_samplers import GridSampler, MedianRule, RandomSampler, Sampler
 
 DIRECTIONS = ("minimize", "maximize")
 _DEFAULT_SPACES: dict[str, Any] = {
