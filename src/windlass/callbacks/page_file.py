@@ -57,9 +57,7 @@ def page_parts(found: Sequence[tuple[RunView, str, TrainingTime | None]]) -> dic
     for view, status, time in found:
         facts = {"arguments": view.arguments, "data": view.data, "environment": view.environment}
         history = [measured(row) for row in view.all_rows]
-        header += (
-            f'<h1>{in_html(view.name)}</h1>\n<p class="sub">{in_html(status)}</p>\n{render_notes(view)}'
-        )
+        header += f'<h1>{in_html(view.name)}</h1>\n<p class="sub">{in_html(status)}</p>\n{render_notes(view)}'
         name = f'<h2 class="run">{in_html(view.name)}</h2>\n' if len(found) > 1 else ""
         details += name + render_tables(view) + render_details(history, facts, time)
     return {"header": header, "details": details, "runs": [page_data(view) for view, _, _ in found]}

@@ -181,7 +181,9 @@ def _answer(row: Mapping[str, Any] | None) -> str:
     scores = row.get("scores")
     pairs = scores.items() if isinstance(scores, dict) else ()
     shown = ", ".join(f"{name} {value:.3g}" for name, value in pairs if isinstance(value, int | float))
-    return _text(_words(row.get("answer", ""))) + (f'<div class="more">{in_html(shown)}</div>' if shown else "")
+    return _text(_words(row.get("answer", ""))) + (
+        f'<div class="more">{in_html(shown)}</div>' if shown else ""
+    )
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -196,4 +198,3 @@ def _table(heads: Sequence[str], rows: Any) -> str:
     head = "".join(f"<th>{in_html(name)}</th>" for name in heads)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in rows)
     return f'<div class="card"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>\n'
-

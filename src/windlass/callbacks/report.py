@@ -88,7 +88,7 @@ def write_report(
     overlaid = [summarised(read_run(other, strict=True)) for other in others]
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "report.html"]
-    write_whole(written[0], render_page([summarised(view, runs), *overlaid]))
+    write_whole(written[0], render_page([_summarised(view, runs), *overlaid]))
     if picture and is_available("matplotlib"):
         written.append(folder / "training.png")
         draw_training([measured(row) for row in view.all_rows], written[1], title)
@@ -101,13 +101,12 @@ def write_report(
     return written
 
 
-def summarised(view: RunView, runs: bool | None = None) -> tuple[RunView, str, TrainingTime | None]:
-    """Return a run with one line on its state and its time, as its page shows them.
+def summarised(view: RunView) -> tuple[RunView, str, TrainingTime | None]:
+    """Return a run with one line on its state and its time, as its page shows them."""
+    return _summarised(view, view.life.runs)
 
-    Args:
-        runs: whether it goes on if it has no end; by default what the folder shows.
-    """
-    runs = view.life.runs if runs is None else runs
+
+def _summarised(view: RunView, runs: bool | None) -> tuple[RunView, str, TrainingTime | None]:
     return view, status(view.record, view.all_rows, runs), training_time(view.record, view.all_rows)
 
 

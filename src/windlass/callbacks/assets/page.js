@@ -97,7 +97,9 @@ const windlass = (() => {
       scales: { x: { time: false }, y: { distr: view.log && canLog ? 3 : 1 } },
       axes: [{ ...axis, values: (chart, ticks) => ticks.map(short) },
         { ...axis, size: 70, values: (chart, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
-      cursor: { sync: { key: "windlass" }, drag: { x: true, y: false, setScale: false } },
+      // The others follow the cursor, and not the drag: they get its range from `zoom`.
+      cursor: { sync: { key: "windlass", filters: { pub: (type) => type !== "mousedown" && type !== "mouseup" } },
+        bind: { dblclick: () => () => zoom(null) }, drag: { x: true, y: false, setScale: false } },
       hooks: { setSelect: [(chart) => {
         if (chart.select.width < 3) return;
         const from = chart.posToVal(chart.select.left, "x");
@@ -107,7 +109,7 @@ const windlass = (() => {
     };
   }
 
-  function drawn(group, place) {
+  function framed(group) {
     const found = lines(group);
     if (!found.length) return null;
     const figure = document.createElement("figure");
@@ -117,7 +119,10 @@ const windlass = (() => {
     const title = group.length > 1 || isLoss(group[0]) ? "loss" : group[0];
     caption.textContent = title + (view.difference ? ", difference" : "") + (bad ? ` (${bad} non-finite left out)` : "");
     figure.append(caption);
-    place.append(figure);
+    return { found, figure, caption, title };
+  }
+
+  function drawn({ found, figure, caption, title }) {
     const tables = [], specs = [];
     for (const line of found) {
       if (view.smooth > 0) {
@@ -140,7 +145,10 @@ const windlass = (() => {
     const place = document.getElementById("charts");
     charts.forEach((one) => one.chart.destroy());
     place.replaceChildren();
-    charts = names().map((group) => drawn(group, place)).filter(Boolean);
+    // All figures before the first chart: how wide one is depends on how many there are.
+    const frames = names().map(framed).filter(Boolean);
+    place.append(...frames.map((one) => one.figure));
+    charts = frames.map(drawn);
     if (!charts.length) {
       const nothing = document.createElement("p");
       nothing.className = "muted";
