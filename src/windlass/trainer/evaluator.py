@@ -78,6 +78,20 @@ class Evaluator:
         """A context in which an evaluation, overrides included, draws nothing from a run's random generators."""
         return contextlib.nullcontext() if self._executor is None else preserved_rng(self._session.device)
 
+    @contextlib.contextmanager
+    def generating(self, strategy: Strategy) -> Iterator[None]:
+        """Within the body, the model is in evaluation mode, with the weights that are evaluated, and parts of it can be
+        called, as `generate` does. Random generators are restored at the end. Collective.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(preserved_rng(self._session.device))
+            if self._executor is not None:
+                stack.enter_context(self._executor.evaluating())
+            strategy.module.eval()
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(strategy.generating())
+            yield
+
     def run(self, loader: Any, evaluation: Evaluation) -> EvalLoopOutput:
         """Evaluate a loader's batches and join the results of all ranks. Collective."""
         self._events.show(eval_dataloader=loader)
