@@ -70,10 +70,9 @@ class Answering:
                 own[number] = self._answers(batches[number], number, writer)
             elif writer.in_step:  # the answers of another rank, which need this one
                 self._answers(batches[-1], number, writer)
-        found: dict[int, list[Answer]] = {}
-        for part in ranks.gather_objects(own):
-            found.update(part)
-        return [answer for number in range(len(batches)) for answer in found[number]]
+        sent = {number: [(answer.text, answer.tokens) for answer in part] for number, part in own.items()}
+        found = {number: part for parts in ranks.gather_objects(sent) for number, part in parts.items()}
+        return [Answer(*fields) for number in range(len(batches)) for fields in found[number]]
 
     def _answers(self, rows: Sequence[PromptRow], number: int, writer: Writer) -> list[Answer]:
         width = max(len(row.ids) for row in rows)
