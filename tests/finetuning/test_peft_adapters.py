@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.dist.launch import launch
 from tests.finetuning import small
 from tests.finetuning.test_sft_trainer import trainer_of
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -313,15 +315,34 @@ def test_four_bits_train_on_a_cpu(tmp_path: Path) -> None:
         assert torch.allclose(read(ids()).logits, trainer.model.eval()(ids()).logits, atol=1e-6)
 
 
-def test_few_bits_are_not_sharded(tmp_path: Path) -> None:
+def test_few_bits_that_are_stored_as_integers_are_not_sharded(tmp_path: Path) -> None:
     from windlass import SFTTrainer
 
     name, four_bits, _ = quantized(tmp_path / "base")
-    with pytest.raises(ConfigError, match="does not divide weights of few bits"):
+    with pytest.raises(ConfigError, match=r"bnb_4bit_quant_storage=torch\.float32"):
         SFTTrainer(
             name, small.arguments(tmp_path, fsdp="full_shard"), train_dataset=small.table(small.texts()),
             quantization_config=four_bits, peft_config=lora(),
         )  # fmt: skip
+
+
+@pytest.mark.dist
+def test_a_base_of_four_bits_is_sharded(tmp_path: Path) -> None:
+    """Two ranks with half of the packed weights each equal one process, and resume to the bit."""
+    pytest.importorskip("bitsandbytes")
+    name = small.saved(tmp_path / "base", hidden_size=64, intermediate_size=64)
+    for ranks in (1, 2):
+        launch(ranks, Path(__file__).with_name("few_bits_ranks.py"), name, tmp_path)
+    alone, first, second = (
+        json.loads((tmp_path / f"{run}.json").read_text()) for run in ("1-0", "2-0", "2-1")
+    )
+    assert first == second
+    assert first["whole"]["sharded"]
+    assert first["whole"]["adapter"] == first["resumed"]["adapter"], "the same bits"
+    assert len(first["whole"]["losses"]) == 4
+    assert first["whole"]["losses"] == pytest.approx(alone["whole"]["losses"], rel=1e-5)
+    for key, values in alone["whole"]["adapter"].items():
+        assert first["whole"]["adapter"][key] == pytest.approx(values, rel=1e-3, abs=1e-5), key
 
 
 def test_a_base_of_torchao_is_tuned_saved_and_resumed(tmp_path: Path) -> None:
