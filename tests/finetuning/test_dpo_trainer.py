@@ -128,6 +128,13 @@ def test_a_prompt_that_fills_the_window_is_named(tmp_path: Path, caplog: pytest.
         trainer_of(tmp_path, rows=rows, truncation_mode="error")
 
 
+def test_a_stream_is_trained_on(tmp_path: Path) -> None:
+    wanted = logs_of(trainer_of(tmp_path / "a", train_sampling_strategy="sequential"))
+    stream = small.table(pairs()).to_iterable_dataset()
+    found = logs_of(trainer_of(tmp_path / "b", rows=stream))
+    assert [row["loss"] for row in found] == [row["loss"] for row in wanted]
+
+
 def test_the_model_itself_is_no_reference(tmp_path: Path) -> None:
     model = small.model()
     with pytest.raises(ConfigError, match="cannot be the same object"):
