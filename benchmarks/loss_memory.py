@@ -266,7 +266,7 @@ def main() -> None:
     figures = {**facts(), "contenders": run(options)}
     command = "python benchmarks/loss_memory.py" + "".join(
         f" --{key} {getattr(options, key)}"
-        for key in ("vocabulary", "tokens", "hidden", "rounds", "device")
+        for key in ("vocabulary", "tokens", "hidden", "rounds", "device", "only")
         if getattr(options, key) != parser.get_default(key)
     )
     report("loss-memory", render(figures, command), figures, options.write, options.json)
