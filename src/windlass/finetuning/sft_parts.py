@@ -93,7 +93,7 @@ def build_sft_parts(given: Given) -> SFTParts:
         base.tokenizer.pad_token_id, args.joins_rows, pad_to_multiple_of=step
     )
     images = open_images(base, args, formatted) if with_images else None
-    if images is not None and not own_collator:
+    if images is not None:
         collator = ImageCollator(collator, images, args.joins_rows)
     limits = ModelLimits.of(base.model)
     data = SFTData(args, base.tokenizer, given.formatting_func, own_collator, limits, images)
@@ -105,4 +105,5 @@ def _with_images(given: Given, args: SFTConfig) -> bool:
     """Return True if a dataset may have images, and is prepared here."""
     held = given.eval_dataset
     datasets = [given.train_dataset, *(held.values() if isinstance(held, Mapping) else [held])]
-    return not args.skips_preparation and any(map(holds_images, datasets))
+    is_own = given.data_collator is not None
+    return not (args.skips_preparation or is_own) and any(map(holds_images, datasets))

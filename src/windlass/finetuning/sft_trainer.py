@@ -34,6 +34,7 @@ logger = get_job_logger(__name__)
 
 _TAGS = ["windlass", "sft"]
 _COLUMNS = ["input_ids", "labels", "seq_lengths", "images"]
+_FOR_OWN_COLLATORS = ("image", "messages", "prompt", "completion")  # of rows with images
 
 
 class SFTTrainer(Trainer):
@@ -180,7 +181,7 @@ class SFTTrainer(Trainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            self._signature_columns = list(_COLUMNS)
+            self._signature_columns = [*_COLUMNS, *(_FOR_OWN_COLLATORS if self._data.own_collator else ())]
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
