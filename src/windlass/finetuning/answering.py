@@ -29,7 +29,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class AnsweringModel:
     """A model that answers.
 
     Attributes:
@@ -55,7 +55,7 @@ class Answering:
     tokenizer: Any
     limits: ModelLimits
 
-    def __call__(self, rows: Sequence[PromptRow], writer: Writer) -> list[Answer]:
+    def __call__(self, rows: Sequence[PromptRow], writer: AnsweringModel) -> list[Answer]:
         """The answers to all rows, in their order, on every rank. Collective.
 
         The same rows are batched together on any number of ranks, and a batch has random numbers of its own.
@@ -74,7 +74,7 @@ class Answering:
         found = {number: part for parts in ranks.gather_objects(sent) for number, part in parts.items()}
         return [Answer(*fields) for number in range(len(batches)) for fields in found[number]]
 
-    def _answers(self, rows: Sequence[PromptRow], number: int, writer: Writer) -> list[Answer]:
+    def _answers(self, rows: Sequence[PromptRow], number: int, writer: AnsweringModel) -> list[Answer]:
         width = max(len(row.ids) for row in rows)
         pad = self.tokenizer.pad_token_id
         ids = [[pad] * (width - len(row.ids)) + row.ids for row in rows]

@@ -16,7 +16,7 @@ from windlass.core.logs import get_job_logger
 from windlass.core.metric_values import plain_metrics
 from windlass.core.types import EvalPrediction
 from windlass.finetuning.answer_checks import PROMPTS, answers_anything, check_lengths
-from windlass.finetuning.answering import Answer, Answering, Writer
+from windlass.finetuning.answering import Answer, Answering, AnsweringModel
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.metrics.answer_scores import scores_of, scores_of_set
 from windlass.text.located_rows import LocatedRows, RowError
@@ -32,7 +32,7 @@ ComputeMetrics = Callable[[EvalPrediction], dict[str, float]]
 
 
 @dataclass
-class Answers:
+class EvaluationAnswers:
     """Answers prompts in evaluations.
 
     Attributes:
@@ -79,7 +79,7 @@ class Answers:
             found = self.read(dataset)
         return {f"{prefix}_{name}" if name else prefix: rows for name, rows in found.items()}
 
-    def metrics(self, prefix: str, step: int, writer: Writer) -> dict[str, float]:
+    def metrics(self, prefix: str, step: int, writer: AnsweringModel) -> dict[str, float]:
         """Answer the prompts that belong to the evaluation of this prefix; return their metrics. Collective."""
         found: dict[str, float] = {}
         for key, rows in {prefix: (self._due or {}).get(prefix, []), **self._due_prompts}.items():
@@ -88,7 +88,9 @@ class Answers:
         self._due_prompts = {}
         return found
 
-    def _of_set(self, prefix: str, rows: Sequence[PromptRow], step: int, writer: Writer) -> dict[str, float]:
+    def _of_set(
+        self, prefix: str, rows: Sequence[PromptRow], step: int, writer: AnsweringModel
+    ) -> dict[str, float]:
         answers = self.answering(rows, writer)
         if writer.data_ranks.world.is_main:
             name = prefix.removeprefix("eval_")
@@ -166,10 +168,10 @@ class Answers:
 
 def open_answers(
     args: SFTConfig, tokenizer: Any, limits: ModelLimits, eval_dataset: Any, compute_metrics: Any
-) -> Answers:
+) -> EvaluationAnswers:
     """Read the prompts of a trainer. Raises DataError for one that cannot be answered."""
     scored = compute_metrics if args.predict_with_generate else None
-    answers = Answers(Answering(args, tokenizer, limits), scored, AnswersLog(args.output_path))
+    answers = EvaluationAnswers(Answering(args, tokenizer, limits), scored, AnswersLog(args.output_path))
     answers.prompts = answers.read_prompts(args.eval_prompts)
     if args.predict_with_generate:
         answers.sets = answers.read(eval_dataset)

@@ -11,7 +11,7 @@ from torch import nn
 from windlass.config.arguments import TrainingArguments
 from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.finetuning.answer_checks import check_answers
-from windlass.finetuning.answers import Answers, open_answers
+from windlass.finetuning.answers import EvaluationAnswers, open_answers
 from windlass.finetuning.sft_arguments import sft_arguments
 from windlass.finetuning.sft_checks import check_settings, router_coefficient, settle_stream
 from windlass.finetuning.sft_config import SFTConfig
@@ -43,7 +43,7 @@ class SFTParts:
     collator: Callable[[list[Any]], Any]
     data: SFTData
     router_weight: float
-    answers: Answers
+    answers: EvaluationAnswers
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.types import EvalLoopOutput, TrainOutput
 from windlass.finetuning.answer_checks import answers_anything
-from windlass.finetuning.answering import Writer
+from windlass.finetuning.answering import AnsweringModel
 from windlass.finetuning.card_writer import CardWriter
 from windlass.finetuning.peft_adapters import describe_trained, is_peft_model, predicts_first_labels
 from windlass.finetuning.sft_config import SFTConfig
@@ -120,13 +120,12 @@ class SFTTrainer(Trainer):
             preprocess_logits_for_metrics,
         )
         self._offload = ActivationOffload()
-        self._add_figures()
+        self._add_callbacks()
         self._add_answers()
-        self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
         self._check_and_tag_model()
 
-    def _add_figures(self) -> None:
-        """Report entropy, token accuracy and the number of tokens with the losses."""
+    def _add_callbacks(self) -> None:
+        """Report entropy, token accuracy and the number of tokens with the losses, and write the model card."""
         self._figures = TokenFigures(
             self.accelerator.device,
             lambda sums: self.accelerator.reduce(sums, "sum"),
@@ -135,6 +134,7 @@ class SFTTrainer(Trainer):
         )
         self.accelerator.register_for_checkpointing(self._figures)
         self.add_callback(UpdateBorders(self._figures))
+        self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
 
     def _add_answers(self) -> None:
         if not answers_anything(self.args):
@@ -292,7 +292,7 @@ class SFTTrainer(Trainer):
     def _answer(self, prefix: str) -> dict[str, float]:
         """Generate the answers of one evaluation, and return their metrics."""
         strategy = self._model_writer.strategy
-        writer = Writer(
+        answerer = AnsweringModel(
             self.model,
             self._session.device,
             self._session.data_ranks,
@@ -300,7 +300,7 @@ class SFTTrainer(Trainer):
             context=self.compute_loss_context_manager,
         )
         with self._services.evaluator.generating(strategy):
-            return self._answers.metrics(prefix, self.state.global_step, writer)
+            return self._answers.metrics(prefix, self.state.global_step, answerer)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """As `Trainer.log`; the reports of a run also have entropy, mean token accuracy and the number of tokens."""
