@@ -23,17 +23,22 @@ SHARDED: dict[str, Any] = {
     "fsdp": "full_shard",
     "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
 }
+FORMS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": SHARDED,
+}
 
 
 def test_the_same_answers_as_one_process(tmp_path: Path) -> None:
     launch(2, Path(__file__), tmp_path)
     alone = story(tmp_path / "alone", 4)
     assert len({row["answer"] for row in alone["rows"]}) > 2, "the same text for all shows nothing"
-    for form in ("ddp", "fsdp"):
+    for form in FORMS:
         said = [json.loads((tmp_path / f"{form}{rank}.json").read_text()) for rank in (0, 1)]
         assert said[0]["sharded"] == said[1]["sharded"] == (form == "fsdp")
         assert said[0]["metrics"] == said[1]["metrics"] == alone["metrics"]
         assert said[0]["rows"] == alone["rows"]
+        assert said[0]["figures"] == pytest.approx(alone["figures"], abs=1e-12), "a repeated batch is counted"
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -52,16 +57,20 @@ def story(folder: Path, batch: int, **changes: Any) -> dict[str, Any]:
     )  # fmt: skip
     trainer.train()
     path = folder / "answers.jsonl"
+    evaluations = [row for row in trainer.state.log_history if "eval_loss" in row]
     return {
         "sharded": all(is_sharded(p) for p in trainer.model.parameters()),
-        "metrics": [row["eval_token_f1"] for row in trainer.state.log_history if "eval_loss" in row],
+        "metrics": [row["eval_token_f1"] for row in evaluations],
+        "figures": [
+            row[name] for row in evaluations for name in ("eval_mean_token_accuracy", "eval_entropy")
+        ],
         "rows": [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [],
     }
 
 
 def main() -> None:
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    for form, changes in {"ddp": {}, "fsdp": SHARDED}.items():
+    for form, changes in FORMS.items():
         (folder / f"{form}{rank}.json").write_text(json.dumps(story(folder / form, 2, **changes)))
 
 

@@ -220,7 +220,8 @@ class SFTTrainer(Trainer):
         options = LossOptions(label_smoothing=smoothing, dynamic=self.args.loss_type == "dft")
         with torch.no_grad() if own_function else contextlib.nullcontext():
             loss, figures = sft_loss(model, inputs, count, options, self._router_weight)
-        self._figures.add(figures, training=self.model.training)
+        if not self._services.evaluator.filling:
+            self._figures.add(figures, training=self.model.training)
         if own_function:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = self._services.loss.multiplied(loss, count)
