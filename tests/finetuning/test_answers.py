@@ -83,6 +83,9 @@ def test_training_has_the_same_bits_with_answers(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(weights[0], other, strict=True))
     greedy_texts, sampled = ([row["answer"] for row in answers(tmp_path / n)] for n in ("with", "sampled"))
     assert greedy_texts != sampled
+    before = torch.get_rng_state()
+    runs["sampled"].evaluate()  # outside a run
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_resumed_run_writes_the_same_answers(tmp_path: Path) -> None:
