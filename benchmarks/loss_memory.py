@@ -1,5 +1,7 @@
 """Memory and time of a training step of a language model with a large vocabulary, by how its loss is computed.
 
+The trainers run whole updates; of these, forward and backward are measured, as of the losses alone.
+
 One small Llama (a layer, tied embeddings) with `--vocabulary` classes is trained for a step on `--tokens` tokens. The
 figure is the highest memory during forward and backward, above parameters, gradients and optimizer state. Contenders
 run in fresh processes of one thread, and take turns for `--rounds` rounds; the smallest time of each counts.
@@ -15,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +27,8 @@ from common import caption, facts, report, table
 
 LABELS = {
     "transformers": "transformers, the model's own loss",
+    "transformers-trainer": "transformers, a plain `Trainer`",
+    "windlass-trainer": "windlass, a plain `Trainer`",
     "windlass": "windlass, `lean_causal_lm_loss`",
     "torch": "`torch.nn.functional.linear_cross_entropy`, chunked",
     "liger": "Liger, fused linear cross entropy",
@@ -108,6 +113,14 @@ class Memory:
 
 def contender(name: str, options: argparse.Namespace) -> dict[str, float]:
     """One step in this process: bytes above the lasting ones, and the seconds of forward and backward."""
+    model = make_model(options)
+    lasting = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    measure = trainer_step if name.endswith("-trainer") else loss_step
+    highest, seconds = measure(name, model, options)
+    return {"bytes": highest - lasting, "seconds": seconds}
+
+
+def make_model(options: argparse.Namespace) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -120,29 +133,83 @@ def contender(name: str, options: argparse.Namespace) -> dict[str, float]:
         num_attention_heads=8,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config).to(options.device)
+    return LlamaForCausalLM(config).to(options.device)
+
+
+def clock(device: str) -> float:
+    """Seconds: of this process's processor time on a CPU, which other programs do not lengthen."""
+    return time.perf_counter() if device == "cuda" else time.process_time()
+
+
+def trainer_step(name: str, model: Any, options: argparse.Namespace) -> tuple[int, float]:
+    """Highest bytes and least seconds of an update of a Trainer, up to the optimizer's step."""
+    import torch
+
+    if name == "windlass-trainer":
+        from windlass import Trainer, TrainerCallback, TrainingArguments
+    else:
+        from transformers import (  # type: ignore[assignment]
+            Trainer,
+            TrainerCallback,
+            TrainingArguments,
+        )
+    memory = Memory(options.device)
+    times: list[float] = []
+    highest: list[int] = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            memory.reset()
+            times.append(clock(options.device))
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            highest.append(memory.highest())
+            times[-1] = clock(options.device) - times[-1]
+
+    rows = [
+        {"input_ids": ids, "labels": ids} for ids in torch.randint(options.vocabulary, (4, options.tokens))
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            folder,
+            max_steps=3,
+            per_device_train_batch_size=1,
+            learning_rate=1e-4,
+            max_grad_norm=0.0,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=options.device == "cpu",
+        )
+        Trainer(model, args, train_dataset=rows, callbacks=[Watch()]).train()  # type: ignore[arg-type]
+    return highest[-1], min(times[1:])
+
+
+def loss_step(name: str, model: Any, options: argparse.Namespace) -> tuple[int, float]:
+    """Highest bytes and least seconds of forward and backward with a loss function."""
+    import torch
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     loss_of, memory = loss_function(name), Memory(options.device)
 
     def step(tokens: int) -> float:
         ids = torch.randint(options.vocabulary, (1, tokens), device=options.device)
-        begin = time.perf_counter()
+        begin = clock(options.device)
         loss = loss_of(model, ids)
         loss.backward()
         memory_after = memory.highest()
-        seconds = time.perf_counter() - begin
+        seconds = clock(options.device) - begin
         optimizer.step()
         optimizer.zero_grad()
         step.bytes = memory_after  # type: ignore[attr-defined]
         return seconds
 
     step(16)
-    lasting = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     times = []
     for _ in range(2):
         memory.reset()
         times.append(step(options.tokens))
-    return {"bytes": step.bytes - lasting, "seconds": min(times)}  # type: ignore[attr-defined]
+    return step.bytes, min(times)  # type: ignore[attr-defined]
 
 
 def run(options: argparse.Namespace) -> dict[str, dict[str, float] | None]:
@@ -204,7 +271,7 @@ def main() -> None:
     figures = {**facts(), "contenders": run(options)}
     command = "python benchmarks/loss_memory.py" + "".join(
         f" --{key} {getattr(options, key)}"
-        for key in ("vocabulary", "tokens", "hidden", "rounds", "device")
+        for key in ("vocabulary", "tokens", "hidden", "rounds", "device", "only")
         if getattr(options, key) != parser.get_default(key)
     )
     report("loss-memory", render(figures, command), figures, options.write, options.json)

@@ -37,7 +37,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
-    files = (path for kind in ("*.py", "*.pyi") for path in PACKAGE.rglob(kind))
+    files = (path for kind in ("*.py", "*.pyi", "*.schema.json") for path in PACKAGE.rglob(kind))
     sources = {f"windlass/{path.relative_to(PACKAGE).as_posix()}" for path in files}
     recipes = {
         f"windlass/{path.relative_to(PACKAGE).as_posix()}" for path in (PACKAGE / "recipes").rglob("*.*")

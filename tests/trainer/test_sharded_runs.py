@@ -131,7 +131,8 @@ def test_an_evaluation_in_few_bits_after_a_sharded_run(tmp_path: Path) -> None:
             assert found["dtypes"] == alone["dtypes"] == [dtype]
             assert found["losses"][0] == found["losses"][1]
             for name in ("losses", "predicted"):
-                assert found[name] == pytest.approx(alone[name], rel=5e-3), (way, name)
+                # Adam turns rounding of small gradients in bf16 into whole steps.
+                assert found[name] == pytest.approx(alone[name], rel=1e-2), (way, name)
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------

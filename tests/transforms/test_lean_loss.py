@@ -213,7 +213,7 @@ def test_any_model_with_a_head(caplog: Any) -> None:
 
 @pytest.mark.parametrize(
     ("model", "reason"),
-    [(Own(penalty=0.5), "on eight tokens"), (Own(head=nn.Sequential(nn.Linear(6, 11))), "Sequential")],
+    [(Own(penalty=0.5), "on 8 tokens"), (Own(head=nn.Sequential(nn.Linear(6, 11))), "Sequential")],
     ids=["penalty", "head"],
 )
 @pytest.mark.parametrize("count", [None, 16])

@@ -166,3 +166,10 @@ def test_without_gradients_none_are_made(monkeypatch: pytest.MonkeyPatch) -> Non
     *tensors, targets = _tensors()
     with torch.no_grad():
         assert not linear_cross_entropy(*tensors, targets).loss.requires_grad
+
+
+def test_autocast_leaves_double_precision() -> None:
+    *tensors, targets = _tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(*tensors, targets).loss
+    assert torch.equal(loss, linear_cross_entropy(*tensors, targets).loss)

@@ -111,6 +111,12 @@ class RunRecord:
         except Exception as error:  # what the record holds of arguments and data may be anything
             self._warn(error)
 
+    def add_loss(self, facts: Mapping[str, Any]) -> None:
+        """Record how the loss is computed, which the first batch decides."""
+        if self._record and facts:
+            self._record["loss"] = dict(facts)
+            self._write()
+
     def _begin_time(self, step: int, logged: int, earlier: list[dict[str, Any]]) -> None:
         self._is_timed = self._clock.claim()
         if self._is_timed:

@@ -78,6 +78,7 @@ def loss_hooks(trainer: Trainer, owner: type) -> LossHooks:
         default_step=not overrides(trainer, owner, "training_step"),
         default_count=not overrides(trainer, owner, "count_targets"),
         smoothing=smoothing_of(trainer.args, trainer.model),
+        lean=trainer.args.lean_loss,
         compiled=bool(trainer.args.torch_compile) or hasattr(trainer.model, "_orig_mod"),
         declared=trainer.loss_is_scaled_for_ga,
     )

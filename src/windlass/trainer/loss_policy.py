@@ -24,6 +24,7 @@ from windlass.metrics.tokens import TargetCounter
 from windlass.trainer.losses import as_count, batch_loss, call_model, check_loss, loss_of, takes
 from windlass.trainer.script_loss import ScriptLoss, check_smoothing
 from windlass.trainer.session import Session
+from windlass.trainer.without_logits import WithoutLogits
 from windlass.trainer.wrappers import accepts_count
 
 logger = get_logger(__name__)
@@ -42,6 +43,7 @@ class LossHooks:
         function: `compute_loss_func`.
         default_loss, default_step, default_count: `compute_loss`, `training_step`, `count_targets` are not overridden.
         smoothing: `label_smoothing_factor`.
+        lean: `lean_loss`.
         compiled: the model is compiled.
         declared: `loss_is_scaled_for_ga`.
     """
@@ -57,6 +59,7 @@ class LossHooks:
     default_step: bool
     default_count: bool
     smoothing: float
+    lean: bool
     compiled: bool
     declared: bool | None
 
@@ -87,6 +90,7 @@ class LossPolicy:
         script: how a loss of the script is normalised.
         gets_count: the model's forward is given `num_items_in_batch`.
         kind: how the model's own loss adds up, once it is measured.
+        without_logits: the loss of a model whose logits are not read.
         takes_count, step_takes_count: `compute_loss` and `training_step` accept `num_items_in_batch`.
         measured: the first batch of this run was measured.
     """
@@ -95,6 +99,7 @@ class LossPolicy:
         self._device, self._data_ranks, self._accelerator = session.device, session.data_ranks, accelerator
         self._model_ranks = session.all_ranks.over("model")
         self.script = ScriptLoss(self._data_ranks, self._shares)
+        self.without_logits = WithoutLogits(self._device, self._data_ranks.sum)
 
     def take_model(self, model: nn.Module, label_names: list[str]) -> None:
         """Start with this model."""
@@ -106,6 +111,7 @@ class LossPolicy:
         self.normaliser = UpdateNormaliser(
             self._data_ranks.size, sum_on_device=self._data_ranks.sum_on_device
         )
+        self.without_logits.used = False
         self._saved: State = {}
         self._is_unsaid = False
 
@@ -127,6 +133,7 @@ class LossPolicy:
         """
         check_smoothing(self.hooks.smoothing, self.hooks.compute_loss, self.hooks.function)
         self.measured, self._saved = False, saved or {}
+        self.without_logits.used = False
 
     def facts(self) -> State:
         """The measured properties of the loss, for a checkpoint: a resumed run must use the same ones."""
@@ -137,6 +144,7 @@ class LossPolicy:
             "shifted": self.counter.shifted,
             "gets_count": self.gets_count,
             "complete": self.script.complete,
+            "without_logits": self.without_logits.used,
         }
 
     @property
@@ -168,19 +176,30 @@ class LossPolicy:
             self.normaliser.targets = 1.0
 
     def default_loss(
-        self, model: nn.Module, inputs: Any, count: Tensor | int | None, function: Callable[..., Any] | None
+        self,
+        model: nn.Module,
+        inputs: Any,
+        count: Tensor | int | None,
+        function: Callable[..., Any] | None,
+        needs_outputs: bool,
     ) -> tuple[Any, Any]:
-        """The loss of the default `compute_loss`, and the outputs of the model; `function` is `compute_loss_func`."""
-        hooks = self.hooks
-        loss, outputs = batch_loss(
-            model,
-            inputs,
-            count,
-            function=function,
-            smoothing=hooks.smoothing,
-            shifted=self.counter.shifted,
-            gets_count=self.gets_count,
-        )
+        """The loss of the default `compute_loss`, and the outputs of the model, if they are needed; `function` is
+        `compute_loss_func`.
+        """
+        hooks, loss, outputs = self.hooks, None, None
+        if self.without_logits.used and function is None and not needs_outputs:
+            divisor = count if self.gets_count or hooks.smoothing else None
+            loss = self.without_logits.loss(model, inputs, divisor, hooks.smoothing)
+        if loss is None:
+            loss, outputs = batch_loss(
+                model,
+                inputs,
+                count,
+                function=function,
+                smoothing=hooks.smoothing,
+                shifted=self.counter.shifted,
+                gets_count=self.gets_count,
+            )
         # A function that is not declared multiplies by itself, and a model that does not read the count returns a mean.
         divides = (self.gets_count or bool(hooks.smoothing)) and function is None and self.script.read_count
         if hooks.declared or (divides and not (hooks.default_loss and hooks.default_step)):
@@ -230,7 +249,7 @@ class LossPolicy:
         """The bare model's own loss: the only one that is computed more often than training requires. It gets the count
         as in training; a model in a wrapper that does not accept it raises TypeError, and gets none from then on.
         """
-        if self.gets_count and isinstance(inputs, Mapping):
+        if self.gets_count and isinstance(inputs, Mapping) and not self.without_logits.used:
             count = as_count(self.counter(inputs) or 1.0, self._device)
             try:
                 return self._mean_loss({**inputs, "num_items_in_batch": count})
@@ -243,11 +262,16 @@ class LossPolicy:
     def _mean_loss(self, inputs: Any) -> Any:
         """The same without the count: the mean over no targets is NaN, whatever the model adds to it."""
         with self.hooks.autocast():
+            loss = self.without_logits.loss(self.hooks.model, inputs, None, 0.0)
+            if loss is not None:
+                return loss
             return check_loss(loss_of(call_model(self.hooks.model, inputs), inputs))
 
     def _measure(self, prepared: Any) -> None:
         declared, hooks, probe = self.hooks.declared, self.hooks, self._probe()
         self.kind, self.gets_count = None, self._may_get_count() and self._saved.get("gets_count", True)
+        with hooks.autocast():
+            self.without_logits.decide(hooks.model, prepared, self._makes_logits())
         self._measure_shift(probe, prepared)
         self.normaliser.meaning = Meaning.MICRO_MEAN
         if hooks.of_model and declared is None:
@@ -263,6 +287,17 @@ class LossPolicy:
         if self.script.complete:
             self._use_as_it_is()
         self._saved, self._is_unsaid = {}, hooks.of_script and declared is None
+
+    def _makes_logits(self) -> str | None:
+        """Why this run makes logits, whatever its model is; None if it need not."""
+        hooks, saved = self.hooks, self._saved
+        if not hooks.lean:
+            return "lean_loss=False"
+        if hooks.of_script:
+            return "compute_loss or compute_loss_func computes it"
+        if saved and not saved.get("without_logits", False):
+            return "the run that is resumed makes logits"
+        return None
 
     def _use_as_it_is(self) -> None:
         """Raise ModelError if a script cannot know the number by which its loss is to be multiplied."""
@@ -292,7 +327,7 @@ class LossPolicy:
         if self.hooks.counts_alone:
             return  # A forward with labels may need far more memory than the loss of the script.
         self.counter = unshifted = TargetCounter(self._label_names)
-        saved = self._saved.get("shifted")
+        saved = self._saved.get("shifted", self.without_logits.shifts)
         if saved is not None:
             self.counter = TargetCounter(self._label_names, shifted=saved)
             return

@@ -147,7 +147,8 @@ def saved_loss(checkpoint: Checkpoint) -> State:
     """The facts of `LossPolicy` in a checkpoint. Earlier versions saved some of them."""
     with reading(checkpoint, "manifest"):
         saved = checkpoint.meta.get("loss", {"over": checkpoint.meta.get("loss_over")})
-        flags = {n: saved[n] for n in ("shifted", "gets_count", "complete") if isinstance(saved.get(n), bool)}
+        names = ("shifted", "gets_count", "complete", "without_logits")
+        flags = {n: saved[n] for n in names if isinstance(saved.get(n), bool)}
         return {"over": Kind[saved["over"]].name if saved.get("over") else None, **flags}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -93,6 +94,10 @@ class RunReports:
         self.began = time.monotonic()
         self._rates.begin(self._run_counts())
         self._record.begin(step, self._state.max_steps, self.counts)
+
+    def loss_decided(self, facts: Mapping[str, Any]) -> None:
+        """Record how the loss is computed."""
+        self._record.add_loss(facts)
 
     def end(self, status: str, trained: Trained, error: BaseException | None = None) -> None:
         """Record how this call of `train()` ended."""

@@ -487,7 +487,9 @@ class Trainer:
             ModelError: the model returned no loss.
         """
         policy = self._services.loss
-        loss, outputs = policy.default_loss(model, inputs, num_items_in_batch, self.compute_loss_func)
+        loss, outputs = policy.default_loss(
+            model, inputs, num_items_in_batch, self.compute_loss_func, return_outputs
+        )
         return (loss, outputs) if return_outputs else loss
 
     def count_targets(self, batch: Any) -> float:

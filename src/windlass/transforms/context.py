@@ -300,6 +300,10 @@ def _refuse_unfit(model: Any, method: str, context_ranks: Gang) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         fix = "has an encoder, whose sequences are not divided; set cp_size=1 and sp_size=1"
         raise ConfigError(Problem("model", type(model).__name__, fix))
+    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        if getattr(config, name, 0.0):
+            fix = "is not built for attention on divided rows: set it to 0, or cp_size and sp_size to 1"
+            raise ConfigError(Problem(f"model.config.{name}", getattr(config, name), fix))
     if getattr(config, "output_router_logits", False):
         fix = (
             "adds a loss that is not a sum over parts of a row: set it to False, or cp_size and sp_size to 1"

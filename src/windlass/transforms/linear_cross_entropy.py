@@ -82,15 +82,22 @@ def linear_cross_entropy(
 
     Its gradients are made in the forward, and given away by a backward that does not keep the graph.
     """
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    kind, dtype = hidden.device.type, autocast_dtype(hidden)
+    if dtype is not None:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(kind, enabled=False):
         learning = torch.is_grad_enabled()
         fused: Any = _Fused  # `apply` has no types
         return LinearLoss(*fused.apply(hidden, weight, bias, targets, options or LossOptions(), learning))
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast converts a factor of a product; None if it leaves it, as in double precision."""
+    kind = tensor.device.type
+    if tensor.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 class _Fused(torch.autograd.Function):

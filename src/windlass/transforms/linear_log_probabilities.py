@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from windlass.transforms.linear_cross_entropy import IGNORED, ChunkLogits, HeadGradients, LossOptions
+from windlass.transforms.linear_cross_entropy import (
+    IGNORED,
+    ChunkLogits,
+    HeadGradients,
+    LossOptions,
+    autocast_dtype,
+)
 
 
 class TokenLogProbabilities(NamedTuple):
@@ -58,9 +64,8 @@ def linear_log_probabilities(
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None: they stay.
     """
     options = LossOptions(scale=scale, softcap=softcap)
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    with torch.autocast(kind, enabled=False):
+    dtype = autocast_dtype(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
         chosen: Any = _Chosen  # `apply` has no types
         return TokenLogProbabilities(*chosen.apply(hidden, weight, bias, targets, options, dtype))
 

@@ -24,7 +24,7 @@ from windlass.core.logs import get_job_logger
 from windlass.core.module_state import state_of
 from windlass.dist.device_mesh import tensor_device_mesh
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import is_sharded, local, locals_of, whole_on_first
+from windlass.dist.sharded import is_sharded, local, locals_of, whole, whole_on_first
 from windlass.transforms.buffers import broadcast, buffers_of_first_rank, check_sparse, share_buffers
 from windlass.transforms.first_rank import check_same_structure
 from windlass.transforms.strategy import Strategy, squared_norm
@@ -74,10 +74,10 @@ class TensorParallel(Strategy):
         """
         trained = [p for p in self._module.parameters() if p.requires_grad]
         parts: list[Any] = [p for p in trained if is_sharded(p)]
-        whole: list[nn.Parameter] = [p for p in trained if not is_sharded(p)]
+        others: list[nn.Parameter] = [p for p in trained if not is_sharded(p)]
         if self._loss_ranks.size > 1:
             _average(parts, self._loss_ranks.sum_on_device, self._loss_ranks.size)
-        _average(whole, self._all_ranks.sum_on_device, self._all_ranks.size)
+        _average(others, self._all_ranks.sum_on_device, self._all_ranks.size)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Count every element once: whole gradients are divided by the number of ranks that have them."""
@@ -115,6 +115,26 @@ class TensorParallel(Strategy):
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         return buffers_of_first_rank(self._module)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Forwards inside do not communicate. Changes to parameters are lost."""
+        layers = [layer for layer in self._module.modules() if isinstance(layer, ColumnLinear | RowLinear)]
+        kept = [(layer, type(layer), layer.weight, layer.bias) for layer in layers]
+        for layer in layers:
+            layer.weight = nn.Parameter(whole(layer.weight), requires_grad=False)
+            if layer.bias is not None:
+                layer.bias = nn.Parameter(whole(layer.bias), requires_grad=False)
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for layer, kind, weight, bias in kept:
+                layer.weight, layer.bias, layer.__class__ = weight, bias, kind
+
+    def generating(self) -> AbstractContextManager[Any]:
+        """Whole parameters: parts compute with nothing but their own."""
+        return self.gathered()
 
     def whole_state(self) -> dict[str, Any]:
         """Gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
@@ -226,9 +246,9 @@ def _divide(layer: nn.Module, style: str, mesh: DeviceMesh, group: Any) -> None:
 
 def _summing(group: Any) -> Callable[[Tensor], Tensor]:
     def total(gradient: Tensor) -> Tensor:
-        whole = gradient.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
+        summed = gradient.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
 
     return total
 
@@ -291,9 +311,9 @@ class _Copied(torch.autograd.Function):
     """The input of all ranks, whose gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, states: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return whole.view_as(whole)
+        return states.view_as(states)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

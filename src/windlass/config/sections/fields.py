@@ -104,6 +104,10 @@ class OptimisationSection:
         "Share of probability that is distributed evenly over all classes, in [0, 1).",
         bounds=between(0, 1),
     )
+    lean_loss: bool = setting(
+        True,
+        "Make the loss of a language model without its logits if nothing reads them; see docs/losses.md.",
+    )
 
 
 @dataclass(repr=False, eq=False)
