@@ -129,6 +129,15 @@ def test_another_host_needs_the_token(runs: Path) -> None:
         assert ask(port, "/page?run=first", Cookie=cookie.partition(";")[0], Host="node17")[0] == 200
 
 
+def test_it_may_be_started_before_the_first_run(tmp_path: Path) -> None:
+    with server(tmp_path / "runs") as (port, _):
+        assert "No runs yet." in ask(port, "/")[2]
+        write_run(tmp_path / "runs" / "first", 3)
+        assert "page?run=first" in ask(port, "/")[2]
+        page = ask(port, "/page?run=first")[2]
+        assert "<dt>checkpoint</dt><dd>none that is whole</dd>" in page  # as `windlass status`
+
+
 @pytest.mark.parametrize(
     ("host", "alone"),
     [

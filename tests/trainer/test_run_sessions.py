@@ -56,7 +56,8 @@ def page(folder: Path) -> str:
 
 
 def untimed(page: str) -> str:
-    """A page without its goodput, which has its own heading, and without the ends of attempts in its data."""
+    """A page without what depends on when it is made: the facts of `windlass status`, goodput, ends of attempts."""
+    page = re.sub(r'<dl class="facts">.*?</dl>\n', "", page, flags=re.DOTALL)
     without = re.sub(r"<h2>Goodput .*?</div></div>", "", page, flags=re.DOTALL)
     return re.sub(r'"t1":[\d.]+', "", without)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from windlass.callbacks.rows import Row, described_event, measured
+from windlass.callbacks.rows import Row, described_event
 from windlass.callbacks.run_view import RunView
 from windlass.core.output import shown
 
@@ -14,7 +14,7 @@ from windlass.core.output import shown
 MOST_POINTS, _ALL_POINTS, _FEWEST = 2000, 16_000, 100
 _MOST_MARKS = 500
 _TOKENS = ("num_input_tokens_seen", "num_tokens")
-_NOT_SERIES = {"step", "epoch", "total_flos", "slowest_rank", *_TOKENS}
+_NOT_SERIES = {"step", "epoch", "total_flos", "slowest_rank", "wall", "elapsed", *_TOKENS}
 _LARGEST = 1e300  # beyond it the span of an axis could overflow
 
 Point = tuple[float, float, float, float | None]  # step, value, seconds since the first start, tokens
@@ -55,24 +55,28 @@ def _began(view: RunView) -> float:
 
 
 def _series(rows: Sequence[Row], began: float) -> dict[str, tuple[list[Point], int]]:
-    found: dict[str, tuple[list[Point], int]] = {}
+    found: dict[str, list[Point]] = {}
     bad: dict[str, int] = {}
     tokens: float | None = None
     for row in rows:
         if row.get("event") == "summary" or described_event(row) is not None:
             continue
-        values = measured(row)
-        tokens = next((float(values[name]) for name in _TOKENS if _is_number(values.get(name))), tokens)
-        seconds = row["timing"]["wall"] - began
-        for name, value in values.items():
-            if name in _NOT_SERIES or not _is_number(value):
-                continue
-            points, _ = found.setdefault(name, ([], 0))
-            if abs(value) < _LARGEST:  # false for NaN
-                points.append((row["step"], value, seconds, tokens))
-            else:
-                bad[name] = bad.get(name, 0) + 1
-    return {name: (points, bad.get(name, 0)) for name, (points, _) in found.items()}
+        step, timing = row["step"], row["timing"]
+        seconds = timing["wall"] - began
+        tokens = next((float(row[name]) for name in _TOKENS if _is_number(row.get(name))), tokens)
+        for values in (row, timing):
+            for name, value in values.items():
+                # Exact types first: this is done for each value of a long run. True and False are no numbers.
+                if type(value) not in (float, int) or name in _NOT_SERIES:
+                    continue
+                if -_LARGEST < value < _LARGEST:  # false for NaN
+                    points = found.get(name)
+                    if points is None:
+                        points = found[name] = []
+                    points.append((step, value, seconds, tokens))
+                else:
+                    bad[name] = bad.get(name, 0) + 1
+    return {name: (found.get(name, []), bad.get(name, 0)) for name in dict.fromkeys([*found, *bad])}
 
 
 def _is_number(value: Any) -> bool:

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from windlass.callbacks.answers_log import FILE_NAME as ANSWERS
 from windlass.callbacks.log_table import clock_text
 from windlass.callbacks.run_view import CheckpointView, RunView
 from windlass.core.output import in_html
 from windlass.core.plain_text import parse_json
 
-ANSWERS = "answers.jsonl"
 # Of the newest answers, how many bytes and prompts a page shows, and how many steps side by side.
 _ANSWER_BYTES, _MOST_PROMPTS, _MOST_STEPS, _MOST_LETTERS = 1 << 20, 20, 4, 1500
 
@@ -22,6 +22,12 @@ def render_notes(view: RunView) -> str:
     """Return what was damaged and left out as a list; empty if there is nothing."""
     notes = "".join(f"<li>{in_html(note)}</li>" for note in view.notes)
     return f'<ul class="notes" role="status">{notes}</ul>\n' if notes else ""
+
+
+def render_facts(lines: Sequence[tuple[str, str]]) -> str:
+    """Return names and values as a list; empty if there are none."""
+    pairs = "".join(f"<dt>{in_html(name)}</dt><dd>{in_html(value)}</dd>" for name, value in lines)
+    return f'<dl class="facts">{pairs}</dl>\n' if pairs else ""
 
 
 def render_tables(view: RunView) -> str:

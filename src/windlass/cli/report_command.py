@@ -6,9 +6,11 @@ from pathlib import Path
 
 from windlass.callbacks.metrics_log import FILE_NAME
 from windlass.callbacks.report import write_report
-from windlass.callbacks.run_view import is_run
+from windlass.callbacks.run_view import RunView, is_run
 from windlass.checkpoint.run_lock import is_held
 from windlass.cli.command_line import CommandParser
+from windlass.cli.run_status import status_of_run
+from windlass.cli.status_command import facts_of
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import install_command, is_available
 from windlass.core.output import say
@@ -21,11 +23,18 @@ def report_command(words: list[str]) -> int:
     for one in options.runs:
         if not is_run(one):
             raise ConfigError(Problem("RUN", str(one), _fix(one)))
-    for path in write_report(run, options.output_dir or run, runs=is_held(run), others=others):
+    for path in write_report(
+        run, options.output_dir or run, runs=is_held(run), others=others, describe=described
+    ):
         say(str(path))
     if not is_available("matplotlib"):
         say(f"training.png needs matplotlib: {install_command('matplotlib')}", error=True)
     return 0
+
+
+def described(view: RunView) -> list[tuple[str, str]]:
+    """Return what `windlass status` prints of a run, as its page shows it: notes and goodput have their own places."""
+    return [pair for pair in facts_of(status_of_run(view)) if pair[0] not in ("note", "goodput", "attempts")]
 
 
 def build_parser() -> CommandParser:

@@ -9,7 +9,7 @@ from pathlib import Path
 from windlass.cli.command_line import CommandParser
 from windlass.cli.ui_server import serve
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.output import STDOUT
+from windlass.core.output import STDOUT, say
 
 _PORT = 6070
 
@@ -17,8 +17,10 @@ _PORT = 6070
 def ui_command(words: list[str]) -> int:
     """Serve the page until it is interrupted; return the exit code."""
     options = build_parser().parse_args(words)
-    if not options.folder.is_dir():
+    if options.folder.exists() and not options.folder.is_dir():
         raise ConfigError(Problem("DIR", str(options.folder), "is not a folder"))
+    if not options.folder.is_dir():  # a run that is starting makes it
+        say(f"{options.folder} does not exist yet; its runs are listed once it does", error=True)
     if not 0 <= options.port < 1 << 16:
         raise ConfigError(
             Problem("--port", str(options.port), "must be between 0 and 65535; 0 for a free one")

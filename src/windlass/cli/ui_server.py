@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from windlass.callbacks.page_file import page_parts, render_page
+from windlass.callbacks.page_file import PageRun, page_parts, render_page
 from windlass.callbacks.report import summarised
-from windlass.callbacks.run_view import read_run
 from windlass.cli.ps_command import runs_below
+from windlass.cli.report_command import described
 from windlass.cli.run_status import status_of_run
 from windlass.cli.status_command import read_folder
 from windlass.core.errors import ConfigError, Problem
@@ -155,8 +155,13 @@ def _chosen(folder: Path, wanted: Sequence[str]) -> dict[str, Path]:
     return {name: found[name] for name in wanted[:_MOST_RUNS] if name in found}
 
 
+def _shown(run: Path) -> PageRun:
+    view = read_folder(run)
+    return summarised(view, described(view))
+
+
 def _page(runs: Sequence[Path], live: str) -> str:
-    return render_page([summarised(read_run(run)) for run in runs], live=live)
+    return render_page([_shown(run) for run in runs], live=live)
 
 
 def _index(folder: Path) -> str:
@@ -174,11 +179,12 @@ def _index(folder: Path) -> str:
     body = (
         f"<table><thead><tr>{heads}</tr></thead><tbody>\n{rows}</tbody></table>"
         if rows
-        else "<p>No runs.</p>"
+        else "<p>No runs yet.</p>"
     )
+    again = "" if rows else '<meta http-equiv="refresh" content="5">'
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">{again}<style>{_STYLE}</style></head>\n'
         f'<body><h1>{title}</h1><form action="page">{body}<p><button>Compare the chosen runs</button></p></form>'
         "</body></html>\n"
     )
@@ -204,7 +210,7 @@ async def follow(runs: Sequence[Path]) -> AsyncIterator[str]:
 
 def _event(runs: Sequence[Path]) -> tuple[str, float]:
     began = time.thread_time()
-    parts = page_parts([summarised(read_run(run)) for run in runs])
+    parts = page_parts([_shown(run) for run in runs])
     return f"data: {json.dumps(parts, separators=(',', ':'))}\n\n", time.thread_time() - began
 
 
@@ -212,7 +218,7 @@ def _signature(runs: Sequence[Path]) -> list[tuple[str, int, int]]:
     """What changes when a run writes: names, sizes and times of the files of its folder."""
     found = []
     for run in runs:
-        for path in sorted(run.iterdir()):
+        for path in sorted(run.iterdir()) if run.is_dir() else ():
             try:
                 state = path.stat()
             except OSError:  # removed since
