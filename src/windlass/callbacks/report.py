@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.charts import Point
-from windlass.callbacks.report_page import History, TrainingTime, curve, evaluation_losses, render_report
+from windlass.callbacks.page_file import render_page
+from windlass.callbacks.report_page import History, TrainingTime, curve, evaluation_losses
 from windlass.callbacks.rows import Row, measured
 from windlass.callbacks.run_record import Record
-from windlass.callbacks.run_view import read_run
+from windlass.callbacks.run_view import RunView, read_run
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import TrainerCallback
 from windlass.core.events import TrainerControl, TrainerState
@@ -69,28 +70,28 @@ class ReportCallback(TrainerCallback):
             logger.warning("the report in %s could not be written: %r", self._folder or folder, error)
 
 
-def write_report(run: Path, folder: Path, *, runs: bool | None, picture: bool = True) -> list[Path]:
+def write_report(
+    run: Path, folder: Path, *, runs: bool | None, picture: bool = True, others: Sequence[Path] = ()
+) -> list[Path]:
     """Write the report of a run into `folder`, from the run's files alone, and return what was written.
 
     Args:
         runs: whether the run goes on if it has no end; None if that is not known.
         picture: also draw `training.png`, if matplotlib is installed.
+        others: runs whose curves are drawn over those of this one.
 
     Raises:
         DataError: the run's files are damaged. OSError: they cannot be read, or the folder cannot be written.
     """
     view = read_run(run, strict=True)
-    rows, record = view.all_rows, view.record
-    history = [measured(row) for row in rows]
-    facts: dict[str, Any] = {"title": run.absolute().name, "status": status(record, rows, runs)}
-    if record is not None:
-        facts |= {name: record[name] for name in ("arguments", "data", "environment")}
+    title = run.absolute().name
+    overlaid = [summarised(read_run(other, strict=True)) for other in others]
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "report.html"]
-    write_whole(written[0], render_report(history, facts, training_time(record, rows)))
+    write_whole(written[0], render_page([_summarised(view, runs), *overlaid]))
     if picture and is_available("matplotlib"):
         written.append(folder / "training.png")
-        draw_training(history, written[1], facts["title"])
+        draw_training([measured(row) for row in view.all_rows], written[1], title)
     elif picture:
         logger.info(
             "training.png is not written, since matplotlib is not installed; report.html has the curves. Install "
@@ -98,6 +99,15 @@ def write_report(run: Path, folder: Path, *, runs: bool | None, picture: bool = 
             install_command("matplotlib"),
         )
     return written
+
+
+def summarised(view: RunView) -> tuple[RunView, str, TrainingTime | None]:
+    """Return a run with one line on its state and its time, as its page shows them."""
+    return _summarised(view, view.life.runs)
+
+
+def _summarised(view: RunView, runs: bool | None) -> tuple[RunView, str, TrainingTime | None]:
+    return view, status(view.record, view.all_rows, runs), training_time(view.record, view.all_rows)
 
 
 def status(record: Record | None, rows: Sequence[Row], runs: bool | None) -> str:

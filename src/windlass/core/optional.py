@@ -31,6 +31,8 @@ EXTRAS = {
     "sklearn": "images",
     "PIL": "images",
     "shtab": "completion",
+    "starlette": "ui",
+    "uvicorn": "ui",
 }
 
 
