@@ -63,6 +63,23 @@ def test_answers_are_what_the_model_writes_next(tmp_path: Path, packing: bool) -
     assert logged["eval_prompts_exact_match"] == rows[7]["scores"]["exact_match"]
 
 
+def test_generation_of_a_packed_run_has_the_attention_of_padded_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, seen = answering(tmp_path, packing=True), set()
+    own = trainer.model.config._attn_implementation
+    forward = type(trainer.model).forward
+
+    def watched(model: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.add((kwargs.get("past_key_values") is not None, model.config._attn_implementation))
+        return forward(model, *args, **kwargs)
+
+    monkeypatch.setattr(type(trainer.model), "forward", watched)
+    trainer.train()
+    assert (True, own) in seen
+    assert {attention for cached, attention in seen if cached} == {own}
+
+
 def test_training_has_the_same_bits_with_answers(tmp_path: Path) -> None:
     runs = {
         name: answering(tmp_path / name, model=small.model(attention_dropout=0.3), **changes)

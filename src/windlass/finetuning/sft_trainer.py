@@ -27,7 +27,7 @@ from windlass.text.summary import TextSummary
 from windlass.trainer.losses import without_gradient
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.activation_offload import ActivationOffload
-from windlass.transforms.document_attention import documents_apart, refuse_leaks
+from windlass.transforms.document_attention import OwnAttention, documents_apart, refuse_leaks
 from windlass.transforms.linear_cross_entropy import LossOptions
 
 logger = get_job_logger(__name__)
@@ -119,7 +119,7 @@ class SFTTrainer(Trainer):
             optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics,
         )
-        self._offload = ActivationOffload()
+        self._offload, self._own_attention = ActivationOffload(), OwnAttention(self.model)
         self._add_callbacks()
         self._add_answers()
         self._check_and_tag_model()
@@ -300,7 +300,7 @@ class SFTTrainer(Trainer):
             in_step=strategy.sharded and self.args.world_size > 1,
             context=self.compute_loss_context_manager,
         )
-        with self._services.evaluator.generating(strategy):
+        with self._services.evaluator.generating(strategy), self._own_attention.used():
             return self._answers.metrics(prefix, self.state.global_step, answerer)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
