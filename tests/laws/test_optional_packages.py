@@ -41,11 +41,13 @@ HOMES: dict[str, set[str]] = {
     "bitsandbytes": {"optim"},
     "torchao": {"optim", "transforms"},
     "deepspeed": {"zero"},
-    "sacrebleu": {"cli"},
-    "rouge_score": {"cli"},
+    "sacrebleu": {"metrics"},
+    "rouge_score": {"metrics"},
     "sklearn": {"cli"},
     "PIL": {"text"},
     "shtab": {"cli"},
+    "starlette": {"cli"},
+    "uvicorn": {"cli"},
     "torch_xla": {"core"},
     "liger_kernel": {"transforms"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
@@ -53,7 +55,7 @@ HOMES: dict[str, set[str]] = {
 ONE_FILE = {
     "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "matplotlib", "pyarrow", "datasets",
     "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "shtab", "torch_xla",
-    "liger_kernel", *TRACKERS,
+    "liger_kernel", "starlette", "uvicorn", *TRACKERS,
 }  # fmt: skip
 
 

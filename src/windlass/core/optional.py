@@ -32,6 +32,8 @@ EXTRAS = {
     "PIL": "images",
     "shtab": "completion",
     "optuna": "search",
+    "starlette": "ui",
+    "uvicorn": "ui",
 }
 
 

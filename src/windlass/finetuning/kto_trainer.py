@@ -141,7 +141,8 @@ class KTOTrainer(ReferenceTrainer):
             if self._router_weight:
                 rows = losses.new_tensor(len(losses))
                 sums["aux_loss"] = (rows * 0 if found.auxiliary is None else found.auxiliary * rows), rows
-            self._figures.add(sums, inputs["attention_mask"].sum(), training=self.model.training)
+            if not self._services.evaluator.filling:
+                self._figures.add(sums, inputs["attention_mask"].sum(), training=self.model.training)
         if not return_outputs:
             return loss
         with torch.no_grad():  # the loss was made without logits
