@@ -117,6 +117,25 @@ def test_zoom_by_mouse_keys_and_the_time_line_moves_every_chart(tab: Tab, tmp_pa
 
 
 @needs_browser
+def test_metrics_of_one_unit_share_a_chart(tab: Tab, tmp_path: Path) -> None:
+    timing = {
+        "wall": 1.0,
+        "data_seconds": 0.5,
+        "compute_seconds": 1.5,
+        "peak_memory_process_gib": 2.0,
+        "mfu": 0.4,
+    }
+    append_rows(tmp_path, *({"event": "log", "step": step, "loss": 1.0, "timing": timing} for step in (1, 2)))
+    timing = {"wall": 2.0, "eval_runtime": 0.5, "eval_samples_per_second": 9.0}
+    append_rows(
+        tmp_path, {"event": "evaluate", "step": 2, "eval_loss": 1.0, "eval_f1": 0.5, "timing": timing}
+    )
+    shown(tab, tmp_path / "page.html", tmp_path)
+    titles = tab.value("windlass.charts().map((one) => one.title)")
+    assert titles == ["loss", "eval_f1", "mfu", "memory", "seconds between reports", "speed of evaluations"]
+
+
+@needs_browser
 def test_axes_smoothing_and_logarithm(tab: Tab, tmp_path: Path) -> None:
     rows = write_run(tmp_path, 50)
     shown(tab, tmp_path / "page.html", tmp_path)

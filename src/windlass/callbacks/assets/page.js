@@ -5,7 +5,7 @@ const windlass = (() => {
   const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#999999"];
   const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
   const AXES = { s: "update", k: "tokens", t: "seconds since the first start" };
-  const FIRST = ["loss", "grad_norm", "learning_rate"];
+  const FIRST = ["grad_norm", "learning_rate"];
 
   const page = JSON.parse(document.getElementById("data").textContent);
   const view = { axis: "s", smooth: 0, log: false, difference: false, range: null };
@@ -15,10 +15,20 @@ const windlass = (() => {
 
   const isLoss = (name) => name === "loss" || /^eval_(.+_)?loss$/.test(name);
 
-  function names() {
+  // What each chart shows, the most important first; metrics of one unit share one.
+  function groups() {
     const all = [...new Set(page.runs.flatMap((run) => Object.keys(run.series)))];
-    const rest = all.filter((name) => !isLoss(name) && !FIRST.includes(name));
-    return [all.filter(isLoss), ...FIRST.slice(1).filter((n) => all.includes(n)).map((n) => [n]), ...rest.map((n) => [n])];
+    const take = (title, test) => {
+      const names = all.filter(test);
+      names.forEach((name) => all.splice(all.indexOf(name), 1));
+      return names.length ? [{ title, names }] : [];
+    };
+    const first = [...take("loss", isLoss), ...FIRST.flatMap((first) => take(first, (name) => name === first))];
+    const speed = ["tokens_per_second", "samples_per_second", "mfu", "data_wait"].flatMap((one) => take(one, (name) => name === one));
+    const last = [...take("memory", (name) => /memory/.test(name)),
+      ...take("seconds between reports", (name) => /_seconds$/.test(name) && !/^eval_/.test(name)),
+      ...take("speed of evaluations", (name) => /^eval_.*(per_second|runtime)$/.test(name))];
+    return [...first, ...all.map((name) => ({ title: name, names: [name] })), ...speed, ...last];
   }
 
   // A curve over the chosen axis, in its order: rows after a rollback have smaller steps than those before.
@@ -109,14 +119,13 @@ const windlass = (() => {
     };
   }
 
-  function framed(group) {
-    const found = lines(group);
+  function framed({ title, names }) {
+    const found = lines(names);
     if (!found.length) return null;
     const figure = document.createElement("figure");
     figure.className = "card";
     const caption = document.createElement("figcaption");
     const bad = found.reduce((sum, line) => sum + line.bad, 0);
-    const title = group.length > 1 || isLoss(group[0]) ? "loss" : group[0];
     caption.textContent = title + (view.difference ? ", difference" : "") + (bad ? ` (${bad} non-finite left out)` : "");
     figure.append(caption);
     return { found, figure, caption, title };
@@ -146,7 +155,7 @@ const windlass = (() => {
     charts.forEach((one) => one.chart.destroy());
     place.replaceChildren();
     // All figures before the first chart: how wide one is depends on how many there are.
-    const frames = names().map(framed).filter(Boolean);
+    const frames = groups().map(framed).filter(Boolean);
     place.append(...frames.map((one) => one.figure));
     charts = frames.map(drawn);
     if (!charts.length) {
