@@ -33,7 +33,7 @@ HOMES: dict[str, set[str]] = {
     "matplotlib": {"callbacks"},
     "pyarrow": {"text"},
     "submitit": {"cli"},
-    "ray": {"cli", "compat"},  # the engine for clusters, and the words of a search space
+    "ray": {"cli", "search"},  # the engine for clusters, and the words of a search space
     "fsspec": {"checkpoint"},
     "peft": {"checkpoint"},
     "tqdm": {"utils"},
@@ -46,6 +46,7 @@ HOMES: dict[str, set[str]] = {
     "sklearn": {"cli"},
     "PIL": {"text"},
     "shtab": {"cli"},
+    "optuna": {"search"},
     "starlette": {"cli"},
     "uvicorn": {"cli"},
     "torch_xla": {"core"},
@@ -54,7 +55,7 @@ HOMES: dict[str, set[str]] = {
 }
 ONE_FILE = {
     "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "matplotlib", "pyarrow", "datasets",
-    "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "shtab", "torch_xla",
+    "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "shtab", "optuna", "torch_xla",
     "liger_kernel", "starlette", "uvicorn", *TRACKERS,
 }  # fmt: skip
 

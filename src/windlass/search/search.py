@@ -14,6 +14,7 @@ from windlass.core.errors import ConfigError, NonFiniteError, Problem, WindlassE
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.logs import get_job_logger
 from windlass.core.output import say
+from windlass.core.whole_file import write_whole
 from windlass.dist.gang import Gang
 from windlass.search.search_settings import SearchSettings
 from windlass.search.study import Record, Study
@@ -204,7 +205,8 @@ class Search:
     def _finish(self) -> list[dict[str, Any]]:
         study, _ = self._parts()
         say(trials_in_words(study))
-        draw_trials(study, study.path.with_suffix(".png"))
+        if (picture := draw_trials(study)) is not None:
+            write_whole(study.path.with_suffix(".svg"), picture)
         return [vars(record) for record in study.best()]
 
     def _parts(self) -> tuple[Study, Sampler]:
