@@ -68,5 +68,6 @@ def test_names_of_metrics_cannot_end_the_data(tmp_path: Path) -> None:
     append_rows(tmp_path, row(1, **{evil: 1.0}), row(2, **{evil: 2.0}))
     page = render_page([summarised(read_run(tmp_path))])
     assert evil not in page
-    text = page.partition('id="data">')[2].partition("</script>")[0]
+    text = page.partition('id="data">')[2].partition("\n")[0].removesuffix("</script>")
+    assert not set("<>&") & set(text)
     assert list(json.loads(text)["runs"][0]["series"]) == [evil]
