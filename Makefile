@@ -69,6 +69,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/sft.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/sft_images.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/loss_memory.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/preferences.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/hub.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/gpu.py --write docs/benchmarks.md
 

@@ -89,6 +89,8 @@ from windlass.finetuning.from_flags import (
     get_dataset as get_dataset, get_kbit_device_map as get_kbit_device_map,
     get_peft_config as get_peft_config, get_quantization_config as get_quantization_config,
 )
+from windlass.finetuning.kto_config import KTOConfig as KTOConfig
+from windlass.finetuning.kto_trainer import KTOTrainer as KTOTrainer
 from windlass.finetuning.reward_config import RewardConfig as RewardConfig
 from windlass.finetuning.reward_trainer import RewardTrainer as RewardTrainer
 from windlass.finetuning.script_arguments import (

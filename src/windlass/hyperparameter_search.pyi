@@ -1,4 +1,4 @@
-from windlass.compat.search_space import (
+from windlass.search.default_spaces import (
     HPSearchBackend as HPSearchBackend, default_hp_space_optuna as default_hp_space_optuna,
     default_hp_space_ray as default_hp_space_ray, default_hp_space_wandb as default_hp_space_wandb,
 )

@@ -1,6 +1,6 @@
 from windlass.callbacks.progress import ProgressCallback as ProgressCallback
 from windlass.compat.script_helpers import is_fsdp_managed_module as is_fsdp_managed_module
-from windlass.compat.search_space import (
+from windlass.search.default_spaces import (
     BestRun as BestRun, hp_params as hp_params,
 )
 from windlass.compat.tracker_callbacks import (

@@ -17,7 +17,7 @@ from windlass.compat.script_helpers import (
     seed_worker as seed_worker, suppress_progress_bars as suppress_progress_bars,
     total_processes_number as total_processes_number,
 )
-from windlass.compat.search_space import (
+from windlass.search.default_spaces import (
     BestRun as BestRun, HPSearchBackend as HPSearchBackend,
     default_compute_objective as default_compute_objective,
     default_hp_space_optuna as default_hp_space_optuna, default_hp_space_ray as default_hp_space_ray,

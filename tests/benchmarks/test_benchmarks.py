@@ -206,6 +206,16 @@ def test_mfu_of_a_known_case() -> None:
 
 
 @pytest.mark.slow
+def test_preferences_are_measured_beside_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    raw = tmp_path / "figures.json"
+    small = ("--vocabulary", "2000", "--hidden", "32", "--prompt", "8", "--answer", "8", "--rounds", "1")
+    _run(str(FOLDER / "preferences.py"), *small, "--json", str(raw))
+    figures = json.loads(raw.read_text())["contenders"]
+    assert all(it["speed"] > 0 for it in figures.values())
+
+
+@pytest.mark.slow
 def test_the_memory_of_a_loss_is_measured(tmp_path: Path) -> None:
     raw = tmp_path / "figures.json"
     small = ("--vocabulary", "16000", "--tokens", "512", "--hidden", "64", "--rounds", "1")

@@ -221,3 +221,13 @@ def test_options_of_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "adapter.r = 16\n  from      the command line" in capsys.readouterr().out
     assert main(["explain", "target_modules"]) == 0
     assert "adapter.target_modules = all-linear" in capsys.readouterr().out
+
+
+def test_the_place_of_each_process_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--parallelism_config_tp_size", "2", "--parallelism_config_cp_size", "2"]
+    assert main(["explain", "--num_processes", "8", *sizes]) == 0
+    out = capsys.readouterr().out
+    assert "layout: 8 processes = replicate 2 x context 2 x tensor 2" in out
+    assert "rank 6: replicate 1, context 1, tensor 0" in out
+    assert main(["explain", "--num_processes", "6", *sizes]) == 0
+    assert "must divide the number of processes, which is 6" in capsys.readouterr().out

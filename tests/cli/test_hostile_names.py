@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from windlass.callbacks.report_page import render_report
+from windlass.callbacks.page_file import render_page
+from windlass.callbacks.report import summarised
+from windlass.callbacks.run_view import read_run
 from windlass.cli.main import main
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202egnp.\u2066\x9b31m"
@@ -53,8 +55,11 @@ def test_no_command_hands_it_to_the_terminal(
     assert not set(LETTERS) & set(out + err)
 
 
-def test_nor_does_a_page() -> None:
-    page = render_report(
-        [{"step": 1, "loss": 1.0, f"eval_{EVIL}": 2.0}], {"title": EVIL, "arguments": {EVIL: EVIL}}
+def test_nor_does_a_page(run: Path) -> None:
+    (run / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "event": "log", "loss": 1.0, f"eval_{EVIL}": 2.0, "timing": {"wall": 1.0}})
+        + "\n"
     )
+    page = render_page([summarised(read_run(run))])
+    assert "checkpoint-2" in page
     assert not set(LETTERS) & set(page)

@@ -24,6 +24,7 @@ NEEDS = {
     "sft-lora": "peft",
     "sft-gsm8k": "peft",
     "dpo": "peft",
+    "kto": "peft",
     "sft-qlora": "bitsandbytes",
     "qlora-gsm8k": "bitsandbytes",
     "sft-zero3": "deepspeed",
@@ -31,6 +32,7 @@ NEEDS = {
 FAMILIES = {
     "classify": "qwen3",
     "dpo": "qwen3",
+    "kto": "qwen3",
     "reward": "qwen3",
     "pretrain-stream": "llama",
     "sft-fsdp": "qwen3",

@@ -44,6 +44,14 @@ def test_a_shorter_name_leaves_nothing_of_the_longer_one(lit: LitBeacon, tmp_pat
     assert Lookout(tmp_path, 3).mark().call == "save"
 
 
+def test_the_place_of_a_rank_is_left_for_the_launcher(lit: LitBeacon, tmp_path: Path) -> None:
+    waiting = Lookout(tmp_path, 3, make=True)
+    assert waiting.place() == ""
+    lit.place("context 1, tensor 0")
+    mark_path(tmp_path, 3).with_suffix(".place").rename(tmp_path / "moved")  # the folder was removed
+    assert waiting.place() == "context 1, tensor 0"
+
+
 def test_long_names_are_cut_and_stay_readable(lit: LitBeacon, tmp_path: Path) -> None:
     lit.call("x" + "ü" * 40)  # the cut falls within a letter
     assert Lookout(tmp_path, 3).mark().call == "x" + "ü" * 31 + "�"

@@ -26,6 +26,7 @@ from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.setting import rules_of
 from windlass.config.setters import Setters
 from windlass.finetuning.dpo_config import DPOConfig
+from windlass.finetuning.kto_config import KTOConfig
 from windlass.finetuning.reward_config import RewardConfig
 from windlass.finetuning.seq2seq_arguments import GenerationSection
 from windlass.finetuning.sft_config import SFTConfig
@@ -56,7 +57,7 @@ TUNER_MAPPED = {
     "packing": "is now a field of SFTConfig",
 }
 TRL_NAMES = """
-SFTTrainer SFTConfig DPOTrainer DPOConfig RewardTrainer RewardConfig
+SFTTrainer SFTConfig DPOTrainer DPOConfig RewardTrainer RewardConfig KTOTrainer KTOConfig
 ModelConfig ScriptArguments DatasetMixtureConfig TrlParser get_dataset get_peft_config
 get_quantization_config get_kbit_device_map clone_chat_template get_training_chat_template apply_chat_template
 maybe_apply_chat_template is_conversational is_conversational_from_value maybe_convert_to_chatml extract_prompt
@@ -67,7 +68,7 @@ TRL_MAPPED = {"trl sft": "is `windlass train` with a recipe; `windlass convert-c
 _NOT_TUNING = "is not built; `windlass run` runs scripts with TRL's own on this engine"
 TRL_REFUSED = {
     **dict.fromkeys(
-        ("KTOTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer"),
+        ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer"),
         _NOT_TUNING,
     ),
     "add_response_schema": "is not built: answers are not parsed",
@@ -81,7 +82,7 @@ num_examples set_initial_training_values get_total_train_batch_size save_model s
 init_hf_repo end
 save_metrics log log_metrics metrics_format store_flos floating_point_ops call_model_init add_callback pop_callback
 remove_callback is_local_process_zero is_world_process_zero create_accelerator_and_postprocess
-get_learning_rates get_num_trainable_parameters get_optimizer_group
+get_learning_rates get_num_trainable_parameters get_optimizer_group hyperparameter_search
 """
 METHODS_MAPPED = {
     "get_batch_samples": "may be called; an override is refused, because the loader yields whole updates",
@@ -239,6 +240,7 @@ SECTIONS: dict[str, Table] = {
     },
     "DPOConfig": _added(DPOConfig),
     "RewardConfig": _added(RewardConfig),
+    "KTOConfig": _added(KTOConfig),
     "accelerator_config": _declared(AcceleratorConfig),
     "optim": _optimizers(),
     "lr_scheduler_type": _table(member.value for member in SchedulerType),
@@ -246,9 +248,10 @@ SECTIONS: dict[str, Table] = {
     "Trainer constructor": _table(CONSTRUCTOR.split(), CONSTRUCTOR_MAPPED),
     "SFTTrainer constructor": _table(TUNER.split(), TUNER_MAPPED),
     "DPOTrainer constructor": _table(DPO_TUNER.split()),
+    "KTOTrainer constructor": _table(DPO_TUNER.split()),
     "RewardTrainer constructor": _table(REWARD_TUNER.split()),
     "Names of TRL": _table(TRL_NAMES.split(), TRL_MAPPED, TRL_REFUSED),
-    "Trainer methods": _table(METHODS.split(), METHODS_MAPPED, rows.METHODS_REFUSED),
+    "Trainer methods": _table(METHODS.split(), METHODS_MAPPED),
     "Seq2SeqTrainer": _table(SEQ2SEQ.split()),
     "Callbacks": _table(CALLBACKS.split(), {}, CALLBACKS_REFUSED),
     "Data collators": _table(COLLATORS.split()),

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HOMES = ("", "src", "src/windlass", "tests", "tests/laws", "docs")
 # Paths of a user's machine or of a run, and names of other programs.
 NOT_OURS = {
-    "../shared/data", "trainer_state.json", "training.png", "report.html", "metrics.jsonl", "run.json", ".metadata",
-    "site/",
+    "../shared/data", "trainer_state.json", "training.png", "report.html", "metrics.jsonl", "run.json", "search.json",
+    ".metadata", "site/",
 }  # fmt: skip
 _IN_BACKTICKS = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/?")

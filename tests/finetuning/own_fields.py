@@ -9,8 +9,6 @@ from windlass.config.arguments import TrainingArguments
 
 def own_fields(config: type) -> list[str]:
     """Names of the fields that are declared below `TrainingArguments`."""
-    added = [
-        cls for cls in config.__mro__ if issubclass(cls, TrainingArguments) and cls is not TrainingArguments
-    ]
+    added = [cls for cls in config.__mro__ if cls not in TrainingArguments.__mro__]
     declared = {name for cls in added for name in vars(cls).get("__annotations__", {})}
     return [field.name for field in dataclasses.fields(config) if field.name in declared]

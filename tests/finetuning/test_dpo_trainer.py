@@ -10,6 +10,7 @@ import torch
 from tests.finetuning import small
 from tests.finetuning.preferences import moved, pairs, settings
 
+from windlass import TrainerCallback
 from windlass.core.errors import ConfigError, DataError
 from windlass.finetuning.dpo_trainer import DPOTrainer
 from windlass.text.located_rows import LocatedRows
@@ -127,7 +128,70 @@ def test_a_prompt_that_fills_the_window_is_named(tmp_path: Path, caplog: pytest.
         trainer_of(tmp_path, rows=rows, truncation_mode="error")
 
 
+def test_a_stream_is_trained_on(tmp_path: Path) -> None:
+    wanted = logs_of(trainer_of(tmp_path / "a", train_sampling_strategy="sequential"))
+    stream = small.table(pairs()).to_iterable_dataset()
+    found = logs_of(trainer_of(tmp_path / "b", rows=stream))
+    assert [row["loss"] for row in found] == [row["loss"] for row in wanted]
+
+
 def test_the_model_itself_is_no_reference(tmp_path: Path) -> None:
     model = small.model()
     with pytest.raises(ConfigError, match="cannot be the same object"):
         trainer_of(tmp_path, model, model)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "copied": {},
+    "precomputed": {"precompute_ref_log_probs": True},
+    "moving": {"sync_ref_model": True, "ref_model_sync_steps": 2},
+    "adapter": {"lora": True},
+    "further": {"lora": True, "adapted": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_was_cut_ends_with_the_same_bits(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every way to have a reference: weights and reports, cut between two reports."""
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
+    options = dict(WAYS[way])
+    lora, adapted = options.pop("lora", False), options.pop("adapted", False)
+
+    def made(name: str, steps: int) -> DPOTrainer:
+        model, config = small.model(), None
+        if lora:
+            peft = pytest.importorskip("peft")
+            config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+        if adapted:
+            model, config = moved(peft.get_peft_model(model, config)), None
+        given = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 2, "max_steps": 6, **options}
+        trainer = trainer_of(tmp_path / name, model, peft_config=config, **given)
+        trainer.args.max_steps = 6
+        if steps < 6:
+            trainer.add_callback(StopAfter(steps))
+        return trainer
+
+    whole = made("whole", 6)
+    whole.train()
+    made("cut", 3).train()
+    resumed = made("cut", 6)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
+    own, other = resumed.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(own[name], other[name]) for name in other)
+    if whole.ref_model is not None:
+        own, other = resumed.ref_model.state_dict(), whole.ref_model.state_dict()
+        assert all(torch.equal(own[name], other[name]) for name in other)
+    logs = [[row for row in t.state.log_history if "loss" in row] for t in (resumed, whole)]
+    assert logs[0] == logs[1]
+
+
+class StopAfter(TrainerCallback):
+    """Ends a run after some updates."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self._steps

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.dist.launch import launch
 from tests.finetuning import small
 from tests.finetuning.test_sft_trainer import trainer_of
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -58,25 +60,66 @@ MIXTURES: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+def _adapted_experts(model: Any) -> int:
+    return sum("experts" in name for name, weight in model.named_parameters() if weight.requires_grad)
+
+
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_experts_that_stay_frozen_are_named_with_the_way_to_train_them(
-    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_every_linear_layer_is_that_of_the_experts_too(
+    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(logging.getLogger("windlass"), "propagate", True)
     changes, room = MIXTURES[kind]
-    add_adapter(mixture(kind, **changes), lora(target_modules="all-linear"), [])
-    if not room:
-        assert "frozen" not in caplog.text, "peft adapts them"
-        return
-    targets = [f"{room}.experts.down_proj", f"{room}.experts.gate_up_proj"]
-    assert f"{_EVERY}{targets[0]}, {_EVERY}{targets[1]} are no linear layers and stay frozen" in caplog.text
-    assert f"target_parameters={targets!r}" in caplog.text
-    assert "conv" not in caplog.text
-    caplog.clear()
-    advised = lora(target_modules="all-linear", target_parameters=targets)
-    model = add_adapter(mixture(kind, **changes), advised, [])
+    model: Any = add_adapter(mixture(kind, **changes), lora(target_modules="all-linear"), [])
     assert "frozen" not in caplog.text
-    assert sum("experts" in name for name, weight in model.named_parameters() if weight.requires_grad) >= 4
+    assert (_adapted_experts(model) >= 4) == (kind != "llama")
+    if not room:
+        return
+    for name, weight in model.named_parameters():
+        if "lora_B" in name and "experts" in name:
+            torch.nn.init.normal_(weight)
+    loss = model(input_ids=ids(), labels=ids()).loss
+    loss.backward()
+    assert all(w.grad is not None for n, w in model.named_parameters() if w.requires_grad and "experts" in n)
+    model.save_pretrained(tmp_path)
+    base = mixture(kind, **changes)
+    base.load_state_dict(model.unload().state_dict())
+    again = peft.PeftModel.from_pretrained(base, tmp_path)
+    torch.testing.assert_close(again(input_ids=ids(), labels=ids()).loss, loss)
+    merged = again.merge_and_unload()
+    torch.testing.assert_close(merged(input_ids=ids(), labels=ids()).loss, loss, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "needed"),
+    [
+        ({"lora_dropout": 0.1}, "lora_dropout=0.0"),
+        ({"use_dora": True}, "use_dora=False"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=True"),
+    ],
+)
+def test_experts_that_stay_frozen_are_named_with_the_way_to_train_them(
+    change: dict[str, Any], needed: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("windlass"), "propagate", True)
+    changes, room = MIXTURES["qwen2_moe"]
+    targets = [f"{room}.experts.down_proj", f"{room}.experts.gate_up_proj"]
+    model = add_adapter(mixture("qwen2_moe", **changes), lora(target_modules="all-linear", **change), [])
+    assert f"{_EVERY}{targets[0]}, {_EVERY}{targets[1]} are no linear layers and stay frozen" in caplog.text
+    assert needed in caplog.text
+    assert f"target_parameters={targets!r}" in caplog.text
+    assert not sum(".mlp.experts." in n for n, weight in model.named_parameters() if weight.requires_grad)
+
+
+def test_names_of_experts_are_targets() -> None:
+    changes, _ = MIXTURES["qwen2_moe"]
+    config = lora(target_modules=["q_proj", "experts.gate_up_proj"])
+    model = add_adapter(mixture("qwen2_moe", **changes), config, [])
+    assert _adapted_experts(model) == 4, "two matrices in each of two layers"
+    assert config.target_parameters == ["experts.gate_up_proj"]
+    refused = lora(target_modules=["q_proj", "experts.gate_up_proj"], lora_dropout=0.1)
+    with pytest.raises(ConfigError, match=r"lora_dropout=0\.0"):
+        add_adapter(mixture("qwen2_moe", **changes), refused, [])
 
 
 KINDS = {
@@ -272,15 +315,34 @@ def test_four_bits_train_on_a_cpu(tmp_path: Path) -> None:
         assert torch.allclose(read(ids()).logits, trainer.model.eval()(ids()).logits, atol=1e-6)
 
 
-def test_few_bits_are_not_sharded(tmp_path: Path) -> None:
+def test_few_bits_that_are_stored_as_integers_are_not_sharded(tmp_path: Path) -> None:
     from windlass import SFTTrainer
 
     name, four_bits, _ = quantized(tmp_path / "base")
-    with pytest.raises(ConfigError, match="does not divide weights of few bits"):
+    with pytest.raises(ConfigError, match=r"bnb_4bit_quant_storage=torch\.float32"):
         SFTTrainer(
             name, small.arguments(tmp_path, fsdp="full_shard"), train_dataset=small.table(small.texts()),
             quantization_config=four_bits, peft_config=lora(),
         )  # fmt: skip
+
+
+@pytest.mark.dist
+def test_a_base_of_four_bits_is_sharded(tmp_path: Path) -> None:
+    """Two ranks with half of the packed weights each equal one process, and resume to the bit."""
+    pytest.importorskip("bitsandbytes")
+    name = small.saved(tmp_path / "base", hidden_size=64, intermediate_size=64)
+    for ranks in (1, 2):
+        launch(ranks, Path(__file__).with_name("few_bits_ranks.py"), name, tmp_path)
+    alone, first, second = (
+        json.loads((tmp_path / f"{run}.json").read_text()) for run in ("1-0", "2-0", "2-1")
+    )
+    assert first == second
+    assert first["whole"]["sharded"]
+    assert first["whole"]["adapter"] == first["resumed"]["adapter"], "the same bits"
+    assert len(first["whole"]["losses"]) == 4
+    assert first["whole"]["losses"] == pytest.approx(alone["whole"]["losses"], rel=1e-5)
+    for key, values in alone["whole"]["adapter"].items():
+        assert first["whole"]["adapter"][key] == pytest.approx(values, rel=1e-3, abs=1e-5), key
 
 
 def test_a_base_of_torchao_is_tuned_saved_and_resumed(tmp_path: Path) -> None:

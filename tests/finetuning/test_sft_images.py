@@ -8,6 +8,7 @@ import torch
 from tests.finetuning import small, vision_families
 from tests.finetuning.vision_families import FAMILIES, family
 
+from windlass import prepare_multimodal_messages
 from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.finetuning.sft_trainer import SFTTrainer
 from windlass.text.located_rows import LocatedRows
@@ -217,3 +218,26 @@ def test_joined_rows_have_the_loss_of_rows_alone(tmp_path: Path, name: str, join
 def test_models_whose_positions_depend_on_other_images_are_not_packed(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelError, match="without packing and padding_free"):
         trainer_of(tmp_path, name, mixed_rows(), packing=True, max_length=256)
+
+
+def test_a_collator_of_the_script_gets_the_rows_as_they_are(tmp_path: Path) -> None:
+    """As scripts for images are written for TRL; and the model may be a configuration."""
+    model, processor = family("llava")
+    rows = [{**row, "images": row["images"][:1]} for row in mixed_rows() if row["images"]]
+
+    def collate(samples: list[Any]) -> Any:
+        texts = [
+            processor.apply_chat_template(prepare_multimodal_messages(s["messages"], s["images"]))
+            for s in samples
+        ]
+        batch = processor(
+            text=texts, images=[s["images"] for s in samples], padding=True, return_tensors="pt"
+        )
+        return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+    args = small.arguments(tmp_path, max_length=None)
+    trainer = SFTTrainer(model.config, args, collate, rows, rows, processing_class=processor)
+    assert trainer.train_dataset is rows
+    assert type(trainer.model) is type(model)
+    trainer.train()
+    trainer.evaluate()

@@ -14,7 +14,7 @@ FLOORS = [
     {"core"},
     {"config", "dist"},
     {"transforms", "precision", "optim", "metrics", "data", "checkpoint"},
-    {"engine", "callbacks", "hub", "text"},
+    {"engine", "callbacks", "hub", "text", "search"},
     {"zero"},
     {"assemble"},
     {"accelerator"},

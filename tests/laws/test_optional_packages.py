@@ -33,7 +33,7 @@ HOMES: dict[str, set[str]] = {
     "matplotlib": {"callbacks"},
     "pyarrow": {"text"},
     "submitit": {"cli"},
-    "ray": {"cli", "compat"},  # the engine for clusters, and the words of a search space
+    "ray": {"cli", "search"},  # the engine for clusters, and the words of a search space
     "fsspec": {"checkpoint"},
     "peft": {"checkpoint"},
     "tqdm": {"utils"},
@@ -41,19 +41,22 @@ HOMES: dict[str, set[str]] = {
     "bitsandbytes": {"optim"},
     "torchao": {"optim", "transforms"},
     "deepspeed": {"zero"},
-    "sacrebleu": {"cli"},
-    "rouge_score": {"cli"},
+    "sacrebleu": {"metrics"},
+    "rouge_score": {"metrics"},
     "sklearn": {"cli"},
     "PIL": {"text"},
     "shtab": {"cli"},
+    "optuna": {"search"},
+    "starlette": {"cli"},
+    "uvicorn": {"cli"},
     "torch_xla": {"core"},
     "liger_kernel": {"transforms"},
     **{tracker: {"callbacks"} for tracker in TRACKERS},
 }
 ONE_FILE = {
     "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "matplotlib", "pyarrow", "datasets",
-    "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "shtab", "torch_xla",
-    "liger_kernel", *TRACKERS,
+    "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "shtab", "optuna", "torch_xla",
+    "liger_kernel", "starlette", "uvicorn", *TRACKERS,
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def test_one_version() -> None:
 
 def test_the_distribution_has_its_name_everywhere() -> None:
     """`windlass` on the package index is another project: no page, message or extra may ask for it."""
-    own = re.compile(r"\bwindlass\[\w|pip (?:install|download|wheel)[^`\n#]*[\s\"']windlass(?![\w-])")
+    own = re.compile(r"\bwindlass\[\w|pip (?:install|download|wheel)[^`\n#]*[ \"']windlass(?![\w-])")
     assert own.search('pip install "windlass[hf]"')
     assert own.search("pip install -U windlass\n")
     assert not own.search('pip install "windlass-trainer[hf]"  # then windlass train')

@@ -37,13 +37,17 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
-    files = (path for kind in ("*.py", "*.pyi") for path in PACKAGE.rglob(kind))
+    files = (path for kind in ("*.py", "*.pyi", "*.schema.json") for path in PACKAGE.rglob(kind))
     sources = {f"windlass/{path.relative_to(PACKAGE).as_posix()}" for path in files}
     recipes = {
         f"windlass/{path.relative_to(PACKAGE).as_posix()}" for path in (PACKAGE / "recipes").rglob("*.*")
     }
     assert "windlass/recipes/python-docs.yaml" in recipes
-    data = {"windlass/py.typed"} | recipes
+    assets = {
+        f"windlass/callbacks/assets/{path.name}" for path in (PACKAGE / "callbacks" / "assets").iterdir()
+    }
+    assert "windlass/callbacks/assets/uplot.LICENSE" in assets
+    data = {"windlass/py.typed", "windlass/cli/status.schema.json"} | recipes | assets
     assert len(sources) > 500
     assert sources | data <= names
     others = names - sources - data

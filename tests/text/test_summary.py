@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from windlass.callbacks.report_page import render_report
+from windlass.callbacks.report_page import render_details
 from windlass.text.encoder import EncodedRows
 from windlass.text.summary import TextSummary
 from windlass.text.token_rows import TokenRows
@@ -18,6 +18,6 @@ def test_counts_and_lengths() -> None:
 
 def test_the_report_of_a_run_shows_them() -> None:
     summary = TextSummary.of(TokenRows.of([EncodedRows([[1] * 70], [[1] * 70])]), 0, 7)
-    page = render_report([], {"title": "run", "data": summary.facts()})
+    page = render_details([], {"data": summary.facts()})
     assert "rows of 64 to 127 tokens" in page
     assert '<th scope="row">dropped</th><td class="num">7</td>' in page

@@ -10,6 +10,33 @@ from windlass.core.output import in_html
 
 Point = tuple[float, float]
 
+# The style sheet of `line_chart`; each rule ends its line, and colours are variables of the page.
+CHART_STYLE = """\
+figcaption {
+  font-weight: 600; display: flex; flex-wrap: wrap; gap: 4px 16px;
+  justify-content: space-between; margin-bottom: 6px;
+}
+.legend { font-weight: 400; font-size: 13px; color: var(--soft); display: flex; flex-wrap: wrap; gap: 4px 14px; }
+.key::before {
+  content: ""; display: inline-block; width: 14px; height: 3px; border-radius: 2px;
+  margin-right: 6px; vertical-align: middle; background: var(--c);
+}
+svg { display: block; width: 100%; height: auto; font-size: 11.5px; }
+svg text { fill: var(--faint); font-variant-numeric: tabular-nums; }
+.grid { stroke: var(--line); }
+.axis { stroke: var(--axis); }
+polyline { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+.dot { fill: var(--c); stroke: var(--card); stroke-width: 1.5; }
+.spot { fill: transparent; }
+.spot:hover { fill: var(--c); }
+.s0 { --c: var(--c0); }
+.s1 { --c: var(--c1); }
+.s2 { --c: var(--c2); }
+.s3 { --c: var(--c3); }
+.s4 { --c: var(--c4); }
+.s5 { --c: var(--c5); }
+"""
+
 _WIDTH, _HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 34
 # More points cannot be distinguished at the width of the chart, and only make the page larger.

@@ -12,25 +12,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.alerts import Alerts
+from windlass.callbacks.row_file import append_lines, cut_back, drop_torn_line, set_aside
 from windlass.callbacks.rows import Row, RowCallback, repeatable, revived
 from windlass.config.arguments import TrainingArguments
 from windlass.core.clock import Moment
 from windlass.core.errors import DataError
 from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
 from windlass.core.output_folder import OutputFolder
 from windlass.core.plain_text import parse_json
-from windlass.core.whole_file import BINARY, NO_FOLLOW
 
 logger = get_logger(__name__)
 
 FILE_NAME = "metrics.jsonl"
-_MAX_LINE = 1 << 24
 
 
 class MetricsLogCallback(RowCallback):
@@ -44,11 +44,20 @@ class MetricsLogCallback(RowCallback):
     Args:
         output_dir: the run's folder; created when the first row is written.
         alerts: limits by rule; their alerts are rows too.
+        follows_arguments: each run writes into the folder that its arguments name when it begins, if a script assigned
+            another one since.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str], alerts: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        alerts: Mapping[str, float] | None = None,
+        *,
+        follows_arguments: bool = False,
+    ) -> None:
         super().__init__()
         self._alerts = Alerts(alerts or {})
+        self._follows_arguments = follows_arguments
         self.path = Path(output_dir).expanduser().absolute() / FILE_NAME
         self._folder: OutputFolder | None = None
         self._waiting: list[Row] = []  # not written yet
@@ -62,12 +71,17 @@ class MetricsLogCallback(RowCallback):
     ) -> None:
         if not state.is_world_process_zero:
             return
+        if (
+            self._follows_arguments
+            and (folder := local_folder(str(args.output_dir)).absolute()) != self.path.parent
+        ):
+            self.path, self._folder, self._rows_before_training = folder / FILE_NAME, None, False
         self._began = Moment()
         self._alerts.saved()
         if state.global_step > 0:
             self._kept_at_cut = self._cut_back(state.global_step)
         elif not self._rows_before_training:
-            _set_aside(self.path)
+            set_aside(self.path)
         self._rows_before_training = False
         self._tail_checked = True
 
@@ -88,10 +102,10 @@ class MetricsLogCallback(RowCallback):
 
     def _cut_back(self, step: int) -> list[Row]:
         try:
-            return _cut_back(self.path, step)
+            return cut_back(self.path, step)
         except (ValueError, KeyError, TypeError):
             logger.warning("%s is damaged and cannot be continued", self.path)
-            _set_aside(self.path)
+            set_aside(self.path)
             return []
 
     def on_train_end(
@@ -119,14 +133,14 @@ class MetricsLogCallback(RowCallback):
         self._folder = self._folder or OutputFolder(self.path.parent)
         self._folder.check()
         while self._waiting:
-            _append(self.path, self._waiting[0])
+            append_lines(self.path, self._waiting[0])
             del self._waiting[0]
 
     def _start_outside_training(self) -> None:
         if self.path.is_symlink():  # rows are never written to where a link leads
-            _set_aside(self.path)
+            set_aside(self.path)
         self._rows_before_training = not self.path.exists()
-        _drop_torn_line(self.path)
+        drop_torn_line(self.path)
         self._tail_checked = True
 
 
@@ -148,93 +162,3 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
             raise DataError(f"{path}, line {number}: not a JSON object: {line[:80]!r}")
         rows.append(revived(row))
     return rows
-
-
-# --- the file
-
-
-def _append(path: Path, row: Row) -> None:
-    """Append one whole line or nothing: an incomplete write is truncated."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is not a plain file")  # opening a pipe would wait for a reader
-    line = json.dumps(row, allow_nan=False) + "\n"
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_FOLLOW | BINARY
-    with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        try:
-            written = file.write(line.encode())
-            if written != len(line.encode()):
-                raise OSError(f"only {written} bytes of the line were written")
-        except OSError:
-            file.truncate(end)
-            raise
-
-
-def _drop_torn_line(path: Path) -> None:
-    if not path.is_file():
-        return
-    size = path.stat().st_size
-    whole = _end_of_lines(path)
-    if whole != size:
-        logger.warning("%s ends in an unfinished line, which is dropped", path)
-        os.truncate(path, whole)
-
-
-def _end_of_lines(path: Path) -> int:
-    """Return the end of the last whole line, searched from the end of the file, which may be long."""
-    with open(path, "rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(end - _MAX_LINE, 0)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                return start + found + 1
-            end = start
-    return 0
-
-
-def _set_aside(path: Path) -> None:
-    if not os.path.lexists(path):
-        return
-    number = 1
-    while os.path.lexists(older := path.with_name(f"{path.stem}-{number}{path.suffix}")):
-        number += 1
-    os.rename(path, older)
-    logger.warning("%s has the metrics of an earlier run; renamed to %s", path, older.name)
-
-
-def _cut_back(path: Path, step: int) -> list[Row]:
-    """Replace the file by its rows up to `step`, without summaries, since the run continues. Return the rows of `step`
-    itself, without timing: a resumed run may log them again.
-    """
-    if not path.exists():
-        _set_aside(path)  # a link that leads nowhere
-        return []
-    last: list[Row] = []
-    partial = path.with_name(path.name + ".tmp")
-    partial.unlink(missing_ok=True)
-    with open(partial, "xb") as file:
-        for line in _whole_lines(path):
-            row = parse_json(line)
-            if row["step"] <= step and row["event"] != "summary":
-                file.write(line)
-            if row["step"] == step and row["event"] != "summary":
-                last.append(repeatable(row))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    return last
-
-
-def _whole_lines(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines. Raises ValueError if it is not a plain file, or a line is too long to be a row."""
-    if not path.is_file():
-        raise ValueError(f"{path} is not a plain file")
-    with open(path, "rb") as file:
-        while line := file.readline(_MAX_LINE):
-            if len(line) == _MAX_LINE:
-                raise ValueError(f"{path} has a line of {_MAX_LINE:,} bytes or more")
-            if line.endswith(b"\n"):
-                yield line

@@ -6,10 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from windlass.callbacks.charts import Point, Series, line_chart, short, thinned
+from windlass.callbacks.charts import CHART_STYLE, Point, Series, line_chart, short, thinned
 from windlass.callbacks.log_table import clock_text
 from windlass.callbacks.progress import ProgressCallback, length_of
-from windlass.callbacks.report_style import CHART_STYLE
 from windlass.callbacks.rows import Logs, Metrics, Row, is_timing
 from windlass.config.arguments import TrainingArguments
 from windlass.core.events import TrainerControl, TrainerState

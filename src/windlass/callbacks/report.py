@@ -5,16 +5,17 @@ from __future__ import annotations
 import io
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.charts import Point
-from windlass.callbacks.report_page import History, TrainingTime, curve, evaluation_losses, render_report
+from windlass.callbacks.page_file import PageRun, render_page
+from windlass.callbacks.report_page import History, TrainingTime, curve, evaluation_losses
 from windlass.callbacks.rows import Row, measured
 from windlass.callbacks.run_record import Record
-from windlass.callbacks.run_view import read_run
+from windlass.callbacks.run_view import RunView, read_run
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import TrainerCallback
 from windlass.core.events import TrainerControl, TrainerState
@@ -24,6 +25,7 @@ from windlass.core.optional import install_command, is_available, require
 from windlass.core.whole_file import write_whole
 
 logger = get_logger(__name__)
+Facts = Sequence[tuple[str, str]]
 
 
 class ReportCallback(TrainerCallback):
@@ -69,28 +71,37 @@ class ReportCallback(TrainerCallback):
             logger.warning("the report in %s could not be written: %r", self._folder or folder, error)
 
 
-def write_report(run: Path, folder: Path, *, runs: bool | None, picture: bool = True) -> list[Path]:
+def write_report(
+    run: Path,
+    folder: Path,
+    *,
+    runs: bool | None,
+    picture: bool = True,
+    others: Sequence[Path] = (),
+    describe: Callable[[RunView], Facts] = lambda view: (),
+) -> list[Path]:
     """Write the report of a run into `folder`, from the run's files alone, and return what was written.
 
     Args:
         runs: whether the run goes on if it has no end; None if that is not known.
         picture: also draw `training.png`, if matplotlib is installed.
+        others: runs whose curves are drawn over those of this one.
+        describe: returns facts of a run that its page shows below its state.
 
     Raises:
         DataError: the run's files are damaged. OSError: they cannot be read, or the folder cannot be written.
     """
     view = read_run(run, strict=True)
-    rows, record = view.all_rows, view.record
-    history = [measured(row) for row in rows]
-    facts: dict[str, Any] = {"title": run.absolute().name, "status": status(record, rows, runs)}
-    if record is not None:
-        facts |= {name: record[name] for name in ("arguments", "data", "environment")}
+    title = run.absolute().name
+    overlaid = [
+        summarised(found, describe(found)) for other in others for found in [read_run(other, strict=True)]
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "report.html"]
-    write_whole(written[0], render_report(history, facts, training_time(record, rows)))
+    write_whole(written[0], render_page([_summarised(view, runs, describe(view)), *overlaid]))
     if picture and is_available("matplotlib"):
         written.append(folder / "training.png")
-        draw_training(history, written[1], facts["title"])
+        draw_training([measured(row) for row in view.all_rows], written[1], title)
     elif picture:
         logger.info(
             "training.png is not written, since matplotlib is not installed; report.html has the curves. Install "
@@ -98,6 +109,16 @@ def write_report(run: Path, folder: Path, *, runs: bool | None, picture: bool = 
             install_command("matplotlib"),
         )
     return written
+
+
+def summarised(view: RunView, facts: Facts = ()) -> PageRun:
+    """Return a run with one line on its state and its time, as its page shows them."""
+    return _summarised(view, view.life.runs, facts)
+
+
+def _summarised(view: RunView, runs: bool | None, facts: Facts) -> PageRun:
+    rows = view.all_rows
+    return PageRun(view, status(view.record, rows, runs), training_time(view.record, rows), facts)
 
 
 def status(record: Record | None, rows: Sequence[Row], runs: bool | None) -> str:

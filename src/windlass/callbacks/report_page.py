@@ -1,4 +1,4 @@
-"""The page of a run's report, as a pure function of its history."""
+"""The figures and tables of a run on its page, as a pure function of its history."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.callbacks.charts import Point, Series, line_chart, short
+from windlass.callbacks.charts import Point, short
 from windlass.callbacks.log_table import clock_text
-from windlass.callbacks.report_style import STYLE
 from windlass.callbacks.rows import described_event, is_timing
 from windlass.core.output import in_html
 
@@ -38,43 +37,18 @@ History = Sequence[Mapping[str, Any]]
 _LARGEST_INTEGER = 2**1023  # the largest that every operation on floats takes
 # Of one session; a tile has that of all.
 _SPEED = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
-_NOT_CURVES = {
-    "step",
-    "epoch",
-    "total_flos",
-    "train_loss",
-    "learning_rate",
-    "grad_norm",
-    "loss",
-    "num_input_tokens_seen",
-}
 
 
-def render_report(history: History, facts: Mapping[str, Any], time: TrainingTime | None = None) -> str:
-    """Return a self-contained HTML page, light or dark, that loads nothing and runs no script.
+def render_details(history: History, facts: Mapping[str, Any], time: TrainingTime | None = None) -> str:
+    """Return the figures and tables of a run as HTML without scripts.
 
     Args:
         history: the rows of `metrics.jsonl` as metrics; each has `step`, most have `epoch`.
-        facts: any of `title`, `status` (one line under the title), `arguments`, `data`, `environment` (name -> value).
+        facts: any of `arguments`, `data`, `environment` (name -> value).
         time: of all sessions; None if only that of the last one is known, from its summary in `history`.
     """
-    title = str(facts.get("title") or "Training run")
-    measured = [row for row in history if described_event(row) is None]
-    body = "".join(
-        [
-            f"<h1>{in_html(title)}</h1>\n",
-            f'<p class="sub">{in_html(str(facts.get("status", "")))}</p>\n',
-            _tiles(measured, time),
-            _charts(measured),
-            _evaluations(measured),
-            _tables(measured, facts, _events(history)),
-        ]
-    )
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{in_html(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}</body>\n</html>\n"
-    )
+    rows = [row for row in history if described_event(row) is None]
+    return _tiles(rows, time) + _evaluations(rows) + _tables(rows, facts, _events(history))
 
 
 def _events(history: History) -> dict[str, str]:
@@ -140,22 +114,6 @@ def _told(time: TrainingTime) -> Iterator[str]:
         yield f"in {time.sessions} sessions"
     if time.repeated:
         yield f"{time.repeated:,} updates repeated"
-
-
-def _charts(history: History) -> str:
-    losses = evaluation_losses(history)
-    names = [name for name in _names(history) if not is_timing(name) and name not in {*_NOT_CURVES, *losses}]
-    others = [name for name in names if len(curve(history, name)) > 1]
-    titles = {"learning_rate": "Learning rate", "grad_norm": "Gradient norm (before clipping)"}
-    charts = [("Loss", {"training": "loss"} | {name: name for name in losses})]
-    charts += [(title, {name: name}) for name, title in (titles | {name: name for name in others}).items()]
-    shown = "".join(
-        line_chart(title, [Series(label, curve(history, name)) for label, name in lines.items()])
-        for title, lines in charts
-    )
-    if not shown:
-        return '<p class="muted">Nothing has been logged yet.</p>\n'
-    return f'<div class="grid-2">{shown}</div>\n'
 
 
 def _evaluations(history: History) -> str:

@@ -19,11 +19,11 @@ from windlass.callbacks.metrics_log import FILE_NAME
 from windlass.callbacks.rows import Row, described_event
 from windlass.callbacks.run_record import (
     RECORD,
+    UNFINISHED,
     Record,
     ended_at,
     read_failures,
     read_record,
-    read_rows,
     whole_rows,
 )
 from windlass.checkpoint.files import Files
@@ -271,9 +271,10 @@ def _record(folder: Path, strict: bool, notes: list[str]) -> Record | None:
 
 def _rows(folder: Path, strict: bool, notes: list[str]) -> list[Row]:
     """Return the whole rows; a last line without an end is one that the run writes now, or was killed in."""
-    if strict:
-        return read_rows(folder)
     rows, damage = whole_rows(folder / FILE_NAME)
+    serious = [problem for problem in damage if not problem.endswith(UNFINISHED)]
+    if strict and serious:
+        raise DataError(f"{folder / FILE_NAME}, {serious[0]}")
     notes.extend(f"{FILE_NAME}, {problem}; it is left out" for problem in damage[:_MOST_NOTES])
     if len(damage) > _MOST_NOTES:
         notes.append(f"{FILE_NAME}: {len(damage) - _MOST_NOTES} more lines are damaged and left out")

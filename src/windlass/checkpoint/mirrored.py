@@ -15,7 +15,8 @@ from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 
 _logger = get_logger(__name__)
-_METRICS = "metrics.jsonl"
+# What a resumed run cuts back and continues.
+_ROW_FILES = ("metrics.jsonl", "answers.jsonl")
 _Infos = list[CheckpointInfo]
 _Paths = list[Path]
 
@@ -105,7 +106,8 @@ class MirroredStore(Store):
         _logger.info("fetching %s/%s: %s", self.mirror.remote.url, uploaded.name, problem or "it is newer")
         try:
             self.mirror.fetch(uploaded, self.files)
-            self.mirror.fetch_loose(_METRICS, self.files)
+            for name in _ROW_FILES:
+                self.mirror.fetch_loose(name, self.files)
         except OSError as error:
             raise CheckpointError(
                 f"Can't find a valid checkpoint at {path}: {error.strerror or error}"

@@ -76,7 +76,8 @@ COMMANDS = {
     "data": ("data_command", "data_command", "show or prepare what a model is trained on"),
     "status": ("status_command", "status_command", "print the state of a run, and what would be lost if it died now"),
     "ps": ("ps_command", "ps_command", "list the runs below a folder, with their state"),
-    "report": ("report_command", "report_command", "write the report of a run from its folder"),
+    "report": ("report_command", "report_command", "write the report of runs from their folders"),
+    "ui": ("ui_command", "ui_command", "serve the page of the runs below a folder, which follows them"),
     "merge-weights": ("merge_weights", "merge_weights_command", "merge sharded weights into one file"),
     "completion": ("completion", "completion_command", "print the completions of a shell"),
     "env": ("environment_command", "environment_command", "print versions and devices, for a bug report"),
@@ -102,6 +103,10 @@ def _dispatch(arguments: list[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     if options.command == "train":
         chosen = _train_options(options, rest, arguments, train)
+        if chosen.search is not None:
+            from windlass.cli.recipe_search import search_command
+
+            return search_command(chosen)
         from windlass.cli.train import train_command
 
         return train_command(chosen, arguments)
@@ -142,6 +147,8 @@ def parsers() -> tuple[CommandParser, CommandParser]:
     add("--dry-run", action="store_true", help=rehearse)
     tiny = "try the recipe here, in seconds: a tiny model with random weights, few rows and steps, on the CPU"
     add("--tiny", action="store_true", help=tiny)
+    search = "train once for each set of values of a space, and list the trials (docs/search.md)"
+    add("--search", metavar="SPACE.yaml", help=search)
     for name, (_, _, help_) in COMMANDS.items():
         commands.add_parser(name, help=help_, add_help=False)
     commands.add_parser("version", help="print the version of Windlass")
@@ -178,6 +185,7 @@ def _train_options(
         all_keys=options.all,
         dry_run=options.dry_run,
         tiny=options.tiny,
+        search=options.search,
     )
 
 

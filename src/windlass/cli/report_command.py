@@ -6,25 +6,35 @@ from pathlib import Path
 
 from windlass.callbacks.metrics_log import FILE_NAME
 from windlass.callbacks.report import write_report
-from windlass.callbacks.run_record import RECORD
+from windlass.callbacks.run_view import RunView, is_run
 from windlass.checkpoint.run_lock import is_held
 from windlass.cli.command_line import CommandParser
+from windlass.cli.run_status import status_of_run
+from windlass.cli.status_command import facts_of
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import install_command, is_available
 from windlass.core.output import say
 
 
 def report_command(words: list[str]) -> int:
-    """Write the report of a run, and print where it is; return the exit code."""
+    """Write the report of runs, and print where it is; return the exit code."""
     options = build_parser().parse_args(words)
-    run: Path = options.run
-    if not any((run / name).is_file() for name in (FILE_NAME, RECORD)):
-        raise ConfigError(Problem("RUN", str(run), _fix(run)))
-    for path in write_report(run, options.output_dir or run, runs=is_held(run)):
+    run, *others = options.runs
+    for one in options.runs:
+        if not is_run(one):
+            raise ConfigError(Problem("RUN", str(one), _fix(one)))
+    for path in write_report(
+        run, options.output_dir or run, runs=is_held(run), others=others, describe=described
+    ):
         say(str(path))
     if not is_available("matplotlib"):
         say(f"training.png needs matplotlib: {install_command('matplotlib')}", error=True)
     return 0
+
+
+def described(view: RunView) -> list[tuple[str, str]]:
+    """Return what `windlass status` prints of a run, as its page shows it: notes and goodput have their own places."""
+    return [pair for pair in facts_of(status_of_run(view)) if pair[0] not in ("note", "goodput", "attempts")]
 
 
 def build_parser() -> CommandParser:
@@ -32,12 +42,12 @@ def build_parser() -> CommandParser:
     parser = CommandParser(
         prog="windlass report",
         description="Write report.html and training.png of a run from its folder, also while it runs and after it was "
-        "killed. Other files of the run are only read.",
+        "killed. Several runs are drawn over each other. Their other files are only read.",
         example="windlass report runs/first",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder (output_dir)")
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the folder of a run (output_dir)")
     parser.add_argument(
-        "--output-dir", metavar="DIR", type=Path, help="where the report goes; by default RUN"
+        "--output-dir", metavar="DIR", type=Path, help="where the report goes; by default the first RUN"
     )
     return parser
 

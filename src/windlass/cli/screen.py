@@ -11,12 +11,13 @@ from windlass.cli.images import Images
 from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.resume_point import shown_path
 from windlass.cli.samples import Blocks, MaskedBlocks
-from windlass.cli.text_metrics import PREDICTIONS, ROUGE
+from windlass.cli.text_metrics import PREDICTIONS
 from windlass.core.locations import is_url, local_folder
 from windlass.core.output import STDOUT
 from windlass.core.terminal import row_width
 from windlass.core.types import TrainOutput
 from windlass.finetuning.peft_adapters import count_parameters, describe_trained, is_peft_model
+from windlass.metrics.answer_scores import ROUGE
 
 MARGIN = 15
 SHOWN = ("eval_loss", "eval_accuracy", "test_loss")

@@ -75,11 +75,12 @@ def as_json(found: Any) -> str:
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     sure = "" if found["sureness"] == "certain" else f" ({found['sureness']}: {found['why']})"
     yield one_line(f"{found['name']}: {found['sentence']}{sure}")
-    for name, value in _facts(found):
+    for name, value in facts_of(found):
         yield one_line(f"  {name:<12} {value}")
 
 
-def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def facts_of(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what is known of a run as names and values, for people."""
     if found["loss"] is not None:
         rates = found["rates"]
         speeds = [(unit, rates[f"{unit}_per_second"]) for unit in ("tokens", "samples")]

@@ -7,29 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from windlass.core.optional import require
 from windlass.core.types import EvalPrediction
+from windlass.metrics.answer_scores import corpus_bleu, scores_of_set
 
 Score = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
 # What the final weights generate, one text a line, in the run's folder.
 PREDICTIONS = "predictions.txt"
-ROUGE = ("rouge1", "rouge2", "rougeL")
-
-
-def bleu(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """BLEU of a corpus, from 0 to 100 (Papineni et al. 2002; Post 2018)."""
-    score = require("sacrebleu", "measure BLEU").corpus_bleu(list(texts), [list(references)])
-    return {"bleu": float(score.score)}
 
 
 def rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Mean F-measures of ROUGE-1, -2 and -L with stemming, from 0 to 100 (Lin 2004)."""
-    scorer = require("rouge_score.rouge_scorer", "measure ROUGE").RougeScorer(ROUGE, use_stemmer=True)
-    scores = [scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)]
-    return {kind: 100 * float(np.mean([score[kind].fmeasure for score in scores])) for kind in ROUGE}
+    """Mean F-measures of ROUGE-1, -2 and -L, from 0 to 100."""
+    return scores_of_set(["rouge"], texts, references)
 
 
-SCORES: dict[str, Score] = {"bleu": bleu, "rouge": rouge}
+SCORES: dict[str, Score] = {"bleu": corpus_bleu, "rouge": rouge}
 
 
 def decoded(tokenizer: Any, ids: Any) -> list[str]:

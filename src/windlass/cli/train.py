@@ -129,7 +129,7 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
     with Activity("importing libraries"):
         from windlass.cli.continuation import continue_prompt
         from windlass.cli.screen import RunOutcome, describe_run, folded, render_screen
-    task, early = TASKS[recipe.task], _early_stopping(recipe)
+    task, early = TASKS[recipe.task], early_stopping(recipe)
     ends = RunEnds(early)
     saved = saved_tokenizer(run_folder(args), resume if point is None else str(point.path))
     with Activity("reading the data"):
@@ -169,7 +169,8 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
     return 0
 
 
-def _early_stopping(recipe: Recipe) -> EarlyStoppingCallback | None:
+def early_stopping(recipe: Recipe) -> EarlyStoppingCallback | None:
+    """Return the callback that a recipe asks for."""
     spec = recipe.early_stopping
     return None if spec is None else EarlyStoppingCallback(spec.patience, spec.threshold)
 

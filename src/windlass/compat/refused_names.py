@@ -25,7 +25,7 @@ _LAUNCHER = "`windlass launch` starts processes by itself"
 _SHARDING = "sharded models are prepared, saved and loaded by Accelerator and Trainer"
 _OWN_NAMES = "checkpoints have a layout of their own; save_state and load_state, or the Trainer, know it"
 _OFFLOADED = "weights are offloaded into safetensors files, which OffloadedWeightsLoader reads"
-SEARCH = "Trainer.hyperparameter_search is not built; call train() in a loop over TrainingArguments, with model_init"
+SEARCH = "is a part of the search of transformers; Trainer.hyperparameter_search(backend=...) has its own"
 _LAYERWISE = (
     "an optimizer that updates layer by layer, such as optim='galore_adamw_layerwise', needs no stand-in"
 )

@@ -157,7 +157,7 @@ OLD_NAMES: dict[str, Old] = {
     "_n_gpu": _refused("is gone: one process drives one device; start one process per GPU", int, (-1, 0, 1, None)),
     "use_legacy_prediction_loop": _refused("is gone: there is one evaluation loop", bool, (False, None)),
     "tpu_num_cores": _gone("is not needed: one process drives all devices of PyTorch/XLA", int, (None,)),
-    "ray_scope": _refused("belongs to hyperparameter search, which is not built", str, ("last", None)),
+    "ray_scope": _refused("belongs to the schedulers of Ray Tune, which are not used", str, ("last", None)),
 }  # fmt: skip
 
 # Two names of one choice: setting either sets both, and the newer decides.

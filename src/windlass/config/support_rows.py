@@ -44,9 +44,6 @@ def unbuilt_trackers(report_to: list[str]) -> Iterator[tuple[str, str]]:
             yield name, f"is not a tracker; known names: all, none, {REPORT}, {', '.join(TRACKERS)}"
 
 
-METHODS_REFUSED = {
-    "hyperparameter_search": "is not built yet; call train() in a loop over TrainingArguments, with model_init",
-}
 ACCELERATOR_REFUSED = {
     "megatron_lm_plugin": "Megatron-LM is not built; shard the model with fsdp_plugin",
     "torch_tp_plugin": "a tp_size of 1 is accepted; parallelism_config sets others",

@@ -31,6 +31,9 @@ EXTRAS = {
     "sklearn": "images",
     "PIL": "images",
     "shtab": "completion",
+    "optuna": "search",
+    "starlette": "ui",
+    "uvicorn": "ui",
 }
 
 

@@ -141,6 +141,9 @@ class Beacon:
         self._looks += 1
         self._collectives = collectives
 
+    def place(self, text: str) -> None:
+        """Record the position of this process along the axes of its job."""
+
     def mark(self) -> Mark:
         """The last mark of this process."""
         step = None if self._step == _NO_STEP else self._step
@@ -152,6 +155,7 @@ class LitBeacon(Beacon):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
+        self._path = path
         with path.open("r+b" if path.exists() else "w+b") as file:
             file.truncate(_SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
@@ -173,6 +177,10 @@ class LitBeacon(Beacon):
     def sign(self, collectives: int) -> None:
         super().sign(collectives)
         self._write_life()
+
+    def place(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the folder was removed, or its disk is full
+            self._path.with_suffix(".place").write_text(text)
 
     def _write_mark(self) -> None:
         _MARK.pack_into(self._map, 0, self._count, self._step, self._call.encode())
@@ -235,12 +243,14 @@ class Lookout:
 
     def __init__(self, folder: Path, rank: int, *, make: bool = False) -> None:
         self._paths = {"mark": mark_path(folder, rank), "stacks": stacks_path(folder, rank)}
+        self._paths["place"] = self._paths["mark"].with_suffix(".place")
         self._files: dict[str, io.FileIO] = {}
         if make:
             for path in self._paths.values():
                 path.touch()
             self.mark()
             self.stacks()
+            self.place()
 
     def mark(self) -> Mark | None:
         """The last mark; None if there is none, as of a program that is not Python."""
@@ -249,6 +259,10 @@ class Lookout:
     def stacks(self) -> str:
         """The stacks that it wrote when it was asked for them last, empty if it did not answer."""
         return self._content("stacks").decode("utf-8", "replace")
+
+    def place(self) -> str:
+        """Its position along the axes of the job; empty if ranks only have different samples."""
+        return self._content("place").decode("utf-8", "replace")
 
     def _content(self, name: str) -> bytes:
         with contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.foreign_threads import wait_for_foreign_threads
 from windlass.core.mesh import VIEWS, Mesh, View
 from windlass.core.world import World, world_from_environment
-from windlass.dist.beacon import MEETING, waiting
+from windlass.dist.beacon import MEETING, beacon, waiting
 from windlass.dist.listening import ONE_ATTEMPT, is_loopback, keep_gloo_on_loopback, open_store
 from windlass.dist.watchdog import watch
 from windlass.dist.wire import Streamed, gather, own_stream, stream
@@ -194,6 +194,8 @@ class ProcessGang(Gang):
 
     def open_views(self, timeout: timedelta) -> None:
         """Make the gangs of the views that are not the whole job. Collective."""
+        if place := self.mesh.place(self.world.rank):
+            beacon().place(place)
         for view in VIEWS:
             mine = self.mesh.ranks(view, self.world.rank)
             if mine not in self._views:

@@ -14,7 +14,9 @@ from windlass.transforms.linear_cross_entropy import IGNORED
 from windlass.transforms.linear_log_probabilities import TokenLogProbabilities
 
 # Of a batch, what is not given to the model.
-_NOT_INPUTS = frozenset({"completion_mask", "ref_chosen_logps", "ref_rejected_logps", "margin", "label"})
+_NOT_INPUTS = frozenset(
+    {"completion_mask", "ref_chosen_logps", "ref_rejected_logps", "margin", "label", "ref_logps"}
+)
 
 
 @dataclass(frozen=True, slots=True)

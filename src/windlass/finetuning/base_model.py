@@ -37,7 +37,9 @@ def open_model(model: Any, args: TuningConfig, quantization_config: Any) -> nn.M
     transformers = require("transformers", _PURPOSE)
     if isinstance(model, transformers.PreTrainedConfig):
         _warn_of_unused(args, quantization_config)
-        built: nn.Module = transformers.AutoModelForCausalLM.from_config(model, dtype=torch.float32)
+        sees = type(model) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+        built: nn.Module = auto.from_config(model, dtype=torch.float32)
         return built
     if not isinstance(model, str):
         fix = "give a model, its name or folder, or a config of transformers"

@@ -151,7 +151,8 @@ class DPOTrainer(ReferenceTrainer):
             if self._objective.counts_tokens:
                 sums["_loss_of_pairs"] = of_pairs, pairs
                 sums["_loss_of_tokens"] = of_tokens, terms.chosen_tokens.sum()
-            self._figures.add(sums, inputs["attention_mask"].sum(), training=self.model.training)
+            if not self._services.evaluator.filling:
+                self._figures.add(sums, inputs["attention_mask"].sum(), training=self.model.training)
         loss = self._services.loss.multiplied(loss, num_items_in_batch) if self._objective.is_scaled else loss
         if not return_outputs:
             return loss

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -69,12 +70,19 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
         )
     if new_tokens:
         _train_new_tokens(peft_config, new_tokens)
+    _target_fused_parameters(model, peft_config)
     _check_targets(model, peft_config)
     if is_quantized(model):
         prepare_quantized(model)
     every_layer = getattr(peft_config, "target_modules", None) == "all-linear"  # peft replaces it by names
+    given = copy.deepcopy(peft_config)
+    adapted = _adapted(model, peft_config)
+    return _reach_experts(adapted, given) if every_layer else adapted
+
+
+def _adapted(model: nn.Module, peft_config: Any) -> nn.Module:
     try:
-        adapted: nn.Module = peft.get_peft_model(model, peft_config)
+        adapted: nn.Module = peft_library(_PURPOSE).get_peft_model(model, peft_config)
     except ValueError as error:
         if "not found in the base model" in str(error):
             raise ConfigError(_target_problem(model, peft_config, "matches no module")) from error
@@ -83,8 +91,6 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
                 _target_problem(model, peft_config, "is needed: peft has no default")
             ) from error
         raise
-    if every_layer:
-        _warn_of_frozen_experts(adapted)
     return adapted
 
 
@@ -150,7 +156,7 @@ def _check_targets(model: nn.Module, peft_config: Any) -> None:
     if not isinstance(targets, (list, set, tuple)) or not targets:
         return
     names = [name for name, _ in model.named_modules()]
-    missing = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    missing = [t for t in targets if not any(_ends(name, t) for name in names)]
     if len(missing) == len(targets) and not getattr(peft_config, "target_parameters", None):
         raise ConfigError(_target_problem(model, peft_config, "matches no module"))
     if missing:
@@ -161,26 +167,90 @@ def _check_targets(model: nn.Module, peft_config: Any) -> None:
         )
 
 
-def _warn_of_frozen_experts(adapted: Any) -> None:
-    """Warn of weights of several layers in one parameter, which "all-linear" does not reach: experts of a mixture."""
-    layers = [layer for layer in adapted.modules() if hasattr(layer, "parameter_name")]
-    wrapped = {(layer.get_base_layer(), layer.parameter_name) for layer in layers}
-    frozen = [
-        f"{owner}.{name}"
-        for owner, module in adapted.get_base_model().named_modules()
-        if not type(module).__module__.startswith("torch.nn")  # a convolution has three dimensions too
-        for name, weight in module.named_parameters(recurse=False)
-        if weight.dim() == _FUSED and not weight.requires_grad and (module, name) not in wrapped
-    ]
-    if frozen:
-        names = sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in frozen})
-        targets = sorted({re.split(r"\.\*\.", name)[-1] for name in names})
+def _reach_experts(adapted: Any, given: Any) -> nn.Module:
+    """Put adapters on the experts that "all-linear" left out as well; warn of those that stay frozen.
+
+    Args:
+        adapted: the model with adapters on its linear layers. The experts of some models have theirs by then, because
+            peft converts the names of their layers.
+        given: the configuration before peft replaced its names.
+    """
+    frozen = _frozen_experts(adapted)
+    if not frozen:
+        return adapted  # type: ignore[no-any-return]
+    names = sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in frozen})
+    targets = sorted({re.split(r"\.\*\.", name)[-1] for name in names})
+    reason = _why_not_on_parameters(given)
+    if reason is not None:
         logger.warning(
-            'peft_config.target_modules="all-linear": %s are no linear layers and stay frozen. '
-            "To train them, name them: LoraConfig(target_parameters=%r)",
+            'peft_config.target_modules="all-linear": %s are no linear layers and stay frozen: adapters of parameters '
+            "need %s. With that they are trained too, or by themselves by LoraConfig(target_parameters=%r)",
             ", ".join(names),
+            reason,
             targets,
         )
+        return adapted  # type: ignore[no-any-return]
+    given.target_parameters = [*(given.target_parameters or ()), *targets]
+    logger.info('peft_config.target_modules="all-linear": the experts get adapters too: %s', ", ".join(names))
+    return _adapted(adapted.unload(), given)
+
+
+def _why_not_on_parameters(peft_config: Any) -> str | None:
+    """What peft's adapters of parameters need of a configuration that does not have it; None if it has all."""
+    if not hasattr(peft_config, "target_parameters"):
+        return "peft_config=LoraConfig(...)"
+    needed = {"lora_dropout": 0.0, "lora_bias": False, "use_dora": False, "fan_in_fan_out": False}
+    for name, value in needed.items():
+        if getattr(peft_config, name, value) != value:
+            return f"{name}={value}"
+    if peft_config.init_lora_weights not in (True, False, "gaussian"):
+        return "init_lora_weights=True, False or 'gaussian'"
+    return None
+
+
+def _target_fused_parameters(model: nn.Module, peft_config: Any) -> None:
+    """Name the parameters that listed targets mean in `target_parameters`: weights of experts are no modules."""
+    targets = getattr(peft_config, "target_modules", None)
+    if not isinstance(targets, (list, set, tuple)) or not hasattr(peft_config, "target_parameters"):
+        return
+    fused = [name for name, _, _ in _fused_weights(model)]
+    modules = [name for name, _ in model.named_modules()]
+    meant = {t: [name for name in fused if _ends(name, t)] for t in targets}
+    only = sorted(t for t, names in meant.items() if names and not any(_ends(name, t) for name in modules))
+    if not only:
+        return
+    reason = _why_not_on_parameters(peft_config)
+    if reason is not None:
+        fix = f"are weights of experts, whose adapters need {reason}; change it, or leave them out"
+        raise ConfigError(Problem("peft_config.target_modules", only, fix))
+    peft_config.target_modules = sorted(set(targets) - set(only))
+    peft_config.target_parameters = sorted({*(peft_config.target_parameters or ()), *only})
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _frozen_experts(adapted: Any) -> list[str]:
+    """Names of weights of several layers in one parameter that are not trained and have no adapter."""
+    layers = [layer for layer in adapted.modules() if hasattr(layer, "parameter_name")]
+    wrapped = {(layer.get_base_layer(), layer.parameter_name) for layer in layers}
+    return [
+        name
+        for name, module, weight in _fused_weights(adapted.get_base_model())
+        if not weight.requires_grad and (module, name.rpartition(".")[2]) not in wrapped
+    ]
+
+
+def _fused_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Weights of several layers in one parameter, with their names and owners: experts of a mixture."""
+    return (
+        (f"{owner}.{name}", module, weight)
+        for owner, module in model.named_modules()
+        if not type(module).__module__.startswith("torch.nn")  # a convolution has three dimensions too
+        for name, weight in module.named_parameters(recurse=False)
+        if weight.dim() == _FUSED
+    )
 
 
 def _target_problem(model: nn.Module, peft_config: Any, reason: str) -> Problem:

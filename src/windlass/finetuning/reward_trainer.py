@@ -133,7 +133,8 @@ class RewardTrainer(TuningTrainer):
             }
             extremes = {"min_reward": rewards.min(), "max_reward": rewards.max()}
             tokens = inputs["attention_mask"].sum()
-            self._figures.add(sums, tokens, training=self.model.training, extremes=extremes)
+            if not self._services.evaluator.filling:
+                self._figures.add(sums, tokens, training=self.model.training, extremes=extremes)
         return (loss, {"rewards": torch.stack([chosen, rejected], dim=1)}) if return_outputs else loss
 
     def _evaluated(self, inputs: Any, outputs: Any) -> tuple[Tensor, Tensor]:

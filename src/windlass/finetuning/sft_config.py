@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from windlass.config.described import described
 from windlass.config.sections.setting import at_least, setting
+from windlass.finetuning.answer_section import AnswerSection
 from windlass.finetuning.tuning_config import TuningConfig
 
 PACKING_STRATEGIES = ("bfd", "bfd_split", "wrapped")
@@ -22,7 +23,7 @@ _OLD_WORDS = {
 
 @described()
 @dataclass(repr=False)
-class SFTConfig(TuningConfig):
+class SFTConfig(AnswerSection, TuningConfig):
     """The settings of an `SFTTrainer`: those of `TrainingArguments`, and those of fine-tuning.
 
     Four defaults differ from `TrainingArguments`: `learning_rate` 2e-5, `logging_steps` 10,

@@ -33,7 +33,7 @@ class SFTData:
         args: the settings.
         tokenizer: turns text into ids.
         formatting_func: row -> text.
-        own_collator: the script passed a collator, which may read masks itself.
+        own_collator: the script passed a collator, which may read masks itself, and gets rows with images as they are.
         limits: the tokens and positions that the model has.
         images: what the processor makes of images; None: the tokenizer alone is known.
         summaries: name of a dataset -> counts of its preparation; streams have none.
@@ -55,9 +55,10 @@ class SFTData:
         Args:
             name: of the dataset, for errors and for the summary.
         """
-        if self.images is None and not self.args.skips_preparation:
+        as_they_are = self.args.skips_preparation or (self.own_collator and holds_images(dataset))
+        if self.images is None and not as_they_are:
             _refuse_images(dataset, name)
-        if self.args.skips_preparation:
+        if as_they_are:
             self._check_skipped(dataset, name)
             return dataset
         if isinstance(dataset, DatasetMixture):

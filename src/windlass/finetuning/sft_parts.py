@@ -10,6 +10,8 @@ from torch import nn
 
 from windlass.config.arguments import TrainingArguments
 from windlass.data.collate_causal import DataCollatorForCausalLM
+from windlass.finetuning.answer_checks import check_answers
+from windlass.finetuning.answers import EvaluationAnswers, open_answers
 from windlass.finetuning.sft_arguments import sft_arguments
 from windlass.finetuning.sft_checks import check_settings, router_coefficient, settle_stream
 from windlass.finetuning.sft_config import SFTConfig
@@ -32,6 +34,7 @@ class SFTParts:
         collator: list of samples -> batch.
         data: prepares datasets.
         router_weight: of the load-balancing loss of experts; 0 if there are none.
+        answers: what evaluations generate.
     """
 
     args: SFTConfig
@@ -40,6 +43,7 @@ class SFTParts:
     collator: Callable[[list[Any]], Any]
     data: SFTData
     router_weight: float
+    answers: EvaluationAnswers
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class Given:
     quantization_config: Any
     peft_config: Any
     formatting_func: Callable[[Any], Any] | None
+    compute_metrics: Callable[..., dict[str, Any]] | None
     earlier: dict[str, Any]
 
 
@@ -74,21 +79,31 @@ def build_sft_parts(given: Given) -> SFTParts:
     base = open_tuned_model(
         given.model, args, given.processing_class, given.quantization_config, given.peft_config, with_images
     )
+    check_answers(
+        args,
+        base.model,
+        given.eval_dataset,
+        with_images=with_images,
+        formatted=formatted,
+        scored=given.compute_metrics is not None,
+    )
     router_weight = router_coefficient(args.router_aux_loss_coef, base.model)
     step = args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None
     collator: Any = given.data_collator or DataCollatorForCausalLM(
         base.tokenizer.pad_token_id, args.joins_rows, pad_to_multiple_of=step
     )
     images = open_images(base, args, formatted) if with_images else None
-    if images is not None and not own_collator:
+    if images is not None:
         collator = ImageCollator(collator, images, args.joins_rows)
     limits = ModelLimits.of(base.model)
     data = SFTData(args, base.tokenizer, given.formatting_func, own_collator, limits, images)
-    return SFTParts(args, base.model, base.processing_class, collator, data, router_weight)
+    answers = open_answers(args, base.tokenizer, limits, given.eval_dataset, given.compute_metrics)
+    return SFTParts(args, base.model, base.processing_class, collator, data, router_weight, answers)
 
 
 def _with_images(given: Given, args: SFTConfig) -> bool:
     """Return True if a dataset may have images, and is prepared here."""
     held = given.eval_dataset
     datasets = [given.train_dataset, *(held.values() if isinstance(held, Mapping) else [held])]
-    return not args.skips_preparation and any(map(holds_images, datasets))
+    is_own = given.data_collator is not None
+    return not (args.skips_preparation or is_own) and any(map(holds_images, datasets))

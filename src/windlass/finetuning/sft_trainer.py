@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.types import EvalLoopOutput, TrainOutput
+from windlass.finetuning.answer_checks import answers_anything
+from windlass.finetuning.answering import AnsweringModel
 from windlass.finetuning.card_writer import CardWriter
 from windlass.finetuning.peft_adapters import describe_trained, is_peft_model, predicts_first_labels
 from windlass.finetuning.sft_config import SFTConfig
@@ -24,13 +27,14 @@ from windlass.text.summary import TextSummary
 from windlass.trainer.losses import without_gradient
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.activation_offload import ActivationOffload
-from windlass.transforms.document_attention import documents_apart, refuse_leaks
+from windlass.transforms.document_attention import OwnAttention, documents_apart, refuse_leaks
 from windlass.transforms.linear_cross_entropy import LossOptions
 
 logger = get_job_logger(__name__)
 
 _TAGS = ["windlass", "sft"]
 _COLUMNS = ["input_ids", "labels", "seq_lengths", "images"]
+_FOR_OWN_COLLATORS = ("image", "messages", "prompt", "completion")  # of rows with images
 
 
 class SFTTrainer(Trainer):
@@ -92,10 +96,11 @@ class SFTTrainer(Trainer):
                 quantization_config,
                 peft_config,
                 formatting_func,
+                compute_metrics,
                 earlier,
             )
         )
-        self._data, self._router_weight = parts.data, parts.router_weight
+        self._data, self._router_weight, self._answers = parts.data, parts.router_weight, parts.answers
         train_dataset = self._data.prepare(train_dataset, "train", parts.args.packing)
         if eval_dataset is not None:
             eval_dataset = self._data.prepare_all(eval_dataset, parts.args.packs_evaluation)
@@ -108,19 +113,19 @@ class SFTTrainer(Trainer):
             parts.processing_class,
             None,
             compute_loss_func,
-            compute_metrics,
+            None if parts.args.predict_with_generate else compute_metrics,
             callbacks,
             optimizers,
             optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics,
         )
-        self._offload = ActivationOffload()
-        self._add_figures()
-        self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
+        self._offload, self._own_attention = ActivationOffload(), OwnAttention(self.model)
+        self._add_callbacks()
+        self._add_answers()
         self._check_and_tag_model()
 
-    def _add_figures(self) -> None:
-        """Report entropy, token accuracy and the number of tokens with the losses."""
+    def _add_callbacks(self) -> None:
+        """Report entropy, token accuracy and the number of tokens with the losses, and write the model card."""
         self._figures = TokenFigures(
             self.accelerator.device,
             lambda sums: self.accelerator.reduce(sums, "sum"),
@@ -129,6 +134,16 @@ class SFTTrainer(Trainer):
         )
         self.accelerator.register_for_checkpointing(self._figures)
         self.add_callback(UpdateBorders(self._figures))
+        self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
+
+    def _add_answers(self) -> None:
+        if not answers_anything(self.args):
+            return
+        if self._session.data_ranks.size != self._session.all_ranks.size:
+            fix = "ranks that share the samples of a batch do not generate; train with data parallelism alone"
+            name = "predict_with_generate" if self.args.predict_with_generate else "eval_prompts"
+            raise ConfigError(Problem(name, getattr(self.args, name), fix))
+        self.add_callback(self._answers.log)
 
     def _check_and_tag_model(self) -> None:
         """Refuse a model that lets packed documents see each other, tag it, and log which parameters are trained."""
@@ -166,7 +181,7 @@ class SFTTrainer(Trainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            self._signature_columns = list(_COLUMNS)
+            self._signature_columns = [*_COLUMNS, *(_FOR_OWN_COLLATORS if self._data.own_collator else ())]
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -174,9 +189,10 @@ class SFTTrainer(Trainer):
         """As `Trainer.evaluate`; a dataset that is passed, or each of a dict of them, is prepared like those of the
         constructor. A name selects one of the sets of the constructor.
         """
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._data.prepare_all(eval_dataset, self.args.packs_evaluation)
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        with self._answers.during(eval_dataset, metric_key_prefix):
+            if eval_dataset is not None and not isinstance(eval_dataset, str):
+                eval_dataset = self._data.prepare_all(eval_dataset, self.args.packs_evaluation)
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     # --- loss -------------------------------------------------------------------------------------------------------
 
@@ -204,7 +220,8 @@ class SFTTrainer(Trainer):
         options = LossOptions(label_smoothing=smoothing, dynamic=self.args.loss_type == "dft")
         with torch.no_grad() if own_function else contextlib.nullcontext():
             loss, figures = sft_loss(model, inputs, count, options, self._router_weight)
-        self._figures.add(figures, training=self.model.training)
+        if not self._services.evaluator.filling:
+            self._figures.add(figures, training=self.model.training)
         if own_function:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = self._services.loss.multiplied(loss, count)
@@ -259,7 +276,9 @@ class SFTTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """As `Trainer.evaluation_loop`; its metrics also have entropy, mean token accuracy and the training tokens."""
+        """As `Trainer.evaluation_loop`; its metrics also have entropy, mean token accuracy and the training tokens, and
+        the scores of generated answers.
+        """
         self._figures.forget(training=False)
         with self._documents_apart():
             output = super().evaluation_loop(
@@ -267,7 +286,22 @@ class SFTTrainer(Trainer):
             )
         figures = self._figures.read(training=False)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        if description == "Evaluation" and answers_anything(self.args):
+            output.metrics.update(self._answer(metric_key_prefix))
         return output
+
+    def _answer(self, prefix: str) -> dict[str, float]:
+        """Generate the answers of one evaluation, and return their metrics."""
+        strategy = self._model_writer.strategy
+        answerer = AnsweringModel(
+            self.model,
+            self._session.device,
+            self._session.data_ranks,
+            in_step=strategy.sharded and self.args.world_size > 1,
+            context=self.compute_loss_context_manager,
+        )
+        with self._services.evaluator.generating(strategy), self._own_attention.used():
+            return self._answers.metrics(prefix, self.state.global_step, answerer)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """As `Trainer.log`; the reports of a run also have entropy, mean token accuracy and the number of tokens."""

@@ -76,7 +76,25 @@ def open_tuned_model(
 
 
 def _check_sharding(args: TuningConfig, model: nn.Module) -> None:
-    """Raise ConfigError for a quantized model under FSDP2, which cannot divide packed weights and their constants."""
-    if is_quantized(model) and resolve_parallel(args, world_from_environment()).dist.shard is not None:
-        fix = "does not divide weights of few bits; train without fsdp (each process holds the base)"
+    """Raise ConfigError for a quantized model under FSDP2, unless its packed weights have the shape of a column of
+    floating-point numbers: FSDP2 divides those like any other weight, and their scales stay on each process.
+    """
+    if not is_quantized(model) or resolve_parallel(args, world_from_environment()).dist.shard is None:
+        return
+    packed = [p for p in model.parameters() if hasattr(p, "quant_state")]
+    if not packed:
+        fix = "does not divide weights of few bits but NF4 and FP4 of bitsandbytes; train without fsdp"
         raise ConfigError(Problem("fsdp", args.fsdp, fix))
+    whole = {p.dtype for p in model.parameters()} - {p.dtype for p in packed}
+    stored = next(iter(packed)).dtype
+    if not stored.is_floating_point or whole:
+        fix = (
+            "FSDP2 divides 4-bit weights that are stored in the dtype of the other weights: "
+            f"BitsAndBytesConfig(bnb_4bit_quant_storage={_storage(model)}), and dtype={_storage(model)} for the model"
+        )
+        raise ConfigError(Problem("quantization_config.bnb_4bit_quant_storage", str(stored), fix))
+
+
+def _storage(model: nn.Module) -> str:
+    """The dtype of the weights that are not packed."""
+    return str(next(p.dtype for p in model.parameters() if not hasattr(p, "quant_state")))

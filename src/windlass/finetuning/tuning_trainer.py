@@ -109,6 +109,10 @@ class TuningTrainer(Trainer):
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         return without_gradient(loss), *self._evaluated(inputs, outputs)
 
+    def _derived(self, figures: dict[str, float]) -> dict[str, float]:
+        """The figures of a report, with those that are computed from them."""
+        return figures
+
     def _evaluated(self, inputs: Any, outputs: Any) -> tuple[Any, Any]:
         """What `compute_metrics` gets of a batch: the logits and the input ids."""
         return outputs.logits.detach(), inputs["input_ids"]
@@ -143,7 +147,7 @@ class TuningTrainer(Trainer):
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
-        figures = self._figures.read(training=False)
+        figures = self._derived(self._figures.read(training=False))
         parts = [value for name, value in figures.items() if name.startswith("_")]
         if parts:  # means over different things, which the mean of the batches' losses is not
             output.metrics[f"{metric_key_prefix}_loss"] = sum(parts)
@@ -153,6 +157,6 @@ class TuningTrainer(Trainer):
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """As `Trainer.log`; the reports of a run also have the means."""
         if "loss" in logs or "train_loss" in logs:  # made on all ranks, which the sums need
-            figures = self._figures.read(training=True)
+            figures = self._derived(self._figures.read(training=True))
             logs.update({name: value for name, value in figures.items() if name[0] != "_"})
         super().log(logs, start_time)

@@ -82,9 +82,7 @@ class PairEncoder(RowEncoder):
                 number,
                 f"{self._columns[0]} and {self._columns[1]} are equal, so the row states no preference; remove it",
             )
-        prompt = row.get("prompt")
-        if prompt is None or (isinstance(prompt, str) and isinstance(answers[0], list)):
-            prompt, answers = _shared_prompt(answers, number)
+        prompt, answers = split_prompt(row.get("prompt"), answers, number)
         extras = {name: row[name] for name in _EXTRAS if row.get(name)}
         return [{"prompt": prompt, "completion": answer, **extras} for answer in answers]
 
@@ -135,6 +133,17 @@ class PairEncoder(RowEncoder):
             "that renders a prompt alike in both cases, or end prompts where a token ends. (Further rows may be cut "
             "without a message.)",
         )
+
+
+def split_prompt(prompt: Any, answers: list[Any], number: int) -> tuple[Any, list[Any]]:
+    """The prompt of row `number`, and its answers without it. A text beside answers that are messages is a copy.
+
+    Raises:
+        RowError: there is no prompt, and the answers do not begin with one.
+    """
+    if prompt is None or (isinstance(prompt, str) and isinstance(answers[0], list)):
+        return _shared_prompt(answers, number)
+    return prompt, answers
 
 
 def _shared_prompt(answers: list[Any], number: int) -> tuple[Any, list[Any]]:

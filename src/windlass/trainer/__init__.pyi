@@ -29,7 +29,7 @@ from windlass.compat.script_helpers import (
     seed_worker as seed_worker, set_rng_state_for_device as set_rng_state_for_device,
     suppress_progress_bars as suppress_progress_bars,
 )
-from windlass.compat.search_space import (
+from windlass.search.default_spaces import (
     BestRun as BestRun, HPSearchBackend as HPSearchBackend,
     default_compute_objective as default_compute_objective,
 )

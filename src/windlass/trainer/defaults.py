@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,14 @@ def _remote_problems(output_dir: str) -> list[Problem]:
     return []
 
 
+def takes_trial(model_init: Callable[..., Any]) -> bool:
+    """Return True if `model_init` takes the trial of a search, instead of nothing."""
+    return any(
+        p.name == "trial" or (p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+        for p in inspect.signature(model_init).parameters.values()
+    )
+
+
 def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
     """The callbacks that are called before a script's own."""
     names = [name for name in args.report_to or () if name != REPORT]
@@ -155,7 +164,7 @@ def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
     hub = [publishing.hub_callback(args, folder)] if args.push_to_hub else []
     return [
         DefaultFlowCallback,
-        MetricsLogCallback(folder, read_rules(args.alerts)),
+        MetricsLogCallback(folder, read_rules(args.alerts), follows_arguments=True),
         *report,
         *trackers,
         *hub,

@@ -40,7 +40,11 @@ Watch = Callable[[Iterable[Placed]], Generator[Placed, None, None]]
 
 
 class Evaluator:
-    """Runs a model over loaders, within a run or outside."""
+    """Runs a model over loaders, within a run or outside.
+
+    Attributes:
+        filling: the batch being predicted only fills a round that other ranks need; nothing of it counts.
+    """
 
     def __init__(
         self, session: Session, events: Events, loss: LossPolicy, faults: BatchFaults, fitter: BatchFitter
@@ -51,6 +55,7 @@ class Evaluator:
         self._watch: Watch | None = None
         self._cast_model: weakref.ref[nn.Module] | None = None
         self._cast_to = ""
+        self.filling = False
 
     @contextlib.contextmanager
     def during(self, executor: Executor) -> Iterator[None]:
@@ -77,6 +82,20 @@ class Evaluator:
     def own_randomness(self) -> contextlib.AbstractContextManager[None]:
         """A context in which an evaluation, overrides included, draws nothing from a run's random generators."""
         return contextlib.nullcontext() if self._executor is None else preserved_rng(self._session.device)
+
+    @contextlib.contextmanager
+    def generating(self, strategy: Strategy) -> Iterator[None]:
+        """Within the body, the model is in evaluation mode, with the weights that are evaluated, and parts of it can be
+        called, as `generate` does. Random generators are restored at the end. Collective.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(preserved_rng(self._session.device))
+            if self._executor is not None:
+                stack.enter_context(self._executor.evaluating())
+            strategy.module.eval()
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(strategy.generating())
+            yield
 
     def run(self, loader: Any, evaluation: Evaluation) -> EvalLoopOutput:
         """Evaluate a loader's batches and join the results of all ranks. Collective."""
@@ -128,6 +147,7 @@ class Evaluator:
         def noted(batches: Iterable[Placed]) -> Iterator[Placed]:
             nonlocal current
             for ids, batch in batches:
+                self.filling = ids is None
                 current = Fed("evaluation", batch, ids or ())
                 if self._faults.checks_ahead:
                     self._faults.check(current)
@@ -149,6 +169,7 @@ class Evaluator:
             on_batch()
 
         with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "filling", False)
             self._enter_evaluation_mode(stack, evaluation)
             # With or without evaluations, a run has the same bits: they draw nothing from its random generators.
             stack.enter_context(preserved_rng(self._session.device))

@@ -339,6 +339,11 @@ class Run(LoopHooks, Interruptible):
     def newest_checkpoint(self) -> Path | None:
         return self.checkpoints.newest
 
+    @property
+    def was_interrupted(self) -> bool:
+        """True if the user ended the run before its last update."""
+        return self._context.interruption.epoch_goes_on
+
     def end_waits(self) -> None:
         with run_clock().within(UPLOAD):
             end_waits(self._events.handler)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from windlass.callbacks.answers_log import AnswersLog
 from windlass.callbacks.handler import CallbackHandler
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.progress import ProgressCallback
@@ -137,7 +138,7 @@ class Events(Progress):
 
     def roll_back_metrics_log(self) -> None:
         for callback in self.handler.callbacks:
-            if isinstance(callback, MetricsLogCallback):
+            if isinstance(callback, MetricsLogCallback | AnswersLog):
                 callback.roll_back(self.state)
 
     def _displays(self) -> list[ProgressCallback]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.config.support_rows import METHODS_REFUSED
 from windlass.core.clock import Moment
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.locations import local_folder
@@ -57,6 +55,8 @@ if TYPE_CHECKING:
     from windlass.callbacks.handler import CallbackHandler
     from windlass.config.plan import CallPlan
     from windlass.core.events import TrainerControl, TrainerState
+    from windlass.search.default_spaces import BestRun, HPSearchBackend
+    from windlass.search.search import ChosenTrial, TrialWatch
     from windlass.trainer.interruption import Interruption
     from windlass.trainer.model_writer import ModelWriter
     from windlass.trainer.run import Run
@@ -210,12 +210,7 @@ class Trainer:
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`, which may take the trial of a search or nothing."""
         assert self.model_init is not None
-        takes_trial = any(
-            p.name == "trial"
-            or (p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-            for p in inspect.signature(self.model_init).parameters.values()
-        )
-        model = self.model_init(trial) if takes_trial else self.model_init()
+        model = self.model_init(trial) if defaults.takes_trial(self.model_init) else self.model_init()
         if model is None:
             raise ModelError("model_init returned None; it must return the model")
         return model
@@ -1047,10 +1042,76 @@ class Trainer:
         dist = self._plan.dist
         return dist.context if dist.attention == "ulysses" else 1
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not built yet: raises ConfigError with what to do instead."""
-        why = METHODS_REFUSED["hyperparameter_search"]
-        raise ConfigError(Problem("Trainer.hyperparameter_search", "called", why))
+    # --- a search over hyperparameters ----------------------------------------------------------------------------
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | Mapping[str, Any] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: str | HPSearchBackend | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> BestRun | list[BestRun]:
+        """Train once for each set of hyperparameters, all processes together, and return the best.
+
+        The study is in `search.json` of `args.output_dir`, and each trial is a run in a folder below it: a search that
+        was interrupted or killed continues where it was, if this is called again. Arguments are put back at the end.
+
+        Args:
+            hp_space: trial -> arguments by name, from `trial.suggest_float`, `suggest_int` and `suggest_categorical`;
+                or data: name -> a list of values, or {low, high, step, log}. By default that of the backend.
+            compute_objective: metrics of a trial's last evaluation -> a number, or one for each direction. By default
+                the sum of the metrics that are not a loss; `eval_loss` if there are none.
+            n_trials: the number of trials in the study, those of earlier calls included.
+            direction: "minimize" or "maximize"; a list for several objectives.
+            backend: "optuna", "random" or "grid"; "ray" and "wandb" name the words of the space. By default optuna if
+                it is installed, else random.
+            hp_name: trial -> name of its run and its folder.
+            **kwargs: `sampler`, `pruner`, `study_name` of optuna; `seed`, `pruner="median"` of the others.
+
+        Returns:
+            The best run; with several directions those that no other one surpasses.
+
+        Raises:
+            ConfigError: there is no `model_init`, an option has no effect, or the space names what is not an argument.
+        """
+        from windlass.search.default_spaces import BestRun
+        from windlass.search.search import Search
+        from windlass.search.search_settings import SearchSettings
+
+        settings = SearchSettings(
+            hp_space, compute_objective, n_trials, direction, backend, hp_name, kwargs, self.args.seed
+        )
+        if self.model_init is None:
+            fix = "is needed: each trial begins with a new model"
+            raise ConfigError(Problem("model_init", None, fix))
+        search = Search(settings, self.output_folder, self._session.all_ranks)
+        best = [
+            BestRun(one.name, one.values if len(one.values) > 1 else one.values[0], one.params)
+            for one in search.run(self._run_trial)
+        ]
+        return best if len(settings.directions) > 1 else best[0]
+
+    def _run_trial(self, trial: ChosenTrial, watch: TrialWatch) -> dict[str, float] | None:
+        """Train a trial, from its newest checkpoint if it has one; return the metrics of its last evaluation, or None
+        if the user interrupted it.
+        """
+        from windlass.search.search import arguments_of, last_metrics
+
+        assert self.model_init is not None
+        args = self.args
+        self.args = arguments_of(trial, args, defaults.takes_trial(self.model_init))
+        self.add_callback(watch)
+        try:
+            self.train(resume_from_checkpoint="auto", trial=trial)
+            if self._run is not None and self._run.was_interrupted:
+                return None
+            return last_metrics(self.state.log_history) or self.evaluate()
+        finally:
+            self.remove_callback(watch)
+            self.args = args
 
 
 def _of_run(run: Run | None) -> Run:

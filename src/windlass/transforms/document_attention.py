@@ -57,6 +57,32 @@ def documents_apart(model: nn.Module) -> Iterator[None]:
             config._attn_implementation = before
 
 
+class OwnAttention:
+    """The attention that a model has outside `documents_apart`: that of padded rows and of generation, where kernels
+    for documents would be compiled for each length.
+
+    Args:
+        model: is not in `documents_apart`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = [
+            (part.config, part.config._attn_implementation) for part in _models_of_transformers(model)
+        ]
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Within the body the model has it, also inside of `documents_apart`."""
+        before = [(config, config._attn_implementation) for config, _ in self._own]
+        for config, own in self._own:
+            config._attn_implementation = own
+        try:
+            yield
+        finally:
+            for config, attention in before:
+                config._attn_implementation = attention
+
+
 def refuse_leaks(model: nn.Module) -> None:
     """Raise if the logits of one document of a packed row depend on another one.
 

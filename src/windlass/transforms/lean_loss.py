@@ -175,7 +175,7 @@ def _without_logits(model: nn.Module, core: nn.Module, run: Callable[[LeanHead],
             _known[key] = None
             if is_compiled(model, core):
                 raise InexactLossError("it is compiled as a whole; compile its layers")
-            _known[key] = LeanHead.measured(core, core)
+            _known[key] = LeanHead.measured(_within_engine(model), core)
         found = _known[key]
         return None if found is None else run(found)
     except InexactLossError as reason:
@@ -184,6 +184,15 @@ def _without_logits(model: nn.Module, core: nn.Module, run: Callable[[LeanHead],
             f"the memory-lean loss is not exact for {type(core).__name__} ({reason}): the model's own loss is used"
         )
         return None
+
+
+def _within_engine(model: nn.Module) -> nn.Module:
+    """What data parallelism wraps, which is run for a measurement. FSDP2 wraps nothing, and gathers what a forward of a
+    whole model needs.
+    """
+    package = type(model).__module__.partition(".")[0]
+    is_engine = isinstance(model, nn.parallel.DistributedDataParallel) or package == "deepspeed"
+    return model.module if is_engine else model  # type: ignore[return-value]
 
 
 def _own_loss(

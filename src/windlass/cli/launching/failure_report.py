@@ -57,6 +57,7 @@ class RankFacts:
         stacks: the stacks of its threads; empty if it could not be asked.
         idle: seconds without a new mark.
         silent: it was alive and did not write its stacks when asked, like a stopped process.
+        axes: its position along the axes of the job; empty if ranks only have different samples.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class RankFacts:
     stacks: str = ""
     idle: float = 0.0
     silent: bool = False
+    axes: str = ""
 
     @property
     def lost_its_peers(self) -> bool:
@@ -98,8 +100,8 @@ class RankFacts:
 
     @property
     def place(self) -> str:
-        """The last mark, to be appended to a message."""
-        return f" {self.mark.place}" if self.mark.call else ""
+        """The last mark, and the position along the axes of the job, to be appended to a message."""
+        return (f" {self.mark.place}" if self.mark.call else "") + (f" ({self.axes})" if self.axes else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,7 @@ class Watch:
             stacks=stacks,
             idle=idle,
             silent=running and mark.count > 0 and not stacks,
+            axes=process.lookout.place(),
         )
 
 

@@ -1,6 +1,7 @@
 """The kinds of task that a recipe may name. Reading this costs no torch."""
 
 from windlass.cli.task import Task
+from windlass.cli.tasks.answer_judging import AnswerJudging
 from windlass.cli.tasks.causal_lm import CausalLM
 from windlass.cli.tasks.classification import Classification
 from windlass.cli.tasks.image_classification import ImageClassification
@@ -20,4 +21,5 @@ TASKS: dict[str, Task] = {
     SupervisedTuning.name: SupervisedTuning(),
     PreferenceTuning.name: PreferenceTuning(),
     RewardModelling.name: RewardModelling(),
+    AnswerJudging.name: AnswerJudging(),
 }

@@ -1,4 +1,4 @@
-"""What a script needs to search over hyperparameters by hand: the default spaces, the default objective, its result."""
+"""What a search has unless a script says otherwise: spaces, the objective; and its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BATCH_SIZES = (4, 8, 16, 32, 64)
 
 
 class HPSearchBackend(Choice):
-    """Packages that search over hyperparameters."""
+    """Packages that search over hyperparameters; "random" and "grid" need none."""
 
     OPTUNA = "optuna"
     RAY = "ray"

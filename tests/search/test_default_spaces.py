@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import trainer_utils as reference
 
-from windlass.compat import search_space as ours
 from windlass.core.errors import MissingDependencyError
 from windlass.core.optional import is_available
+from windlass.search import default_spaces as ours
 
 
 @pytest.mark.parametrize(

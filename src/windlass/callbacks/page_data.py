@@ -1,0 +1,126 @@
+"""The numbers of a run for the charts of its page: few enough to send, and each of them as it was logged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from windlass.callbacks.rows import Row, described_event
+from windlass.callbacks.run_view import RunView
+from windlass.core.output import shown
+
+# At most so many points of a series, and of all series together: the page stays below a megabyte.
+MOST_POINTS, _ALL_POINTS, _FEWEST = 2000, 16_000, 100
+_MOST_MARKS = 500
+_TOKENS = ("num_input_tokens_seen", "num_tokens")
+_NOT_SERIES = {"step", "epoch", "total_flos", "slowest_rank", "wall", "elapsed", *_TOKENS}
+_LARGEST = 1e300  # beyond it the span of an axis could overflow
+
+Point = tuple[float, float, float, float | None]  # step, value, seconds since the first start, tokens
+
+
+def page_data(view: RunView) -> dict[str, Any]:
+    """Return the data of a run for the page, as plain JSON values.
+
+    `series` has, for each metric, columns in the order of the rows: `s` steps, `v` values, `t` seconds since the first
+    start, `k` tokens (null if they are not counted), and `bad`: how many values are not finite, which are left out.
+    """
+    began = _began(view)
+    series = _series(view.all_rows, began)
+    limit = max(_FEWEST, min(MOST_POINTS, _ALL_POINTS // max(len(series), 1)))
+    return {
+        "name": shown(view.name),
+        "began": began,
+        "series": {shown(name): _columns(points, bad, limit) for name, (points, bad) in series.items()},
+        "attempts": [
+            {
+                "number": one.number,
+                "from": one.from_step,
+                "to": one.step,
+                "t0": round(one.began - began, 2),
+                "t1": None if one.ended is None else round(one.ended - began, 2),
+                "status": one.status,
+            }
+            for one in view.attempts
+        ],
+        "marks": list(_marks(view, began))[-_MOST_MARKS:],
+    }
+
+
+def _began(view: RunView) -> float:
+    if view.attempts:
+        return view.attempts[0].began
+    return float(view.all_rows[0]["timing"]["wall"]) if view.all_rows else 0.0
+
+
+def _series(rows: Sequence[Row], began: float) -> dict[str, tuple[list[Point], int]]:
+    found: dict[str, list[Point]] = {}
+    bad: dict[str, int] = {}
+    tokens: float | None = None
+    for row in rows:
+        if row.get("event") == "summary" or described_event(row) is not None:
+            continue
+        step, timing = row["step"], row["timing"]
+        seconds = timing["wall"] - began
+        tokens = next((float(row[name]) for name in _TOKENS if _is_number(row.get(name))), tokens)
+        for values in (row, timing):
+            for name, value in values.items():
+                # Exact types first: this is done for each value of a long run. True and False are no numbers.
+                if type(value) not in (float, int) or name in _NOT_SERIES:
+                    continue
+                if -_LARGEST < value < _LARGEST:  # false for NaN
+                    points = found.get(name)
+                    if points is None:
+                        points = found[name] = []
+                    points.append((step, value, seconds, tokens))
+                else:
+                    bad[name] = bad.get(name, 0) + 1
+    return {name: (found.get(name, []), bad.get(name, 0)) for name in dict.fromkeys([*found, *bad])}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _columns(points: Sequence[Point], bad: int, limit: int) -> dict[str, Any]:
+    kept = few(points, limit)
+    return {
+        "s": [point[0] for point in kept],
+        "v": [point[1] for point in kept],
+        "t": [round(point[2], 2) for point in kept],
+        "k": [point[3] for point in kept] if any(point[3] is not None for point in kept) else None,
+        "bad": bad,
+        "of": len(points),
+    }
+
+
+def few(points: Sequence[Point], limit: int) -> Sequence[Point]:
+    """Return at most `limit` of the points: the lowest and the highest value of each stretch, so that spikes stay."""
+    if len(points) <= limit:
+        return points
+    size = math.ceil(len(points) / (limit // 2))
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        stretch = range(start, min(start + size, len(points)))
+        low = min(stretch, key=lambda place: points[place][1])
+        high = max(stretch, key=lambda place: points[place][1])
+        kept += [points[place] for place in sorted({low, high})]
+    return kept
+
+
+def _marks(view: RunView, began: float) -> Iterator[Mapping[str, Any]]:
+    marks = [(event.kind, event.step, event.wall, event.text) for event in view.events]
+    marks += [
+        ("evaluation", row["step"], row["timing"]["wall"], f"evaluated at step {row['step']:,}")
+        for row in view.evaluations
+    ]
+    for one in view.checkpoints:
+        if one.saved_at is not None:
+            kind = "damaged" if one.problem else "best" if one.is_best else "save"
+            marks.append((kind, one.step, one.saved_at, one.problem or f"saved {one.path.name}"))
+    for attempt in view.attempts[1:]:
+        text = f"attempt {attempt.number} began at step {attempt.from_step:,}"
+        marks.append(("restart", attempt.from_step, attempt.began, text))
+    for kind, step, wall, text in sorted(marks, key=lambda mark: mark[2]):
+        yield {"kind": kind, "step": step, "t": round(wall - began, 2), "text": shown(text)}

@@ -1,0 +1,104 @@
+"""Files of rows, one JSON object a line: appended whole, and cut back when a run resumes at an earlier step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from windlass.callbacks.rows import Row, repeatable
+from windlass.core.logs import get_logger
+from windlass.core.plain_text import parse_json
+from windlass.core.whole_file import BINARY, NO_FOLLOW
+
+logger = get_logger(__name__)
+
+_MAX_LINE = 1 << 24
+
+
+def append_lines(path: Path, *rows: Row) -> None:
+    """Append the lines of all rows or nothing: an incomplete write is truncated."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a plain file")  # opening a pipe would wait for a reader
+    lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_FOLLOW | BINARY
+    with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            written = file.write(lines)
+            if written != len(lines):
+                raise OSError(f"only {written} bytes of the lines were written")
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def drop_torn_line(path: Path) -> None:
+    if not path.is_file():
+        return
+    size = path.stat().st_size
+    whole = _end_of_lines(path)
+    if whole != size:
+        logger.warning("%s ends in an unfinished line, which is dropped", path)
+        os.truncate(path, whole)
+
+
+def _end_of_lines(path: Path) -> int:
+    """Return the end of the last whole line, searched from the end of the file, which may be long."""
+    with open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(end - _MAX_LINE, 0)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                return start + found + 1
+            end = start
+    return 0
+
+
+def set_aside(path: Path) -> None:
+    if not os.path.lexists(path):
+        return
+    number = 1
+    while os.path.lexists(older := path.with_name(f"{path.stem}-{number}{path.suffix}")):
+        number += 1
+    os.rename(path, older)
+    logger.warning("%s has the metrics of an earlier run; renamed to %s", path, older.name)
+
+
+def cut_back(path: Path, step: int) -> list[Row]:
+    """Replace the file by its rows up to `step`, without summaries, since the run continues. Return the rows of `step`
+    itself, without timing: a resumed run may log them again.
+    """
+    if not path.exists():
+        set_aside(path)  # a link that leads nowhere
+        return []
+    last: list[Row] = []
+    partial = path.with_name(path.name + ".tmp")
+    partial.unlink(missing_ok=True)
+    with open(partial, "xb") as file:
+        for line in _whole_lines(path):
+            row = parse_json(line)
+            if row["step"] <= step and row.get("event") != "summary":
+                file.write(line)
+            if row["step"] == step and row.get("event") != "summary":
+                last.append(repeatable(row))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return last
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """Yield the complete lines. Raises ValueError if it is not a plain file, or a line is too long to be a row."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not a plain file")
+    with open(path, "rb") as file:
+        while line := file.readline(_MAX_LINE):
+            if len(line) == _MAX_LINE:
+                raise ValueError(f"{path} has a line of {_MAX_LINE:,} bytes or more")
+            if line.endswith(b"\n"):
+                yield line

@@ -1,0 +1,151 @@
+"""`windlass train RECIPE --search SPACE.yaml`: a recipe trained once for each set of values of a search."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.cli.argument_table import all_arguments
+from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
+from windlass.cli.recipe import load_recipe
+from windlass.cli.tasks import TASKS
+from windlass.cli.training import run_folder, training_arguments
+from windlass.config.documents import load
+from windlass.config.nearest import did_you_mean
+from windlass.config.refusal import refuse
+from windlass.core.activity import Activity
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.output import say
+
+if TYPE_CHECKING:
+    from windlass.search.search import ChosenTrial, TrialWatch
+    from windlass.search.search_settings import SearchSettings
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpec:
+    """The keys of a file with a space.
+
+    Attributes:
+        space: key of the recipe -> a list of values, or {low, high, step, log}.
+        trials: how many, those of earlier calls included.
+        metric: what is compared, of the last evaluation of each trial; several are several objectives.
+        direction: minimize or maximize, for each metric.
+        backend: optuna, random or grid; by default optuna if it is installed.
+        pruner: median ends trials that are worse than the median of the others; optuna has its own.
+        seed: of random choices.
+    """
+
+    space: dict[str, Any]
+    trials: int = 20
+    metric: str | list[str] = "eval_loss"
+    direction: str | list[str] = "minimize"
+    backend: str | None = None
+    pruner: str | None = None
+    seed: int = 42
+
+
+def search_command(options: TrainOptions) -> int:
+    """Train the trials that are missing, and return the exit code."""
+    for flag in ("resume", "dry_run", "print_config"):
+        if given := getattr(options, flag):
+            fix = "has no meaning with --search, which continues by itself; leave it out"
+            raise ConfigError(Problem(f"--{flag.replace('_', '-')}", given, fix))
+    spec = read_spec(Path(str(options.search)))
+    recipe = load_recipe(options.recipe, options.overrides, options.output_dir, tiny=options.tiny)
+    args = training_arguments(recipe.training, recipe.task)
+    with Activity("importing libraries"):
+        from windlass.search.search import Search, last_metrics
+        from windlass.trainer.session import Session
+    settings, root = _settings(spec), run_folder(args)
+    trials = _Trials(options, root, last_metrics)
+    search = Search(settings, root, Session.open(args).all_ranks)
+    best = search.run(trials.train)
+    if args.process_index == 0:
+        for record in best:
+            values = " ".join(f"{key}={json.dumps(value)}" for key, value in record.params.items())
+            say(f"\nbest  {root / record.name}\n      {values}")
+    return EXIT_INTERRUPTED if trials.interrupted else 0
+
+
+def read_spec(path: Path) -> SearchSpec:
+    """Read the file of a search. Raises ConfigError with all problems."""
+    document = load(path)
+    values, known = document.values, [item.name for item in fields(SearchSpec)]
+    problems = [
+        Problem(document.where(name), values[name], f"is not a key of a search{did_you_mean(name, known)}")
+        for name in values
+        if name not in known
+    ]
+    space = values.get("space")
+    if not isinstance(space, Mapping) or not space:
+        fix = "must be a mapping: key of the recipe -> a list of values, or {low: ..., high: ...}"
+        problems.append(Problem(document.where("space"), space, fix))
+    else:
+        keys = {argument.dotted for argument in all_arguments()}
+        problems += [
+            Problem(
+                document.where("space", key), space[key], f"is not a key of a recipe{did_you_mean(key, keys)}"
+            )
+            for key in space
+            # Below a key that holds a mapping (`adapter.r`) anything may be.
+            if not any(key == known_key or key.startswith(f"{known_key}.") for known_key in keys)
+        ]
+    refuse(problems)
+    return SearchSpec(**values)
+
+
+def _settings(spec: SearchSpec) -> SearchSettings:
+    from windlass.search.search_settings import SearchSettings
+
+    names = [spec.metric] if isinstance(spec.metric, str) else list(spec.metric)
+
+    def objective(metrics: dict[str, float]) -> list[float]:
+        if missing := [name for name in names if name not in metrics]:
+            fix = f"is not a metric of an evaluation; there are: {', '.join(sorted(metrics)) or 'none'}"
+            raise ConfigError(Problem("metric", ", ".join(missing), fix))
+        return [metrics[name] for name in names]
+
+    options = {} if spec.pruner is None or spec.backend == "optuna" else {"pruner": spec.pruner}
+    return SearchSettings(
+        spec.space, objective, spec.trials, spec.direction, spec.backend, None, options, spec.seed
+    )
+
+
+class _Trials:
+    """Trains trials of a recipe.
+
+    Attributes:
+        interrupted: the user ended one of them.
+    """
+
+    def __init__(self, options: TrainOptions, root: Path, last_metrics: Any) -> None:
+        self.interrupted = False
+        self._options, self._root, self._last_metrics = options, root, last_metrics
+
+    def train(self, trial: ChosenTrial, watch: TrialWatch) -> dict[str, float] | None:
+        """Train one, from its newest checkpoint if it has one; return its last metrics, or None if interrupted."""
+        from windlass.cli.train import RunEnds, early_stopping
+
+        overrides = [f"{key}={json.dumps(value)}" for key, value in trial.params.items()]
+        recipe = load_recipe(
+            self._options.recipe,
+            [*self._options.overrides, *overrides],
+            str(self._root / trial.name),
+            tiny=self._options.tiny,
+        )
+        args = training_arguments(recipe.training, recipe.task)
+        task, early = TASKS[recipe.task], early_stopping(recipe)
+        ends = RunEnds(early)
+        trainer = task.open_trainer(task.build_parts(recipe, args), args)
+        for callback in (ends, watch, early):
+            if callback is not None:
+                trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint="auto")
+        if ends.interrupted and watch.pruned is None:
+            self.interrupted = True
+            return None
+        return self._last_metrics(trainer.state.log_history) or dict(trainer.evaluate())

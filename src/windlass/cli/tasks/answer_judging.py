@@ -1,0 +1,23 @@
+"""Single judged answers: `KTOTrainer` on rows with a completion and a label, or on pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from windlass.cli.recipe_parts import RecipeParts
+from windlass.cli.tasks.preference_tuning import PreferenceTuning
+from windlass.config.arguments import TrainingArguments
+from windlass.finetuning.kto_config import KTOConfig
+
+
+class AnswerJudging(PreferenceTuning):
+    """A named model, or a small base that is trained on the answers first, learns which are desirable."""
+
+    name = "kto"
+    arguments = KTOConfig
+
+    def build_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
+        from windlass.cli.preference_rows import build_preference_trainer
+        from windlass.finetuning.kto_trainer import KTOTrainer
+
+        return build_preference_trainer(KTOTrainer, parts, args)

@@ -1,0 +1,69 @@
+"""`windlass ui`: serve the page of the runs below a folder, which follows those that go on."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from pathlib import Path
+
+from windlass.cli.command_line import CommandParser
+from windlass.cli.ui_server import serve
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.output import STDOUT, say
+
+_PORT = 6070
+
+
+def ui_command(words: list[str]) -> int:
+    """Serve the page until it is interrupted; return the exit code."""
+    options = build_parser().parse_args(words)
+    if options.folder.exists() and not options.folder.is_dir():
+        raise ConfigError(Problem("DIR", str(options.folder), "is not a folder"))
+    if not options.folder.is_dir():  # a run that is starting makes it
+        say(f"{options.folder} does not exist yet; its runs are listed once it does", error=True)
+    if not 0 <= options.port < 1 << 16:
+        raise ConfigError(
+            Problem("--port", str(options.port), "must be between 0 and 65535; 0 for a free one")
+        )
+    token = "" if is_loopback(options.host) else secrets.token_urlsafe(24)
+    serve(options.folder, options.host, options.port, token, announce)
+    return 0
+
+
+def announce(address: str) -> None:
+    """Print where the page is."""
+    # Not `say`, which hides tokens: this one is made for the person who reads it.
+    STDOUT.write(f"serving {address}   (Ctrl-C ends it; the files of the runs are only read)\n")
+    STDOUT.flush()
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches an address. Names other than localhost count as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def build_parser() -> CommandParser:
+    """Return the parser of the command."""
+    parser = CommandParser(
+        prog="windlass ui",
+        description="Serve the page of the runs below a folder, which is only read: curves, time line, checkpoints, "
+        "settings. It follows runs that go on.",
+        example="windlass ui runs",
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="a run's folder, or one with runs below it")
+    parser.add_argument(
+        "--host",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="by default 127.0.0.1, which this machine alone reaches; for another one, the printed address has a token "
+        "that every request needs",
+    )
+    parser.add_argument(
+        "--port", metavar="PORT", type=int, default=_PORT, help=f"by default {_PORT}; 0 for a free one"
+    )
+    return parser

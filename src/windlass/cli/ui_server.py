@@ -1,0 +1,228 @@
+"""The server of `windlass ui`: an index of runs, their page, and what changes on it as server-sent events.
+
+It answers GET requests for runs that it found itself below its folder: no part of an address becomes a path. Requests
+for names of other machines are refused, so that a page of the web cannot read it through a name that leads here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from windlass.callbacks.page_file import PageRun, page_parts, render_page
+from windlass.callbacks.report import summarised
+from windlass.cli.ps_command import runs_below
+from windlass.cli.report_command import described
+from windlass.cli.run_status import status_of_run
+from windlass.cli.status_command import read_folder
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.optional import require
+from windlass.core.output import in_html
+
+_PURPOSE = "serve the page of runs"
+_COOKIE = "windlass_token"
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'self'"
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+# Between two looks at the files; and of the time that a run was read, so many times are waited: 1 % of a core at most.
+_LOOK_SECONDS, _SHARE = 1.0, 100
+_MOST_RUNS = 8  # on one page
+_STYLE = """\
+:root { color-scheme: light dark; } body { font: 15px/1.5 system-ui, sans-serif; margin: 24px auto; max-width: 1000px;
+padding: 0 12px; } td, th { text-align: left; padding: 4px 14px 4px 0; overflow-wrap: anywhere; }
+"""
+
+Answer = Callable[[Any], Awaitable[Any]]
+
+
+def serve(folder: Path, host: str, port: int, token: str, announce: Callable[[str], None]) -> None:
+    """Serve the runs below a folder until the process is interrupted.
+
+    Args:
+        port: 0 for a free one.
+        token: that every request needs; empty for none.
+        announce: is called with the address once it is bound.
+
+    Raises:
+        MissingDependencyError: starlette or uvicorn is not installed. ConfigError: the address cannot be bound.
+    """
+    uvicorn = require("uvicorn", _PURPOSE)
+    app = application(folder, token)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((host, port))
+            bound.listen()
+        except OSError as error:
+            fix = f"cannot be bound ({error.strerror or error}); choose another --port, or 0 for a free one"
+            raise ConfigError(Problem("--host, --port", f"{host}:{port}", fix)) from error
+        shown = f"[{host}]" if ":" in host else host
+        query = f"?{urlencode({'token': token})}" if token else ""
+        announce(f"http://{shown}:{bound.getsockname()[1]}/{query}")
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        )
+        uvicorn.Server(config).run(sockets=[bound])
+
+
+def application(folder: Path, token: str) -> Any:
+    """Return the application (ASGI) that serves the runs below a folder."""
+    responses = require("starlette.responses", _PURPOSE)
+    routing = require("starlette.routing", _PURPOSE)
+    applications = require("starlette.applications", _PURPOSE)
+
+    async def index(request: Any) -> Any:
+        text = await asyncio.to_thread(_index, folder)
+        return responses.HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": _POLICY})
+
+    async def page(request: Any) -> Any:
+        runs = await asyncio.to_thread(_chosen, folder, request.query_params.getlist("run"))
+        if not runs:
+            return responses.PlainTextResponse("no such run", status_code=404, headers=_HEADERS)
+        live = "events?" + urlencode([("run", name) for name in runs])
+        text = await asyncio.to_thread(_page, list(runs.values()), live)
+        return responses.HTMLResponse(text, headers=_HEADERS)
+
+    async def events(request: Any) -> Any:
+        runs = await asyncio.to_thread(_chosen, folder, request.query_params.getlist("run"))
+        if not runs:
+            return responses.PlainTextResponse("no such run", status_code=404, headers=_HEADERS)
+        following = follow(list(runs.values()))
+        return responses.StreamingResponse(following, media_type="text/event-stream", headers=_HEADERS)
+
+    guard = _guarded(token, responses)
+    paths: dict[str, Answer] = {"/": index, "/page": page, "/events": events}
+    return applications.Starlette(
+        routes=[routing.Route(path, guard(answer), methods=["GET"]) for path, answer in paths.items()]
+    )
+
+
+def _guarded(token: str, responses: Any) -> Callable[[Answer], Answer]:
+    """Return what wraps an answer: requests without the token, or for another name, are refused."""
+
+    def guard(answer: Answer) -> Answer:
+        async def guarded(request: Any) -> Any:
+            given = request.query_params.get("token") or request.cookies.get(_COOKIE, "")
+            if token and not hmac.compare_digest(given.encode(), token.encode()):
+                text = "this page needs the token that windlass ui printed"
+                return responses.PlainTextResponse(text, status_code=403, headers=_HEADERS)
+            name = urlsplit(f"//{request.headers.get('host', '')}").hostname
+            if not token and name not in _LOCAL_NAMES:
+                text = "served to this machine alone: open it as localhost"
+                return responses.PlainTextResponse(text, status_code=403, headers=_HEADERS)
+            if token and "token" in request.query_params:
+                # Into a cookie, so that links, the history and screenshots do not show it.
+                rest = [pair for pair in request.query_params.multi_items() if pair[0] != "token"]
+                found = responses.RedirectResponse(
+                    f"{request.url.path}?{urlencode(rest)}" if rest else request.url.path,
+                    status_code=303,
+                    headers=_HEADERS,
+                )
+                found.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
+                return found
+            return await answer(request)
+
+        return guarded
+
+    return guard
+
+
+# --- what is served ---------------------------------------------------------------------------------------------------
+
+
+def _names(folder: Path) -> dict[str, Path]:
+    return {
+        str(path.relative_to(folder)) if path != folder else folder.absolute().name: path
+        for path in runs_below(folder)
+    }
+
+
+def _chosen(folder: Path, wanted: Sequence[str]) -> dict[str, Path]:
+    """The runs of these names, as far as there are any."""
+    found = _names(folder)
+    return {name: found[name] for name in wanted[:_MOST_RUNS] if name in found}
+
+
+def _shown(run: Path) -> PageRun:
+    view = read_folder(run)
+    return summarised(view, described(view))
+
+
+def _page(runs: Sequence[Path], live: str) -> str:
+    return render_page([_shown(run) for run in runs], live=live)
+
+
+def _index(folder: Path) -> str:
+    rows = ""
+    for name, path in _names(folder).items():
+        status = status_of_run(read_folder(path))
+        link = in_html(f"page?{urlencode({'run': name})}")
+        loss = "" if status["loss"] is None else f"{status['loss']['value']:.4g}"
+        rows += (
+            f'<tr><td><input type="checkbox" name="run" value="{in_html(name)}" aria-label="{in_html(name)}"></td>'
+            f'<td><a href="{link}">{in_html(name)}</a></td><td>{in_html(status["sentence"])}</td><td>{loss}</td></tr>\n'
+        )
+    title = in_html(f"Runs below {folder.absolute().name}")
+    heads = "<th></th><th>run</th><th>state</th><th>loss</th>"
+    body = (
+        f"<table><thead><tr>{heads}</tr></thead><tbody>\n{rows}</tbody></table>"
+        if rows
+        else "<p>No runs yet.</p>"
+    )
+    again = "" if rows else '<meta http-equiv="refresh" content="5">'
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">{again}<style>{_STYLE}</style></head>\n'
+        f'<body><h1>{title}</h1><form action="page">{body}<p><button>Compare the chosen runs</button></p></form>'
+        "</body></html>\n"
+    )
+
+
+async def follow(runs: Sequence[Path]) -> AsyncIterator[str]:
+    """Yield an event whenever the files of the runs changed. Between two, at least a hundred times the time that it
+    took to read them is waited.
+    """
+    seen: Any = None
+    while True:
+        pause = _LOOK_SECONDS
+        found = await asyncio.to_thread(_signature, runs)
+        if found != seen:
+            began = time.thread_time()
+            text, spent = await asyncio.to_thread(_event, runs)
+            seen, pause = found, max(pause, (spent + time.thread_time() - began) * _SHARE)
+            yield text
+        else:
+            yield ": \n\n"  # so that a client that is gone is noticed
+        await asyncio.sleep(pause)
+
+
+def _event(runs: Sequence[Path]) -> tuple[str, float]:
+    began = time.thread_time()
+    parts = page_parts([_shown(run) for run in runs])
+    return f"data: {json.dumps(parts, separators=(',', ':'))}\n\n", time.thread_time() - began
+
+
+def _signature(runs: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """What changes when a run writes: names, sizes and times of the files of its folder."""
+    found = []
+    for run in runs:
+        for path in sorted(run.iterdir()) if run.is_dir() else ():
+            try:
+                state = path.stat()
+            except OSError:  # removed since
+                continue
+            if path.name != ".windlass-clock.json":
+                found.append((path.name, state.st_size, state.st_mtime_ns))
+    return found

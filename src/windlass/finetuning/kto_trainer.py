@@ -1,0 +1,200 @@
+"""`KTOTrainer`: Kahneman-Tversky optimisation on single answers (Ethayarajh et al., arXiv:2402.01306)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.config.arguments import TrainingArguments
+from windlass.data.collate_unpaired import MISMATCHED, DataCollatorForUnpairedPreference
+from windlass.finetuning.answer_log_probabilities import (
+    AnswerLogProbabilities,
+    answer_log_probabilities,
+    model_inputs,
+)
+from windlass.finetuning.dpo_parts import choose_reference
+from windlass.finetuning.judged_rows import as_judged_rows, warn_of_balance
+from windlass.finetuning.kto_config import KTOConfig
+from windlass.finetuning.peft_adapters import is_peft_model
+from windlass.finetuning.preference_data import PreferenceData
+from windlass.finetuning.reference_trainer import ReferenceTrainer
+from windlass.finetuning.sft_checks import router_coefficient, settle_stream
+from windlass.finetuning.sft_data import check_train_dataset
+from windlass.finetuning.tuned_model import open_tuned_model
+from windlass.finetuning.tuning_arguments import tuning_arguments
+from windlass.text.pair_encoder import COMPLETION, PairOptions
+from windlass.text.tables import is_stream
+from windlass.transforms.model_limits import ModelLimits
+
+_MEANS = (
+    "kl", "entropy", "logits/chosen", "logits/rejected", "logps/chosen", "logps/rejected", "rewards/chosen",
+    "rewards/rejected",
+)  # fmt: skip
+
+
+class KTOTrainer(ReferenceTrainer):
+    """Tunes a causal language model on answers that are judged one by one.
+
+    Args:
+        model, ref_model, processing_class, compute_metrics, quantization_config, peft_config: as for `DPOTrainer`.
+        args: the configuration; a `TrainingArguments` is converted. Defaults to `KTOConfig("<model name>-KTO")`.
+        data_collator: list of samples -> batch; by default `DataCollatorForUnpairedPreference`.
+        train_dataset: a dataset with the columns "prompt", "completion" and "label" (True: desirable); or pairs, as for
+            `DPOTrainer`, of which each becomes two rows.
+        eval_dataset: the same, or a dict of them.
+
+    The other arguments are those of `Trainer`.
+
+    Raises:
+        ConfigError, DataError, ModelError: whatever can be known to be wrong before training.
+    """
+
+    args: KTOConfig
+    TAGS = ("windlass", "kto")
+    REFERENCE_COLUMNS = ("ref_logps",)
+    COLUMNS = ("prompt_ids", "completion_ids", "label", *REFERENCE_COLUMNS)
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: nn.Module | None = None,
+        args: KTOConfig | TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ) -> None:
+        args = tuning_arguments(KTOConfig, args, model)
+        check_train_dataset(train_dataset)
+        settle_stream(args, is_stream(train_dataset))
+        had_adapter = is_peft_model(model)
+        base = open_tuned_model(model, args, processing_class, quantization_config, peft_config)
+        self._router_weight = router_coefficient(args.router_aux_loss_coef, base.model)
+        choice = choose_reference(ref_model, base, args, had_adapter=had_adapter)
+        multiple = args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None
+        options = PairOptions(
+            answers=(COMPLETION,), max_length=args.max_length, num_proc=args.dataset_num_proc
+        )
+        self._data = PreferenceData(
+            base.tokenizer, options, ModelLimits.of(base.model), ("label", "ref_logps")
+        )
+        self._summaries, self._prepare_data = self._data.summaries, self._prepared
+        train = self._data.prepare(as_judged_rows(train_dataset), "train")
+        warn_of_balance(train, args)
+        super().__init__(
+            base.model,
+            args,
+            data_collator
+            or DataCollatorForUnpairedPreference(
+                base.tokenizer.pad_token_id, args.max_length, multiple, args.estimates_divergence
+            ),
+            train,
+            None if eval_dataset is None else self._data.prepare_all(_judged(eval_dataset)),
+            base.processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self._begin_reports((*_MEANS, *(("aux_loss",) if self._router_weight else ())))
+        self._begin_reference(choice, own_collator=data_collator is not None)
+
+    def _prepared(self, datasets: Any) -> Any:
+        return super()._prepared(_judged(datasets))
+
+    def count_targets(self, batch: Any) -> float:
+        """The answers of a batch, which its loss is a mean over."""
+        return len(batch["input_ids"])
+
+    # --- loss -------------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The mean over the answers of a batch, and its figures for the log. The load-balancing loss of experts is
+        added.
+        """
+        answers = {name: value for name, value in inputs.items() if not name.startswith(MISMATCHED)}
+        divergence = self._divergence(model, inputs)
+        reference = answers.get("ref_logps")
+        if reference is None:
+            reference = self._reference.log_probabilities(model, answers)
+        found = answer_log_probabilities(model, answers)
+        ratios, desirable = found.sums - reference.to(found.sums), answers["label"].bool()
+        losses = self._losses(ratios, desirable, divergence.to(ratios))
+        loss = losses.mean()
+        if found.auxiliary is not None and self._router_weight:
+            loss = loss + self._router_weight * found.auxiliary
+        with torch.no_grad():
+            sums = _figures_of(found, self.args.beta * ratios, desirable, divergence)
+            if self._router_weight:
+                rows = losses.new_tensor(len(losses))
+                sums["aux_loss"] = (rows * 0 if found.auxiliary is None else found.auxiliary * rows), rows
+            if not self._services.evaluator.filling:
+                self._figures.add(sums, inputs["attention_mask"].sum(), training=self.model.training)
+        if not return_outputs:
+            return loss
+        with torch.no_grad():  # the loss was made without logits
+            return loss, model(**model_inputs(answers))
+
+    def _losses(self, ratios: Tensor, desirable: Tensor, divergence: Tensor) -> Tensor:
+        """Equation 7 of arXiv:2402.01306, or of arXiv:2408.06266, for each answer."""
+        sign = torch.where(desirable, 1.0, -1.0).to(ratios)
+        weights = torch.where(desirable, self.args.desirable_weight, self.args.undesirable_weight).to(ratios)
+        return weights * (1 - torch.sigmoid(self.args.beta * sign * (ratios - divergence)))
+
+    def _divergence(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """The divergence from the reference, estimated from prompts with the answers of other rows: a mean over the
+        batches that all ranks compute at this time, in evaluations over the batch of this rank. At least 0.
+        """
+        if not self.args.estimates_divergence:
+            return torch.zeros((), device=inputs["input_ids"].device)
+        others = {n.removeprefix(MISMATCHED): v for n, v in inputs.items() if n.startswith(MISMATCHED)}
+        with torch.no_grad():
+            own = answer_log_probabilities(model, others).sums
+            reference = self._reference.log_probabilities(model, others)
+            sums = torch.stack([(own - reference).sum(), own.new_tensor(len(own))])
+            if self.model.training:
+                sums = self.accelerator.reduce(sums, "sum")
+            return (sums[0] / sums[1]).clamp(min=0)
+
+    def _derived(self, figures: dict[str, float]) -> dict[str, float]:
+        """The figures, with the margin between the mean rewards of both kinds of answers."""
+        both = ("rewards/chosen", "rewards/rejected")
+        if not all(name in figures for name in both):
+            return figures
+        return {**figures, "rewards/margins": figures[both[0]] - figures[both[1]]}
+
+
+def _judged(datasets: Any) -> Any:
+    if isinstance(datasets, Mapping):
+        return {name: as_judged_rows(dataset) for name, dataset in datasets.items()}
+    return as_judged_rows(datasets)
+
+
+def _figures_of(
+    found: AnswerLogProbabilities, rewards: Tensor, desirable: Tensor, divergence: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    tokens = found.mask.sum(dim=1)
+    rows = rewards.new_tensor(len(rewards))
+    sums = {
+        "kl": (divergence * rows, rows),
+        "entropy": (found.tokens.entropies.sum(), tokens.sum()),
+    }
+    for name, chosen in (("chosen", desirable), ("rejected", ~desirable)):
+        kept = chosen.to(rewards)
+        sums[f"logits/{name}"] = (found.tokens.mean_logits.sum(dim=1) * kept).sum(), (tokens * chosen).sum()
+        sums[f"logps/{name}"] = (found.sums * kept).sum(), kept.sum()
+        sums[f"rewards/{name}"] = (rewards * kept).sum(), kept.sum()
+    return sums

@@ -1,0 +1,53 @@
+"""Trials that optuna chooses and prunes. The study is in memory, and filled again from the file of the search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from windlass.core.optional import require
+from windlass.search.study import Record
+from windlass.search.trial_samplers import Sampler
+
+
+class OptunaSampler(Sampler):
+    """A study of optuna.
+
+    Args:
+        directions: "minimize" or "maximize" for each objective.
+        options: arguments of `optuna.create_study`: `sampler`, `pruner` and `study_name`. By default its sampler has
+            the seed of the run.
+        seed: of the default sampler.
+    """
+
+    def __init__(self, directions: Sequence[str], options: dict[str, Any], seed: int) -> None:
+        self._optuna = require("optuna", "search with backend='optuna'")
+        # The default sampler has a seed and chooses the same values again; one of a script's own may not.
+        self._repeats = "sampler" not in options
+        options = {"sampler": self._optuna.samplers.TPESampler(seed=seed), **options}
+        self._study = self._optuna.create_study(directions=list(directions), **options)
+        self._has_one_objective = len(directions) == 1
+
+    def ask(self, number: int, fixed: dict[str, Any] | None) -> Any:
+        if fixed is not None and not self._repeats:
+            self._study.enqueue_trial(fixed)
+        return self._study.ask()
+
+    def tell(self, trial: Any, record: Record) -> None:
+        if record.state == "complete":
+            self._study.tell(trial, record.values)
+        else:
+            states = self._optuna.trial.TrialState
+            self._study.tell(trial, state=states.PRUNED if record.state == "pruned" else states.FAIL)
+
+    def replay(self, trial: Any, record: Record) -> None:
+        if self._has_one_objective:
+            for step, value in record.reports.items():
+                trial.report(value, step)
+        self.tell(trial, record)
+
+    def report(self, trial: Any, value: float, step: int) -> bool:
+        if not self._has_one_objective:
+            return False
+        trial.report(value, step)
+        return bool(trial.should_prune())

@@ -1,0 +1,281 @@
+"""The loop over the trials of a search: all processes of a job train each trial together."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
+from windlass.core.errors import ConfigError, NonFiniteError, Problem, WindlassError
+from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.logs import get_job_logger
+from windlass.core.output import say
+from windlass.core.whole_file import write_whole
+from windlass.dist.gang import Gang
+from windlass.search.search_settings import SearchSettings
+from windlass.search.study import Record, Study
+from windlass.search.trial_samplers import Sampler
+from windlass.search.trial_table import draw_trials, trials_in_words
+
+logger = get_job_logger(__name__)
+
+
+class ChosenTrial:
+    """A trial whose values are chosen: what `model_init(trial)` gets, on every process.
+
+    Attributes:
+        number: of the trial, from 0.
+        name: of its run, and of its folder below that of the search.
+        params: hyperparameters by name.
+    """
+
+    def __init__(self, number: int, name: str, params: Mapping[str, Any]) -> None:
+        self.number, self.name, self.params = number, name, dict(params)
+
+    def suggest(self, name: str, *_: Any, **__: Any) -> Any:
+        """The value that was chosen for a name."""
+        if name not in self.params:
+            raise ConfigError(
+                Problem(f"hp_space.{name}", None, "is not in the space: suggest it in hp_space(trial)")
+            )
+        return self.params[name]
+
+    suggest_float = suggest_int = suggest_categorical = suggest
+
+
+class TrialWatch(TrainerCallback):
+    """Reports the objective of each evaluation of a trial, and ends the trial if it is pruned.
+
+    Attributes:
+        pruned: the update at which the trial was ended; None if it was not. On the main process.
+    """
+
+    def __init__(self, trial: ChosenTrial, report: Callable[[dict[str, float], int], bool]) -> None:
+        self.pruned: int | None = None
+        self._trial, self._report = trial, report
+        self._step, self._metrics = -1, dict[str, float]()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.is_hyper_param_search = True
+        state.trial_name, state.trial_params = self._trial.name, dict(self._trial.params)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # Of several evaluation sets each has an event: they are joined, and judged at the next update.
+        if state.global_step != self._step:
+            self._step, self._metrics = state.global_step, {}
+        self._metrics |= metrics or {}
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._metrics and state.is_world_process_zero:
+            metrics, self._metrics = self._metrics, {}
+            if self._report(metrics, self._step):
+                self.pruned = self._step
+                control.should_training_stop = True
+
+
+RunTrial = Callable[[ChosenTrial, TrialWatch], dict[str, float] | None]
+"""Trains a trial in the folder of its name, from where an earlier process left it; returns the metrics of its last
+evaluation, or None if the user interrupted it."""
+
+
+class Search:
+    """One search.
+
+    Args:
+        settings: what to search, and how.
+        folder: of the search; a study in it is continued.
+        all_ranks: all processes of the job.
+
+    Raises:
+        ConfigError: the folder holds another search. DataError: its file is damaged.
+    """
+
+    def __init__(self, settings: SearchSettings, folder: Path, all_ranks: Gang) -> None:
+        self._settings, self._ranks = settings, all_ranks
+        self._is_main = all_ranks.rank == 0
+        self._study: Study | None = None  # these three on the main process
+        self._sampler: Sampler | None = None
+        self._trial: Any = None
+        self._agreed(lambda: self._open(folder))
+
+    def run(self, run_trial: RunTrial) -> list[Record]:
+        """Run the trials that are missing; return the best: one, or with several objectives all that none surpasses."""
+        for number in range(self._settings.n_trials):
+            if not self._run_one(number, run_trial):
+                break
+        return [Record(**values) for values in self._agreed(self._finish)]
+
+    def _run_one(self, number: int, run_trial: RunTrial) -> bool:
+        """Run a trial unless it is over; return False if no further one is to be run."""
+        proposal = self._agreed(lambda: self._propose(number))
+        if proposal is None:
+            return False
+        if proposal["is_over"]:
+            return True
+        trial = ChosenTrial(number, proposal["name"], proposal["params"])
+        watch = TrialWatch(trial, self._report)
+        metrics, reason = self._train(run_trial, trial, watch)
+        if metrics is None and not reason:
+            logger.warning("the search is interrupted in trial %d; start it again to continue", number)
+            return False
+        self._agreed(lambda: self._end(metrics, reason, watch.pruned))
+        return True
+
+    def _train(
+        self, run_trial: RunTrial, trial: ChosenTrial, watch: TrialWatch
+    ) -> tuple[dict[str, float] | None, str]:
+        """Train one trial; return its metrics, and why it failed."""
+        say_once = say if self._is_main else lambda *_: None
+        say_once(f"trial {trial.number} ({trial.name}): {_in_words(trial.params)}")
+        try:
+            return run_trial(trial, watch), ""
+        except NonFiniteError as error:
+            return None, str(error).splitlines()[0]
+
+    # --- on the main process ------------------------------------------------------------------------------------------
+
+    def _open(self, folder: Path) -> None:
+        self._study = Study(folder, self._settings.directions, self._settings.name)
+        self._sampler = self._settings.sampler(self._study)
+        if over := sum(record.state != "running" for record in self._study.trials):
+            logger.warning("%s: continuing a search, of which %d trials are over", self._study.path, over)
+
+    def _propose(self, number: int) -> dict[str, Any] | None:
+        study, sampler = self._parts()
+        known = study.trials[number] if number < len(study.trials) else None
+        self._trial = sampler.ask(number, None if known is None else known.params)
+        if self._trial is None:
+            logger.warning("the grid has %d combinations, and all were tried", number)
+            return None
+        params = self._settings.values(self._trial)
+        if known is None:
+            name = self._settings.hp_name(self._trial) if self._settings.hp_name else f"run-{number}"
+            known = Record(number, _folder_name(name), params)
+            study.trials.append(known)
+            study.save()
+        elif params != known.params:
+            fix = f"chooses other values for trial {number} than {study.path} has, {known.params}: restore it, or set "
+            raise ConfigError(Problem("hp_space", params, f"{fix}another output_dir"))
+        elif known.state != "running":
+            sampler.replay(self._trial, known)
+        return {"name": known.name, "params": known.params, "is_over": known.state != "running"}
+
+    def _report(self, metrics: dict[str, float], step: int) -> bool:
+        study, sampler = self._parts()
+        values = self._settings.objectives(metrics)
+        if len(values) > 1 or not math.isfinite(values[0]):
+            return False
+        reports = study.trials[self._trial.number].reports
+        is_new = step not in reports  # a resumed trial evaluates again what it evaluated after its checkpoint
+        reports[step] = values[0]
+        study.save()
+        return is_new and sampler.report(self._trial, values[0], step)
+
+    def _end(self, metrics: dict[str, float] | None, reason: str, pruned: int | None) -> None:
+        study, sampler = self._parts()
+        record = study.trials[self._trial.number]
+        values = [] if metrics is None else self._settings.objectives(metrics)
+        if metrics is not None and not all(map(math.isfinite, values)):
+            reason = f"the objective is {values}"
+        if reason:
+            record.state, record.reason = "failed", reason
+            logger.warning("trial %d failed: %s", record.number, reason)
+        elif pruned is not None:
+            record.state, record.reason = "pruned", f"at update {pruned}"
+        else:
+            record.state, record.values = "complete", values
+        study.save()
+        sampler.tell(self._trial, record)
+
+    def _finish(self) -> list[dict[str, Any]]:
+        study, _ = self._parts()
+        say(trials_in_words(study))
+        if (picture := draw_trials(study)) is not None:
+            write_whole(study.path.with_suffix(".svg"), picture)
+        return [vars(record) for record in study.best()]
+
+    def _parts(self) -> tuple[Study, Sampler]:
+        assert self._study is not None
+        assert self._sampler is not None
+        return self._study, self._sampler
+
+    def _agreed(self, work: Callable[[], Any]) -> Any:
+        """Do work on the main process, and return its result on all; an error is raised on all."""
+        failure: BaseException | None = None
+        result: Any = None
+        if self._is_main:
+            try:
+                result = work()
+            except Exception as error:
+                failure = error
+        message = self._ranks.broadcast_object({"result": result, "error": failure and f"{failure}"})
+        if failure is not None:
+            raise failure
+        if message["error"] is not None:
+            raise WindlassError(f"the search failed on the main process: {message['error']}")
+        return message["result"]
+
+
+def _folder_name(name: Any) -> str:
+    text = str(name)
+    if not text or text in (".", "..") or any(sign in text for sign in "/\\\0"):
+        raise ConfigError(Problem("hp_name", name, "must return a name for a folder, without slashes"))
+    return text
+
+
+def _in_words(params: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in params.items()
+    )
+
+
+def last_metrics(log_history: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the metrics of the last evaluation in a log, of all evaluation sets; empty if there was none."""
+    rows = [row for row in log_history if any(name.startswith("eval_") for name in row)]
+    last = [row for row in rows if row["step"] == rows[-1]["step"]]
+    return {name: value for row in last for name, value in row.items() if name != "step"}
+
+
+def arguments_of(trial: ChosenTrial, args: TrainingArguments, takes_trial: bool) -> TrainingArguments:
+    """Return a copy of the arguments with the values of a trial, and its folder.
+
+    Args:
+        takes_trial: `model_init` takes the trial, and may use names that are not arguments.
+
+    Raises:
+        ConfigError: a name is not an argument.
+    """
+    problems = [
+        Problem(f"hp_space.{name}", value, "is not an argument of this run, and model_init takes no trial")
+        for name, value in trial.params.items()
+        if not hasattr(args, name) and not takes_trial
+    ]
+    if problems:
+        raise ConfigError(problems)
+    copied = copy.copy(args)
+    copied.output_dir = str(Path(str(args.output_dir)) / trial.name)
+    for name, value in trial.params.items():
+        if not hasattr(args, name):
+            continue
+        old = getattr(args, name)
+        is_number = (
+            isinstance(old, int | float) and not isinstance(old, bool) and isinstance(value, int | float)
+        )
+        setattr(copied, name, type(old)(value) if is_number else value)
+    return copied

@@ -1,0 +1,162 @@
+"""The arguments of a search, checked before its first trial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
+from windlass.core.optional import is_available
+from windlass.search.default_spaces import (
+    default_compute_objective,
+    default_hp_space_optuna,
+    default_hp_space_ray,
+    default_hp_space_wandb,
+)
+from windlass.search.foreign_spaces import ray_values, sweep_space
+from windlass.search.optuna_sampler import OptunaSampler
+from windlass.search.space import Trial, declared
+from windlass.search.study import Study
+from windlass.search.trial_samplers import GridSampler, MedianRule, RandomSampler, Sampler
+
+DIRECTIONS = ("minimize", "maximize")
+_DEFAULT_SPACES: dict[str, Any] = {
+    "optuna": default_hp_space_optuna,
+    "random": default_hp_space_optuna,
+    "ray": default_hp_space_ray,
+    "wandb": default_hp_space_wandb,
+}
+# Options of each backend: with the others a script would expect what does not happen.
+_OPTIONS = {
+    "optuna": ("sampler", "pruner", "study_name", "n_jobs"),
+    "random": ("seed", "pruner", "n_jobs"),
+    "grid": ("pruner", "n_jobs"),
+    "ray": ("seed", "n_jobs"),
+    "wandb": ("seed", "n_jobs"),
+}
+_WHY_NOT = {
+    "storage": "has no effect: the study is kept in search.json of output_dir, and continued from there",
+    "load_if_exists": "has no effect: a study in output_dir is always continued",
+    "timeout": "is not built: set n_trials, or stop the search with Ctrl-C and start it again later",
+    "scheduler": "is not built: trials run one after the other; use backend='optuna' with a pruner",
+    "resources_per_trial": "has no effect: each trial uses all processes of this job",
+    "project": "has no effect: no sweep is made at the service; report_to='wandb' sends each trial there",
+}
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """What to search, and how.
+
+    Attributes:
+        hp_space: trial -> hyperparameters by name; or the space as data: name -> a list of values or {low, high, step,
+            log}.
+        compute_objective: metrics of an evaluation -> a number, or several.
+        n_trials: how many trials a study has, those of earlier processes included.
+        direction: "minimize" or "maximize"; a list for several objectives.
+        backend: what chooses: "optuna", "random", "grid", "ray" or "wandb"; None: optuna if it is installed.
+        hp_name: trial -> the name of its run.
+        options: of the backend.
+        seed: of random choices.
+    """
+
+    hp_space: Any = None
+    compute_objective: Callable[[dict[str, float]], Any] | None = None
+    n_trials: int = 20
+    direction: str | list[str] = "minimize"
+    backend: Any = None
+    hp_name: Callable[[Any], str] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        refuse(list(self._problems()))
+
+    def _problems(self) -> Iterator[Problem]:
+        if not (isinstance(self.n_trials, int) and self.n_trials >= 1):
+            yield Problem("n_trials", self.n_trials, "must be a whole number, at least 1")
+        for direction in self.directions or [""]:
+            if getattr(direction, "value", direction) not in DIRECTIONS:
+                yield Problem("direction", direction, "must be 'minimize' or 'maximize', or a list of these")
+        if self.name not in _OPTIONS:
+            yield Problem("backend", self.name, f"must be one of {', '.join(_OPTIONS)}")
+            return
+        if self.hp_space is None and self.name not in _DEFAULT_SPACES:
+            yield Problem("hp_space", None, f"is needed with backend={self.name!r}: name -> its values")
+        for option, value in self.options.items():
+            if option == "n_jobs" and value != 1:
+                yield Problem(
+                    option, value, "must be 1: trials run one after the other on all processes of this job"
+                )
+            elif option == "pruner" and self.name != "optuna" and value not in (None, "median"):
+                yield Problem(option, value, "must be 'median' or None with this backend")
+            elif option not in _OPTIONS[self.name]:
+                known = ", ".join(_OPTIONS[self.name])
+                yield Problem(
+                    option, value, _WHY_NOT.get(option, f"is not an option of {self.name}; known: {known}")
+                )
+        if len(self.directions) > 1 and self.options.get("pruner"):
+            yield Problem("pruner", self.options["pruner"], "needs a single objective")
+
+    @property
+    def name(self) -> str:
+        """The backend."""
+        if self.backend is None:
+            return "optuna" if is_available("optuna") else "random"
+        return str(getattr(self.backend, "value", self.backend))
+
+    @property
+    def directions(self) -> list[str]:
+        given = self.direction if isinstance(self.direction, list | tuple) else [self.direction]
+        return [str(getattr(direction, "value", direction)) for direction in given]
+
+    def sampler(self, study: Study) -> Sampler:
+        """Return what chooses the values of a study's trials. Raises MissingDependencyError without optuna."""
+        options = {name: value for name, value in self.options.items() if name != "n_jobs"}
+        seed = options.pop("seed", self.seed)
+        rule = MedianRule(study) if options.get("pruner") == "median" else None
+        if self.name == "optuna":
+            return OptunaSampler(self.directions, options, seed)
+        return GridSampler(rule) if self.name == "grid" else RandomSampler(seed, rule)
+
+    def values(self, trial: Any) -> dict[str, Any]:
+        """Return the hyperparameters of a trial."""
+        space = _DEFAULT_SPACES[self.name] if self.hp_space is None else self.hp_space
+        given = space if isinstance(space, Mapping) else space(trial)
+        if self.name == "wandb":
+            return _suggested(trial, sweep_space(given))
+        if self.name == "ray":
+            return ray_values(trial, given)
+        return _suggested(trial, declared(space)) if isinstance(space, Mapping) else dict(given)
+
+    def objectives(self, metrics: dict[str, float]) -> list[float]:
+        """Return the objectives of an evaluation's metrics.
+
+        Raises:
+            ConfigError: there are more or fewer than directions.
+        """
+        value = (self.compute_objective or default_compute_objective)(dict(metrics))
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        if len(values) != len(self.directions) or any(one is None for one in values):
+            count, names = len(self.directions), ", ".join(sorted(metrics))
+            fix = f"must return {count} number(s), one for each direction; the metrics are {names}"
+            refuse([Problem("compute_objective", value, fix)])
+        return [float(one) for one in values if one is not None]
+
+
+def _suggested(trial: Any, space: Mapping[str, Any]) -> dict[str, Any]:
+    """Suggest a value for each distribution, by the methods that trials of optuna have too."""
+    values = {}
+    for name, distribution in space.items():
+        if isinstance(trial, Trial):
+            values[name] = trial.suggest(name, distribution)
+        elif hasattr(distribution, "choices"):
+            values[name] = trial.suggest_categorical(name, list(distribution.choices))
+        else:
+            suggest = trial.suggest_int if isinstance(distribution.low, int) else trial.suggest_float
+            values[name] = suggest(
+                name, distribution.low, distribution.high, step=distribution.step, log=distribution.log
+            )
+    return values

@@ -1,0 +1,140 @@
+"""Prompts that a model answers, with the reference of each, from the rows of an evaluation set or from a list."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.core.errors import DataError
+from windlass.text.chat_template import ChatTemplate
+from windlass.text.forms import Form, checked_messages, recognise_form, standardised
+from windlass.text.located_rows import RowError
+
+_NO_PROMPT = (
+    "has no prompt: an answer needs rows with prompt and completion, or a conversation whose last message is the "
+    "assistant's"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One prompt.
+
+    Attributes:
+        number: of the row in its set, from 0.
+        prompt: the text that the model reads.
+        ids: its tokens.
+        reference: the expected answer; None if there is none.
+    """
+
+    number: int
+    prompt: str
+    ids: list[int]
+    reference: str | None
+
+
+class PromptReader:
+    """Renders and encodes prompts as training does.
+
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        text_field: name of the column with plain text.
+    """
+
+    def __init__(self, tokenizer: Any, text_field: str) -> None:
+        self._tokenizer, self._text_field = tokenizer, text_field
+        self._template: ChatTemplate | None = None
+
+    def of_row(self, row: Any, number: int) -> PromptRow:
+        """The prompt and the reference of a row of an evaluation set. Raises RowError if it has none."""
+        try:
+            return self._of_row(row, number)
+        except RowError:
+            raise
+        except DataError as error:
+            raise RowError(number, str(error)) from None
+
+    def of_prompt(self, prompt: Any, number: int) -> PromptRow:
+        """A text, a list of messages, or a mapping with `prompt` and maybe `reference`, or a row of an evaluation set.
+
+        Raises RowError if it is something else.
+        """
+        try:
+            if isinstance(prompt, str):
+                return self._of_text(number, prompt, None)
+            if isinstance(prompt, list):
+                return self._of_messages(number, checked_messages(prompt, "the prompt"), {}, answered=False)
+            if isinstance(prompt, Mapping) and "prompt" in prompt and "completion" not in prompt:
+                return self._of_pair(number, prompt)
+        except DataError as error:
+            raise RowError(number, str(error)) from None
+        if isinstance(prompt, Mapping):
+            return self.of_row(prompt, number)
+        raise RowError(
+            number, f"must be a text, a list of messages or a mapping, not {type(prompt).__name__}"
+        )
+
+    def _of_pair(self, number: int, row: Mapping[str, Any]) -> PromptRow:
+        prompt, reference = row["prompt"], row.get("reference")
+        if reference is not None and not isinstance(reference, str):
+            raise DataError(f"the reference must be text, not {type(reference).__name__}")
+        if isinstance(prompt, str):
+            return self._of_text(number, prompt, reference)
+        messages = checked_messages(prompt, "prompt")
+        if reference is not None:
+            messages = [*messages, {"role": "assistant", "content": reference}]
+        return self._of_messages(number, messages, {}, answered=False)
+
+    def _of_row(self, row: Any, number: int) -> PromptRow:
+        form = recognise_form(row, self._text_field)
+        if form in (Form.TOKENIZED, Form.TEXT):
+            raise DataError(f"{_NO_PROMPT}; it has the form {form.value!r}")
+        found = standardised(row, form, self._text_field, bool(self._tokenizer.chat_template))
+        if isinstance(found.get("prompt"), str):
+            return self._of_text(number, found["prompt"], found["completion"])
+        messages = found["messages"] if "messages" in found else [*found["prompt"], *found["completion"]]
+        options = {**(found.get("chat_template_kwargs") or {}), "tools": found.get("tools")}
+        return self._of_messages(number, messages, options, answered=True)
+
+    def _of_messages(
+        self, number: int, messages: Sequence[Mapping[str, Any]], options: dict[str, Any], *, answered: bool
+    ) -> PromptRow:
+        """`answered`: the last message must be the assistant's, as in evaluation sets."""
+        reference, asked = None, list(messages)
+        if asked[-1]["role"] == "assistant":
+            reference = _text_of(asked.pop())
+        elif answered:
+            raise DataError(f"{_NO_PROMPT}; the last message is of the role {asked[-1]['role']!r}")
+        if not asked:
+            raise DataError("has no message before the answer")
+        self._template = self._template or ChatTemplate(self._tokenizer)
+        text = self._template.text(asked, add_generation_prompt=True, **options)
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return self._checked(PromptRow(number, text, list(ids), reference))
+
+    def _of_text(self, number: int, prompt: str, reference: str | None) -> PromptRow:
+        """Special tokens are added as in training, but for the end token."""
+        begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        ids = list(self._tokenizer(prompt, verbose=False)["input_ids"])
+        plain = self._tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        if begin is not None and ids[:2] == [begin, begin]:
+            ids = ids[1:]
+        if end is not None and ids[-1:] == [end] and list(plain[-1:]) != [end]:
+            ids = ids[:-1]
+        return self._checked(PromptRow(number, prompt, ids, None if reference is None else reference.strip()))
+
+    @staticmethod
+    def _checked(row: PromptRow) -> PromptRow:
+        if not row.ids:
+            raise DataError("the prompt is empty")
+        return row
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content)
+    if not isinstance(content, str):
+        raise DataError("the last message has no text to compare an answer with")
+    return content.strip()

@@ -1,0 +1,73 @@
+"""What the charts of a page get is what was logged, in columns, and not too much of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.callbacks.page_runs import BEGAN, append_rows, row, write_run
+
+from windlass.callbacks.page_data import few, page_data
+from windlass.callbacks.page_file import render_page
+from windlass.callbacks.report import summarised
+from windlass.callbacks.run_view import read_run
+
+
+def test_the_columns_are_the_rows(tmp_path: Path) -> None:
+    rows = write_run(tmp_path, 5)
+    data = page_data(read_run(tmp_path))
+    logs = rows[:-1]
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert data["series"][name]["v"] == [one[name] for one in logs]
+        assert data["series"][name]["s"] == [one["step"] for one in logs]
+        assert data["series"][name]["t"] == [one["timing"]["wall"] - BEGAN for one in logs]
+        assert data["series"][name]["k"] == [one["num_input_tokens_seen"] for one in logs]
+    assert data["series"]["eval_loss"]["v"] == [0.5]
+    assert "num_input_tokens_seen" not in data["series"]
+
+
+def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
+    append_rows(tmp_path, row(1, loss=2.0), row(2, loss="NaN"), row(3, loss="-Infinity"), row(4, loss=1.0))
+    series = page_data(read_run(tmp_path))["series"]["loss"]
+    assert (series["s"], series["v"], series["bad"]) == ([1, 4], [2.0, 1.0], 2)
+
+
+def test_what_happened_once_is_a_mark_and_not_a_point(tmp_path: Path) -> None:
+    write_run(tmp_path, 4)
+    append_rows(tmp_path, row(3, skipped_update=3, reason="NaN"), row(4, micro_batch_too_large=8))
+    marks = page_data(read_run(tmp_path))["marks"]
+    found = {(one["kind"], one["step"]) for one in marks}
+    assert found == {("skipped_update", 3), ("evaluation", 4), ("out_of_memory", 4)}
+    assert [one["t"] for one in marks] == [3, 4, 4]
+    assert "skipped_update" not in page_data(read_run(tmp_path))["series"]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=401, max_size=3000))
+def test_few_points_keep_every_extreme(values: list[float]) -> None:
+    points = [(step, value, float(step), None) for step, value in enumerate(values)]
+    kept = few(points, 400)
+    assert len(kept) <= 400
+    assert list(kept) == sorted(kept)
+    assert {min(values), max(values)} <= {point[1] for point in kept}
+    assert set(kept) <= set(points)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_rows_stay_below_a_megabyte(tmp_path: Path) -> None:
+    write_run(tmp_path, 100_000)
+    page = render_page([summarised(read_run(tmp_path))])
+    assert len(page.encode()) < 1_000_000
+    assert max(len(one["v"]) for one in page_data(read_run(tmp_path))["series"].values()) <= 2000
+
+
+def test_names_of_metrics_cannot_end_the_data(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>"
+    append_rows(tmp_path, row(1, **{evil: 1.0}), row(2, **{evil: 2.0}))
+    page = render_page([summarised(read_run(tmp_path))])
+    assert evil not in page
+    text = page.partition('id="data">')[2].partition("\n")[0].removesuffix("</script>")
+    assert not set("<>&") & set(text)
+    assert list(json.loads(text)["runs"][0]["series"]) == [evil]

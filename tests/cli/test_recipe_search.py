@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from windlass.cli.main import main
+
+SPACE = """\
+trials: 2
+backend: grid
+space:
+  training.learning_rate: [1e-3, 1e-2]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "space.yaml").write_text(SPACE)
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of a small text\n" for n in range(400)))
+    return tmp_path
+
+
+def test_a_recipe_is_searched_and_continued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "shakespeare", "data.train=text.txt", "--tiny", "--search", "space.yaml"]
+    assert main([*words, "--output-dir", "runs/search"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("best  ")
+    best = lines[-1].split("=")[1]
+    trials = json.loads((folder / "runs" / "search" / "search.json").read_text())["trials"]
+    assert [trial["params"]["training.learning_rate"] for trial in trials] == [1e-3, 1e-2]
+    assert float(best) == min(trials, key=lambda trial: trial["values"])["params"]["training.learning_rate"]
+    assert (folder / "runs" / "search" / "run-1" / "checkpoint-4").is_dir()
+    # A second call trains nothing again.
+    assert main([*words, "--output-dir", "runs/search"]) == 0
+    assert "trial 0 (" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "trails: 2\nspace: {training.seed: [1]}",
+            "space.yaml:1: trails=2: is not a key of a search; did you mean",
+        ),
+        (
+            "space: {training.sed: [1]}",
+            "space.training.sed=[1]: is not a key of a recipe; did you mean",
+        ),
+        ("trials: 3", "space=None: must be a mapping"),
+        ("space: {training.seed: 3}", "hp_space.training.seed=3: must be a list of values"),
+        ("backend: tpe\nspace: {training.seed: [1]}", "backend='tpe': must be one of optuna, random, grid"),
+    ],
+)
+def test_mistakes_are_named_before_a_trial(
+    text: str, words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "space.yaml").write_text(text)
+    assert main(["train", "shakespeare", "data.train=text.txt", "--tiny", "--search", "space.yaml"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_flags_that_contradict_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "shakespeare", "data.train=text.txt", "--dry-run", "--search", "space.yaml"]) == 2
+    assert "--dry-run=True: has no meaning with --search" in capsys.readouterr().err

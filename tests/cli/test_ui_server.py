@@ -1,0 +1,180 @@
+"""The live page by a real server: who may read it, what cannot be reached, and that it follows a run."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from tests.browser import browser, needs_browser
+from tests.callbacks.page_runs import append_rows, row, write_run
+
+from windlass.cli.main import main
+from windlass.cli.ui_command import is_loopback
+
+pytest.importorskip("starlette", reason="windlass ui needs starlette")
+pytest.importorskip("uvicorn", reason="windlass ui needs uvicorn")
+
+
+@contextmanager
+def server(folder: Path, *words: str) -> Iterator[tuple[int, str]]:
+    """Run `windlass ui`; give its port and what follows it in the address."""
+    command = [sys.executable, "-m", "windlass", "ui", str(folder), "--port", "0", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        said = process.stdout.readline()
+        found = re.search(r"http://[\d.]+:(\d+)(/\S*)", said)
+        assert found, said
+        yield int(found[1]), found[2]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ui") / "runs"
+    write_run(folder / "first", 20)
+    write_run(folder / "with space & <b>", 10)
+    (folder.parent / "secret.txt").write_text("secret")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def port(runs: Path) -> Iterator[int]:
+    with server(runs) as (found, _):
+        yield found
+
+
+def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    found = (
+        answer.status,
+        {name.lower(): value for name, value in answer.getheaders()},
+        answer.read().decode(),
+    )
+    connection.close()
+    return found
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_index_and_the_page_of_each_run(port: int, runs: Path) -> None:
+    before = files(runs)
+    status, headers, index = ask(port, "/")
+    assert status == 200
+    assert "script" not in headers["content-security-policy"]
+    links = re.findall(r'href="(page\?[^"]+)"', index)
+    assert len(links) == 2
+    assert "with space &amp; &lt;b&gt;" in index
+    for link in links:
+        status, _, page = ask(port, f"/{link}")
+        assert (status, "connect-src 'self'" in page) == (200, True)
+    both = ask(port, f"/page?run=first&run={quote('with space & <b>')}")[2]
+    assert both.count('"series":{') == 2
+    assert files(runs) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret.txt", "..", "", ".", "/etc", "first/../../secret.txt", "first/metrics.jsonl", "%2e%2e"],
+)
+def test_nothing_but_a_run_is_reached(port: int, name: str) -> None:
+    for kind in ("page", "events"):
+        status, _, text = ask(port, f"/{kind}?run={quote(name)}")
+        assert (status, text) == (404, "no such run")
+
+
+@pytest.mark.parametrize(
+    "path", ["/../secret.txt", "/first/metrics.jsonl", "/%2e%2e/secret.txt", "//etc/passwd"]
+)
+def test_files_have_no_address(port: int, path: str) -> None:
+    assert ask(port, path)[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])
+def test_it_only_reads(port: int, method: str) -> None:
+    assert ask(port, "/page?run=first", method)[0] == 405
+
+
+def test_a_name_that_leads_here_is_refused(port: int) -> None:
+    assert ask(port, "/", Host="evil.example")[0] == 403
+    assert ask(port, "/", Host=f"localhost:{port}")[0] == 200
+
+
+def test_another_host_needs_the_token(runs: Path) -> None:
+    with server(runs, "--host", "0.0.0.0") as (port, rest):
+        for path in ("/", "/page?run=first", "/events?run=first"):
+            assert ask(port, path)[0] == 403
+            assert ask(port, path, Cookie="windlass_token=x")[0] == 403
+        assert ask(port, "/?token=wrong")[0] == 403
+        status, headers, _ = ask(port, rest)
+        assert (status, headers["location"]) == (303, "/")
+        cookie = headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "samesite=strict" in cookie.lower()
+        assert ask(port, "/page?run=first", Cookie=cookie.partition(";")[0], Host="node17")[0] == 200
+
+
+def test_it_may_be_started_before_the_first_run(tmp_path: Path) -> None:
+    with server(tmp_path / "runs") as (port, _):
+        assert "No runs yet." in ask(port, "/")[2]
+        write_run(tmp_path / "runs" / "first", 3)
+        assert "page?run=first" in ask(port, "/")[2]
+        page = ask(port, "/page?run=first")[2]
+        assert "<dt>checkpoint</dt><dd>none that is whole</dd>" in page  # as `windlass status`
+
+
+@pytest.mark.parametrize(
+    ("host", "alone"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("node17", False),
+        ("", False),
+    ],
+)
+def test_which_hosts_are_this_machine(host: str, alone: bool) -> None:
+    assert is_loopback(host) == alone
+
+
+@needs_browser
+def test_the_page_follows_a_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "first", 10)
+    with server(tmp_path) as (port, _), browser() as tab:
+        tab.open(f"http://127.0.0.1:{port}/page?run=first")
+        tab.until("document.body.dataset.updates >= 1")
+        tab.press("+")
+        shown = tab.value("windlass.view.range")
+        append_rows(tmp_path / "first", row(11, loss=0.25, grad_norm=0.5), row(12, loss=0.125, grad_norm=0.5))
+        tab.until("windlass.charts()[0].chart.data[0].at(-1) === 12")
+        assert tab.value("windlass.charts()[0].chart.data[1].at(-1)") == 0.125
+        assert tab.value("windlass.view.range") == shown
+        assert "step 12 of 10" in tab.value("document.getElementById('header').textContent")
+        assert tab.errors == []
+        assert {url.split("/")[2] for url in tab.requests if url.startswith("http")} == {f"127.0.0.1:{port}"}
+
+
+def test_without_the_packages_the_command_that_installs_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["ui", str(tmp_path)]) == 2
+    assert 'pip install "windlass-trainer[ui]"' in capsys.readouterr().err
+    assert main(["ui", os.devnull]) == 2
+    assert "is not a folder" in capsys.readouterr().err

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from tests.dist.launch import end_of, launch
+from tests.search.searches import SPACE, Line, trainer_of
+
+from windlass import TrainerCallback
+from windlass.callbacks.metrics_log import read_metrics
+from windlass.core.errors import ConfigError, DataError, MissingDependencyError
+from windlass.core.optional import is_available
+from windlass.search.study import FILE_NAME
+from windlass.trainer_utils import BestRun
+
+SCRIPT = Path(__file__).with_name("searches.py")
+BACKENDS = [
+    "random",
+    pytest.param("optuna", marks=pytest.mark.skipif(not is_available("optuna"), reason="needs optuna")),
+]
+
+
+def trials_in(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / FILE_NAME).read_text())["trials"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_search_ends_as_one_that_was_not(backend: str, tmp_path: Path) -> None:
+    code, _ = end_of(SCRIPT, tmp_path / "killed", backend, 2)
+    assert code == -signal.SIGKILL
+    assert [trial["state"] for trial in trials_in(tmp_path / "killed")] == ["complete", "complete", "running"]
+    code, again = end_of(SCRIPT, tmp_path / "killed", backend, -1)
+    assert code == 0, again
+    code, whole = end_of(SCRIPT, tmp_path / "whole", backend, -1)
+    assert code == 0, whole
+    assert trials_in(tmp_path / "killed") == trials_in(tmp_path / "whole")
+    assert again.splitlines()[-1] == whole.splitlines()[-1]
+    # Trials that are over are not trained again, and the third continued from its checkpoint.
+    sessions = json.loads((tmp_path / "killed" / "run-2" / "run.json").read_text())["sessions"]
+    assert len(sessions) == 2
+    assert len(json.loads((tmp_path / "killed" / "run-1" / "run.json").read_text())["sessions"]) == 1
+
+
+@pytest.mark.dist
+def test_two_processes_train_each_trial_together(tmp_path: Path) -> None:
+    text = launch(2, SCRIPT, tmp_path / "two", "random", -1)
+    assert text.count("best BestRun(") == 2
+    assert len({line for line in text.splitlines() if line.startswith("best")}) == 1
+    assert text.count("trial 0 (run-0)") == 1
+    code, _ = end_of(SCRIPT, tmp_path / "one", "random", -1)
+    assert code == 0
+    one, two = (trials_in(tmp_path / name) for name in ("one", "two"))
+    assert [trial["params"] for trial in one] == [trial["params"] for trial in two]
+
+
+def test_the_best_and_its_run(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    before = vars(trainer.args).copy()
+    best = trainer.hyperparameter_search(
+        SPACE, n_trials=3, backend="random", hp_name=lambda trial: f"t{trial.number}"
+    )
+    assert isinstance(best, BestRun)
+    trials = trials_in(tmp_path)
+    assert best.objective == min(trial["values"][0] for trial in trials)
+    assert best.run_id == min(trials, key=lambda trial: trial["values"])["name"]
+    assert vars(trainer.args) == before  # a trial changes them for its own time
+    for trial in trials:
+        metrics = read_metrics(tmp_path / trial["name"] / "metrics.jsonl")
+        evaluated = [row for row in metrics if row["event"] == "evaluate"]
+        assert trial["values"] == [evaluated[-1]["eval_loss"]]
+        assert trial["reports"] == {str(row["step"]): row["eval_loss"] for row in evaluated[:-1]}
+        assert (
+            max(row["learning_rate"] for row in metrics if "learning_rate" in row)
+            <= trial["params"]["learning_rate"]
+        )
+    assert trainer.state.is_hyper_param_search
+    assert trainer.state.trial_params == trials[-1]["params"]
+    picture = ElementTree.parse(tmp_path / "search.svg")
+    assert len(picture.findall(".//{*}circle")) == 2 * len(trials)
+
+
+def test_a_grid_ends_with_its_combinations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    space = {"learning_rate": [0.1, 0.2], "seed": {"low": 1, "high": 2}}
+    trainer_of(tmp_path).hyperparameter_search(space, n_trials=9, backend="grid")
+    tried = [tuple(trial["params"].values()) for trial in trials_in(tmp_path)]
+    assert tried == [(0.1, 1), (0.1, 2), (0.2, 1), (0.2, 2)]
+    assert capsys.readouterr().out.count("\n0 ") == 1
+
+
+def test_a_space_that_branches(tmp_path: Path) -> None:
+    def space(trial: Any) -> dict[str, Any]:
+        optim = trial.suggest_categorical("optim", ["adamw_torch", "sgd"])
+        decays = [0.0, 0.1] if optim == "sgd" else [0.0]
+        return {"optim": optim, "weight_decay": trial.suggest_categorical("weight_decay", decays)}
+
+    trainer_of(tmp_path).hyperparameter_search(space, n_trials=9, backend="grid")
+    tried = [tuple(trial["params"].values()) for trial in trials_in(tmp_path)]
+    assert tried == [("adamw_torch", 0.0), ("sgd", 0.0), ("sgd", 0.1)]
+
+
+def test_trials_without_promise_are_pruned(tmp_path: Path) -> None:
+    space = {"learning_rate": [0.5, 0.4, 0.3, 0.2, 1e-6]}
+    best = trainer_of(tmp_path).hyperparameter_search(space, n_trials=5, backend="grid", pruner="median")
+    last = trials_in(tmp_path)[-1]
+    assert (last["state"], last["reason"], last["values"]) == ("pruned", "at update 2", [])
+    assert best.hyperparameters != {"learning_rate": 1e-6}
+
+
+def test_a_trial_that_is_not_finite_fails_alone(tmp_path: Path) -> None:
+    space = {"learning_rate": [1e30, 0.1]}
+    best = trainer_of(tmp_path).hyperparameter_search(space, n_trials=2, backend="grid")
+    assert [trial["state"] for trial in trials_in(tmp_path)] == ["failed", "complete"]
+    assert best.hyperparameters == {"learning_rate": 0.1}
+
+
+def test_several_objectives(tmp_path: Path) -> None:
+    def objectives(metrics: dict[str, float]) -> tuple[float, float]:
+        return metrics["eval_loss"], metrics["eval_loss"]
+
+    best = trainer_of(tmp_path).hyperparameter_search(
+        {"learning_rate": [0.1, 0.2]}, objectives, 2, ["minimize", "maximize"], "grid"
+    )
+    assert [len(run.objective) for run in best] == [2, 2]
+
+
+def test_ctrl_c_ends_the_search_and_keeps_the_trial(tmp_path: Path) -> None:
+    class Presses(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.trial_name == "run-1" and state.global_step == 3:
+                signal.raise_signal(signal.SIGINT)
+
+    trainer_of(tmp_path, Presses()).hyperparameter_search(SPACE, n_trials=3, backend="random")
+    assert [trial["state"] for trial in trials_in(tmp_path)] == ["complete", "running"]
+    trainer_of(tmp_path).hyperparameter_search(SPACE, n_trials=3, backend="random")
+    assert [trial["state"] for trial in trials_in(tmp_path)] == ["complete"] * 3
+
+
+def test_a_model_of_the_trial(tmp_path: Path) -> None:
+    seen = []
+
+    def make(trial: Any) -> Line:
+        seen.append(None if trial is None else trial.params["width"])
+        return Line()
+
+    trainer_of(tmp_path, model_init=make).hyperparameter_search({"width": [3, 4]}, n_trials=2, backend="grid")
+    assert seen == [None, 3, 4]
+
+
+def test_a_changed_space_is_refused(tmp_path: Path) -> None:
+    trainer_of(tmp_path).hyperparameter_search(SPACE, n_trials=1, backend="random")
+    with pytest.raises(ConfigError, match=r"chooses other values for trial 0 than .*search\.json"):
+        trainer_of(tmp_path).hyperparameter_search({"learning_rate": [0.3]}, n_trials=2, backend="random")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"backend": "bayes"}, "backend='bayes': must be one of optuna, random, grid"),
+        ({"direction": "up"}, "direction='up': must be 'minimize' or 'maximize'"),
+        ({"n_trials": 0}, "n_trials=0: must be a whole number, at least 1"),
+        ({"n_jobs": 2}, "n_jobs=2: must be 1"),
+        (
+            {"storage": "sqlite:///x"},
+            "storage='sqlite:///x': has no effect: the study is kept in search.json",
+        ),
+        ({"pruner": "hyperband"}, "pruner='hyperband': must be 'median' or None"),
+        ({"hp_space": None, "backend": "grid"}, "hp_space=None: is needed"),
+        ({"hp_space": {"learning_rte": [1]}}, "hp_space.learning_rte=1: is not an argument of this run"),
+        ({"hp_space": {"learning_rate": 1}}, "hp_space.learning_rate=1: must be a list of values"),
+        ({"compute_objective": lambda metrics: (1, 2)}, "must return 1 number"),
+        ({"hp_name": lambda trial: "../elsewhere"}, "must return a name for a folder"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+    given = {"hp_space": SPACE, "n_trials": 1, "backend": "random", **arguments}
+    with pytest.raises(ConfigError) as caught:
+        trainer_of(tmp_path).hyperparameter_search(**given)
+    assert words in str(caught.value)
+
+
+def test_a_model_init_is_needed(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.model_init = None
+    with pytest.raises(ConfigError, match="each trial begins with a new model"):
+        trainer.hyperparameter_search(SPACE)
+
+
+def test_a_sweep_and_a_space_of_ray_choose_here(tmp_path: Path) -> None:
+    sweep = {
+        "parameters": {
+            "learning_rate": {"distribution": "log_uniform_values", "min": 0.01, "max": 0.1},
+            "seed": {"values": [1, 2]},
+        }
+    }
+    trainer_of(tmp_path / "w").hyperparameter_search(lambda trial: sweep, n_trials=2, backend="wandb")
+    assert all(0.01 <= trial["params"]["learning_rate"] <= 0.1 for trial in trials_in(tmp_path / "w"))
+    domain = SimpleNamespace(sample=lambda random_state: random_state.uniform(1, 9))
+    space = {"seed": domain, "learning_rate": {"grid_search": [0.1, 0.2]}, "weight_decay": 0.5}
+    trainer_of(tmp_path / "r").hyperparameter_search(lambda trial: space, n_trials=2, backend="ray")
+    for trial in trials_in(tmp_path / "r"):
+        assert 1 <= trial["params"]["seed"] <= 9
+        assert trial["params"]["weight_decay"] == 0.5
+
+
+def test_metrics_of_a_run_are_in_the_folder_that_its_arguments_name(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path / "a")
+    trainer.train()
+    trainer.args.output_dir = str(tmp_path / "b")
+    trainer.train()
+    for name in "ab":
+        assert [
+            row["step"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if row["event"] == "log"
+        ] == [2, 4, 6]
+    assert not list(tmp_path.glob("a/metrics-*"))
+
+
+@pytest.mark.skipif(is_available("optuna"), reason="optuna is installed")
+def test_without_optuna_the_command_that_installs_it_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingDependencyError, match=r"windlass-trainer\[search\]"):
+        trainer_of(tmp_path).hyperparameter_search(SPACE, backend="optuna")
+
+
+def test_a_damaged_study_ends_the_search_before_a_trial(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text("{")
+    with pytest.raises(DataError, match="is damaged"):
+        trainer_of(tmp_path).hyperparameter_search(SPACE, backend="random")
