@@ -86,6 +86,15 @@ def test_columns_of_conversations_and_prompts_are_read_beside_others(tmp_path: P
     )
 
 
+def test_columns_of_preferences_are_read(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5}
+    pq.write_table(pa.Table.from_pylist([{**row, "source": "x"}]), tmp_path / "rows.parquet")
+    assert [found for _, found in read_records(str(tmp_path / "rows.parquet"), DataSpec())] == [row]
+
+
 @pytest.mark.parametrize(
     ("header", "pair"), [("question,answer", ("question", "answer")), ("instruction,output", (None, None))]
 )

@@ -34,7 +34,9 @@ def test_a_job_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
 
 RANKS = """
 import os, sys, time
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
+# In one piece: the lines of two processes that write into one pipe do not mix then.
+sys.stdout.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n")
+sys.stdout.flush()
 if os.environ["RANK"] == "1":
     sys.exit(3)
 time.sleep(1000)

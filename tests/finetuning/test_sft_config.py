@@ -96,3 +96,8 @@ def test_ranks_compare_the_settings_of_fine_tuning() -> None:
     assert "packing" in shared_arguments(SFTConfig())
     assert "dataset_num_proc" not in shared_arguments(SFTConfig())
     assert "packing" not in shared_arguments(TrainingArguments())
+
+
+def test_a_setting_of_a_plain_trainer_that_has_no_effect_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lean_loss=False: has no effect"):
+        SFTConfig("out", lean_loss=False, use_cpu=True)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from windlass.config.arguments import TrainingArguments
 from windlass.config.described import described
 from windlass.config.sections.setting import STRIDE, at_least, setting
+from windlass.core.errors import ConfigError, Problem
 
 
 @described()
@@ -63,6 +64,9 @@ class TuningConfig(TrainingArguments):
             self.bf16 = not (self.fp16 or self.fp8)
         self._read_padding()
         super().__post_init__()
+        if not self.lean_loss:
+            fix = "has no effect: trainers of fine-tuning never make the logits of their own losses; leave it out"
+            raise ConfigError(Problem("lean_loss", False, fix))
 
     def _read_padding(self) -> None:
         value = self.pad_to_multiple_of

@@ -44,8 +44,11 @@ _COLUMNS: dict[Form, tuple[str, ...]] = {
 # Beside the messages of a row.
 _EXTRAS = ("tools", "chat_template_kwargs")
 _OF_TOKENS = ("input_ids", "labels", "completion_mask", "assistant_masks", "attention_mask")
+_OF_PREFERENCES = ("chosen", "rejected", "margin", "label")
 # All columns that some form reads, but for that of plain text.
-COLUMNS = frozenset({*chain.from_iterable(_COLUMNS.values()), *_EXTRAS, *_OF_TOKENS, "input", "system"})
+COLUMNS = frozenset(
+    {*chain.from_iterable(_COLUMNS.values()), *_EXTRAS, *_OF_TOKENS, *_OF_PREFERENCES, "input", "system"}
+)
 # Arguments of `apply_chat_template` that the preparation itself sets.
 _SET_HERE = frozenset((
     "add_generation_prompt", "continue_final_message", "tokenize", "return_dict", "return_tensors", "tools", "padding",
