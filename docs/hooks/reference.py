@@ -153,7 +153,8 @@ def _field_table(fields: list[dataclasses.Field[Any]]) -> Iterator[str]:
         given = "required" if default is dataclasses.MISSING else f"`{default!r}`"
         reason = rules.refused or rules.mapped
         meaning = field.metadata["help"] + (f" It {reason}." if reason else "")
-        yield f"| `{field.name}` | `{field.type}` | {given} | {meaning.replace('|', '&#124;')} |"
+        kind = field.type.__name__ if isinstance(field.type, type) else field.type
+        yield f"| `{field.name}` | `{kind}` | {given} | {meaning.replace('|', '&#124;')} |"
 
 
 def _is_public(name: str, value: Any) -> bool:

@@ -113,7 +113,10 @@ PAIRS = "task: seq2seq\nmodel: {config: {model_type: marian}}\ntokenizer: {train
             PAIRS.replace("seq2seq", "image-classification") + "data: {train: t.txt}\n",
             "has no meaning for task image-classification",
         ),
-        (PAIRS + "data: {format: digits}\n", "is for task image-classification; seq2seq needs another"),
+        (
+            PAIRS + "data: {format: digits}\n",
+            "is for task image-classification and sft; seq2seq needs another",
+        ),
     ],
 )
 def test_keys_of_another_task_are_refused(

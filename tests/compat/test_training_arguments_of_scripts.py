@@ -29,6 +29,7 @@ class ScriptArguments(TrainingArguments):
 def test_a_subclass_declares_fields_that_may_be_json() -> None:
     wanted = set(their_arguments.TrainingArguments._VALID_DICT_FIELDS)
     assert {*TrainingArguments._VALID_DICT_FIELDS} == wanted | {
+        "alerts",
         "fp8_config",
         "liger_kernel_config",
         "optim_groups",

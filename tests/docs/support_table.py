@@ -82,6 +82,7 @@ num_examples set_initial_training_values get_total_train_batch_size save_model s
 init_hf_repo end
 save_metrics log log_metrics metrics_format store_flos floating_point_ops call_model_init add_callback pop_callback
 remove_callback is_local_process_zero is_world_process_zero create_accelerator_and_postprocess
+get_tp_size get_cp_size get_sp_size
 get_learning_rates get_num_trainable_parameters get_optimizer_group hyperparameter_search
 """
 METHODS_MAPPED = {
@@ -114,6 +115,7 @@ scheduler_unit
 SAFETENSORS = "safe_serialization=False is mapped to True, with one warning: pickle is never written"
 MEMBERS = """
 prepare prepare_model prepare_data_loader prepare_optimizer prepare_scheduler unwrap_model
+context_parallel_rank tensor_parallel_rank
 accumulate no_sync trigger_sync_in_backward join_uneven_inputs backward lomo_backward
 clip_grad_norm_ clip_grad_value_ unscale_gradients optimizer_step_was_skipped sync_gradients
 gradient_accumulation_steps autocast profile

@@ -178,8 +178,3 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None
     trainer = Trainer(Net(), saving(tmp_path / "file" / "out"), train_dataset=rows(8))
     with pytest.raises(ConfigError, match="output_dir"):
         trainer.train()
-
-
-def test_what_is_not_built_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Trainer.hyperparameter_search.*not built yet"):
-        Trainer(Net(), arguments(tmp_path)).hyperparameter_search()

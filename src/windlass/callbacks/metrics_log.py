@@ -73,7 +73,7 @@ class MetricsLogCallback(RowCallback):
             return
         if (
             self._follows_arguments
-            and (folder := local_folder(str(args.output_dir)).absolute()) != self.path.parent
+            and (folder := local_folder(str(args.output_path)).absolute()) != self.path.parent
         ):
             self.path, self._folder, self._rows_before_training = folder / FILE_NAME, None, False
         self._began = Moment()

@@ -201,7 +201,7 @@ class TrainerControl(ExportableState):
             setattr(self, name, bool(value))
 
 
-class Progress:
+class RunProgress:
     """The progress of a run, and what it is to do next. Scripts may replace `control`, so it is read each time."""
 
     state: TrainerState

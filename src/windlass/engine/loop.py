@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from windlass.core.errors import NonFiniteError
-from windlass.core.events import Progress
+from windlass.core.events import RunProgress
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import StepSeeder
 from windlass.core.run_clock import run_clock
@@ -50,7 +50,7 @@ class LoopHooks:
     """
 
     steps: StepHooks
-    progress: Progress
+    progress: RunProgress
 
     def epoch_begin(self) -> None:
         """Called when the run enters an epoch."""

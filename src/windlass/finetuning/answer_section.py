@@ -30,7 +30,7 @@ class AnswerSection:
     predict_with_generate: bool = setting(
         False, "Generate answers to the prompts of evaluation sets; compute_metrics gets their texts."
     )
-    eval_prompts: Any = setting(
+    eval_prompts: list[Any] | str | None = setting(
         None, "Prompts that are answered in each evaluation: a list, or a .jsonl file.", read=_prompts
     )
     eval_prompts_limit: int | None = setting(

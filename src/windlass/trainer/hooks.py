@@ -182,7 +182,7 @@ class TrainHooks:
             get_train_dataloader=trainer.get_train_dataloader,
             data_facts=trainer.data_facts,
             create_optimizer=create_optimizer,
-            training_step=trainer._micro_step,
+            training_step=trainer.run_micro_step,
             noting_loss=lambda note: _noting_loss(trainer, note),
             log=_log(trainer),
             evaluate=lambda: trainer.evaluate(ignore_keys=ignore_keys),

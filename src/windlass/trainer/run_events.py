@@ -17,7 +17,7 @@ from windlass.callbacks.report import ReportCallback
 from windlass.callbacks.weight_averaging import SWACallback
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import RunPlan
-from windlass.core.events import CONTROL_FLAGS, Progress, TrainerControl, TrainerState
+from windlass.core.events import CONTROL_FLAGS, RunProgress, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.run_clock import CALLBACKS, EXCHANGE, run_clock
 from windlass.core.types import State
@@ -37,7 +37,7 @@ _OF_THIS_RUN = (
 )
 
 
-class Events(Progress):
+class Events(RunProgress):
     """Owns the state, control flags and callbacks of a Trainer, and fires all events. `args` returns the arguments that
     callbacks get, which a script may replace at any time.
 

@@ -440,7 +440,7 @@ class Trainer:
         self.model_wrapped = self._run.executor.model
         return self._run.execute(checkpoint, place)
 
-    def _micro_step(self, batch: Any, count: Tensor | None) -> None:
+    def run_micro_step(self, batch: Any, count: Tensor | None) -> None:
         """`training_step` of a run, which older overrides define without the target count."""
         if self._services.loss.step_takes_count:
             self.training_step(self.model_wrapped, batch, num_items_in_batch=count)

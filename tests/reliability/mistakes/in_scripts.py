@@ -466,6 +466,6 @@ def plain_arguments_for_sft(folder: Path) -> None:
     )  # type: ignore[call-arg]
 
 
-@mistake("A trainer of TRL", "DPOTrainer", "windlass run")
+@mistake("A trainer of TRL", "GRPOTrainer", "windlass run")
 def trainer_of_trl(folder: Path) -> None:
-    from windlass import DPOTrainer  # type: ignore[attr-defined]  # noqa: F401
+    from windlass import GRPOTrainer  # type: ignore[attr-defined]  # noqa: F401

@@ -86,6 +86,8 @@ class Key:
 
     def is_switch(self, word: str) -> bool:
         """Return True if its flag `word` takes no value. Flags of sharding take one, as in accelerate."""
+        if word == "parallelism_config_sp_seq_length_is_variable":
+            return False
         return word in ("use_fsdp", "use_deepspeed", "fp8_use_autocast_during_eval") or (
             self.read is flag and self.family not in ("fsdp", "ddp", "deepspeed", "fp8")
         )

@@ -104,10 +104,6 @@ class OptimisationSection:
         "Share of probability that is distributed evenly over all classes, in [0, 1).",
         bounds=between(0, 1),
     )
-    lean_loss: bool = setting(
-        True,
-        "Make the loss of a language model without its logits if nothing reads them; see docs/losses.md.",
-    )
 
 
 @dataclass(repr=False, eq=False)
@@ -205,11 +201,6 @@ class ReportingSection:
     # --- trackers ---
     report_to: list[str] | str | None = _reported(
         "none", "Trackers that receive the logs; 'report' writes report.html and training.png."
-    )
-    alerts: dict[str, Any] | str | None = _reported(
-        None,
-        "Limits that warn: loss_rise, data_wait and slow_rank as shares, no_checkpoint in seconds; a dict or JSON.",
-        document=True,
     )
     run_name: str | None = _reported(None, "A name for the run.")
     project: str = _reported("huggingface", "Project name for trackers.")
@@ -459,6 +450,15 @@ class RunningSection:
         "Limit on host memory for copies of a save, such as '8GB'; larger saves block training.",
         read=size_in_bytes,
         per_rank="memory of this machine only",
+    )
+    lean_loss: bool = setting(
+        True,
+        "Make the loss of a language model without its logits if nothing reads them; see docs/losses.md.",
+    )
+    alerts: dict[str, Any] | str | None = _reported(
+        None,
+        "Limits that warn: loss_rise, data_wait and slow_rank as shares, no_checkpoint in seconds; a dict or JSON.",
+        document=True,
     )
 
 
