@@ -60,7 +60,7 @@ def _unanswerable(
 ) -> Iterator[Problem]:
     if not answers_anything(args):
         return
-    asked = ("predict_with_generate", True)
+    asked: tuple[str, Any] = ("predict_with_generate", True)
     if not args.predict_with_generate:
         asked = ("eval_prompts", args.eval_prompts)
     if not callable(getattr(model, "generate", None)):
