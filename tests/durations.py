@@ -1,4 +1,4 @@
-"""Seconds that each file of tests takes, recorded and held to a budget: `make test JOBS=2 ARGS=--record-durations`.
+"""Seconds that each file of tests takes, recorded and held to a budget: `make test ARGS=--record-durations`.
 
 A pytest plugin. Setup, call and teardown of all tests count, on however many processes they run.
 """
