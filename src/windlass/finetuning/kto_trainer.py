@@ -39,12 +39,17 @@ class KTOTrainer(ReferenceTrainer):
     """Tunes a causal language model on answers that are judged one by one.
 
     Args:
-        model, ref_model, processing_class, compute_metrics, quantization_config, peft_config: as for `DPOTrainer`.
+        model: as for `DPOTrainer`.
+        ref_model: as for `DPOTrainer`.
         args: the configuration; a `TrainingArguments` is converted. Defaults to `KTOConfig("<model name>-KTO")`.
         data_collator: list of samples -> batch; by default `DataCollatorForUnpairedPreference`.
         train_dataset: a dataset with the columns "prompt", "completion" and "label" (True: desirable); or pairs, as for
             `DPOTrainer`, of which each becomes two rows.
         eval_dataset: the same, or a dict of them.
+        processing_class: as for `DPOTrainer`.
+        compute_metrics: as for `DPOTrainer`.
+        quantization_config: as for `DPOTrainer`.
+        peft_config: as for `DPOTrainer`.
 
     The other arguments are those of `Trainer`.
 
