@@ -153,3 +153,13 @@ def model_conflicts(recipe: Recipe, *, reads_text: bool = True) -> Iterator[Conf
         yield "model.config.model_type", kind, "set the kind of model: llama, bert, gpt2, ..."
     if reads_text and tokenizer.name is None and tokenizer.train is None and model.name is None:
         yield "tokenizer", "neither", "a new model needs tokenizer.train (a new one) or tokenizer.name"
+
+
+def tuning_conflicts(recipe: Recipe) -> Iterator[Conflict]:
+    """Yield contradictions between the keys of a task that tunes a trained model."""
+    if recipe.model.config is not None:
+        fix = "names new weights, which cannot be tuned; give model.name, or base.config for a base to train first"
+        yield "model.config", recipe.model.config, fix
+    if recipe.quantization is not None and recipe.adapter is None:
+        fix = "weights of few bits are not trained themselves; add an adapter, such as adapter={r: 8}"
+        yield "quantization", recipe.quantization, fix

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from windlass.cli.built_in_recipes import PREFERENCES
 from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.schema import Recipe
-from windlass.cli.task import Conflict, Task
+from windlass.cli.task import Conflict, Task, tuning_conflicts
 from windlass.config.arguments import TrainingArguments
 from windlass.finetuning.dpo_config import DPOConfig
 
@@ -31,12 +31,7 @@ class PreferenceTuning(Task):
         return f"a {kind} file has no pairs of answers; {self.name} reads jsonl, json, parquet or hub"
 
     def conflicts(self, recipe: Recipe) -> Iterator[Conflict]:
-        if recipe.model.config is not None:
-            fix = "names new weights, which cannot be tuned; give model.name, or base.config for a base to train first"
-            yield "model.config", recipe.model.config, fix
-        if recipe.quantization is not None and recipe.adapter is None:
-            fix = "weights of few bits are not trained themselves; add an adapter, such as adapter={r: 8}"
-            yield "quantization", recipe.quantization, fix
+        yield from tuning_conflicts(recipe)
 
     def build_parts(
         self, recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None

@@ -11,7 +11,7 @@ from windlass.cli.built_in_recipes import CHAT, ROWS
 from windlass.cli.formats import DIGITS, PLAIN_TEXT, STREAMED, format_of
 from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.schema import Recipe
-from windlass.cli.task import Conflict, Task
+from windlass.cli.task import Conflict, Task, tuning_conflicts
 from windlass.config.arguments import TrainingArguments
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.text.forms import ROLES
@@ -77,12 +77,7 @@ class SupervisedTuning(Task):
             if role not in ROLES:
                 fix = f"is not a role; known: {', '.join(sorted(ROLES))}"
                 yield f"data.messages.roles.{theirs}", role, fix
-        if recipe.model.config is not None:
-            fix = "names new weights, which cannot be tuned; give model.name, or base.config for a base to train first"
-            yield "model.config", recipe.model.config, fix
-        if recipe.quantization is not None and recipe.adapter is None:
-            fix = "weights of few bits are not trained themselves; add an adapter, such as adapter={r: 8}"
-            yield "quantization", recipe.quantization, fix
+        yield from tuning_conflicts(recipe)
 
     def build_parts(
         self, recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None
