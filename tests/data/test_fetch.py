@@ -75,9 +75,10 @@ def test_a_single_late_draw_of_any_generator_is_noticed(draw: str, where: str) -
     assert fetch(0, [7]) == Fetch(Late(9), collate, seed=0)(0, [7])
 
 
-def test_pythons_generator_is_put_back_where_asked() -> None:
-    fetch = Fetch(Augmented(9), auto_collate, seed=0)
-    for ids in ([0], [1, 2], [3]):
+@pytest.mark.parametrize("kind", [Augmented, SometimesAugmented, Numbers])
+def test_pythons_generator_is_put_back_where_asked(kind: Any) -> None:
+    fetch = Fetch(kind(9), as_list, seed=0)
+    for ids in ([0], [1, 2], [3], [4, 5, 6, 7, 8]):
         state = random.getstate()
         fetch(0, ids, True)
         assert random.getstate() == state
