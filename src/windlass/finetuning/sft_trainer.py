@@ -11,33 +11,27 @@ from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.logs import get_job_logger
 from windlass.core.types import EvalLoopOutput, TrainOutput
 from windlass.finetuning.answer_checks import answers_anything
 from windlass.finetuning.answering import AnsweringModel
-from windlass.finetuning.card_writer import CardWriter
-from windlass.finetuning.peft_adapters import describe_trained, is_peft_model, predicts_first_labels
+from windlass.finetuning.fine_tuner import FineTuner
+from windlass.finetuning.peft_adapters import predicts_first_labels
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.sft_images import refuse_unequal
 from windlass.finetuning.sft_loss import sft_loss
 from windlass.finetuning.sft_parts import Given, build_sft_parts
-from windlass.finetuning.token_figures import TokenFigures, UpdateBorders
+from windlass.finetuning.token_figures import TokenFigures
 from windlass.metrics.tokens import TargetCounter
 from windlass.text.summary import TextSummary
 from windlass.trainer.losses import without_gradient
-from windlass.trainer.trainer import Trainer
-from windlass.transforms.activation_offload import ActivationOffload
 from windlass.transforms.document_attention import OwnAttention, documents_apart, refuse_leaks
 from windlass.transforms.linear_cross_entropy import LossOptions
 
-logger = get_job_logger(__name__)
-
-_TAGS = ["windlass", "sft"]
 _COLUMNS = ["input_ids", "labels", "seq_lengths", "images"]
 _FOR_OWN_COLLATORS = ("image", "messages", "prompt", "completion")  # of rows with images
 
 
-class SFTTrainer(Trainer):
+class SFTTrainer(FineTuner):
     """Tunes a causal language model on texts, conversations, or prompts with completions.
 
     Args:
@@ -62,6 +56,7 @@ class SFTTrainer(Trainer):
     """
 
     args: SFTConfig
+    TAGS = ("windlass", "sft")
 
     def __init__(
         self,
@@ -119,22 +114,19 @@ class SFTTrainer(Trainer):
             optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics,
         )
-        self._offload, self._own_attention = ActivationOffload(), OwnAttention(self.model)
-        self._add_callbacks()
+        self._own_attention = OwnAttention(self.model)
+        self._report(self._token_figures())
         self._add_answers()
-        self._check_and_tag_model()
+        self._check_documents()
 
-    def _add_callbacks(self) -> None:
-        """Report entropy, token accuracy and the number of tokens with the losses, and write the model card."""
-        self._figures = TokenFigures(
+    def _token_figures(self) -> TokenFigures:
+        """Entropy, token accuracy and the number of tokens, summed over all ranks."""
+        return TokenFigures(
             self.accelerator.device,
             lambda sums: self.accelerator.reduce(sums, "sum"),
             self.accelerator.process_index,
             counts=self._services.session.all_ranks.over("model").rank == 0,
         )
-        self.accelerator.register_for_checkpointing(self._figures)
-        self.add_callback(UpdateBorders(self._figures))
-        self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
 
     def _add_answers(self) -> None:
         if not answers_anything(self.args):
@@ -145,18 +137,13 @@ class SFTTrainer(Trainer):
             raise ConfigError(Problem(name, getattr(self.args, name), fix))
         self.add_callback(self._answers.log)
 
-    def _check_and_tag_model(self) -> None:
-        """Refuse a model that lets packed documents see each other, tag it, and log which parameters are trained."""
+    def _check_documents(self) -> None:
+        """Refuse a model that lets packed documents see each other."""
         if self.args.joins_rows:
             with self._documents_apart(), self.compute_loss_context_manager():
                 refuse_leaks(self.model)
                 if self._data.images is not None:
                     refuse_unequal(self.model, self._data.images)
-        add_tags: Any = getattr(self.model, "add_model_tags", None)
-        if add_tags is not None:
-            add_tags(_TAGS)
-        if is_peft_model(self.model):
-            logger.info(describe_trained(self.model))
 
     def _documents_apart(self) -> contextlib.AbstractContextManager[None]:
         """Context in which no document of a row without padding sees another one."""
@@ -168,12 +155,6 @@ class SFTTrainer(Trainer):
             return super().train(*args, **kwargs)
 
     # --- data -------------------------------------------------------------------------------------------------------
-
-    def data_facts(self) -> dict[str, Any]:
-        """Return counts of the prepared datasets, for a report: rows, tokens, truncated, dropped, lengths."""
-        return {
-            f"{n}: {k}": v for n, summary in self.data_summaries().items() for k, v in summary.facts().items()
-        }
 
     def data_summaries(self) -> dict[str, TextSummary]:
         """Return the counts of the prepared datasets by name; streams have none."""
@@ -231,13 +212,6 @@ class SFTTrainer(Trainer):
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         return loss, outputs
 
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """As `Trainer.training_step`, with activations in host memory if `activation_offloading` is set."""
-        with self._offload.saving() if self.args.activation_offloading else contextlib.nullcontext():
-            return super().training_step(model, inputs, num_items_in_batch)
-
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
@@ -252,21 +226,6 @@ class SFTTrainer(Trainer):
         return without_gradient(loss), outputs.logits.detach(), inputs["labels"]
 
     # --- reports ----------------------------------------------------------------------------------------------------
-
-    def create_model_card(  # type: ignore[override]  # the order is TRL's
-        self,
-        model_name: str | None = None,
-        dataset_name: str | list[str] | None = None,
-        tags: str | list[str] | None = None,
-        **facts: Any,
-    ) -> None:
-        """As `Trainer.create_model_card`, with the tags of the model and of fine-tuning."""
-        given = [tags] if isinstance(tags, str) else tags or []
-        known = getattr(self.model, "model_tags", None) or []
-        facts.setdefault("dataset_tags", dataset_name)
-        super().create_model_card(
-            model_name=model_name, tags=list(dict.fromkeys([*given, *_TAGS, *known])), **facts
-        )
 
     def evaluation_loop(
         self,

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from windlass.core.logs import get_job_logger
 from windlass.core.types import EvalLoopOutput
-from windlass.finetuning.card_writer import CardWriter
+from windlass.finetuning.fine_tuner import FineTuner
 from windlass.finetuning.mean_figures import Extremes, MeanFigures
-from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
-from windlass.finetuning.token_figures import UpdateBorders
-from windlass.finetuning.tuning_config import TuningConfig
 from windlass.text.summary import TextSummary
 from windlass.trainer.losses import without_gradient
-from windlass.trainer.trainer import Trainer
-from windlass.transforms.activation_offload import ActivationOffload
-
-logger = get_job_logger(__name__)
 
 
-class TuningTrainer(Trainer):
+class TuningTrainer(FineTuner):
     """A `Trainer` whose reports have means over the answers of its batches, and which prepares what it evaluates.
 
     A subclass prepares datasets before it calls the constructor, and calls `_begin_reports` after it.
 
     Attributes:
-        TAGS: of the model and of its card.
         COLUMNS: of prepared rows.
     """
 
-    args: TuningConfig
-    TAGS: ClassVar[tuple[str, ...]] = ("windlass",)
     COLUMNS: ClassVar[tuple[str, ...]] = ()
 
     _summaries: Mapping[str, TextSummary]
@@ -45,31 +33,17 @@ class TuningTrainer(Trainer):
         """Report the means `names` with the losses, and the `extremes`; write a card with each checkpoint, and tag the
         model.
         """
-        self._offload = ActivationOffload()
-        self._figures = MeanFigures(
+        figures = MeanFigures(
             names,
             self.accelerator.device,
             lambda sums: self.accelerator.reduce(sums, "sum"),
             self.accelerator.process_index,
             Extremes(extremes, self.accelerator.device, self.accelerator.gather),
         )
-        self.accelerator.register_for_checkpointing(self._figures)
-        self.add_callback(UpdateBorders(self._figures))
-        self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
+        self._report(figures)
         self.can_return_loss, self.label_names = True, []
-        add_tags: Any = getattr(self.model, "add_model_tags", None)
-        if add_tags is not None:
-            add_tags(list(self.TAGS))
-        if is_peft_model(self.model):
-            logger.info(describe_trained(self.model))
 
     # --- data -------------------------------------------------------------------------------------------------------
-
-    def data_facts(self) -> dict[str, Any]:
-        """Return counts of the prepared datasets, for a report: rows, tokens, truncated, dropped, lengths."""
-        return {
-            f"{n}: {k}": v for n, summary in self.data_summaries().items() for k, v in summary.facts().items()
-        }
 
     def data_summaries(self) -> dict[str, TextSummary]:
         """Return the counts of the prepared datasets by name; streams have none."""
@@ -91,13 +65,6 @@ class TuningTrainer(Trainer):
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """As `Trainer.training_step`, with activations in host memory if `activation_offloading` is set."""
-        with self._offload.saving() if self.args.activation_offloading else contextlib.nullcontext():
-            return super().training_step(model, inputs, num_items_in_batch)
-
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
@@ -118,21 +85,6 @@ class TuningTrainer(Trainer):
         return outputs.logits.detach(), inputs["input_ids"]
 
     # --- reports ----------------------------------------------------------------------------------------------------
-
-    def create_model_card(  # type: ignore[override]  # the order is TRL's
-        self,
-        model_name: str | None = None,
-        dataset_name: str | list[str] | None = None,
-        tags: str | list[str] | None = None,
-        **facts: Any,
-    ) -> None:
-        """As `Trainer.create_model_card`, with the tags of the model and of fine-tuning."""
-        given = [tags] if isinstance(tags, str) else tags or []
-        known = getattr(self.model, "model_tags", None) or []
-        facts.setdefault("dataset_tags", dataset_name)
-        super().create_model_card(
-            model_name=model_name, tags=list(dict.fromkeys([*given, *self.TAGS, *known])), **facts
-        )
 
     def evaluation_loop(
         self,
