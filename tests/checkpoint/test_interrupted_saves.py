@@ -20,8 +20,7 @@ from tests.checkpoint.faults import newest, save
 from tests.checkpoint.test_background import begin, nothing, saver_of
 
 from windlass import Accelerator
-from windlass.checkpoint.background import BackgroundSaver, Outcome
-from windlass.checkpoint.background_call import BackgroundCall
+from windlass.checkpoint.background import BackgroundCall, BackgroundSaver, Outcome
 from windlass.checkpoint.store import Store
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers that send signals")
@@ -94,7 +93,7 @@ def test_what_is_still_being_written_is_not_committed(tmp_path: Path) -> None:
 class AtLine:
     """Raises at the n-th line that this thread runs in the modules that save; counts them."""
 
-    MODULES = ("background.py", "background_call.py", "store.py", "staged.py", "manager.py")
+    MODULES = ("background.py", "store.py", "staged.py", "manager.py")
 
     def __init__(self, at: int) -> None:
         self.at, self.count = at, 0
