@@ -27,6 +27,7 @@ from windlass.trainer.lazy_modules import (
     evaluator,
     handler,
     hooks,
+    instead,
     interruption,
     loading,
     model_writer,
@@ -396,6 +397,8 @@ class Trainer:
             self.lr_scheduler, self._made_scheduler = None, False
         # Before any other collective.
         preparation.begin_call(self, Trainer, self._services, "train", "train()", resume)
+        if (planned := instead.in_place_of_run()) is not None:
+            planned(self._as_request(ignore_keys_for_eval))
         earlier, self._run = self._run, None
         self._folder = run_folder.RunFolder(self.args, self._session.all_ranks)
         self._folder.take()
@@ -420,6 +423,13 @@ class Trainer:
                 self._run.release()
             if timed:
                 run_clock().end()
+
+    def _as_request(self, ignore_keys: list[str] | None) -> Any:
+        evaluations = self._plan.evaluations
+        bound = hooks.TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
+        return instead.RunRequest(
+            self.args, self._services, bound, self.optimizer, self.processing_class, self._new_writer
+        )
 
     def _train(self, signals: Interruption, resume: Any, ignore_keys: list[str] | None) -> TrainOutput:
         assert self._folder is not None
