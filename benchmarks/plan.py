@@ -1,16 +1,13 @@
 """What `windlass plan` predicts of the memory of a run, against the memory that the run takes.
 
-Each configuration is trained for a few updates in a fresh process, which first trains a tiny model, so that libraries
-and kernels are loaded. Measured is how far the resident memory grows from before the model is built to its peak in
-`train()`. Predicted is the peak of `forecast.tracing.trace_of`, of the same code.
+Each configuration is trained for a few updates in a process of its own, which first trains a tiny model, so that
+libraries and kernels are loaded. Measured is how far the resident memory grows from before the model is built to its
+peak in `train()`. Predicted is the peak of `forecast.tracing.trace_of`, of the same code.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,8 +15,9 @@ from typing import Any
 
 from common import caption, facts, report, table
 
-# glibc keeps freed memory once blocks of that size were freed before. Told not to, it gives back what is not in use.
-ALLOCATORS = {"measured": {"MALLOC_TRIM_THRESHOLD_": "0"}, "default": {}}
+# From <malloc.h>. glibc keeps freed blocks for later, larger ones too once such were freed; with a fixed threshold it
+# gives blocks of that size back to the system.
+_M_MMAP_THRESHOLD = -3
 
 
 def _llama(hidden: int, layers: int, **more: Any) -> dict[str, Any]:
@@ -99,37 +97,45 @@ def _model(given: dict[str, Any], vocabulary: int, length: int) -> Any:
 
     hidden, layers = given["hidden"], given["layers"]
     heads, sizes = max(hidden // 64, 2), {"vocab_size": vocabulary, "hidden_size": hidden}
-    common = {**sizes, "num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": 1024}
+    common = {
+        **sizes,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": 1024,
+    }
     kind = given["kind"]
     if kind == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=vocabulary, n_embd=hidden, n_layer=layers, n_head=heads, n_positions=1024
-        )
-        return transformers.GPT2LMHeadModel(config)
+        sizes = {"vocab_size": vocabulary, "n_embd": hidden, "n_layer": layers, "n_head": heads}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, n_positions=1024))
     if kind == "bert":
-        config = transformers.BertConfig(**common, intermediate_size=4 * hidden)
-        return transformers.BertForMaskedLM(config)
+        return transformers.BertForMaskedLM(transformers.BertConfig(**common, intermediate_size=4 * hidden))
     classes = {"llama": "Llama", "qwen3": "Qwen3"}
     more = {"head_dim": 64} if kind == "qwen3" else {}
     config = getattr(transformers, f"{classes[kind]}Config")(
-        **common, **more, intermediate_size=3 * hidden, num_key_value_heads=max(heads // 2, 1), tie_word_embeddings=False
+        **common,
+        **more,
+        intermediate_size=3 * hidden,
+        num_key_value_heads=max(heads // 2, 1),
+        tie_word_embeddings=False,
     )
     return getattr(transformers, f"{classes[kind]}ForCausalLM")(config)
 
 
-def measure(given: dict[str, Any]) -> int:
-    """Bytes by which the resident memory of this process grows from before the model to its peak."""
+def measure(given: dict[str, Any], gives_back: bool) -> int:
+    """Bytes by which the resident memory of this process grows from before the model to its peak. `gives_back`: the
+    allocator returns all that is freed to the system.
+    """
     import ctypes
     import gc
 
-    import torch
-
-    torch.set_num_threads(1)
+    libc = ctypes.CDLL(None)
+    if gives_back:
+        libc.mallopt(_M_MMAP_THRESHOLD, 2**17)
     small = {**given, "hidden": 64, "layers": 2, "vocabulary": 512, "batch": 2, "length": 32}
     with tempfile.TemporaryDirectory() as folder:
         build(small, folder).train()
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        libc.malloc_trim(0)
         before = _status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5", "ascii")
         build(given, folder).train()
@@ -148,65 +154,70 @@ def predict(given: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trace = trace_of(lambda: build(given, folder).train())
     moment, held = trace.peak
-    return {"bytes": held.total, "moment": " ".join(part for part in moment if part), "parameters": trace.facts["parameters"]}
+    return {
+        "bytes": held.total,
+        "moment": " ".join(part for part in moment if part),
+        "parameters": trace.facts["parameters"],
+    }
 
 
-def run(names: list[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """Predicted and measured bytes of each configuration; of several measurements the median."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+def run(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Predicted and measured bytes of each configuration, each in a process of its own that is forked from this one."""
+    import torch
+    from peft import LoraConfig  # noqa: F401 (imported once, before processes are forked)
+    from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM  # noqa: F401
+
+    from windlass import Trainer  # noqa: F401
+    from windlass.forecast.child import Child
+
+    torch.set_num_threads(1)
     found = {}
     for name in names:
-        answers = [_answer("--predict", name, environment)]
-        measured = {
-            allocator: sorted(_answer("--measure", name, {**environment, **more})["bytes"] for _ in range(rounds))[rounds // 2]
-            for allocator, more in ALLOCATORS.items()
-        }
-        found[name] = {**answers[0], **measured}
-        it = found[name]
-        print(f"{name:<42}{it['bytes'] / 2**20:9.1f}{it['measured'] / 2**20:9.1f}{it['bytes'] / it['measured'] - 1:+8.1%}  {it['moment']}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        given = CONFIGURATIONS[name]
+        it = Child(lambda given=given: predict(given)).result()  # type: ignore[misc]
+        for key, gives_back in (("measured", True), ("default", False)):
+            it[key] = Child(lambda given=given, back=gives_back: measure(given, back)).result()  # type: ignore[misc]
+        found[name] = it
+        sizes = [it[key] / 2**20 for key in ("bytes", "measured", "default")]
+        shown = "".join(f"{size:9.1f}" for size in sizes)
+        print(
+            f"{name:<40}{shown}{sizes[0] / sizes[1] - 1:+8.1%}  {it['moment']}", file=sys.stderr, flush=True
+        )
     return found
-
-
-def _answer(flag: str, name: str, environment: dict[str, str]) -> dict[str, Any]:
-    command = [sys.executable, __file__, flag, name]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"{name}: {done.stderr}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def render(figures: dict[str, Any], command: str) -> str:
     found = figures["configurations"]
     errors = sorted(abs(it["bytes"] / it["measured"] - 1) for it in found.values())
-    rows = [
-        [name, f"{it['parameters'] / 1e6:.1f}", f"{it['bytes'] / 2**20:.0f}", f"{it['measured'] / 2**20:.0f}",
-         f"{it['bytes'] / it['measured'] - 1:+.1%}"]
-        for name, it in found.items()
-    ]  # fmt: skip
+    rows = []
+    for name, it in found.items():
+        sizes = [f"{it[key] / 2**20:.0f}" for key in ("bytes", "measured", "default")]
+        error = it["bytes"] / it["measured"] - 1
+        rows.append([name, f"{it['parameters'] / 1e6:.1f}", *sizes[:2], f"{error:+.1%}", sizes[2]])
     within = sum(error <= 0.1 for error in errors)
-    said = f"Within 10 %: {within} of {len(errors)}; median of the error {errors[len(errors) // 2]:.1%}, largest {errors[-1]:.1%}."
-    head = ["configuration", "million parameters", "predicted, MiB", "measured, MiB", "error"]
+    said = (
+        f"Within 10 %: {within} of {len(errors)}. Median of the error {errors[len(errors) // 2]:.1%}, largest "
+        f"{errors[-1]:.1%}."
+    )
+    head = [
+        "configuration",
+        "million parameters",
+        "predicted, MiB",
+        "measured, MiB",
+        "error",
+        "with glibc's default, MiB",
+    ]
     return f"{table(head, rows)}\n\n{said}\n\n{caption(figures, command)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="configurations, separated by semicolons")
-    parser.add_argument("--rounds", type=int, default=1, help="measurements of each")
     parser.add_argument("--write", type=Path, help="the page whose section is rewritten")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
-    parser.add_argument("--predict", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.measure:
-        print(json.dumps({"bytes": measure(CONFIGURATIONS[options.measure])}))
-        return
-    if options.predict:
-        print(json.dumps(predict(CONFIGURATIONS[options.predict])))
-        return
     names = options.only.split(";") if options.only else list(CONFIGURATIONS)
-    figures = {**facts(), "configurations": run(names, options.rounds)}
+    figures = {**facts(), "configurations": run(names)}
     report("plan", render(figures, "python benchmarks/plan.py"), figures, options.write, options.json)
 
 

@@ -50,4 +50,4 @@ def is_fake(tensor: Tensor) -> bool:
 
 def makes_fakes() -> bool:
     """Return True where new tensors have no memory: within PyTorch's `FakeTensorMode`."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

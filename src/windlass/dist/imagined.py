@@ -7,6 +7,7 @@ their outputs as they are.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -21,8 +22,11 @@ from windlass.core.world import World
 from windlass.dist.gang import Gang, Pending, ProcessGang, in_place_of_joined
 from windlass.dist.wire import Streamed, own_stream
 
+MACHINE = 8
+"""Processes of a machine of such a job."""
 
-class _Sums(list[float]):
+
+class _SumsAtOnce(list[float]):
     def wait(self) -> list[float]:
         return self
 
@@ -53,7 +57,7 @@ class ImaginedGang(ProcessGang):
         return value if is_fake(value) else value.mul_(self.size)
 
     def start_sum(self, values: list[float]) -> Pending:
-        return _Sums(value * self.size for value in values)
+        return _SumsAtOnce(value * self.size for value in values)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -65,7 +69,7 @@ class ImaginedGang(ProcessGang):
         return own_stream(tensors)
 
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """There is no process to wait for."""
 
     def vote(self, ok: bool) -> bool:
         return ok
@@ -73,16 +77,23 @@ class ImaginedGang(ProcessGang):
 
 @contextlib.contextmanager
 def imagined_job(size: int) -> Iterator[None]:
-    """Within the body this process is rank 0 of `size`, whose other ranks do not exist. The mesh is laid out by whoever
-    joins the job first.
+    """Within the body this process is rank 0 of `size`, whose other ranks do not exist. The
+    first `join` lays out the mesh.
     """
-    if size == 1:
-        yield
-        return
+    with _launched(size):
+        if size == 1:
+            yield
+        else:
+            with _imagined(size):
+                yield
+
+
+@contextlib.contextmanager
+def _imagined(size: int) -> Iterator[None]:
     # Registers the backend "fake" with PyTorch.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    world = World(0, size, 0, min(size, 8))
+    world = World(0, size, 0, min(size, MACHINE))
     with torch.device("cpu"):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
@@ -92,3 +103,19 @@ def imagined_job(size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _launched(size: int) -> Iterator[None]:
+    """Within the body, the variables of a launcher are those of rank 0 of `size`."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    if size > 1:
+        sizes = (0, size, 0, min(size, MACHINE))
+        os.environ.update(zip(names, map(str, sizes), strict=True))
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)

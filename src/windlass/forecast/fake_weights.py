@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from windlass.core.errors import ModelError
-from windlass.core.optional import is_available
+from windlass.core.optional import is_available, require
 from windlass.core.tensors import is_fake
 
 
@@ -38,9 +38,9 @@ def fake_weights(mode: FakeTensorMode) -> Iterator[None]:
             )
         register(module, name, param if param is None else without_memory(param, mode))
 
-    apply = nn.Module._apply
+    apply: Any = nn.Module._apply
 
-    def apply_to_fake(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
+    def apply_to_fake(module: nn.Module, change: Any, recurse: bool = True) -> Any:
         # PyTorch would swap such parameters for new ones, which other objects that know them prevent.
         fake = {name: p for name, p in module._parameters.items() if p is not None and is_fake(p)}
         order = list(module._parameters)
@@ -54,7 +54,7 @@ def fake_weights(mode: FakeTensorMode) -> Iterator[None]:
             module._parameters.update({n: fake.get(n, module._parameters.get(n)) for n in order})
 
     nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]
-    nn.Module._apply = apply_to_fake  # type: ignore[method-assign,assignment]
+    nn.Module._apply = apply_to_fake  # type: ignore[method-assign]
     try:
         with _unloaded(mode):
             yield
@@ -70,7 +70,9 @@ def without_memory(param: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
     if is_fake(param) or isinstance(param, DTensor):
         return param
     if param.device.type not in ("cpu", "meta"):
-        raise ModelError(f"a parameter is on {param.device} already; build the model on the CPU to plan its run")
+        raise ModelError(
+            f"a parameter is on {param.device} already; build the model on the CPU to plan its run"
+        )
     known: nn.Parameter | None = getattr(param, "_without_memory", None)
     if known is None:
         with mode:
@@ -94,11 +96,10 @@ def _unloaded(mode: FakeTensorMode) -> Iterator[None]:
     if not is_available("transformers"):
         yield
         return
-    from transformers import PreTrainedModel
+    kind: Any = require("transformers", "look at a model").PreTrainedModel
+    own = vars(kind)["from_pretrained"]
 
-    own = vars(PreTrainedModel)["from_pretrained"]
-
-    def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **options: Any) -> Any:
+    def from_pretrained(cls: Any, name: Any, /, *args: Any, config: Any = None, **options: Any) -> Any:
         if options.get("quantization_config") is not None:
             fix = "weights of few bits are laid out when they are loaded; leave the quantization out"
             raise ModelError(f"a plan of a quantized model is not built: {fix}")
@@ -114,11 +115,11 @@ def _unloaded(mode: FakeTensorMode) -> Iterator[None]:
         model.eval()
         return model
 
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    kind.from_pretrained = classmethod(from_pretrained)
     try:
         yield
     finally:
-        PreTrainedModel.from_pretrained = own
+        kind.from_pretrained = own
 
 
 _LARGEST_KNOWN = 2**20

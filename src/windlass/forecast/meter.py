@@ -13,21 +13,30 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.core.tensors import is_fake
-from windlass.forecast.places import Places, pattern
+from windlass.forecast.places import ModulePlaces, pattern
 from windlass.forecast.work import Sent, Work, sent_by, work_of
 
 WEIGHTS, BUFFERS, GRADIENTS, STATE = "weights", "buffers", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, BUCKETS, COPIES = "activations", "logits", "buckets", "copies of weights"
 TEMPORARY, BATCH, SAVED = "temporary", "batch", "copy of a save"
 KINDS = (
-    WEIGHTS, GRADIENTS, STATE, ACTIVATIONS, LOGITS, COPIES, BUCKETS, TEMPORARY, BUFFERS, BATCH, SAVED,
-)  # fmt: skip
+    WEIGHTS,
+    GRADIENTS,
+    STATE,
+    ACTIVATIONS,
+    LOGITS,
+    COPIES,
+    BUCKETS,
+    TEMPORARY,
+    BUFFERS,
+    BATCH,
+    SAVED,
+)
 
 
 class Owner(NamedTuple):
@@ -37,7 +46,7 @@ class Owner(NamedTuple):
     place: str
 
 
-class Moment(NamedTuple):
+class Instant(NamedTuple):
     """A place in the update. `part`: of a stack of layers, the "first", "middle" or "last" one; "" elsewhere."""
 
     stage: str
@@ -52,7 +61,7 @@ class Held(NamedTuple):
     owners: Mapping[Owner, int]
 
 
-class _Block:
+class _Tracked:
     __slots__ = ("forward", "nbytes", "owner")
 
     def __init__(self, nbytes: int, owner: Owner, forward: bool) -> None:
@@ -69,21 +78,22 @@ class Meter(TorchDispatchMode):
 
     Attributes:
         stage: the name of what is being done; that of moments.
+        times: how often an update does it.
         peaks: for each moment the largest memory.
         work, sent: operations by their size, and bytes by collective.
     """
 
-    def __init__(self, places: Places, part_of: Callable[[str], str], width: int) -> None:
+    def __init__(self, places: ModulePlaces, part_of: Callable[[str], str], width: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.stage = "begin"
-        self.peaks: dict[Moment, Held] = {}
+        self.stage, self.times = "begin", 1
+        self.peaks: dict[Instant, Held] = {}
         self.work: Counter[Work] = Counter()
         self.sent: Counter[Sent] = Counter()
         self._places, self._part_of, self._width = places, part_of, width
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _Tracked] = {}
         self._totals: Counter[Owner] = Counter()
         self._now = self._within = 0
-        self._moments: dict[tuple[str, bool, str], Moment] = {}
+        self._moments: dict[tuple[str, bool, str], Instant] = {}
         self._kind: str | None = None
 
     # --- owners -------------------------------------------------------------------------------------------------------
@@ -124,7 +134,7 @@ class Meter(TorchDispatchMode):
         self._change(owner, nbytes)
         self._see(self.stage, False, "")
 
-    def _rename(self, block: _Block, owner: Owner) -> None:
+    def _rename(self, block: _Tracked, owner: Owner) -> None:
         self._change(block.owner, -block.nbytes)
         block.owner = owner
         self._change(owner, block.nbytes)
@@ -136,12 +146,12 @@ class Meter(TorchDispatchMode):
             del self._totals[owner]
 
     def _enter(self, storage: torch.UntypedStorage, owner: Owner, forward: bool) -> None:
-        key, block = storage._cdata, _Block(storage.nbytes(), owner, forward)
+        key, block = storage._cdata, _Tracked(storage.nbytes(), owner, forward)
         self._blocks[key] = block
         self._change(owner, block.nbytes)
         weakref.finalize(storage, self._freed, key, block).atexit = False
 
-    def _freed(self, key: int, block: _Block) -> None:
+    def _freed(self, key: int, block: _Tracked) -> None:
         if self._blocks.get(key) is block:
             del self._blocks[key]
             self._change(block.owner, -block.nbytes)
@@ -154,10 +164,8 @@ class Meter(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # its parts come here one by one
         given = kwargs or {}
-        if (answer := answer_of(func, args)) is not None:
-            found = answer
-        else:
-            found = func(*args, **given)
+        answer = answer_of(func, args)
+        found = func(*args, **given) if answer is None else answer
         if func in _UNSEEN:
             return found
         place, backward = self._places.now()
@@ -167,9 +175,9 @@ class Meter(TorchDispatchMode):
         self._see(self.stage, backward, place)
         message = sent_by(func, args)
         if message is not None:
-            self.sent[message] += 1
+            self.sent[message] += self.times
         elif (done := work_of(func, args, given, found, outputs)) is not None:
-            self.work[done] += 1
+            self.work[done] += self.times
         return found
 
     def _look(self, output: Tensor, func: Any, args: tuple[Any, ...], place: str, backward: bool) -> None:
@@ -196,7 +204,7 @@ class Meter(TorchDispatchMode):
         moment = self._moments.get(key)
         if moment is None:
             direction = f"{stage}: backward" if backward else stage
-            moment = self._moments[key] = Moment(direction, self._part_of(place), pattern(place))
+            moment = self._moments[key] = Instant(direction, self._part_of(place), pattern(place))
         peak = self.peaks.get(moment)
         if peak is None or self._now > peak.total:
             self.peaks[moment] = Held(self._now, dict(self._totals))
@@ -233,14 +241,16 @@ def _flat(value: Any) -> Iterable[Any]:
 
 
 _UNSEEN = (
-    torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default, torch.ops.aten.allclose.default,
+    torch.ops.prim.device.default,
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.allclose.default,
     torch.ops.aten.equal.default,
-)  # fmt: skip
+)
 
 
 def answer_of(func: Any, args: tuple[Any, ...]) -> Any:
-    """What takes the place of an operation whose result depends on values that no memory has; None for any other. A mask
-    has no padding, a norm is finite, and every position is chosen: the most that memory can be needed for.
+    """What takes the place of an operation whose result depends on values that no memory has; None for any other. A
+    mask has no padding, a norm is finite, and every position is chosen: the most that memory can be needed for.
     """
     if not args or not isinstance(args[0], Tensor) or not is_fake(args[0]):
         return None

@@ -22,7 +22,7 @@ def pattern(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-class Places:
+class ModulePlaces:
     """Follows the modules that are called, and finds in a backward the module whose forward recorded the present node.
 
     Autograd numbers its nodes in the order in which a thread records them, so the number of a node says which module
@@ -62,7 +62,7 @@ class Places:
         self._mark()
 
     def _mark(self) -> None:
-        self._since.append(torch.autograd._get_sequence_nr())
+        self._since.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._running.append(self._stack[-1])
 
     def now(self) -> tuple[str, bool]:
@@ -72,7 +72,7 @@ class Places:
             return self._stack[-1], False
         if len(self._stack) > 1:
             return self._stack[-1], True  # computed again in the backward
-        number = node._sequence_nr()  # type: ignore[attr-defined]
+        number = node._sequence_nr()
         if number >= 1 << 63:  # of the accumulation of a gradient, which follows the node that made it
             return self._last, True
         place = self._running[bisect_right(self._since, number) - 1]

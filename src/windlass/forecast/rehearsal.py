@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,13 +16,22 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.assemble.build import Built, build
-from windlass.config.plan import RunPlan
 from windlass.core.trees import map_leaves, tensors_in
 from windlass.data.update_batch import UpdateBatch
 from windlass.engine.splitting import Kind
 from windlass.forecast.fake_weights import known_values, take_memory, with_values
-from windlass.forecast.meter import BATCH, BUCKETS, BUFFERS, GRADIENTS, STATE, WEIGHTS, Meter, local_part, answer_of
-from windlass.forecast.places import Places
+from windlass.forecast.meter import (
+    BATCH,
+    BUCKETS,
+    BUFFERS,
+    GRADIENTS,
+    STATE,
+    WEIGHTS,
+    Meter,
+    answer_of,
+    local_part,
+)
+from windlass.forecast.places import ModulePlaces
 from windlass.forecast.stack import Stack
 from windlass.forecast.trace import Trace
 from windlass.metrics.tokens import rows
@@ -39,7 +48,7 @@ _READ = 64
 """Micro-batches that are read to find the largest one."""
 
 
-class SomeValues(TorchDispatchMode):
+class SomeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers code that reads a value of a tensor without memory."""
 
     def __torch_dispatch__(
@@ -49,6 +58,10 @@ class SomeValues(TorchDispatchMode):
             return NotImplemented
         answer = answer_of(func, args)
         return func(*args, **(kwargs or {})) if answer is None else answer
+
+
+def _some_values() -> SomeValues:
+    return SomeValues()  # type: ignore[no-untyped-call]
 
 
 class Rehearsal:
@@ -84,34 +97,49 @@ class Rehearsal:
         model, services = request.hooks.model, request.services
         if self._stack is not None and layers is not None:
             self._stack.cut(layers)
-        with SomeValues(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        # PyTorch warns of what is done with such tensors.
+        with _some_values(), warnings.catch_warnings(action="ignore"), _first_part_only():
             take_memory(model, mode)
             align_special_tokens(model, request.tokenizer)
             built = build(
-                model, request.hooks.create_optimizer, self._plan, services.session.device,
-                services.session.loss_ranks, request.optimizer,
-            )  # fmt: skip
+                model,
+                request.hooks.create_optimizer,
+                self._plan,
+                services.session.device,
+                services.session.loss_ranks,
+                request.optimizer,
+            )
         services.engine.attach(services.loss.normaliser, built.executor)
-        places = Places(model)
+        places = ModulePlaces(model)
         part = (lambda name: "") if self._stack is None else self._stack.part
         meter = Meter(places, part, _vocabulary(model))
         context = RunContext(
-            services, self._plan, request.hooks, built, request.new_files(built.executor.strategy),
+            services,
+            self._plan,
+            request.hooks,
+            built,
+            request.new_files(built.executor.strategy),
             Interruption(services.session, self._plan.preemption),
-        )  # fmt: skip
+        )
         _adopt_model(meter, model)
         for bucket in getattr(built.executor.strategy, "buckets", ()):
             meter.adopt(bucket, BUCKETS, "")
         steps = FollowedSteps(context, meter)
-        with mode, SomeValues(), known_values():
+        with warnings.catch_warnings(action="ignore"), mode, _some_values(), known_values():
             steps.begin(self._fakes(self.update.batches[0]), len(self.update.batches))
         updates = self._fake(context), self._fake(context)
-        with mode, known_values(), meter, meter.resizing(), _gathering(meter), places.followed(), _saved(meter):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            mode,
+            known_values(),
+            meter,
+            meter.resizing(),
+            _gathering(meter),
+            places.followed(),
+            _saved(meter),
+        ):
             self._updates(meter, context, steps, updates)
-        return Trace(
-            meter.peaks, meter.work, meter.sent, _sizes_of_save(model, built), self._facts(model)
-        )
+        return Trace(meter.peaks, meter.work, meter.sent, _sizes_of_save(model, built), self._facts(model))
 
     def _updates(
         self, meter: Meter, context: RunContext, steps: FollowedSteps, updates: Sequence[UpdateBatch]
@@ -121,7 +149,7 @@ class Rehearsal:
         model, loss = context.hooks.model, context.services.loss
         loss.normaliser.watchers = (*loss.normaliser.watchers, lambda _: meter.keep_all())
         marks = [
-            parameter.register_post_accumulate_grad_hook(_Arrival(meter, name))
+            parameter.register_post_accumulate_grad_hook(_Arrival(meter, name))  # type: ignore[no-untyped-call]
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
@@ -145,9 +173,13 @@ class Rehearsal:
         samples = [rows(batch) for batch in real.batches]
         batches = [self._fakes(batch) for batch in real.batches]
         return replace(
-            real, batches=batches, targets=targets, samples=samples, denominator=max(sum(targets), 1.0),
+            real,
+            batches=batches,
+            targets=targets,
+            samples=samples,
+            denominator=max(sum(targets), 1.0),
             total_samples=float(sum(samples)),
-        )  # fmt: skip
+        )
 
     def _fakes(self, batch: Any) -> Any:
         return map_leaves(lambda tensor: with_values(tensor, self._mode), batch)
@@ -162,8 +194,13 @@ class Rehearsal:
             "accumulation": plan.batch.accumulation,
             "micro": plan.batch.micro,
             "steps": plan.duration.steps,
-            "strategy": plan.dist.strategy,
-            "background": plan.save.background,
+            "mesh": asdict(plan.dist.mesh(self._request.services.session.world.size)),
+            "tf32": bool(plan.precision.tf32),
+            "copies": plan.save.background
+            and (plan.save.cadence.strategy != "no" or plan.save.every is not None),
+            "family": getattr(getattr(model, "config", None), "model_type", type(model).__name__),
+            "layers": None if self._stack is None else [self._stack.name, self._stack.length],
+            "folder": str(self._request.args.output_dir),
         }
 
 
@@ -172,11 +209,16 @@ class FollowedSteps(MicroSteps):
 
     def __init__(self, context: RunContext, meter: Meter) -> None:
         super().__init__(context)
-        self._meter = meter
+        self._meter, self._accumulated = meter, context.plan.batch.accumulation
 
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         self._meter.stage = "micro-batch" if index == 0 else "later micro-batch"
-        return super().micro_step(update, index)
+        # Of an update with more than three micro-batches, those in the middle are alike.
+        is_middle = 0 < index < len(update.batches) - 1
+        self._meter.times = self._accumulated - 2 if is_middle else 1
+        share = super().micro_step(update, index)
+        self._meter.times = 1
+        return share
 
     def rescale(self) -> Tensor | None:
         self._meter.stage = "gradient norm"
@@ -245,6 +287,24 @@ def _sizes_of_save(model: nn.Module, built: Built) -> dict[str, int]:
 def _saved(meter: Meter) -> Iterator[None]:
     with torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda tensor: tensor):
         yield
+
+
+@contextlib.contextmanager
+def _first_part_only() -> Iterator[None]:
+    """Within the body, FSDP2 makes the part of rank 0 of each parameter, and not those of a thousand ranks."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    module: Any = _fsdp_param
+    own = module._chunk_with_empty
+
+    def first(tensor: Tensor, parts: int, dim: int) -> list[Tensor]:
+        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // parts))]
+
+    module._chunk_with_empty = first
+    try:
+        yield
+    finally:
+        module._chunk_with_empty = own
 
 
 @contextlib.contextmanager

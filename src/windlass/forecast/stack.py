@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-# A stack is run with so many layers of each kind: the first, one in the middle and the last.
-_LEAST = 3
+# A stack is run with at least so many layers: the first, the last, and two between them of which one is beside neither
+# where weights are gathered for the next layer already.
+_LEAST = 4
 
 
 class Stack:
@@ -66,9 +67,11 @@ def _few(kinds: Sequence[Any], period: int) -> int | None:
     """The least number of layers that ends as the whole stack does, and from which on kinds repeat with `period`."""
     length = len(kinds)
     for few in range(max(_LEAST, period), length - period + 1):
-        if (length - few) % period == 0 and all(
-            kinds[index] == kinds[index - period] for index in range(few, length)
-        ) and all(kinds[index] == kinds[index - period] for index in range(max(few - period, period), few)):
+        if (
+            (length - few) % period == 0
+            and all(kinds[index] == kinds[index - period] for index in range(few, length))
+            and all(kinds[index] == kinds[index - period] for index in range(max(few - period, period), few))
+        ):
             return few
     return None
 

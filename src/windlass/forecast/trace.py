@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from windlass.forecast.meter import Held, Moment, Owner
+from windlass.forecast.meter import Held, Instant, Owner
 from windlass.forecast.work import Sent, Work
 
 _K = TypeVar("_K")
@@ -25,7 +25,7 @@ class Trace:
         facts: what describes the run: numbers and words.
     """
 
-    peaks: dict[Moment, Held]
+    peaks: dict[Instant, Held]
     work: Counter[Work]
     sent: Counter[Sent]
     saved: dict[str, int] = field(default_factory=dict)
@@ -48,25 +48,27 @@ class Trace:
         )
 
     @property
-    def peak(self) -> tuple[Moment, Held]:
+    def peak(self) -> tuple[Instant, Held]:
         """The moment of the update at which most memory is held."""
         return max(self.peaks.items(), key=lambda item: (item[1].total, item[0]))
 
     def at_most(self, kinds: Callable[[Owner], bool]) -> int:
         """The largest memory of these owners at the peak of any moment."""
-        return max(
-            sum(n for owner, n in held.owners.items() if kinds(owner)) for held in self.peaks.values()
-        )
+        return max(sum(n for owner, n in held.owners.items() if kinds(owner)) for held in self.peaks.values())
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can carry it."""
+        peaks = [
+            [list(moment), [[*owner, n] for owner, n in held.owners.items()]]
+            for moment, held in self.peaks.items()
+        ]
         return {
-            "peaks": [[list(moment), [[*owner, n] for owner, n in held.owners.items()]] for moment, held in self.peaks.items()],
+            "peaks": peaks,
             "work": [[*work, n] for work, n in self.work.items()],
             "sent": [[sent.name, list(sent.ranks), sent.nbytes, n] for sent, n in self.sent.items()],
             "saved": self.saved,
             "facts": self.facts,
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trace:
@@ -74,7 +76,7 @@ class Trace:
         peaks = {}
         for moment, entries in data["peaks"]:
             owners = {Owner(kind, place): n for kind, place, n in entries}
-            peaks[Moment(*moment)] = Held(sum(owners.values()), owners)
+            peaks[Instant(*moment)] = Held(sum(owners.values()), owners)
         return cls(
             peaks,
             Counter({Work(dtype, flops, nbytes): n for dtype, flops, nbytes, n in data["work"]}),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,7 +39,6 @@ def trace_of(start: Callable[[], Any], world: int = 1, *, whole: bool = False) -
         raise _Traced
 
     with (
-        _environment(world),
         imagined_job(world),
         fake_weights(mode),
         instead_of_runs(planned),
@@ -61,23 +59,3 @@ def _traced(request: RunRequest, mode: FakeTensorMode, whole: bool) -> Trace:
     few = rehearsal.run(stack.few)
     more = Trace.from_dict(child.result())
     return few.with_layers(more, (stack.length - stack.few) // stack.period)
-
-
-@contextlib.contextmanager
-def _environment(world: int) -> Iterator[None]:
-    """Within the body, the variables of a launcher are those of rank 0 of `world`."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    before = {name: os.environ.get(name) for name in names}
-    for name in names:
-        os.environ.pop(name, None)
-    if world > 1:
-        sizes = (0, world, 0, min(world, 8))
-        os.environ.update({name: str(value) for name, value in zip(names, sizes, strict=True)})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

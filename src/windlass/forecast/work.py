@@ -1,13 +1,15 @@
-"""What an operation costs: the products that it computes, the bytes that it reads and writes, and those that it sends."""
+"""What an operation costs: products that it computes, bytes that it reads and writes, and bytes that it sends."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 
@@ -36,7 +38,7 @@ def work_of(
     """The work of an operation; None for one that computes nothing, as a view."""
     if not outputs or _is_view(func):
         return None
-    given = [value for value in _tensors((*args, *kwargs.values()))]
+    given = _tensors((*args, *kwargs.values()))
     first = next((t for t in (*given, *outputs) if t.is_floating_point()), None)
     nbytes = sum(t.numel() * t.element_size() for t in (*given, *outputs))
     count = _flops(func)
@@ -58,10 +60,12 @@ def _flops(func: Any) -> Callable[..., int] | None:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
 
-def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def _attention_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> int:
     # The scores are computed again, and four products follow.
     return _attention(query, key, value) * 5 // 2
 
@@ -81,11 +85,22 @@ def _tensors(values: Any) -> list[Tensor]:
 # What a rank sends of the larger side of a ring, in `n` ranks (Thakur et al. 2005, "Optimization of Collective
 # Communication Operations in MPICH"): all but its own part, and for a sum that everybody gets, twice.
 _PARTS: dict[str, float] = {
-    "allgather": 1.0, "_allgather_base": 1.0, "allgather_into_tensor_coalesced": 1.0,
-    "reduce_scatter": 1.0, "_reduce_scatter_base": 1.0, "reduce_scatter_tensor_coalesced": 1.0,
-    "send": 1.0, "alltoall": 1.0, "alltoall_base": 1.0, "allreduce": 2.0, "allreduce_coalesced": 2.0,
-    "all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 1.0, "all_to_all_single": 1.0, "all_reduce": 2.0,
-}  # fmt: skip
+    "allgather": 1.0,
+    "_allgather_base": 1.0,
+    "allgather_into_tensor_coalesced": 1.0,
+    "reduce_scatter": 1.0,
+    "_reduce_scatter_base": 1.0,
+    "reduce_scatter_tensor_coalesced": 1.0,
+    "send": 1.0,
+    "alltoall": 1.0,
+    "alltoall_base": 1.0,
+    "allreduce": 2.0,
+    "allreduce_coalesced": 2.0,
+    "all_gather_into_tensor": 1.0,
+    "reduce_scatter_tensor": 1.0,
+    "all_to_all_single": 1.0,
+    "all_reduce": 2.0,
+}
 
 
 def sent_by(func: Any, args: Sequence[Any]) -> Sent | None:
@@ -125,10 +140,7 @@ def _ranks(args: Sequence[Any]) -> tuple[int, ...] | None:
             return tuple(dist.get_process_group_ranks(group))
     for value in reversed(args):
         if isinstance(value, str):
-            from torch.distributed.distributed_c10d import _resolve_process_group
-
-            try:
-                return tuple(dist.get_process_group_ranks(_resolve_process_group(value)))
-            except (ValueError, KeyError, RuntimeError, LookupError):
-                continue
+            with contextlib.suppress(ValueError, LookupError, RuntimeError):
+                named: Any = distributed_c10d._resolve_process_group(value)  # type: ignore[attr-defined, arg-type]
+                return tuple(dist.get_process_group_ranks(named))
     return None

@@ -397,8 +397,7 @@ class Trainer:
             self.lr_scheduler, self._made_scheduler = None, False
         # Before any other collective.
         preparation.begin_call(self, Trainer, self._services, "train", "train()", resume)
-        if (planned := instead.in_place_of_run()) is not None:
-            planned(self._as_request(ignore_keys_for_eval))
+        self._give_way(ignore_keys_for_eval)
         earlier, self._run = self._run, None
         self._folder = run_folder.RunFolder(self.args, self._session.all_ranks)
         self._folder.take()
@@ -424,11 +423,17 @@ class Trainer:
             if timed:
                 run_clock().end()
 
-    def _as_request(self, ignore_keys: list[str] | None) -> Any:
+    def _give_way(self, ignore_keys: list[str] | None) -> None:
+        """Call what takes the place of a run, if something does."""
+        planned = instead.in_place_of_run()
+        if planned is None:
+            return
         evaluations = self._plan.evaluations
         bound = hooks.TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
-        return instead.RunRequest(
-            self.args, self._services, bound, self.optimizer, self.processing_class, self._new_writer
+        planned(
+            instead.RunRequest(
+                self.args, self._services, bound, self.optimizer, self.processing_class, self._new_writer
+            )
         )
 
     def _train(self, signals: Interruption, resume: Any, ignore_keys: list[str] | None) -> TrainOutput:
