@@ -429,6 +429,7 @@ class DistPlan:
         reduce_each: gradients are reduced after each micro-batch, which needs less memory of a sharded model.
         context: how many ranks divide the sequences of a batch.
         tensor: how many ranks divide the layers of one model.
+        expert: how many ranks with different samples divide the experts of one model.
         attention: how they attend whole rows: keys and values travel (ring), or heads are exchanged (ulysses).
     """
 
@@ -446,13 +447,14 @@ class DistPlan:
     reduce_each: bool = False
     context: int = 1
     tensor: int = 1
+    expert: int = 1
     attention: Literal["ring", "ulysses"] = "ring"
 
     def mesh(self, ranks: int) -> Mesh:
         """The axes of a job of `ranks` ranks. Raises ConfigError if they do not divide into the replicas."""
-        replicas = ranks // (self.context * self.tensor)
-        whole = Mesh(replicate=replicas, context=self.context, tensor=self.tensor)
-        return whole.with_replicas(replicas if self.shard is None else self.shard.replicas)
+        replicas = ranks // (self.context * self.tensor * self.expert)
+        whole = Mesh(replicate=replicas, expert=self.expert, context=self.context, tensor=self.tensor)
+        return whole if self.shard is None else whole.with_replicas(self.shard.replicas)
 
 
 @dataclass(frozen=True, slots=True)
