@@ -11,7 +11,14 @@ from windlass.core.mesh import AXES, VIEWS, Mesh, View
 
 sizes = st.integers(1, 3)
 meshes = st.builds(
-    Mesh, replicate=sizes, shard=sizes, expert=sizes, context=sizes, tensor=sizes, pipeline=sizes
+    Mesh,
+    replicate=sizes,
+    shard=sizes,
+    expert=sizes,
+    context=sizes,
+    sequence=sizes,
+    tensor=sizes,
+    pipeline=sizes,
 )
 
 
@@ -23,8 +30,11 @@ def test_data_axes_alone_make_one_view_of_all_and_models_of_one() -> None:
         "expert": 1,
         "same_experts": 6,
         "context": 1,
+        "ring": 1,
+        "heads": 1,
         "tensor": 1,
         "model": 1,
+        "stage": 6,
         "all": 6,
     }
     assert mesh.parts("data") == mesh.parts("loss") == mesh.parts("all") == [(0, 1, 2, 3, 4, 5)]
@@ -53,8 +63,11 @@ def test_parts_of_a_sequence_have_different_targets_of_the_same_samples() -> Non
         "expert": 1,
         "same_experts": 4,
         "context": 2,
+        "ring": 2,
+        "heads": 1,
         "tensor": 2,
         "model": 8,
+        "stage": 8,
         "all": 16,
     }
     assert mesh.ranks("loss", 0) == (0, 2, 4, 6)
@@ -106,6 +119,7 @@ def test_what_makes_no_mesh_is_refused_with_all_that_is_wrong() -> None:
     assert [problem.field for problem in found.value.problems] == ["Mesh.replicate", "Mesh.tensor"]
     unknown: View = "batch"  # type: ignore[assignment]
     with pytest.raises(
-        ConfigError, match="view='batch': must be one of data, loss, expert, same_experts, context"
+        ConfigError,
+        match="view='batch': must be one of data, loss, expert, same_experts, context, ring, heads",
     ):
         Mesh().ranks(unknown, 0)

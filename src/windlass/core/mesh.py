@@ -13,28 +13,35 @@ from typing import Literal, get_args
 
 from windlass.core.errors import ConfigError, Problem
 
-Axis = Literal["pipeline", "replicate", "shard", "expert", "context", "tensor"]
-View = Literal["data", "loss", "expert", "same_experts", "context", "tensor", "model", "all"]
+Axis = Literal["pipeline", "replicate", "shard", "expert", "context", "sequence", "tensor"]
+View = Literal[
+    "data", "loss", "expert", "same_experts", "context", "ring", "heads", "tensor", "model", "stage", "all"
+]
 
 # Outermost first: consecutive ranks differ along the last axis, because consecutive ranks are usually on one machine,
 # and the later axes exchange more.
 AXES: tuple[Axis, ...] = get_args(Axis)
 VIEWS: dict[View, tuple[Axis, ...]] = {
     "data": ("replicate", "shard", "expert"),
-    "loss": ("replicate", "shard", "expert", "context"),
+    "loss": ("replicate", "shard", "expert", "context", "sequence"),
     "expert": ("expert",),
-    "same_experts": ("replicate", "shard", "context"),
-    "context": ("context",),
+    "same_experts": ("replicate", "shard", "context", "sequence"),
+    "context": ("context", "sequence"),
+    "ring": ("context",),
+    "heads": ("sequence",),
     "tensor": ("tensor",),
-    "model": ("pipeline", "context", "tensor"),
+    "model": ("pipeline", "context", "sequence", "tensor"),
+    "stage": ("replicate", "shard", "expert", "context", "sequence", "tensor"),
     "all": AXES,
 }
 """The axes of each view. A view of a rank is the ranks that differ from it along these axes alone.
 
 data: ranks with different samples, whose counts and losses are summed. loss: ranks with different targets, whose
 gradients are averaged. expert: ranks among which the experts of a mixture are divided. same_experts: ranks of `loss`
-that hold the same experts. context: ranks that divide the sequences of the same samples. tensor: ranks that divide the
-layers of one model. model: ranks that compute the same samples together. all: every rank of the job.
+that hold the same experts. context: ranks that divide the sequences of the same samples. ring, heads: those of them
+among which keys travel, and those that exchange heads. tensor: ranks that divide the layers of one model. model: ranks
+that compute the same samples together. stage: ranks that have copies or parts of the same layers. all: every rank of
+the job.
 """
 
 
@@ -45,7 +52,8 @@ class Mesh:
     Attributes:
         replicate: copies of the model, which train on different samples.
         shard: ranks that each store a part of one copy, and train on different samples too.
-        context: ranks that each have a part of the sequences of the same samples.
+        context: ranks that each have a part of the sequences of the same samples, among which keys travel.
+        sequence: ranks that divide such a part once more, and exchange heads.
         tensor: ranks that each compute with a part of every weight, on the same samples.
         pipeline: ranks that each compute some of the layers, on the same samples.
         expert: ranks among which the experts of a mixture are divided, and which train on different samples. Of all
@@ -58,6 +66,7 @@ class Mesh:
     replicate: int = 1
     shard: int = 1
     context: int = 1
+    sequence: int = 1
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
