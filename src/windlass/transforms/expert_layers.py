@@ -124,11 +124,11 @@ class Routes:
     def exchange(self, rows: Tensor, anchor: Tensor, *, back: bool) -> Tensor:
         """Send rows to the ranks of their experts, or back. Collective, as is the backward if `anchor` needs one."""
         sizes = (self.received, self.sent) if back else (self.sent, self.received)
-        found: Tensor = _Exchange.apply(rows, anchor, *sizes, self.group)  # type: ignore[no-untyped-call]
+        found: Tensor = _Travel.apply(rows, anchor, *sizes, self.group)  # type: ignore[no-untyped-call]
         return found
 
 
-class _Exchange(torch.autograd.Function):
+class _Travel(torch.autograd.Function):
     """Rows go to other ranks, and their gradients come back."""
 
     @staticmethod
