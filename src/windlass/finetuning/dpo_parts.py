@@ -10,6 +10,7 @@ from torch import nn
 
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
+from windlass.data.collate_branches import DataCollatorForSharedPrompts
 from windlass.data.collate_preference import DataCollatorForPreference
 from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.frozen_reference import ReferenceChoice, keep_adapter, without_dropout
@@ -60,6 +61,7 @@ class GivenForDPO:
     processing_class: Any
     quantization_config: Any
     peft_config: Any
+    has_metrics: bool
 
 
 def build_dpo_parts(given: GivenForDPO) -> DPOParts:
@@ -69,15 +71,15 @@ def build_dpo_parts(given: GivenForDPO) -> DPOParts:
         ConfigError, DataError, ModelError, TypeError, ValueError: as for `DPOTrainer`.
     """
     args = tuning_arguments(DPOConfig, given.args, given.model)
+    _check_rows(given, args)
     check_train_dataset(given.train_dataset)
     settle_stream(args, is_stream(given.train_dataset))
     base = open_tuned_model(
         given.model, args, given.processing_class, given.quantization_config, given.peft_config
     )
     router_weight = router_coefficient(args.router_aux_loss_coef, base.model)
-    multiple = args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None
-    collator = given.data_collator or DataCollatorForPreference(
-        base.tokenizer.pad_token_id, args.max_length, args.truncation_mode, multiple
+    collator = given.data_collator or _collator(
+        args, base.tokenizer.pad_token_id, has_router=router_weight != 0
     )
     reference = choose_reference(given.ref_model, base, args, had_adapter=is_peft_model(given.model))
     options = PairOptions(
@@ -86,6 +88,27 @@ def build_dpo_parts(given: GivenForDPO) -> DPOParts:
     numbers = ("ref_chosen_logps", "ref_rejected_logps")
     data = PreferenceData(base.tokenizer, options, ModelLimits.of(base.model), numbers)
     return DPOParts(args, base.model, base.processing_class, collator, data, router_weight, reference)
+
+
+def _check_rows(given: GivenForDPO, args: DPOConfig) -> None:
+    """Raise ConfigError if pairs in one row contradict what the script passes."""
+    if not args.padding_free:
+        return
+    if given.data_collator is not None:
+        fix = "batches are one row without padding, which only the built-in collator makes; leave data_collator out"
+        raise ConfigError(Problem("padding_free", True, fix))
+    if given.has_metrics:
+        fix = "`compute_metrics` gets the logits of padded batches; leave one of the two out"
+        raise ConfigError(Problem("padding_free", True, fix))
+
+
+def _collator(args: DPOConfig, pad_token_id: int, *, has_router: bool) -> DataCollatorForPreference:
+    multiple = args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None
+    options = (pad_token_id, args.max_length, args.truncation_mode, multiple)
+    if not args.padding_free:
+        return DataCollatorForPreference(*options)
+    # The balancing loss of experts is a mean over all tokens that are computed.
+    return DataCollatorForSharedPrompts(*options, shares_prompts=not has_router)
 
 
 def choose_reference(

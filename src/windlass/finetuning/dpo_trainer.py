@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.logs import get_job_logger
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.types import EvalLoopOutput, TrainOutput
 from windlass.finetuning.answer_log_probabilities import (
     AnswerLogProbabilities,
     answer_log_probabilities,
     model_inputs,
+    sequence_tokens,
 )
 from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.dpo_losses import PairTerms
 from windlass.finetuning.dpo_objective import UpdateLoss, figures_of, loss_sums
 from windlass.finetuning.dpo_parts import GivenForDPO, build_dpo_parts
 from windlass.finetuning.reference_trainer import ReferenceTrainer
-
-logger = get_job_logger(__name__)
+from windlass.transforms.branched_check import refuse_unbranched
+from windlass.transforms.document_attention import documents_apart
 
 _MEANS = (
     "entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected", "logps/chosen", "logps/rejected",
@@ -83,6 +86,7 @@ class DPOTrainer(ReferenceTrainer):
             processing_class,
             quantization_config,
             peft_config,
+            compute_metrics is not None,
         )
         parts = build_dpo_parts(given)
         self._data, self._router_weight = parts.data, parts.router_weight
@@ -102,14 +106,47 @@ class DPOTrainer(ReferenceTrainer):
         names = (*_MEANS, *(("aux_loss",) if self._router_weight else ()))
         self._begin_reports((*names, *(_PARTS if self._objective.counts_tokens else ())))
         self.loss_is_scaled_for_ga = self._objective.is_scaled
+        if self.args.padding_free:
+            self._check_rows()
         self._begin_reference(parts.reference, own_collator=data_collator is not None)
+
+    # --- rows with shared prompts -----------------------------------------------------------------------------------
+
+    def _check_rows(self) -> None:
+        """Refuse a model that cannot compute a prompt once for both of its answers."""
+        if self._session.data_ranks.size != self._session.all_ranks.size:
+            fix = "ranks that share the samples of a batch divide its rows; train with data parallelism alone"
+            raise ConfigError(Problem("padding_free", True, fix))
+        with documents_apart(self.model, branched=True):
+            refuse_unbranched(self.model)
+
+    @contextlib.contextmanager
+    def _branched(self) -> Iterator[None]:
+        """Context in which the model and its reference see the groups of a row."""
+        with contextlib.ExitStack() as stack:
+            if self.args.padding_free:
+                for model in filter(None, (self.model, self.ref_model)):
+                    stack.enter_context(documents_apart(model, branched=True))
+            yield
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`; of pairs in one row, answers do not see each other."""
+        with self._branched():
+            return super().train(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As `TuningTrainer.evaluation_loop`; of pairs in one row, answers do not see each other."""
+        with self._branched():
+            return super().evaluation_loop(*args, **kwargs)
+
+    # --- loss -------------------------------------------------------------------------------------------------------
 
     def count_targets(self, batch: Any) -> float:
         """The pairs of a batch, which its loss is a mean over."""
         return self._objective.count(batch)
 
     def _reference_sums(self, batch: Any) -> Tensor:
-        with self.compute_loss_context_manager():
+        with self._branched(), self.compute_loss_context_manager():
             return self._reference.log_probabilities(
                 self.model, self._prepare_inputs(batch), self.args.ld_alpha
             )
@@ -152,7 +189,7 @@ class DPOTrainer(ReferenceTrainer):
                 sums["_loss_of_pairs"] = of_pairs, pairs
                 sums["_loss_of_tokens"] = of_tokens, terms.chosen_tokens.sum()
             if not self._services.evaluator.filling:
-                self._figures.add(sums, inputs["attention_mask"].sum(), training=self.model.training)
+                self._figures.add(sums, sequence_tokens(inputs), training=self.model.training)
         loss = self._services.loss.multiplied(loss, num_items_in_batch) if self._objective.is_scaled else loss
         if not return_outputs:
             return loss
