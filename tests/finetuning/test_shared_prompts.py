@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,9 @@ def precise(model: Any) -> Any:
 
 def trainer_of(folder: Path, model: Any = None, rows: Any = None, **changes: Any) -> DPOTrainer:
     model = precise(small.model()) if model is None else model
+    args = settings(folder, train_sampling_strategy="sequential", **{**_PLAIN, **changes})
     return DPOTrainer(
-        model, precise(moved(copy.deepcopy(model))), settings(folder, train_sampling_strategy="sequential", **{**_PLAIN, **changes}),
+        model, precise(moved(copy.deepcopy(model))), args,
         train_dataset=rows or pairs(9), eval_dataset=pairs(5), processing_class=small.tokenizer(),
     )  # fmt: skip
 
@@ -97,7 +99,7 @@ def test_gradients_are_those_of_padded_rows(tmp_path: Path, name: str) -> None:
     texts = [f" {row['chosen']} and saw" for row in pairs(5)]  # padding is shorter than the window
     rows = [
         {"prompt": "the old cat sat on a mat", "chosen": f" {one[:22]}", "rejected": f" {other[-22:]}"}
-        for one, other in zip(texts, texts[1:], strict=False)
+        for one, other in itertools.pairwise(texts)
     ]
     config = getattr(transformers, kind)(**_SIZES, **changes)
     for option in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):

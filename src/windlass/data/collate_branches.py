@@ -33,7 +33,7 @@ class DataCollatorForSharedPrompts(DataCollatorForPreference):
 
     def __call__(self, features: Features, return_tensors: str | None = None) -> Batch:
         made = return_tensors or self.return_tensors
-        row = _Row()
+        row = _JoinedPairs()
         for sample in features:
             self._add(row, sample)
         answers = [*row.places[0::2], *row.places[1::2]]
@@ -54,7 +54,7 @@ class DataCollatorForSharedPrompts(DataCollatorForPreference):
         add_numbers(batch, features, made)
         return batch
 
-    def _add(self, row: _Row, sample: Any) -> None:
+    def _add(self, row: _JoinedPairs, sample: Any) -> None:
         prompt = list(sample.get("prompt_ids", []))
         answers = [list(sample[name]) for name in ANSWERS]
         sequences = [self._cut([*prompt, *answer]) for answer in answers]
@@ -79,7 +79,7 @@ class DataCollatorForSharedPrompts(DataCollatorForPreference):
 
 
 @dataclass
-class _Row:
+class _JoinedPairs:
     """Groups that are joined into one row; see `DataCollatorForSharedPrompts`."""
 
     ids: list[int] = field(default_factory=list)

@@ -80,8 +80,8 @@ def branched_row(groups: Groups) -> Iterator[None]:
         _current.reset(token)
     if not row.is_read:
         raise ModelError(
-            "the model did not request the mask of a row with shared prompts, so answers would see each other. Train it "
-            "with padding_free=False."
+            "the model did not request the mask of a row with shared prompts, so answers would see each other. Train "
+            "it with padding_free=False."
         )
 
 
@@ -92,7 +92,7 @@ def current_row(rows: int, tokens: int) -> BranchedRow | None:
 
 
 def _mask(function: Callable[..., Any], first: int, tokens: int, device: Any) -> Tensor | None:
-    """Which of `tokens` keys the queries from `first` on see; None if all queries are there, and see all before them."""
+    """Which of `tokens` keys the queries from `first` on see; None if they are all queries, and attention is causal."""
     if not first and _sees_all(function, tokens):
         return None
     queries = torch.arange(first, tokens, device=device)[:, None]

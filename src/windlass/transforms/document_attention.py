@@ -205,8 +205,9 @@ def document_attention(
             "not support. Train the model without packing and padding_free."
         )
     rows = query.shape[0]
-    queries, keys, values = (_split(states, attention_mask.lengths) for states in (query, key, value))
-    keys, values = attention_mask.with_prefixes(keys), attention_mask.with_prefixes(values)
+    lengths = attention_mask.lengths
+    queries = _split(query, lengths)
+    keys, values = (attention_mask.with_prefixes(_split(states, lengths)) for states in (key, value))
     joined = torch.cat(
         [
             attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, mask is None)
