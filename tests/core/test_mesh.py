@@ -10,7 +10,9 @@ from windlass.core.errors import ConfigError
 from windlass.core.mesh import AXES, VIEWS, Mesh, View
 
 sizes = st.integers(1, 3)
-meshes = st.builds(Mesh, replicate=sizes, shard=sizes, context=sizes, tensor=sizes, pipeline=sizes)
+meshes = st.builds(
+    Mesh, replicate=sizes, shard=sizes, context=sizes, sequence=sizes, tensor=sizes, pipeline=sizes
+)
 
 
 def test_data_axes_alone_make_one_view_of_all_and_models_of_one() -> None:
@@ -19,8 +21,11 @@ def test_data_axes_alone_make_one_view_of_all_and_models_of_one() -> None:
         "data": 6,
         "loss": 6,
         "context": 1,
+        "ring": 1,
+        "heads": 1,
         "tensor": 1,
         "model": 1,
+        "stage": 6,
         "all": 6,
     }
     assert mesh.parts("data") == mesh.parts("loss") == mesh.parts("all") == [(0, 1, 2, 3, 4, 5)]
@@ -47,8 +52,11 @@ def test_parts_of_a_sequence_have_different_targets_of_the_same_samples() -> Non
         "data": 2,
         "loss": 4,
         "context": 2,
+        "ring": 2,
+        "heads": 1,
         "tensor": 2,
         "model": 8,
+        "stage": 8,
         "all": 16,
     }
     assert mesh.ranks("loss", 0) == (0, 2, 4, 6)
@@ -93,6 +101,6 @@ def test_what_makes_no_mesh_is_refused_with_all_that_is_wrong() -> None:
     assert [problem.field for problem in found.value.problems] == ["Mesh.replicate", "Mesh.tensor"]
     unknown: View = "batch"  # type: ignore[assignment]
     with pytest.raises(
-        ConfigError, match="view='batch': must be one of data, loss, context, tensor, model, all"
+        ConfigError, match="view='batch': must be one of data, loss, context, ring, heads, tensor"
     ):
         Mesh().ranks(unknown, 0)

@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from windlass import ParallelismConfig, Trainer, TrainingArguments
+from windlass.dist.gang import leave
 from windlass.dist.sharded import whole
 
 _SIZES: dict[str, Any] = {
@@ -126,6 +127,7 @@ def main() -> None:
     for case, (name, parallel, changes) in cases.items():
         given = {"parallelism_config": ParallelismConfig(**parallel)} if parallel else {}
         found[case] = train(name, folder / case, **given, **changes)
+        leave()  # the next case may have another layout
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 

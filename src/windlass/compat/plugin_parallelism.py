@@ -158,11 +158,12 @@ class ParallelismConfig(Options, Plugin):
 
     @property
     def mesh(self) -> Mesh:
-        """The axes of the processes. `cp` and `sp` are two ways to divide a sequence, of which one is in use."""
+        """The axes of the processes."""
         return Mesh(
             replicate=self.size("dp_replicate"),
             shard=self.size("dp_shard"),
-            context=self.size("cp") * self.size("sp"),
+            context=self.size("cp"),
+            sequence=self.size("sp"),
             tensor=self.size("tp"),
         )
 
@@ -211,16 +212,10 @@ class ParallelismConfig(Options, Plugin):
     def _contradictions(self) -> Iterator[Problem]:
         """Problems that no implementation could run."""
         where = type(self).__name__
-        wrong = list(super().objections())
-        yield from wrong
+        yield from super().objections()
         for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != known:
                 yield Problem(f"{where}.{name}", getattr(self, name), f"must be {known}")
-        if wrong:
-            return
-        if self.cp_enabled and self.sp_enabled:
-            fix = f"contradicts cp_size={self.cp_size}: one of the two splits the sequence"
-            yield Problem(f"{where}.sp_size", self.sp_size, fix)
 
     def objections(self, processes: int | None = None) -> Iterator[Problem]:
         """Options that are not built, and a product of sizes that is not the number of processes."""

@@ -13,25 +13,29 @@ from typing import Literal, get_args
 
 from windlass.core.errors import ConfigError, Problem
 
-Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]
-View = Literal["data", "loss", "context", "tensor", "model", "all"]
+Axis = Literal["pipeline", "replicate", "shard", "context", "sequence", "tensor"]
+View = Literal["data", "loss", "context", "ring", "heads", "tensor", "model", "stage", "all"]
 
 # Outermost first: consecutive ranks differ along the last axis, because consecutive ranks are usually on one machine,
 # and the later axes exchange more.
 AXES: tuple[Axis, ...] = get_args(Axis)
 VIEWS: dict[View, tuple[Axis, ...]] = {
     "data": ("replicate", "shard"),
-    "loss": ("replicate", "shard", "context"),
-    "context": ("context",),
+    "loss": ("replicate", "shard", "context", "sequence"),
+    "context": ("context", "sequence"),
+    "ring": ("context",),
+    "heads": ("sequence",),
     "tensor": ("tensor",),
-    "model": ("pipeline", "context", "tensor"),
+    "model": ("pipeline", "context", "sequence", "tensor"),
+    "stage": ("replicate", "shard", "context", "sequence", "tensor"),
     "all": AXES,
 }
 """The axes of each view. A view of a rank is the ranks that differ from it along these axes alone.
 
 data: ranks with different samples, whose counts and losses are summed. loss: ranks with different targets, whose
-gradients are averaged. context: ranks that divide the sequences of the same samples. tensor: ranks that divide the
-layers of one model. model: ranks that compute the same samples together. all: every rank of the job.
+gradients are averaged. context: ranks that divide the sequences of the same samples. ring, heads: those of them among
+which keys travel, and those that exchange heads. tensor: ranks that divide the layers of one model. model: ranks that
+compute the same samples together. stage: ranks that have copies or parts of the same layers. all: every rank of the job.
 """
 
 
@@ -42,11 +46,12 @@ class Mesh:
     Attributes:
         replicate: copies of the model, which train on different samples.
         shard: ranks that each store a part of one copy, and train on different samples too.
-        context: ranks that each have a part of the sequences of the same samples.
+        context: ranks that each have a part of the sequences of the same samples, among which keys travel.
+        sequence: ranks that divide such a part once more, and exchange heads.
         tensor: ranks that each compute with a part of every weight, on the same samples.
         pipeline: ranks that each compute some of the layers, on the same samples.
-        expert: ranks among which the experts of a copy are divided. They are ranks of `shard` and `context`: this
-            axis adds none.
+        expert: ranks among which the experts of a copy are divided. They are ranks of `shard`, `context` and
+            `sequence`: this axis adds none.
 
     Raises:
         ConfigError: a size is below 1, or the experts cannot be divided so.
@@ -55,6 +60,7 @@ class Mesh:
     replicate: int = 1
     shard: int = 1
     context: int = 1
+    sequence: int = 1
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
@@ -65,8 +71,10 @@ class Mesh:
             for name, size in asdict(self).items()
             if size < 1
         ]
-        if not problems and self.shard * self.context % self.expert:
-            fix = f"must divide shard={self.shard} times context={self.context}"
+        if not problems and self.shard * self.context * self.sequence % self.expert:
+            fix = (
+                f"must divide shard={self.shard} times context={self.context} times sequence={self.sequence}"
+            )
             problems = [Problem("Mesh.expert", self.expert, fix)]
         if problems:
             raise ConfigError(problems)

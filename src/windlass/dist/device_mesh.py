@@ -25,8 +25,8 @@ def loss_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     if device.index is not None:
         # Collectives of a mesh run on the current device of its type.
         torch.accelerator.set_device_index(device.index)
-    sizes = {axis: mesh.along(axis) for axis in AXES if axis != "context"}
-    sizes["shard"] *= mesh.context
+    sizes = {axis: mesh.along(axis) for axis in AXES if axis not in VIEWS["context"]}
+    sizes["shard"] *= mesh.size("context")
     axes = [axis for axis, size in sizes.items() if axis == "shard" or size > 1]
     whole = init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
     loss = tuple(axis for axis in axes if axis in VIEWS["loss"])

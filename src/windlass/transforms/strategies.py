@@ -36,7 +36,7 @@ def spread(
         from windlass.transforms.context import DividedForwards
 
         try:
-            strategy.at_release.append(DividedForwards(module, plan.attention, context_ranks).release)
+            strategy.at_release.append(DividedForwards(module, context_ranks).release)
         except BaseException:
             strategy.release()
             raise
