@@ -77,12 +77,6 @@ def answer_log_probabilities(
     return AnswerLogProbabilities(per_token.sum(dim=1), tokens, mask, auxiliary)
 
 
-def sequence_tokens(inputs: Mapping[str, Any]) -> Tensor:
-    """The tokens of all sequences of a batch, of a prompt that is shared for each of its answers."""
-    lengths: Tensor = inputs["sequence_lengths" if "groups" in inputs else "attention_mask"]
-    return lengths.sum()
-
-
 def pairs_in(batch: Mapping[str, Any]) -> int:
     """The pairs of a batch."""
     return len(batch["answer_mask" if "groups" in batch else "input_ids"]) // 2

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from torch.utils.data import get_worker_info
 
 from windlass.core.errors import DataError
