@@ -147,7 +147,9 @@ def test_rows_of_a_stream_that_are_dropped_are_counted(
     )
     found = logs_of(trainer)
     assert [row["loss"] for row in found] == [row["loss"] for row in wanted]
-    message = "dropped 6 of the first 12 rows of the stream (train dataset): they have a prompt that fills max"
+    message = (
+        "dropped 6 of the first 12 rows of the stream (train dataset): they have a prompt that fills max"
+    )
     assert caplog.text.count(message) == 1, "in several passes, once"
     trainer.evaluate()
     assert "dropped 1 of the first 2 rows of the stream (eval dataset)" in caplog.text

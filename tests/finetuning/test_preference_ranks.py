@@ -19,6 +19,8 @@ from tests.finetuning.preferences import SHORT, moved, pairs
 
 from windlass import TrainerCallback
 from windlass.data.collate_unpaired import DataCollatorForUnpairedPreference
+from windlass.finetuning.dpo_config import DPOConfig
+from windlass.finetuning.dpo_trainer import DPOTrainer
 from windlass.finetuning.kto_config import KTOConfig
 from windlass.finetuning.kto_trainer import KTOTrainer
 from windlass.finetuning.reward_config import RewardConfig
@@ -29,12 +31,17 @@ pytest.importorskip("peft")
 
 
 @pytest.mark.dist
-def test_two_ranks_are_one_process_and_resume_to_the_bit(tmp_path: Path) -> None:
-    launch(2, Path(__file__), tmp_path)
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_two_ranks_are_one_process_and_resume_to_the_bit(tmp_path: Path, few: bool) -> None:
+    launch(2, Path(__file__), tmp_path, int(few))
     found = json.loads((tmp_path / "found.json").read_text())
+    assert found
     for name, case in CASES.items():
+        ways = [way for way in WAYS if f"{name} {way}" in found]
+        if not ways:
+            continue
         alone = reports(trained(tmp_path / name / "alone", **case))
-        for way in WAYS:
+        for way in ways:
             for ours, theirs in zip(found[f"{name} {way}"], alone, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-10, abs=1e-12), (name, way)
             whole, resumed = found[f"{name} {way} bits"]
@@ -51,6 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     "judged adapter": {"kind": "kto", "loss_type": "apo_zero_unpaired", "lora": True},
 }
 WAYS: dict[str, dict[str, Any]] = {"replicated": {}, "sharded": {"fsdp": "full_shard"}}
+FEW = ("reward sharded", "divergence replicated", "judged adapter sharded")
 
 
 def judged(count: int) -> list[dict[str, Any]]:
@@ -77,7 +85,16 @@ class Halves(DataCollatorForUnpairedPreference):
         return super().__call__(features, return_tensors)
 
 
-def trainer_of(folder: Path, kind: str, *, lora: bool = False, accumulation: int = 2, **changes: Any) -> Any:
+def trainer_of(
+    folder: Path,
+    kind: str,
+    *,
+    lora: bool = False,
+    accumulation: int = 2,
+    precise: bool = True,
+    **changes: Any,
+) -> Any:
+    """A trainer whose updates have 8 rows on any number of ranks."""
     import peft
     from transformers import LlamaForSequenceClassification
 
@@ -89,18 +106,27 @@ def trainer_of(folder: Path, kind: str, *, lora: bool = False, accumulation: int
         **changes,
     }  # fmt: skip
     adapter = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if lora else None
+    dtype = torch.float64 if precise else torch.float32
     torch.manual_seed(0)
     if kind == "reward":
         rows = [{**row, "margin": 0.1 * at} for at, row in enumerate(pairs(24))]
+        scorer = LlamaForSequenceClassification(small.config(num_labels=1, pad_token_id=None)).to(dtype)
+        # Set now: transformers cannot clear the row of padding of an embedding that ZeRO-3 divides.
+        scorer.config.pad_token_id = 0
         return RewardTrainer(
-            LlamaForSequenceClassification(small.config(num_labels=1)).double(),
-            RewardConfig(str(folder), **options), train_dataset=rows, eval_dataset=rows[:7],
+            scorer, RewardConfig(str(folder), **options), train_dataset=rows, eval_dataset=rows[:7],
             processing_class=small.tokenizer(), peft_config=adapter,
+        )  # fmt: skip
+    model, reference = small.model().to(dtype), None if lora else moved(small.model().to(dtype))
+    if kind == "dpo":
+        return DPOTrainer(
+            model, reference, DPOConfig(str(folder), **options), None, pairs(24), pairs(7), small.tokenizer(),
+            peft_config=adapter,
         )  # fmt: skip
     collator = Halves(0, 64) if world == 1 and changes["loss_type"] == "kto" else None
     return KTOTrainer(
-        small.model().double(), None if lora else moved(small.model().double()), KTOConfig(str(folder), **options),
-        collator, judged(24), judged(8), small.tokenizer(), peft_config=adapter,
+        model, reference, KTOConfig(str(folder), **options), collator, judged(24), judged(8), small.tokenizer(),
+        peft_config=adapter,
     )  # fmt: skip
 
 
@@ -144,8 +170,11 @@ def bits(trainer: Any) -> list[Any]:
 def main() -> None:
     folder = Path(sys.argv[1])
     found: dict[str, Any] = {}
+    few = bool(int(sys.argv[2]))
     for name, case in CASES.items():
         for way, options in WAYS.items():
+            if few != (f"{name} {way}" in FEW):
+                continue
             place = folder / name / way
             whole = trained(place / "whole", **case, **options)
             found[f"{name} {way} bits"] = [bits(whole)]
