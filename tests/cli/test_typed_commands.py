@@ -153,6 +153,8 @@ def test_the_readme_s_script_as_typed_there(room: Path) -> None:
         terminal.start(WINDLASS, "launch", "--num_processes", "2", "first.py", cwd=room)
         assert terminal.end() == 0, terminal.lines
         assert bars(terminal.lines) == ["train 120/120", "evaluate 5/5"]
+        assert b"starting first.py" in terminal.raw, "nothing is shown while torch is imported"
+        assert "starting" not in "".join(terminal.lines)
     with Terminal() as terminal:
         terminal.run(room / "first.py", cwd=room)
         assert terminal.end() == 0, terminal.lines
