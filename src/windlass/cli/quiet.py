@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+from windlass.core.optional import require
 from windlass.core.output import is_terminal
 
 # They report at import what they found of optional parts of their own.
@@ -45,6 +46,16 @@ def quiet_libraries() -> Iterator[None]:
                 logger.removeFilter(_is_error)
             if hides_bars:
                 os.environ.pop(_NO_BARS, None)
+
+
+def hide_loading_bars() -> None:
+    """Hide the bars that transformers draws while it loads weights: commands have a row for that. Bars of downloads are
+    those of another library, and stay.
+    """
+    bars = require("transformers.utils.logging", "load a model")
+    set_hook = getattr(bars, "set_tqdm_hook", None)  # of recent versions
+    if set_hook is not None:
+        set_hook(lambda factory, arguments, options: factory(*arguments, **{**options, "disable": True}))
 
 
 def _is_error(record: logging.LogRecord) -> bool:
