@@ -1,4 +1,4 @@
-"""Keeps remarks of other libraries off the screen of a command: its user cannot act on them."""
+"""Keeps remarks of libraries off the screen of a command: its user cannot act on them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+from windlass.core.logs import SCRIPT_HINTS
 from windlass.core.optional import require
 from windlass.core.output import is_terminal
 
 # They report at import what they found of optional parts of their own.
-_LOGGERS = ("torchao", "bitsandbytes", "torch.utils._pytree", "DeepSpeed")
+_LOGGERS = ("torchao", "bitsandbytes", "torch.utils._pytree", "DeepSpeed", SCRIPT_HINTS)
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # of huggingface_hub, which transformers reads too
 # They call deprecated functions of each other.
 _MODULES = r"(transformers|peft|torchao|torch|bitsandbytes|deepspeed|datasets|tokenizers|accelerate)(\.|$)"
