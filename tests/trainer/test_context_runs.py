@@ -95,7 +95,12 @@ def test_replicas_and_shards_of_divided_sequences(run: Run) -> None:
     whole = {"per_device_train_batch_size": 2}
     check_equal(run, 4, replicas, {}, whole)
     check_equal(run, 4, shards, {}, whole)
-    check_equal(run, 4, {"four to a row": ("llama", {"cp_size": 4}, {})}, {})
+    alone: dict[str, Case] = {
+        "four to a row": ("llama", {"cp_size": 4}, {}),
+        "rings of heads": ("qwen3", {"cp_size": 2, "sp_size": 2}, {}),
+        "sharded rings of heads": ("gpt2", {"cp_size": 2, "sp_size": 2}, {"fsdp": True}),
+    }
+    check_equal(run, 4, alone, {})
 
 
 def rewind(folder: Path) -> None:

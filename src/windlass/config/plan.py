@@ -427,9 +427,10 @@ class DistPlan:
         strategy: a key of `transforms/strategies.py`; "ddp" is the plain one.
         comm_hook: how DDP compresses gradients during communication.
         reduce_each: gradients are reduced after each micro-batch, which needs less memory of a sharded model.
-        context: how many ranks divide the sequences of a batch.
+        context: how many ranks divide the sequences of a batch, among which keys and values travel.
+        sequence: how many ranks divide each such part once more, and exchange heads.
         tensor: how many ranks divide the layers of one model.
-        attention: how they attend whole rows: keys and values travel (ring), or heads are exchanged (ulysses).
+        expert: how many ranks with different samples divide the experts of one model.
     """
 
     timeout_seconds: int = 1800
@@ -445,14 +446,15 @@ class DistPlan:
     comm_options: dict[str, Any] = field(default_factory=dict)
     reduce_each: bool = False
     context: int = 1
+    sequence: int = 1
     tensor: int = 1
-    attention: Literal["ring", "ulysses"] = "ring"
+    expert: int = 1
 
     def mesh(self, ranks: int) -> Mesh:
         """The axes of a job of `ranks` ranks. Raises ConfigError if they do not divide into the replicas."""
-        replicas = ranks // (self.context * self.tensor)
-        whole = Mesh(replicate=replicas, context=self.context, tensor=self.tensor)
-        return whole.with_replicas(replicas if self.shard is None else self.shard.replicas)
+        axes = {name: getattr(self, name) for name in ("expert", "context", "sequence", "tensor")}
+        whole = Mesh(replicate=ranks // math.prod(axes.values()), **axes)
+        return whole if self.shard is None else whole.with_replicas(self.shard.replicas)
 
 
 @dataclass(frozen=True, slots=True)

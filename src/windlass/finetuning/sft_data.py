@@ -113,27 +113,6 @@ class SFTData:
             )
 
 
-def check_train_dataset(dataset: Any) -> None:
-    """Raise unless `dataset` can be prepared.
-
-    Raises:
-        ValueError: there is none.
-        TypeError: it is neither a dataset nor a sequence of mappings.
-    """
-    if dataset is None:
-        raise ValueError("`train_dataset` is required")
-    is_dataset = hasattr(dataset, "__iter__") or (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    )
-    if isinstance(dataset, (str, bytes, Mapping)) or not is_dataset:
-        splits = ", ".join(map(repr, dataset)) if isinstance(dataset, Mapping) else ""
-        raise TypeError(
-            "`train_dataset` must be a `Dataset` or `IterableDataset` of the package datasets, or a sequence of "
-            f"mappings, got `{type(dataset).__name__}`"
-            + (f"; pass one of its parts: {splits}" if splits else "")
-        )
-
-
 def columns_of(dataset: Any) -> set[str]:
     """The names of a dataset's columns, from its first row if it does not list them; empty for no rows."""
     names = getattr(dataset, "column_names", None)

@@ -1034,13 +1034,11 @@ class Trainer:
 
     def get_cp_size(self) -> int:
         """Ranks that divide one sequence, among which keys and values travel."""
-        dist = self._plan.dist
-        return dist.context if dist.attention == "ring" else 1
+        return self._plan.dist.context
 
     def get_sp_size(self) -> int:
         """Ranks that divide one sequence, and exchange heads for the attention."""
-        dist = self._plan.dist
-        return dist.context if dist.attention == "ulysses" else 1
+        return self._plan.dist.sequence
 
     # --- a search over hyperparameters ----------------------------------------------------------------------------
 

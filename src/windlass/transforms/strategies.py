@@ -36,7 +36,7 @@ def spread(
         from windlass.transforms.context import DividedForwards
 
         try:
-            strategy.at_release.append(DividedForwards(module, plan.attention, context_ranks).release)
+            strategy.at_release.append(DividedForwards(module, context_ranks).release)
         except BaseException:
             strategy.release()
             raise
@@ -50,10 +50,15 @@ def _spread(
         from windlass.transforms.spmd import SplitOverDevices
 
         return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)
-    if plan.tensor > 1:
-        if in_backward:
+    for field, size in (("tp_size", plan.tensor), ("ep_size", plan.expert)):
+        if in_backward and size > 1:
             fix = "is not built for optimizers that update in the backward: use adamw_torch, or set it to 1"
-            raise ConfigError(Problem("tp_size", plan.tensor, fix))
+            raise ConfigError(Problem(field, size, fix))
+    if plan.expert > 1:
+        from windlass.transforms.expert_parallel import divided
+
+        return divided(module, plan, loss_ranks, device)
+    if plan.tensor > 1:
         from windlass.transforms.tensor_parallel import TensorParallel, is_divided
 
         if any(map(is_sharded, module.parameters())) and not is_divided(module):
