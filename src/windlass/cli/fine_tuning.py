@@ -87,6 +87,15 @@ def quantization_of(recipe: Recipe) -> Any:
 # --- the base ---------------------------------------------------------------------------------------------------------
 
 
+def _begin_base(folder: Path, settings: str) -> None:
+    """Prepare the folder of a base, with what was saved of it before; of one with other settings nothing is kept."""
+    begun = folder / _BEGUN
+    if not (begun.is_file() and begun.read_text(encoding="utf-8") == settings):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_whole(begun, settings)
+
+
 def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArguments) -> Path:
     """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists.
 
@@ -105,11 +114,8 @@ def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArgume
     if found.is_file() and found.read_text(encoding="utf-8") == settings:
         return folder
     is_main = world_from_environment().is_main
-    begun = folder / _BEGUN
-    if is_main and not (begun.is_file() and begun.read_text(encoding="utf-8") == settings):
-        shutil.rmtree(folder, ignore_errors=True)  # with what was saved of a base with other settings
-        folder.mkdir(parents=True)
-        write_whole(begun, settings)
+    if is_main:
+        _begin_base(folder, settings)
     logger.warning(
         "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
     )
