@@ -96,6 +96,13 @@ def _begin_base(folder: Path, settings: str) -> None:
         write_whole(begun, settings)
 
 
+def _complete_base(folder: Path, settings: str) -> None:
+    for saved in folder.glob("checkpoint-*"):
+        shutil.rmtree(saved)
+    # Written last, so the folder is complete if this file exists.
+    Files().write(folder / _SETTINGS, [settings.encode()])
+
+
 def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArguments) -> Path:
     """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists.
 
@@ -110,7 +117,6 @@ def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArgume
         {**asdict(spec), "data": asdict(recipe.data), "vocabulary": len(tokenizer)}, sort_keys=True
     )
     found = folder / _SETTINGS
-    # This file is written last, so the folder is complete if it exists.
     if found.is_file() and found.read_text(encoding="utf-8") == settings:
         return folder
     is_main = world_from_environment().is_main
@@ -152,8 +158,6 @@ def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArgume
         raise KeyboardInterrupt
     trainer.save_model()
     if is_main:
-        for saved in folder.glob("checkpoint-*"):
-            shutil.rmtree(saved)
-        Files().write(found, [settings.encode()])
+        _complete_base(folder, settings)
     trainer.accelerator.wait_for_everyone()
     return folder
