@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from windlass.cli.argument_table import find_arguments
 from windlass.cli.explanation import Explanation, as_text
 from windlass.core.optional import is_available
 
@@ -43,7 +44,7 @@ def explain_option(
         said.add("default", as_text(default))
     said.add("means", _first_sentence(option.metadata.get("help", "")))
     said.add("type", str(option.type))
-    said.add("tasks", ["sft"])
+    said.add("tasks", find_arguments("adapter")[0].readers)
     said.add("python", f"peft.LoraConfig.{option.name}")
     said.add("recipe", f"adapter.{option.name}")
     said.add("page", ["docs/fine-tuning.md"])
