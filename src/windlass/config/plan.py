@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from windlass.config.pipeline_plan import PipelinePlan
 from windlass.core.mesh import Mesh
 from windlass.core.types import State
 
@@ -430,6 +431,7 @@ class DistPlan:
         context: how many ranks divide the sequences of a batch, among which keys and values travel.
         sequence: how many ranks divide each such part once more, and exchange heads.
         tensor: how many ranks divide the layers of one model.
+        pipeline: how the layers are divided among further ranks; None: they are not.
     """
 
     timeout_seconds: int = 1800
@@ -447,11 +449,19 @@ class DistPlan:
     context: int = 1
     sequence: int = 1
     tensor: int = 1
+    pipeline: PipelinePlan | None = None
 
     def mesh(self, ranks: int) -> Mesh:
         """The axes of a job of `ranks` ranks. Raises ConfigError if they do not divide into the replicas."""
-        replicas = ranks // (self.context * self.sequence * self.tensor)
-        whole = Mesh(replicate=replicas, context=self.context, sequence=self.sequence, tensor=self.tensor)
+        stages = 1 if self.pipeline is None else self.pipeline.size
+        replicas = ranks // (stages * self.context * self.sequence * self.tensor)
+        whole = Mesh(
+            replicate=replicas,
+            context=self.context,
+            sequence=self.sequence,
+            tensor=self.tensor,
+            pipeline=stages,
+        )
         return whole.with_replicas(replicas if self.shard is None else self.shard.replicas)
 
 

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from windlass.core.errors import ConfigError, Problem
 
 Axis = Literal["pipeline", "replicate", "shard", "context", "sequence", "tensor"]
-View = Literal["data", "loss", "context", "ring", "heads", "tensor", "model", "stage", "all"]
+View = Literal["data", "loss", "context", "ring", "heads", "tensor", "pipeline", "model", "stage", "all"]
 
 # Outermost first: consecutive ranks differ along the last axis, because consecutive ranks are usually on one machine,
 # and the later axes exchange more.
@@ -26,6 +26,7 @@ VIEWS: dict[View, tuple[Axis, ...]] = {
     "ring": ("context",),
     "heads": ("sequence",),
     "tensor": ("tensor",),
+    "pipeline": ("pipeline",),
     "model": ("pipeline", "context", "sequence", "tensor"),
     "stage": ("replicate", "shard", "context", "sequence", "tensor"),
     "all": AXES,
@@ -34,7 +35,8 @@ VIEWS: dict[View, tuple[Axis, ...]] = {
 
 data: ranks with different samples, whose counts and losses are summed. loss: ranks with different targets, whose
 gradients are averaged. context: ranks that divide the sequences of the same samples. ring, heads: those of them among
-which keys travel, and those that exchange heads. tensor: ranks that divide the layers of one model. model: ranks that
+which keys travel, and those that exchange heads. tensor: ranks that divide the layers of one model. pipeline: ranks
+that each compute some of its layers. model: ranks that
 compute the same samples together. stage: ranks that have copies or parts of the same layers. all: every rank of the job.
 """
 

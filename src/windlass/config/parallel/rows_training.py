@@ -7,6 +7,7 @@ from typing import Any
 
 from windlass.config import kinds
 from windlass.config.parallel.keys import NO_MEGATRON, Rows
+from windlass.config.pipeline_plan import SCHEDULES
 
 _DTYPES = kinds.choice(
     "bf16",
@@ -364,19 +365,45 @@ MESH_SEQUENCE = _mesh(
     "sp",
     written=1,
 )
-for _axis, _what in (("pp", "pipelines"), ("ep", "experts that are divided among processes")):
-    _mesh(
-        _axis,
-        kinds.positive,
-        1,
-        f"Processes of {_what}.",
-        f"{_axis}_size",
-        _axis,
-        written=1,
-        refused=f"{_what} are not built yet; set it to 1",
-    )
+MESH_PIPELINE = _mesh(
+    "pp",
+    kinds.positive,
+    1,
+    "Processes that divide the layers of a model; micro-batches pass from one to the next (pipeline).",
+    "pp_size",
+    "pp",
+    written=1,
+)
+PP_SCHEDULE = _mesh(
+    "pp_schedule",
+    kinds.choice(*map(str.lower, SCHEDULES)),
+    "1f1b",
+    "The order of forwards and backwards in a pipeline, by its name in torch.distributed.pipelining.",
+)
+PP_STAGES = _mesh(
+    "pp_stages_per_process",
+    kinds.positive,
+    None,
+    "Stages of the pipeline that each process computes; by default 2 with a schedule that needs several, else 1.",
+)
+PP_SPLIT_POINTS = _mesh(
+    "pp_split_points",
+    kinds.words,
+    (),
+    "Names of the modules with which the second and later stages begin; by default layers are shared out evenly.",
+)
+_mesh(
+    "ep",
+    kinds.positive,
+    1,
+    "Processes of experts that are divided among processes.",
+    "ep_size",
+    "ep",
+    written=1,
+    refused="experts that are divided among processes are not built yet; set it to 1",
+)
 # The axes whose processes compute the same samples together.
-MODEL_AXES = (MESH_TENSOR, MESH_CONTEXT, MESH_SEQUENCE)
+MODEL_AXES = (MESH_TENSOR, MESH_CONTEXT, MESH_SEQUENCE, MESH_PIPELINE)
 _RING = "does not change the exchange: keys and values travel round a ring, with the same results"
 _ROWS = "has no effect: rows of any length are padded and divided"
 _mesh("cp_backend", kinds.choice("torch"), "torch", "Implementation of context parallelism.")
@@ -404,7 +431,7 @@ def _nothing(raw: object) -> None:
     """An object of options, whose fields have settings of their own."""
 
 
-for _word in ("tp_handler", "cp_handler", "sp_handler"):
+for _word in ("tp_handler", "cp_handler", "sp_handler", "pp_handler"):
     _mesh(_word, _nothing, None, "An object of options.")
 MESH = (
     *_mesh,
