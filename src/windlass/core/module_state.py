@@ -30,7 +30,10 @@ class ElsewhereState:
 
     Attributes:
         values: parameter -> the tensor that is saved and loaded in its place.
+        in_stages: each of them is whole on one rank, and other ranks have nothing of it.
     """
+
+    in_stages = False
 
     @property
     def values(self) -> Mapping[Tensor, Tensor]:

@@ -54,6 +54,8 @@ class StagedModel(ElsewhereState):
         lent: parameters of this rank of which a later stage has a copy, and the index of its rank.
     """
 
+    in_stages = True
+
     def __init__(
         self, module: nn.Module, cut: Cut, placement: Sequence[int], ranks: Gang, device: torch.device
     ) -> None:
