@@ -112,7 +112,9 @@ def train(
         data_collator=collate,
         train_dataset=samples(),
         eval_dataset=samples(7),
-        compute_loss_func=None if own_loss or trainer or changes.get("label_smoothing_factor") else token_loss,
+        compute_loss_func=None
+        if own_loss or trainer or changes.get("label_smoothing_factor")
+        else token_loss,
         compute_metrics=first_logits,
     )
     if before is not None:
@@ -130,7 +132,11 @@ def train(
 
 def layout(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a layout: sizes, and options of a pipeline beside them."""
-    return {"parallelism_config": given if "pp_schedule" in given else ParallelismConfig(**given)} if given else {}
+    return (
+        {"parallelism_config": given if "pp_schedule" in given else ParallelismConfig(**given)}
+        if given
+        else {}
+    )
 
 
 def main() -> None:

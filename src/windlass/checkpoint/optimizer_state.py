@@ -86,8 +86,8 @@ def _state_by_name(
 def split_optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[State, dict[str, Tensor]]:
-    """As `save_optimizer_state`, but sharded tensors are returned by name, for every rank to write its part. Collective if
-    ranks have different parameters.
+    """As `save_optimizer_state`, but sharded tensors are returned by name, for every rank to write its part. Collective
+    if ranks have different parameters.
 
     `join_parts` is the inverse.
     """

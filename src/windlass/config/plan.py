@@ -454,14 +454,9 @@ class DistPlan:
     def mesh(self, ranks: int) -> Mesh:
         """The axes of a job of `ranks` ranks. Raises ConfigError if they do not divide into the replicas."""
         stages = 1 if self.pipeline is None else self.pipeline.size
-        replicas = ranks // (stages * self.context * self.sequence * self.tensor)
-        whole = Mesh(
-            replicate=replicas,
-            context=self.context,
-            sequence=self.sequence,
-            tensor=self.tensor,
-            pipeline=stages,
-        )
+        one = Mesh(context=self.context, sequence=self.sequence, tensor=self.tensor, pipeline=stages)
+        replicas = ranks // one.size()
+        whole = replace(one, replicate=replicas)
         return whole.with_replicas(replicas if self.shard is None else self.shard.replicas)
 
 

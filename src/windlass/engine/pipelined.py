@@ -1,13 +1,14 @@
 """The executor of pipelines: the micro-batches of an update pass through the stages, in the order of a schedule of
 `torch.distributed.pipelining`.
 
-Every rank of a pipeline has the same batches, and calls the script's training step with each. The step ends at the end of
-the rank's stage; on the last stage it goes on to the loss, and passes that to `backward`, which keeps it for the schedule.
+Every rank of a pipeline has the same batches, and calls the script's training step with each. The step ends at the end
+of the rank's stage; on the last stage it goes on to the loss, and passes that to `backward`, which keeps it for the
+schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -37,8 +38,6 @@ class PipelineExecutor(NativeExecutor):
         plan: of the pipeline.
     """
 
-    strategy: Pipeline
-
     def __init__(
         self,
         strategy: Pipeline,
@@ -48,7 +47,7 @@ class PipelineExecutor(NativeExecutor):
         scaler: Scaler | None = None,
     ) -> None:
         super().__init__(strategy, optimizer, device, scaler)
-        self._plan, self._staged = plan, strategy.staged
+        self._plan, self._pipeline, self._staged = plan, strategy, strategy.staged
         self._stages = [PipelineStage(strategy.staged, stage) for stage in strategy.staged.local]
         self._schedules: dict[int, Any] = {}
         self._loss: Tensor | None = None
@@ -72,8 +71,8 @@ class PipelineExecutor(NativeExecutor):
 
     def backward_aux(self, loss: Tensor) -> None:
         raise ModelError(
-            "LossTerms(aux=...) under gradient accumulation needs separate gradients, which a pipeline does not have: put "
-            "the auxiliary terms into the sum, times their weight"
+            "LossTerms(aux=...) under gradient accumulation needs separate gradients, which a pipeline does not have: "
+            "put the auxiliary terms into the sum, times their weight"
         )
 
     def run_step(
@@ -85,7 +84,7 @@ class PipelineExecutor(NativeExecutor):
         self._beacon.call("forward and backward")
         before = self._clock.enter(BACKWARD)
         done = self._pipelined(update, hooks)
-        self.strategy.reduce()
+        self._pipeline.reduce()
         self._clock.enter(before)
         return super().run_step(update, done, max_norm=max_norm, guard=guard)
 
@@ -157,9 +156,7 @@ class _Done(StepHooks):
     def __init__(
         self, hooks: StepHooks, shares: Sequence[Tensor], factor: Tensor | None, parts: dict[str, Tensor]
     ) -> None:
-        self._shares, self._factor, self._parts = shares, factor, parts
-        self.event: Callable[[str], None] = hooks.event  # type: ignore[method-assign]
-        self.stepped: Callable[[bool], None] = hooks.stepped  # type: ignore[method-assign]
+        self._hooks, self._shares, self._factor, self._parts = hooks, shares, factor, parts
 
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         return self._shares[index]
@@ -169,3 +166,9 @@ class _Done(StepHooks):
 
     def parts(self) -> dict[str, Tensor]:
         return self._parts
+
+    def event(self, name: str) -> None:
+        self._hooks.event(name)
+
+    def stepped(self, applied: bool) -> None:
+        self._hooks.stepped(applied)

@@ -1,8 +1,8 @@
 """Pipelines: the layers of a model are divided among ranks, and micro-batches pass from one to the next (GPipe,
 arXiv:1811.06965; one forward, one backward: arXiv:2006.09503).
 
-This is the strategy: who holds which parameter, how gradients are reduced, and what is saved. `engine/pipelined.py` runs
-the micro-batches of an update.
+This is the strategy: who holds which parameter, how gradients are reduced, and what is saved. `engine/pipelined.py`
+runs the micro-batches of an update.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from windlass.config.plan import PipelinePlan
+from windlass.config.pipeline_plan import PipelinePlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import keep_elsewhere, kept_elsewhere, state_of
 from windlass.dist.absent import Absent

@@ -1,9 +1,9 @@
-"""Where a model is cut into the stages of a pipeline: found by one forward of the whole model, and checked by its calls.
+"""Where a model is cut into the stages of a pipeline: found by one forward of the whole model.
 
-A *unit* is a module that one stage computes: a child of a module that contains a border. A stage begins at a named unit,
-and has every unit that is called from there to the next border: the embedding belongs to the first stage, the last norm
-and the head to the last one. Everything else in the forward (positions, masks, rotary angles) runs on every stage, on the
-same batch.
+A *unit* is a module that one stage computes: a child of a module that contains a border. A stage begins at a named
+unit, and has every unit that is called from there to the next border: the embedding belongs to the first stage, the
+last norm and the head to the last one. Everything else in the forward (positions, masks, rotary angles) runs on every stage,
+on the same batch.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def example_of(model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _even_points(model: nn.Module, stages: int) -> list[str]:
-    """The first block of each stage but the first; stages with a block more come first, because the last has the head."""
+    """The first block of each stage but the first. Stages with a block more come first: the last has the head."""
     blocks = set(map(id, repeated_blocks(model)))
     names = [name for name, module in model.named_modules() if id(module) in blocks]
     if isinstance(model, nn.Sequential):
@@ -227,7 +227,7 @@ def _cut_of(calls: list[_Call], points: Sequence[str], units: Mapping[str, nn.Mo
 
 
 def _last_before(calls: list[_Call], place: int, trained: Set[str]) -> str:
-    """The unit before a border: the one whose tensor the next stage begins with, or else the last that has parameters."""
+    """The unit before a border: the one whose result the next one gets, or else the last that has parameters."""
     after, earlier = calls[place], [call for call in calls[:place] if call.tensor is not None]
     names = [call.name for call in calls]
     handing = (call for call in reversed(earlier) if after.takes(call.tensor))

@@ -1,7 +1,7 @@
 """A stage of a pipeline as the schedules of `torch.distributed.pipelining` drive it.
 
-It has the methods of PyTorch's own `PipelineStage`, which infers one shape for all micro-batches and runs a module. Here
-each activation has its own shape, and the stage runs a training step.
+It has the methods of PyTorch's own `PipelineStage`, which infers one shape for all micro-batches and runs a module.
+Here each activation has its own shape, and the stage runs a training step.
 """
 
 from __future__ import annotations

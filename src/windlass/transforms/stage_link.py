@@ -66,7 +66,7 @@ class StageLink:
     def _described(self, tensor: Tensor) -> list[int]:
         if tensor.dtype not in _DTYPES or tensor.dim() > _HEADER - 2:
             raise ModelError(
-                f"a stage of the pipeline ends with a tensor of type {tensor.dtype} and shape {list(tensor.shape)}, and "
-                "only floating-point ones of up to 8 axes are sent on: name other modules in pp_split_points"
+                f"a stage of the pipeline ends with a tensor of type {tensor.dtype} and shape {list(tensor.shape)}, "
+                "and only floating-point ones of up to 8 axes are sent on: name other modules in pp_split_points"
             )
         return [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]

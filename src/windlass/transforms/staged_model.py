@@ -1,7 +1,7 @@
 """A model whose parameters are divided among the stages of a pipeline: it keeps its modules, names and forward.
 
-A forward outside of a training step is a collective of the pipeline: one stage after the other computes, and all ranks get
-the result of the last. In a training step the executor runs one stage at a time (`run`).
+A forward outside of a training step is a collective of the pipeline: one stage after the other computes, and all ranks
+get the result of the last. In a training step the executor runs one stage at a time (`run`).
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ class StagedModel(ElsewhereState):
     def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter with its values, one at a time. Collective over all ranks."""
         for parameter, value in self.values.items():
-            assert isinstance(parameter, nn.Parameter) and isinstance(value, Held)
+            assert isinstance(parameter, nn.Parameter)
+            assert isinstance(value, Held)
             yield parameter, value.whole()
 
     # --- a stage of a training step ---------------------------------------------------------------------------------
@@ -312,9 +313,10 @@ class StageOutput(dict[Any, Tensor]):
 
     def __getattr__(self, name: str) -> Tensor:
         try:
-            return self[name]
+            found: Tensor = self[name]
         except KeyError:
             raise AttributeError(name) from None
+        return found
 
     def __getitem__(self, key: Any) -> Any:
         return self.to_tuple()[key] if isinstance(key, int | slice) else super().__getitem__(key)

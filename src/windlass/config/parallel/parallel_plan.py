@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from windlass.config.deepspeed import precision_of, stage_of, unfit, without_effect
-from windlass.config.parallel import rows_compile
+from windlass.config.parallel import rows_compile, rows_pipeline
 from windlass.config.parallel import rows_deepspeed as deepspeed
 from windlass.config.parallel import rows_float8 as float8
 from windlass.config.parallel import rows_training as rows
@@ -225,7 +225,9 @@ def _apart_from_axes(settings: Settings) -> Iterator[str]:
 def _pipeline_objections(settings: Settings) -> Iterator[Problem]:
     """What is not built together with a pipeline, and options that have no effect without one."""
     size = settings.get(rows.MESH_PIPELINE.name)
-    options = settings.explicit(rows.PP_SCHEDULE, rows.PP_STAGES, rows.PP_SPLIT_POINTS)
+    options = settings.explicit(
+        rows_pipeline.PP_SCHEDULE, rows_pipeline.PP_STAGES, rows_pipeline.PP_SPLIT_POINTS
+    )
     if size is None or size.value == 1:
         for found in options:
             if found.source in ("script", "flag"):
@@ -243,7 +245,7 @@ def _pipeline_objections(settings: Settings) -> Iterator[Problem]:
         yield Problem(
             size.origin, size.value, "is not built together with FSDP: leave fsdp out, or set it to 1"
         )
-    stages = settings.get(rows.PP_STAGES.name)
+    stages = settings.get(rows_pipeline.PP_STAGES.name)
     if stages is not None and (fix := unfit_stages(_schedule(settings), stages.value)):
         yield Problem(stages.origin, stages.value, fix)
 
@@ -352,12 +354,12 @@ def _pipeline(settings: Settings) -> PipelinePlan | None:
     if size == 1:
         return None
     schedule = _schedule(settings)
-    stages = settings.value(rows.PP_STAGES) or usual_stages(schedule)
-    return PipelinePlan(size, schedule, stages, tuple(settings.value(rows.PP_SPLIT_POINTS)))
+    stages = settings.value(rows_pipeline.PP_STAGES) or usual_stages(schedule)
+    return PipelinePlan(size, schedule, stages, tuple(settings.value(rows_pipeline.PP_SPLIT_POINTS)))
 
 
 def _schedule(settings: Settings) -> Schedule:
-    word = settings.value(rows.PP_SCHEDULE)
+    word = settings.value(rows_pipeline.PP_SCHEDULE)
     return next(name for name in SCHEDULES if name.lower() == word)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from windlass.config import kinds
 from windlass.config.parallel.keys import NO_MEGATRON, Rows
-from windlass.config.pipeline_plan import SCHEDULES
 
 _DTYPES = kinds.choice(
     "bf16",
@@ -373,24 +372,6 @@ MESH_PIPELINE = _mesh(
     "pp_size",
     "pp",
     written=1,
-)
-PP_SCHEDULE = _mesh(
-    "pp_schedule",
-    kinds.choice(*map(str.lower, SCHEDULES)),
-    "1f1b",
-    "The order of forwards and backwards in a pipeline, by its name in torch.distributed.pipelining.",
-)
-PP_STAGES = _mesh(
-    "pp_stages_per_process",
-    kinds.positive,
-    None,
-    "Stages of the pipeline that each process computes; by default 2 with a schedule that needs several, else 1.",
-)
-PP_SPLIT_POINTS = _mesh(
-    "pp_split_points",
-    kinds.words,
-    (),
-    "Names of the modules with which the second and later stages begin; by default layers are shared out evenly.",
 )
 _mesh(
     "ep",
