@@ -431,6 +431,7 @@ class DistPlan:
         context: how many ranks divide the sequences of a batch, among which keys and values travel.
         sequence: how many ranks divide each such part once more, and exchange heads.
         tensor: how many ranks divide the layers of one model.
+        expert: how many ranks with different samples divide the experts of one model.
         pipeline: how the layers are divided among further ranks; None: they are not.
     """
 
@@ -449,15 +450,15 @@ class DistPlan:
     context: int = 1
     sequence: int = 1
     tensor: int = 1
+    expert: int = 1
     pipeline: PipelinePlan | None = None
 
     def mesh(self, ranks: int) -> Mesh:
         """The axes of a job of `ranks` ranks. Raises ConfigError if they do not divide into the replicas."""
-        stages = 1 if self.pipeline is None else self.pipeline.size
-        one = Mesh(context=self.context, sequence=self.sequence, tensor=self.tensor, pipeline=stages)
-        replicas = ranks // one.size()
-        whole = replace(one, replicate=replicas)
-        return whole.with_replicas(replicas if self.shard is None else self.shard.replicas)
+        axes = {name: getattr(self, name) for name in ("expert", "context", "sequence", "tensor")}
+        axes["pipeline"] = 1 if self.pipeline is None else self.pipeline.size
+        whole = Mesh(replicate=ranks // math.prod(axes.values()), **axes)
+        return whole if self.shard is None else whole.with_replicas(self.shard.replicas)
 
 
 @dataclass(frozen=True, slots=True)

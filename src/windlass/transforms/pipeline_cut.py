@@ -1,9 +1,9 @@
 """Where a model is cut into the stages of a pipeline: found by one forward of the whole model.
 
 A *unit* is a module that one stage computes: a child of a module that contains a border. A stage begins at a named
-unit, and has every unit that is called from there to the next border: the embedding belongs to the first stage, the
-last norm and the head to the last one. Everything else in the forward (positions, masks, rotary angles) runs on every stage,
-on the same batch.
+unit, and has all that are called from there to the next border: the embedding belongs to the first stage, the last norm
+and the head to the last one. The rest of the forward (positions, masks, angles) runs on every stage, on the
+same batch.
 """
 
 from __future__ import annotations

@@ -50,14 +50,19 @@ def _spread(
         from windlass.transforms.spmd import SplitOverDevices
 
         return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)
-    if in_backward and (plan.tensor > 1 or plan.pipeline is not None):
-        field, size = ("tp_size", plan.tensor) if plan.pipeline is None else ("pp_size", plan.pipeline.size)
-        fix = "is not built for optimizers that update in the backward: use adamw_torch, or set it to 1"
-        raise ConfigError(Problem(field, size, fix))
+    stages = 1 if plan.pipeline is None else plan.pipeline.size
+    for field, size in (("tp_size", plan.tensor), ("ep_size", plan.expert), ("pp_size", stages)):
+        if in_backward and size > 1:
+            fix = "is not built for optimizers that update in the backward: use adamw_torch, or set it to 1"
+            raise ConfigError(Problem(field, size, fix))
     if plan.pipeline is not None:
         from windlass.transforms.pipeline import Pipeline
 
         return Pipeline(module, plan.pipeline, loss_ranks, device)
+    if plan.expert > 1:
+        from windlass.transforms.expert_parallel import divided
+
+        return divided(module, plan, loss_ranks, device)
     if plan.tensor > 1:
         from windlass.transforms.tensor_parallel import TensorParallel, is_divided
 

@@ -373,15 +373,14 @@ MESH_PIPELINE = _mesh(
     "pp",
     written=1,
 )
-_mesh(
+MESH_EXPERT = _mesh(
     "ep",
     kinds.positive,
     1,
-    "Processes of experts that are divided among processes.",
+    "Processes that divide the experts of a mixture; they train on different samples.",
     "ep_size",
     "ep",
     written=1,
-    refused="experts that are divided among processes are not built yet; set it to 1",
 )
 # The axes whose processes compute the same samples together.
 MODEL_AXES = (MESH_TENSOR, MESH_CONTEXT, MESH_SEQUENCE, MESH_PIPELINE)
