@@ -142,7 +142,7 @@ class PipelineExecutor(NativeExecutor):
             numbers[: len(given)] = torch.stack([value.detach().to(numbers) for value in given])
         torch.distributed.broadcast(numbers, ranks.members[last], group=ranks.device_group)
         found = numbers.to(kind)
-        return _Done(
+        return _Replayed(
             hooks,
             list(found[:count]),
             numbers[-1] if has_factor else None,
@@ -150,7 +150,7 @@ class PipelineExecutor(NativeExecutor):
         )
 
 
-class _Done(StepHooks):
+class _Replayed(StepHooks):
     """An update whose micro-batches have run."""
 
     def __init__(

@@ -31,7 +31,6 @@ class PipelineStage:
     def __init__(self, staged: StagedModel, stage: int) -> None:
         self._staged, self._link = staged, staged.link
         self.stage_index, self.num_stages = stage, staged.stages
-        self.is_first, self.is_last = stage == 0, stage == staged.stages - 1
         self.group_rank, self.group_size = staged.link.ranks.rank, staged.link.ranks.size
         self.stage_index_to_group_rank = dict(enumerate(staged.placement))
         self.device, self.submod, self.has_backward = staged.link.device, nn.Identity(), True
@@ -43,6 +42,14 @@ class PipelineStage:
         self._gradients: dict[int, Tensor] = {}
         self._input_gradients: dict[int, Tensor] = {}
         self._weight_work: dict[int, Callable[[], None]] = {}
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
 
     def clear_runtime_states(self) -> None:
         """Forget what an update that failed left."""
@@ -89,7 +96,7 @@ class PipelineStage:
         """Take it from the stage before, which is on this rank."""
         self._received[mb_index] = prev_stage_outputs.detach()
 
-    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, kwargs: Any = None, **_: Any) -> Tensor:
+    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> Tensor:
         """Run the stage on a micro-batch."""
         received = None if self.is_first else self._received.pop(fwd_chunk_id).requires_grad_()
         output = self._staged.run(self.stage_index, fwd_chunk_id, received, lambda: self.body(fwd_chunk_id))

@@ -24,11 +24,11 @@ class StageLink:
     micro-batch to the next, and no shape is inferred.
 
     Args:
-        ranks: those of the pipeline.
+        gang: the ranks of the pipeline.
     """
 
-    def __init__(self, ranks: Gang, device: torch.device) -> None:
-        self.ranks, self.device = ranks, device
+    def __init__(self, gang: Gang, device: torch.device) -> None:
+        self.ranks, self.device = gang, device
         self._under_way: list[tuple[Any, Tensor]] = []
 
     def announce(self, tensor: Tensor | None, to: int) -> None:

@@ -84,7 +84,7 @@ class StageView:
 
     def __init__(self, model: nn.Module, cut: Cut, stage: int) -> None:
         modules = dict(model.named_modules())
-        self._swaps: list[tuple[Mapping[str, Any], str, nn.Module]] = []
+        self._swaps: list[tuple[nn.Module, str, nn.Module]] = []
         self._first: _First | None = None
         before = cut.last[stage - 1] if stage else None
         for name in [name for names in cut.stages[:stage] for name in names]:
@@ -99,7 +99,7 @@ class StageView:
 
     def _swap(self, modules: Mapping[str, nn.Module], name: str, stand_in: nn.Module) -> None:
         parent, _, child = name.rpartition(".")
-        self._swaps.append((modules[parent]._modules, child, stand_in))
+        self._swaps.append((modules[parent], child, stand_in))
 
     def enter(self, received: Tensor | None) -> None:
         """Replace the units; the stage begins with `received`, unless it is the first."""
@@ -114,6 +114,6 @@ class StageView:
             self._first.received = None
 
     def _exchange(self) -> None:
-        for place, (children, name, other) in enumerate(self._swaps):
-            self._swaps[place] = (children, name, children[name])
-            children[name] = other  # type: ignore[index]
+        for place, (parent, name, other) in enumerate(self._swaps):
+            self._swaps[place] = (parent, name, parent.get_submodule(name))
+            parent.register_module(name, other)
