@@ -24,11 +24,11 @@ class StageLink:
     micro-batch to the next, and no shape is inferred.
 
     Args:
-        gang: the ranks of the pipeline.
+        pipeline_ranks: those of the pipeline.
     """
 
-    def __init__(self, gang: Gang, device: torch.device) -> None:
-        self.ranks, self.device = gang, device
+    def __init__(self, pipeline_ranks: Gang, device: torch.device) -> None:
+        self.ranks, self.device = pipeline_ranks, device
         self._under_way: list[tuple[Any, Tensor]] = []
 
     def announce(self, tensor: Tensor | None, to: int) -> None:

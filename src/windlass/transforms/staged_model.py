@@ -46,7 +46,7 @@ class StagedModel(ElsewhereState):
     Args:
         module: whole, on the host; its parameters of other stages are replaced, and the others moved to `device`.
         placement: for each stage the rank that computes it, as an index in the pipeline.
-        gang: the pipeline of this rank.
+        pipeline_ranks: the pipeline of this rank.
 
     Attributes:
         local: the stages of this rank.
@@ -57,10 +57,15 @@ class StagedModel(ElsewhereState):
     in_stages = True
 
     def __init__(
-        self, module: nn.Module, cut: Cut, placement: Sequence[int], gang: Gang, device: torch.device
+        self,
+        module: nn.Module,
+        cut: Cut,
+        placement: Sequence[int],
+        pipeline_ranks: Gang,
+        device: torch.device,
     ) -> None:
-        self.module, self.placement, self.link = module, placement, StageLink(gang, device)
-        self.local = [stage for stage, rank in enumerate(placement) if rank == gang.rank]
+        self.module, self.placement, self.link = module, placement, StageLink(pipeline_ranks, device)
+        self.local = [stage for stage, rank in enumerate(placement) if rank == pipeline_ranks.rank]
         self.randomness = PlacedRandomness(device)
         self.copies: dict[nn.Parameter, int] = {}
         self.lent: dict[nn.Parameter, int] = {}
