@@ -158,6 +158,15 @@ def test_another_type_than_the_recipe_says_is_refused(
         assert "model.model_type='llama': model is of type mistral" in capsys.readouterr().err
 
 
+def test_attention_that_needs_a_gpu_is_left_out() -> None:
+    asked = "training.model_init_kwargs.attn_implementation=flash_attention_2"
+    for tiny in (True, False):
+        options = load_recipe("sft-lora", [asked, f"data.train={CHAT}"], tiny=tiny).training[
+            "model_init_kwargs"
+        ]
+        assert ("attn_implementation" in options) != tiny
+
+
 def test_the_printed_recipe_is_the_tiny_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "shakespeare", "--tiny", "--print-config"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)

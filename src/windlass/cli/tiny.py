@@ -137,6 +137,8 @@ def _shrink_training(draft: RecipeDraft) -> None:
     for key in _LEFT_OUT:
         if not draft.is_overridden("training", key):
             training.pop(key, None)
+    if isinstance(options := training.get("model_init_kwargs"), dict):
+        options.pop("attn_implementation", None)  # such as flash_attention_2, which needs a GPU
     for key in _STRATEGIES:
         if training.get(key) == "epoch":
             draft.amend(("training", key), "steps")
