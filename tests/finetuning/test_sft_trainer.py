@@ -321,7 +321,7 @@ def test_a_model_by_folder_brings_its_tokenizer(tmp_path: Path) -> None:
             tmp_path / "out", model_init_kwargs={"attn_implementation": "flash_attention_2"}
         )
         with pytest.raises(
-            ConfigError, match="model_init_kwargs=.*not installed.*set attn_implementation to sdpa"
+            ConfigError, match=r"model_init_kwargs=.*not installed.*set attn_implementation to sdpa"
         ):
             SFTTrainer(folder, args, train_dataset=small.table(small.texts()))
 
