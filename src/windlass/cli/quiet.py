@@ -15,8 +15,13 @@ from windlass.core.output import is_terminal
 
 # They report at import what they found of optional parts of their own, or each try to reach the Hub.
 _LOGGERS = (
-    "torchao", "bitsandbytes", "torch.utils._pytree", "DeepSpeed", "huggingface_hub.utils._http", SCRIPT_HINTS,
-)  # fmt: skip
+    "torchao",
+    "bitsandbytes",
+    "torch.utils._pytree",
+    "DeepSpeed",
+    "huggingface_hub.utils._http",
+    SCRIPT_HINTS,
+)
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # of huggingface_hub, which transformers reads too
 # They call deprecated functions of each other.
 _MODULES = r"(transformers|peft|torchao|torch|bitsandbytes|deepspeed|datasets|tokenizers|accelerate)(\.|$)"
