@@ -24,6 +24,7 @@ _DROPS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _SIZES | {"attention_bias": False}),
     "even": ("LlamaConfig", _SIZES | {"vocab_size": 24, "attention_bias": True}),
+    "heads": ("LlamaConfig", _SIZES | {"num_key_value_heads": 4}),
     "tied": ("LlamaConfig", _SIZES | {"vocab_size": 24, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", _SIZES | {"head_dim": 4}),
     "gemma3": ("Gemma3TextConfig", _SIZES

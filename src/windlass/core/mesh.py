@@ -35,7 +35,7 @@ VIEWS: dict[View, tuple[Axis, ...]] = {
 data: ranks with different samples, whose counts and losses are summed. loss: ranks with different targets, whose
 gradients are averaged. context: ranks that divide the sequences of the same samples. ring, heads: those of them among
 which keys travel, and those that exchange heads. tensor: ranks that divide the layers of one model. model: ranks that
-compute the same samples together. stage: ranks that have copies or parts of the same layers. all: every rank of the job.
+compute the same samples together. stage: ranks that have copies or parts of the same layers. all: every rank.
 """
 
 

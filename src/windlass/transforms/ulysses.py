@@ -1,8 +1,8 @@
 """Causal attention over sequences that are divided among ranks: heads travel instead of keys.
 
 Each rank exchanges its tokens of all heads for all tokens of its heads, attends them as one process would, and
-exchanges back (Jacobs et al., "DeepSpeed Ulysses", 2023). If the ranks have a part of the rows between them, the keys of
-the other parts travel to them in rings, one for each rank (Fang and Zhao, "USP", arXiv:2405.07719).
+exchanges back (Jacobs et al., "DeepSpeed Ulysses", 2023). If the ranks have a part of the rows between them, the keys
+of the other parts travel to them in rings, one for each rank (Fang and Zhao, "USP", arXiv:2405.07719).
 """
 
 from __future__ import annotations
