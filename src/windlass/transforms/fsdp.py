@@ -87,6 +87,8 @@ class FullyShardedModel(Strategy):
         self._norm_on_host = self._on_host or self._device.type == "cpu"
         self._copies: dict[Any, int] = {}
         self._forwards = self._seen = 0
+        if division is not None:
+            division.finish()
         self._hook = module.register_forward_pre_hook(self._count)
 
     def _count(self, module: nn.Module, arguments: Any) -> None:

@@ -8,61 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import whole
+from windlass.transforms.split import Split, mine, split_of
 from windlass.transforms.tensor_plan import SUMMED
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How a dimension is divided among the ranks of a gang: each has a chunk, of which the last may be shorter.
-
-    Attributes:
-        group: the ranks.
-        size: of the whole dimension.
-        ranks, rank: how many there are, and which one this is.
-    """
-
-    group: Any
-    size: int
-    ranks: int
-    rank: int
-
-    @property
-    def chunk(self) -> int:
-        """The length of the first part."""
-        return -(-self.size // self.ranks)
-
-    @property
-    def mine(self) -> range:
-        """The indices of this rank's part."""
-        start = self.rank * self.chunk
-        return range(start, min(start + self.chunk, self.size))
-
-    def sum(self, value: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
-        dist.all_reduce(value, group=self.group)
-        return value
-
-    def max(self, value: Tensor) -> Tensor:
-        """The largest value of any rank, in place."""
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
-        return value
-
-    def whole(self, part: Tensor) -> Tensor:
-        """The parts of all ranks along the last dimension. All must compute the same with them."""
-        gathered: Tensor = _Gathered.apply(part, self)  # type: ignore[no-untyped-call]
-        return gathered
 
 
 def divide(layers: Iterable[tuple[nn.Module, str]], mesh: DeviceMesh, tensor_ranks: Gang) -> None:
@@ -80,7 +37,7 @@ def divide(layers: Iterable[tuple[nn.Module, str]], mesh: DeviceMesh, tensor_ran
             continue
         dim = 1 if style == "rowwise" else 0
         size = found.weight.shape[dim]
-        split = Split(tensor_ranks.device_group, size, tensor_ranks.size, tensor_ranks.rank)
+        split = Split(size, tensor_ranks.size, tensor_ranks.rank, tensor_ranks.device_group)
         for name in ("weight", "bias"):
             parameter = layer._parameters.get(name)
             if parameter is None or (name == "bias" and dim == 1):
@@ -147,11 +104,10 @@ class VocabularyEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., size), on every rank."""
-        tokens = self.split.mine
-        here = (input >= tokens.start) & (input < tokens.stop)
-        padding = self.padding_idx
+        here, places = self.split.located(input)
+        padding, tokens = self.padding_idx, self.split.mine
         found = nn.functional.embedding(
-            torch.where(here, input - tokens.start, 0),
+            places,
             mine(self.weight),
             padding - tokens.start if padding is not None and padding in tokens else None,
         )
@@ -179,18 +135,12 @@ def is_divided(module: nn.Module) -> bool:
     return any(hasattr(layer, "tensor_style") for layer in module.modules())
 
 
-def mine(parameter: Any) -> Tensor:
-    """This rank's part of a parameter of a divided layer, with a gradient."""
-    part: Tensor = parameter.to_local()
-    return part
-
-
 @contextlib.contextmanager
 def undivided(module: nn.Module) -> Iterator[None]:
     """Context in which the layers of `module` compute with whole weights, without communication. Collective."""
     kept: list[tuple[nn.Module, type[nn.Module], dict[str, nn.Parameter | None]]] = []
     gathered: dict[int, nn.Parameter] = {}
-    divided: list[Any] = [m for m in module.modules() if isinstance(getattr(m, "split", None), Split)]
+    divided: list[Any] = [layer for layer in module.modules() if split_of(layer) is not None]
     for layer in divided:
         parts = dict(layer._parameters)
         kept.append((layer, type(layer), parts))
@@ -232,20 +182,3 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-class _Gathered(torch.autograd.Function):
-    """The parts of all ranks along the last axis. All compute the same with them."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split: Split) -> Tensor:
-        ctx.split = split
-        even = nn.functional.pad(part, (0, split.chunk - part.shape[-1])).contiguous()
-        parts = [torch.empty_like(even) for _ in range(split.ranks)]
-        dist.all_gather(parts, even, group=split.group)
-        return torch.cat(parts, -1)[..., : split.size]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        own = ctx.split.mine
-        return gradient[..., own.start : own.stop].contiguous(), None

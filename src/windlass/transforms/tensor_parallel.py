@@ -24,6 +24,7 @@ from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded, local, locals_of, whole_on_first
 from windlass.transforms.buffers import broadcast, buffers_of_first_rank, check_sparse, share_buffers
 from windlass.transforms.first_rank import check_same_structure
+from windlass.transforms.split_loss import split_loss
 from windlass.transforms.strategy import Strategy, squared_norm
 from windlass.transforms.tensor_layers import divide, is_divided, undivided
 from windlass.transforms.tensor_plan import SUMMED, chosen_layers
@@ -52,6 +53,11 @@ class TensorDivision:
             if id(layer) in parts and not hasattr(layer, "tensor_style")
         ]
         divide(own, mesh, self._ranks)
+
+    def finish(self) -> None:
+        """After all layers were divided, and forwards can be made. Collective."""
+        if self.chosen:
+            split_loss(self._module)
 
     def average_shared(self, total: Callable[[Tensor], Tensor], ranks: int) -> None:
         """Average the gradients of what is not divided over `ranks`, whose sum `total` makes in place: all have the
@@ -100,6 +106,7 @@ class TensorParallel(Strategy):
         share_buffers(module)
         self._division.apply(module, tensor_device_mesh(loss_ranks.mesh, device))
         super().__init__(module)
+        self._division.finish()
 
     @contextlib.contextmanager
     def micro(self, last: bool) -> Iterator[None]:
