@@ -29,7 +29,7 @@ from windlass.config.parallel.keys import Key
 from windlass.config.parallel.parallel_plan import dtype_plans, parallel_problems
 from windlass.config.parallel.rows_deepspeed import CONFIG
 from windlass.config.parallel.rows_launch import PROCESSES
-from windlass.config.parallel.rows_training import MODEL_AXES, PRECISION
+from windlass.config.parallel.rows_training import MESH_EXPERT, MODEL_AXES, PRECISION
 from windlass.config.parallel.settings import Setting, Settings, merge
 from windlass.config.parallel.table import FLAGS, SPELLINGS, spellings
 from windlass.config.renamed import OLD_NAMES
@@ -249,8 +249,8 @@ def _all(settings: Settings, recipe: GivenRecipe | None) -> Iterator[str]:
 
 
 def _layout(settings: Settings) -> Iterator[str]:
-    """The place of each process, if some of them compute the same samples together."""
-    together = math.prod(settings.value(key) for key in MODEL_AXES)
+    """The place of each process, if some of them compute the same samples together, or divide experts."""
+    together = math.prod(settings.value(key) for key in (*MODEL_AXES, MESH_EXPERT))
     if together == 1:
         return
     world = World(0, max(settings.value(PROCESSES) or 0, together))

@@ -17,7 +17,10 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.mesh import Mesh, View
 
 # Axis of the mesh -> the field that holds its size.
-AXES = {key.words[1]: key.words[0] for key in (rows.MESH_REPLICAS, rows.MESH_SHARDS, *rows.MODEL_AXES)}
+AXES = {
+    key.words[1]: key.words[0]
+    for key in (rows.MESH_REPLICAS, rows.MESH_SHARDS, *rows.MODEL_AXES, rows.MESH_EXPERT)
+}
 DATA_AXES = ("dp_replicate", "dp_shard")
 
 
@@ -97,7 +100,8 @@ _SIZE = at_least(1)
 @described()
 @dataclass
 class ParallelismConfig(Options, Plugin):
-    """The size of each axis; their product is the number of processes.
+    """The size of each axis. The product of all but `ep_size` is the number of processes: experts are divided among
+    processes that train on different samples.
 
     Fields that are None are read from the variables `PARALLELISM_CONFIG_*` of the launcher. Sizes are 1 by default.
     """
@@ -115,7 +119,7 @@ class ParallelismConfig(Options, Plugin):
     cp_handler: TorchContextParallelConfig | None = setting(None, "Options of context parallelism.")
     sp_handler: DeepSpeedSequenceParallelConfig | None = setting(None, "Options of sequence parallelism.")
     pp_size: int | None = setting(None, "Processes of pipelines, which are not built: 1.", bounds=_SIZE)
-    ep_size: int | None = setting(None, "Processes that divide experts, which is not built: 1.", bounds=_SIZE)
+    ep_size: int | None = setting(None, rows.MESH_EXPERT.doc, bounds=_SIZE)
 
     device_mesh = None  # not a field: made by `get_device_mesh`
 

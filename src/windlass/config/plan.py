@@ -430,6 +430,7 @@ class DistPlan:
         context: how many ranks divide the sequences of a batch, among which keys and values travel.
         sequence: how many ranks divide each such part once more, and exchange heads.
         tensor: how many ranks divide the layers of one model.
+        expert: how many ranks with different samples divide the experts of one model.
     """
 
     timeout_seconds: int = 1800
@@ -447,12 +448,13 @@ class DistPlan:
     context: int = 1
     sequence: int = 1
     tensor: int = 1
+    expert: int = 1
 
     def mesh(self, ranks: int) -> Mesh:
         """The axes of a job of `ranks` ranks. Raises ConfigError if they do not divide into the replicas."""
-        replicas = ranks // (self.context * self.sequence * self.tensor)
-        whole = Mesh(replicate=replicas, context=self.context, sequence=self.sequence, tensor=self.tensor)
-        return whole.with_replicas(replicas if self.shard is None else self.shard.replicas)
+        axes = {name: getattr(self, name) for name in ("expert", "context", "sequence", "tensor")}
+        whole = Mesh(replicate=ranks // math.prod(axes.values()), **axes)
+        return whole if self.shard is None else whole.with_replicas(self.shard.replicas)
 
 
 @dataclass(frozen=True, slots=True)

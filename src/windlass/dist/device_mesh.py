@@ -33,7 +33,7 @@ def fsdp_device_meshes(mesh: Mesh, device: torch.device) -> tuple[DeviceMesh, De
         # Collectives of a mesh run on the current device of its type.
         torch.accelerator.set_device_index(device.index)
     sizes = {axis: mesh.along(axis) for axis in AXES if axis not in VIEWS["context"]}
-    sizes["shard"] *= mesh.size("context")
+    sizes["shard"] *= mesh.size("context") * sizes.pop("expert")
     axes = [axis for axis, size in sizes.items() if axis == "shard" or size > 1]
     whole = init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
     loss = tuple(axis for axis in axes if axis in VIEWS["loss"])
@@ -47,6 +47,15 @@ def tensor_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """
     sizes = {"loss": mesh.size("loss"), "tensor": mesh.tensor}
     axes = [axis for axis in sizes if axis == "tensor" or sizes[axis] > 1]
+    return init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+
+
+def expert_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """All ranks: along the axis "expert" they have different experts; along the other, "copies", if there is one, the
+    same. Collective.
+    """
+    sizes = {"copies": mesh.size("same_experts"), "expert": mesh.expert}
+    axes = [axis for axis in sizes if axis == "expert" or sizes[axis] > 1]
     return init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
 
 

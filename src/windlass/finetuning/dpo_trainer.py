@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.logs import get_job_logger
+from windlass.data.collate_preference import DataCollatorForPreference
 from windlass.finetuning.answer_log_probabilities import (
     AnswerLogProbabilities,
     answer_log_probabilities,
@@ -18,10 +18,13 @@ from windlass.finetuning.answer_log_probabilities import (
 from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.dpo_losses import PairTerms
 from windlass.finetuning.dpo_objective import UpdateLoss, figures_of, loss_sums
-from windlass.finetuning.dpo_parts import GivenForDPO, build_dpo_parts
+from windlass.finetuning.peft_adapters import is_peft_model
+from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_trainer import ReferenceTrainer
-
-logger = get_job_logger(__name__)
+from windlass.finetuning.tuned_model import open_tuned_model
+from windlass.finetuning.tuning_arguments import begin_tuning
+from windlass.text.pair_encoder import PairOptions
+from windlass.transforms.model_limits import ModelLimits
 
 _MEANS = (
     "entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected", "logps/chosen", "logps/rejected",
@@ -74,35 +77,32 @@ class DPOTrainer(ReferenceTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
-        given = GivenForDPO(
-            model,
-            ref_model,
-            args,
-            data_collator,
-            train_dataset,
-            processing_class,
-            quantization_config,
-            peft_config,
+        args = begin_tuning(DPOConfig, args, model, train_dataset)
+        base = open_tuned_model(model, args, processing_class, quantization_config, peft_config)
+        self._choose_reference(base, args, ref_model, had_adapter=is_peft_model(model))
+        options = PairOptions(
+            max_length=args.max_length, truncation_mode=args.truncation_mode, num_proc=args.dataset_num_proc
         )
-        parts = build_dpo_parts(given)
-        self._data, self._router_weight = parts.data, parts.router_weight
-        self._summaries, self._prepare_data = parts.data.summaries, self._prepared
+        limits = ModelLimits.of(base.model)
+        self._data = PreferenceData(base.tokenizer, options, limits, self.REFERENCE_COLUMNS)
         super().__init__(
-            parts.model,
-            parts.args,
-            parts.collator,
-            parts.data.prepare(train_dataset, "train"),
-            None if eval_dataset is None else parts.data.prepare_all(eval_dataset),
-            parts.processing_class,
+            base.model,
+            args,
+            data_collator
+            or DataCollatorForPreference(
+                base.tokenizer.pad_token_id, args.max_length, args.truncation_mode, args.padding_step
+            ),
+            self._data.prepare(train_dataset, "train"),
+            None if eval_dataset is None else self._data.prepare_all(eval_dataset),
+            base.processing_class,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
         )
         self._objective = UpdateLoss(self.args)
-        names = (*_MEANS, *(("aux_loss",) if self._router_weight else ()))
-        self._begin_reports((*names, *(_PARTS if self._objective.counts_tokens else ())))
+        self._begin_reports((*_MEANS, *(_PARTS if self._objective.counts_tokens else ())))
         self.loss_is_scaled_for_ga = self._objective.is_scaled
-        self._begin_reference(parts.reference, own_collator=data_collator is not None)
+        self._begin_reference(own_collator=data_collator is not None)
 
     def count_targets(self, batch: Any) -> float:
         """The pairs of a batch, which its loss is a mean over."""
@@ -145,14 +145,10 @@ class DPOTrainer(ReferenceTrainer):
         loss = self._objective.loss((of_pairs, of_tokens), terms, num_items_in_batch)
         with torch.no_grad():
             sums = figures_of(found, terms, self.args.beta)
-            pairs = terms.chosen.new_tensor(len(terms.chosen))
-            if self._router_weight:
-                sums["aux_loss"] = (pairs * 0 if auxiliary is None else auxiliary * pairs), pairs
             if self._objective.counts_tokens:
-                sums["_loss_of_pairs"] = of_pairs, pairs
+                sums["_loss_of_pairs"] = of_pairs, terms.chosen.new_tensor(len(terms.chosen))
                 sums["_loss_of_tokens"] = of_tokens, terms.chosen_tokens.sum()
-            if not self._services.evaluator.filling:
-                self._figures.add(sums, inputs["attention_mask"].sum(), training=self.model.training)
+            self._count(sums, inputs, auxiliary, len(terms.chosen))
         loss = self._services.loss.multiplied(loss, num_items_in_batch) if self._objective.is_scaled else loss
         if not return_outputs:
             return loss

@@ -249,11 +249,11 @@ class Run(LoopHooks, Interruptible):
 
     def _check_metric(self) -> None:
         """Check before the first update that evaluation returns the metric that the run needs."""
-        plan, rehearse = self._context.plan, self._context.hooks.rehearse
+        plan, hooks = self._context.plan, self._context.hooks
         metric = plan.save.metric or ("loss" if self.schedule.follows_metric else None)
-        if metric is None or plan.evaluation.strategy == "no" or rehearse is None:
+        if metric is None or plan.evaluation.strategy == "no" or not hooks.rehearses:
             return
-        find_metric(rehearse(metric, self.executor.strategy), metric)
+        find_metric(hooks.rehearse(metric, self.executor.strategy), metric)
 
     def _train(self, started: Moment) -> None:
         context, events = self._context, self._events

@@ -42,7 +42,7 @@ class DividedForwards:
     Args:
         module: the model of transformers, or a wrapper of it.
         context_ranks: the ranks that divide the rows; each forward needs all of them. Keys and values travel among
-            those of the view "ring", and those of "heads" exchange heads.
+            those of its view "ring", and those of "heads" exchange heads.
 
     Raises:
         ConfigError: the heads cannot be divided among the ranks. Collective: a short row is run both ways.

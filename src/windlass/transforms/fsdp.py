@@ -30,6 +30,7 @@ from windlass.dist.device_mesh import fsdp_device_meshes
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import copies, is_sharded, locals_of, whole_on_first
 from windlass.transforms.buffers import buffers_of_first_rank, check_sparse, share_buffers
+from windlass.transforms.expert_layers import divide_experts, expert_parameters
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
 from windlass.transforms.recompute import apply_recompute
 from windlass.transforms.strategy import Strategy, device_of, options_of_ddp, squared_norm
@@ -321,7 +322,9 @@ def shard_(
     ignored = ignored_parameters(module, chosen.ignored)
     # In the order of the module: that of a set differs between ranks.
     first.place(parameter for parameter in module.parameters() if parameter in ignored)
-    ignored = ignored_parameters(module, chosen.ignored)
+    if loss_ranks.mesh.expert > 1:
+        divide_experts(module, first, loss_ranks, device)
+    ignored = ignored_parameters(module, chosen.ignored) | set(expert_parameters(module))
     units = units_of(module, chosen, ignored)
     if chosen.recompute:
         apply_recompute(module, {"offload": chosen.recompute_offload}, units)

@@ -50,9 +50,14 @@ def _spread(
         from windlass.transforms.spmd import SplitOverDevices
 
         return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)
-    if plan.tensor > 1 and in_backward:
-        fix = "is not built for optimizers that update in the backward: use adamw_torch, or set it to 1"
-        raise ConfigError(Problem("tp_size", plan.tensor, fix))
+    for field, size in (("tp_size", plan.tensor), ("ep_size", plan.expert)):
+        if in_backward and size > 1:
+            fix = "is not built for optimizers that update in the backward: use adamw_torch, or set it to 1"
+            raise ConfigError(Problem(field, size, fix))
+    if plan.expert > 1:
+        from windlass.transforms.expert_parallel import divided
+
+        return divided(module, plan, loss_ranks, device)
     if any(map(is_sharded, module.parameters())):
         _check_divided(module, plan)
     if plan.strategy == "fsdp":

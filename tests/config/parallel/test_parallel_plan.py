@@ -105,6 +105,10 @@ def axes(**sizes: int) -> dict[str, str]:
         (axes(tp=2, dp_replicate=2), Mesh(replicate=2, tensor=2)),
         ({**axes(cp=2), "use_fsdp": True}, Mesh(shard=2, context=2)),
         (axes(cp=2, dp_shard=2), Mesh(shard=2, context=2)),
+        (axes(ep=2), Mesh(replicate=2, expert=2)),
+        (axes(ep=2, dp_replicate=4), Mesh(replicate=2, expert=2)),
+        (axes(ep=4, dp_shard=4), Mesh(expert=4)),
+        (axes(ep=2, dp_shard=2, dp_replicate=2), Mesh(replicate=2, expert=2)),
         (axes(tp=2, dp_shard=2), Mesh(shard=2, tensor=2)),
         (
             {**axes(cp=2), "use_fsdp": True, "fsdp_sharding_strategy": "NO_SHARD"},
@@ -133,7 +137,13 @@ def test_axes_of_a_model_leave_the_other_processes_to_data(flags: dict[str, Any]
         ),
         ({**axes(tp=2), "mixed_precision": "fp8"}, "tp_size=2: is not built together with float8"),
         (axes(pp=2), "pp_size=.2.: pipelines are not built"),
-        (axes(ep=2), "ep_size=.2.: experts that are divided among processes are not built"),
+        (axes(ep=3), "ep_size=3: must divide the number of processes, which is 4"),
+        (
+            axes(ep=4, dp_shard=2, dp_replicate=2),
+            "ep_size=4: must divide the processes of a replica, which are 2",
+        ),
+        (axes(ep=2, cp=2), "ep_size=2: is not built together with --parallelism_config_cp_size=2"),
+        ({**axes(ep=2), "use_deepspeed": True}, "ep_size=2: is not built together with DeepSpeed"),
     ],
 )
 def test_axes_that_are_not_combined_are_refused(flags: dict[str, Any], words: str) -> None:

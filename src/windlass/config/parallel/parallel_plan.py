@@ -107,6 +107,7 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
     yield from _float8_objections(settings)
     sharded = is_sharded(settings)
     yield from _axes_objections(settings)
+    yield from _expert_objections(settings)
     yield from _mesh_fits(settings, world, settings.value(rows.MESH_SHARDS) if sharded else 1)
     yield from xla_problems(settings, world, sharded)
     if not sharded:
@@ -208,6 +209,17 @@ def _axes_objections(settings: Settings) -> Iterator[Problem]:
             yield Problem(axis.origin, axis.value, f"is not built together with {what}, or set it to 1")
 
 
+def _expert_objections(settings: Settings) -> Iterator[Problem]:
+    expert = settings.get(rows.MESH_EXPERT.name)
+    if expert is None or expert.value == 1:
+        return
+    for axis in _axes(settings):
+        fix = f"is not built together with {axis.origin}={axis.value}: set one of the two to 1"
+        yield Problem(expert.origin, expert.value, fix)
+    for what in _apart_from_axes(settings):
+        yield Problem(expert.origin, expert.value, f"is not built together with {what}, or set it to 1")
+
+
 def _apart_from_axes(settings: Settings) -> Iterator[str]:
     """The settings that are not built together with an axis."""
     if settings.value(rows.STRATEGY) == "xla":
@@ -230,6 +242,12 @@ def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Proble
         return
     sizes = settings.explicit(rows.MESH_REPLICAS, rows.MESH_SHARDS)
     replicas, data_ranks = settings.value(rows.MESH_REPLICAS), all_ranks // together
+    copies = _replicas(settings, world) if is_sharded(settings) else 1
+    expert = settings.value(rows.MESH_EXPERT)
+    if expert > 1 and data_ranks % copies == 0 and data_ranks // copies % expert:
+        whose = "the processes of a replica" if copies > 1 else "the number of processes"
+        fix = f"must divide {whose}, which {'are' if copies > 1 else 'is'} {data_ranks // copies}"
+        yield Problem(settings[rows.MESH_EXPERT.name].origin, expert, fix)
     if not sizes:
         return
     there_are = f"there are {all_ranks}" + (f", {together} to each batch" if axes else "")
@@ -315,6 +333,7 @@ def _dist(settings: Settings, world: World) -> DistPlan:
         context=settings.value(rows.MESH_CONTEXT),
         sequence=settings.value(rows.MESH_SEQUENCE),
         tensor=settings.value(rows.MESH_TENSOR),
+        expert=settings.value(rows.MESH_EXPERT),
     )
 
 

@@ -364,7 +364,16 @@ MESH_SEQUENCE = _mesh(
     "sp",
     written=1,
 )
-for _axis, _what in (("pp", "pipelines"), ("ep", "experts that are divided among processes")):
+MESH_EXPERT = _mesh(
+    "ep",
+    kinds.positive,
+    1,
+    "Processes that divide the experts of a mixture; they train on different samples.",
+    "ep_size",
+    "ep",
+    written=1,
+)
+for _axis, _what in (("pp", "pipelines"),):
     _mesh(
         _axis,
         kinds.positive,
