@@ -18,7 +18,7 @@ from windlass.checkpoint.manager import Checkpoint
 from windlass.config.plan import UpdateSize
 from windlass.core.clock import Moment
 from windlass.core.events import TrainerState
-from windlass.core.logs import get_job_logger, get_logger
+from windlass.core.logs import SCRIPT_HINTS, get_job_logger, get_logger
 from windlass.core.mesh import Mesh
 from windlass.core.rng import StepSeeder
 from windlass.core.run_clock import SAVE, UPLOAD, run_clock
@@ -316,7 +316,7 @@ class Run(LoopHooks, Interruptible):
             )
         self.checkpoints.check_last()
         if self._context.interruption.epoch_goes_on:
-            job_logger.warning(
+            get_job_logger(SCRIPT_HINTS).warning(
                 "stopped at step %d of %d; train(resume_from_checkpoint=True) continues from %s",
                 self._events.state.global_step,
                 self._events.state.max_steps,
