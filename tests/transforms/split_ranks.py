@@ -20,9 +20,9 @@ from windlass.dist.sharded import whole
 from windlass.transforms.fsdp import shard
 from windlass.transforms.lean_loss import lean_causal_lm_loss, lean_log_probabilities
 from windlass.transforms.linear_cross_entropy import LossOptions
-from windlass.transforms.split import Split
 from windlass.transforms.strategy import Strategy
 from windlass.transforms.tensor_parallel import TensorParallel
+from windlass.transforms.tensor_split import TensorSplit
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 23, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -59,7 +59,7 @@ def _batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def _never(split: Split, part: Tensor) -> Tensor:
+def _never(split: TensorSplit, part: Tensor) -> Tensor:
     raise AssertionError(f"rank {split.rank} made whole logits")
 
 
@@ -79,7 +79,7 @@ def _check(name: str, strategy: Strategy, model: Any, plain: Any, patch: pytest.
     limit = 1e-6 if name == "soft-capped" else 1e-12  # its norms are computed in single precision
     lean_causal_lm_loss(model, batch)  # measures, by whole logits that are known
     with patch.context() as patched:
-        patched.setattr(Split, "whole", _never)
+        patched.setattr(TensorSplit, "whole", _never)
         for kind, options in _OPTIONS.items():
             expected, figures = lean_causal_lm_loss(plain, batch, options=options)
             with strategy.micro(last=True):

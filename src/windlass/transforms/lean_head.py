@@ -28,7 +28,7 @@ from windlass.transforms.linear_cross_entropy import (
 )
 from windlass.transforms.linear_log_probabilities import TokenLogProbabilities, linear_log_probabilities
 from windlass.transforms.neftune import vocabulary_of
-from windlass.transforms.split import Split, mine, split_of
+from windlass.transforms.tensor_split import TensorSplit, mine, split_of
 
 # What a head makes: what is differentiated, and figures.
 Made = tuple[Tensor, tuple[Tensor, ...]]
@@ -118,7 +118,7 @@ class LeanHead:
         options = replace(options, scale=self.scale, softcap=self.softcap)
 
         def loss_of(
-            hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, split: Split
+            hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, split: TensorSplit
         ) -> Made:
             places = _places(targets.flatten())
             states, wanted = hidden.flatten(0, -2)[places], targets.flatten()[places]
@@ -138,7 +138,7 @@ class LeanHead:
         targets = self._targets(inputs)
 
         def chosen(
-            hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, split: Split
+            hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, split: TensorSplit
         ) -> Made:
             places = _places(targets.flatten())
             states, wanted = hidden.flatten(0, -2)[places], targets.flatten()[places]
@@ -162,7 +162,7 @@ class LeanHead:
         model: nn.Module,
         inputs: Mapping[str, Any],
         targets: Tensor,
-        make: Callable[[Tensor, Tensor, Tensor, Tensor | None, Split], Made],
+        make: Callable[[Tensor, Tensor, Tensor, Tensor | None, TensorSplit], Made],
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """A forward of `model` in which `make` replaces the head. It is given hidden states and targets, and weight and
         bias of the head, or of this rank's part of it. Returns what it made, and the auxiliary loss.
@@ -343,11 +343,11 @@ def _offset_of(core: nn.Module) -> Tensor | None:
     return None if found is None else found[0]
 
 
-def _parts_of(core: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor | None, Split]:
+def _parts_of(core: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor | None, TensorSplit]:
     """Weight and bias of the head, or of the part that this rank of a tensor gang has."""
     weight: Tensor = head.weight
     bias: Tensor | None = head.bias
-    split = split_of(head) or Split(head.out_features)
+    split = split_of(head) or TensorSplit(head.out_features)
     if split.ranks > 1:
         weight, bias = mine(weight), None if bias is None else mine(bias)
     if is_sharded(weight) or len(weight) != len(split.mine):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
-from windlass.transforms.split import Split
+from windlass.transforms.tensor_split import TensorSplit
 
 IGNORED = -100
 # Logits that are made at once: on a CPU as many as its caches hold, elsewhere as many as keep the device busy.
@@ -76,7 +76,7 @@ def linear_cross_entropy(
     bias: Tensor | None,
     targets: Tensor,
     options: LossOptions | None = None,
-    split: Split | None = None,
+    split: TensorSplit | None = None,
 ) -> LinearLoss:
     """The summed cross entropy of `hidden @ weight.T + bias`.
 
@@ -119,11 +119,11 @@ class _Fused(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         options: LossOptions,
-        split: Split | None,
+        split: TensorSplit | None,
         learning: bool,
     ) -> tuple[Tensor, ...]:
         needed = tuple(learning and wanted for wanted in ctx.needs_input_grad[:3])
-        split = split or Split(len(weight))
+        split = split or TensorSplit(len(weight))
         gradients = HeadGradients(hidden, weight, bias, needed, split)
         sums = _Sums(hidden, ChunkLogits(weight, bias, options, split), options, gradients)
         sums.add_all(targets)
@@ -158,7 +158,7 @@ class ChunkLogits:
         split: of the classes.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, options: LossOptions, split: Split) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, options: LossOptions, split: TensorSplit) -> None:
         self._weight, self._bias, self._options, self.split = weight, bias, options, split
         self.precise = torch.promote_types(weight.dtype, torch.float32)
         self._buffers: tuple[Tensor, Tensor] | None = None
@@ -213,7 +213,7 @@ class HeadGradients:
         weight: Tensor,
         bias: Tensor | None,
         needed: tuple[bool, ...],
-        split: Split,
+        split: TensorSplit,
     ) -> None:
         self._own, self._split = (hidden, weight, bias), split
         precise = torch.promote_types(hidden.dtype, torch.float32)

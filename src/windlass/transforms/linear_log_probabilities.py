@@ -19,7 +19,7 @@ from windlass.transforms.linear_cross_entropy import (
     LossOptions,
     autocast_dtype,
 )
-from windlass.transforms.split import Split
+from windlass.transforms.tensor_split import TensorSplit
 
 
 class TokenLogProbabilities(NamedTuple):
@@ -50,7 +50,7 @@ def linear_log_probabilities(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
-    split: Split | None = None,
+    split: TensorSplit | None = None,
 ) -> TokenLogProbabilities:
     """The log-probability of each target under `softmax(hidden @ weight.T + bias)`.
 
@@ -71,7 +71,7 @@ def linear_log_probabilities(
     with torch.autocast(hidden.device.type, enabled=False):
         chosen: Any = _Chosen  # `apply` has no types
         return TokenLogProbabilities(
-            *chosen.apply(hidden, weight, bias, targets, options, split or Split(len(weight)), dtype)
+            *chosen.apply(hidden, weight, bias, targets, options, split or TensorSplit(len(weight)), dtype)
         )
 
 
@@ -104,7 +104,7 @@ class _Chosen(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         options: LossOptions,
-        split: Split,
+        split: TensorSplit,
         dtype: torch.dtype | None,
     ) -> tuple[Tensor, ...]:
         states, matrix, offsets = _as_type(dtype, hidden, weight, bias)

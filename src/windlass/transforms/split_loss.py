@@ -19,7 +19,7 @@ from windlass.core.logs import get_job_logger
 from windlass.transforms.divided_output import DividedOutput
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.neftune import vocabulary_of
-from windlass.transforms.split import Split, split_cross_entropy, split_of
+from windlass.transforms.tensor_split import TensorSplit, split_cross_entropy, split_of
 
 _log = get_job_logger(__name__)
 _IGNORED = -100
@@ -31,7 +31,7 @@ class _Part:
     """Logits of this rank's part of the vocabulary."""
 
     logits: Tensor
-    split: Split
+    split: TensorSplit
 
     def whole(self) -> Tensor:
         """The logits of all tokens, on every rank. Collective, without communication in the backward."""
@@ -90,7 +90,7 @@ class SplitLoss:
     ) -> Tensor:
         """The loss of causal models of transformers: as its `ForCausalLMLoss`."""
         self._made += 1
-        split: Split = self._head.split
+        split: TensorSplit = self._head.split
         if logits.shape[-1] != len(split.mine):
             raise ModelError(f"{type(self._model).__name__} changes the shape of its logits. {_TRAINED}")
         targets = shift_labels
@@ -103,7 +103,7 @@ class SplitLoss:
             (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         )
 
-    def _end(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    def _end(self, model: nn.Module, inputs: Any, kwargs: Any, output: Any) -> Any:
         """The output with logits that are gathered when they are read."""
         in_parts, self._head.in_parts = self._head.in_parts, False
         self._model.loss_function = self._own
@@ -131,7 +131,7 @@ def split_loss(module: nn.Module) -> None:
             return
 
 
-def _has_causal_loss(model: Any) -> bool:
+def _has_causal_loss(model: nn.Module) -> bool:
     """Return True if the class of `model` calls transformers' loss of causal models by its `loss_function`."""
     function = getattr(model, "loss_function", None)
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)

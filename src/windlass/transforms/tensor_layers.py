@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import whole
-from windlass.transforms.split import Split, mine, split_of
 from windlass.transforms.tensor_plan import SUMMED
+from windlass.transforms.tensor_split import TensorSplit, mine, split_of
 
 
 def divide(layers: Iterable[tuple[nn.Module, str]], mesh: DeviceMesh, tensor_ranks: Gang) -> None:
@@ -37,7 +37,7 @@ def divide(layers: Iterable[tuple[nn.Module, str]], mesh: DeviceMesh, tensor_ran
             continue
         dim = 1 if style == "rowwise" else 0
         size = found.weight.shape[dim]
-        split = Split(size, tensor_ranks.size, tensor_ranks.rank, tensor_ranks.device_group)
+        split = TensorSplit(size, tensor_ranks.size, tensor_ranks.rank, tensor_ranks.device_group)
         for name in ("weight", "bias"):
             parameter = layer._parameters.get(name)
             if parameter is None or (name == "bias" and dim == 1):
@@ -62,7 +62,7 @@ def _part(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
 class ColumnLinear(nn.Linear):
     """A linear layer with some of the rows of its weight, that is, some of its outputs."""
 
-    split: Split
+    split: TensorSplit
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., this rank's outputs)."""
@@ -88,7 +88,7 @@ class Head(ColumnLinear):
 class RowLinear(nn.Linear):
     """A linear layer with some of the columns of its weight: it gets some of the inputs, and results are summed."""
 
-    split: Split
+    split: TensorSplit
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., all outputs), from (..., this rank's inputs)."""
@@ -100,7 +100,7 @@ class RowLinear(nn.Linear):
 class VocabularyEmbedding(nn.Embedding):
     """An embedding with the rows of some of the tokens; those of the other tokens are added by the other ranks."""
 
-    split: Split
+    split: TensorSplit
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., size), on every rank."""
@@ -163,7 +163,7 @@ class _Copied(torch.autograd.Function):
     """The input of all ranks, whose gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, split: Split) -> Tensor:
+    def forward(ctx: Any, states: Tensor, split: TensorSplit) -> Tensor:
         ctx.split = split
         return states.view_as(states)
 
@@ -176,7 +176,7 @@ class _Summed(torch.autograd.Function):
     """The sum over ranks, whose gradient each of them gets."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, split: Split) -> Tensor:
+    def forward(ctx: Any, part: Tensor, split: TensorSplit) -> Tensor:
         return split.sum(part.clone(memory_format=torch.contiguous_format))
 
     @staticmethod

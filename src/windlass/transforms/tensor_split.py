@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class TensorSplit:
     """How a dimension is divided: each rank has a chunk, of which the last may be shorter.
 
     Attributes:
@@ -59,10 +59,10 @@ class Split:
         return gathered
 
 
-def split_of(layer: nn.Module) -> Split | None:
+def split_of(layer: nn.Module) -> TensorSplit | None:
     """How a divided layer is divided; None for a whole one."""
     found = getattr(layer, "split", None)
-    return found if isinstance(found, Split) else None
+    return found if isinstance(found, TensorSplit) else None
 
 
 def mine(parameter: Any) -> Tensor:
@@ -75,7 +75,7 @@ class _Gathered(torch.autograd.Function):
     """The parts of all ranks along the last axis. All compute the same with them."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, split: Split) -> Tensor:
+    def forward(ctx: Any, part: Tensor, split: TensorSplit) -> Tensor:
         ctx.split = split
         even = nn.functional.pad(part, (0, split.chunk - part.shape[-1])).contiguous()
         parts = [torch.empty_like(even) for _ in range(split.ranks)]
@@ -92,7 +92,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Cross entropy of each target, from the logits of this rank's classes."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int, split: Split) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int, split: TensorSplit) -> Tensor:
         real = targets != ignored
         here, places = split.located(torch.where(real, targets, 0))
         largest = split.max(logits.amax(1))
@@ -109,7 +109,7 @@ class _CrossEntropy(torch.autograd.Function):
         return of_logits * torch.where(real, gradient, 0)[:, None], None, None, None
 
 
-def split_cross_entropy(logits: Tensor, targets: Tensor, split: Split, ignored: int = -100) -> Tensor:
+def split_cross_entropy(logits: Tensor, targets: Tensor, split: TensorSplit, ignored: int = -100) -> Tensor:
     """The cross entropy of each target; 0 for ignored ones. Collective.
 
     Args:
