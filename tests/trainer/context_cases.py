@@ -113,7 +113,10 @@ def first_logits(found: Any) -> dict[str, float]:
     return {"logits": float(logits[:, :3].sum())}
 
 
-KEPT = ("loss", "grad_norm", "eval_loss", "eval_logits", "num_input_tokens_seen")
+KEPT = (
+    "loss", "grad_norm", "eval_loss", "eval_logits", "num_input_tokens_seen", "expert_load", "expert_load_max",
+    "experts_unused", "aux_loss",
+)  # fmt: skip
 
 
 def train(

@@ -120,7 +120,11 @@ def divided(
     Collective.
     """
     kind = ShardedExperts if plan.strategy == "fsdp" else ReplicatedExperts
-    balanced = WholeBalance(module, loss_ranks)
     strategy = kind(module, plan, loss_ranks, device)
+    try:
+        balanced = WholeBalance(module, loss_ranks, lambda: strategy.filling)
+    except BaseException:
+        strategy.release()
+        raise
     strategy.at_release.append(balanced.release)
     return strategy

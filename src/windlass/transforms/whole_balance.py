@@ -8,6 +8,7 @@ means over all ranks is not the mean of their products, so that the means are ta
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,13 +28,14 @@ class WholeBalance:
     Args:
         module: a mixture of transformers, or any other, whose forwards are left as they are.
         ranks: each forward, and its backward, needs all of them.
+        is_filling: returns True if the batch of this rank does not count.
 
     Raises:
         ModelError: the model defines the balancing loss in another way.
     """
 
-    def __init__(self, module: nn.Module, ranks: Gang) -> None:
-        self._group = ranks.device_group
+    def __init__(self, module: nn.Module, ranks: Gang, is_filling: Callable[[], bool]) -> None:
+        self._group, self._is_filling = ranks.device_group, is_filling
         self._hooks: list[Any] = []
         for part in module.modules():
             namespace = _namespace_of(part)
@@ -64,6 +66,8 @@ class WholeBalance:
         if not isinstance(gate_logits, tuple):
             return 0
         sums = router_sums(gate_logits, top_k, attention_mask)
+        if self._is_filling():
+            sums = sums * 0.0
         total: Tensor = _SumOverRanks.apply(sums, self._group)  # type: ignore[no-untyped-call]
         return balance(total)
 
@@ -99,7 +103,8 @@ def router_sums(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> 
 def balance(sums: Tensor) -> Tensor:
     """The loss of `router_sums`: 1 per chosen expert of a token if all experts are chosen equally often. In fp32."""
     chosen, probability, tokens = sums
-    return ((chosen / tokens) * (probability / tokens)).sum().mul(len(tokens)).float()
+    loss: Tensor = ((chosen / tokens) * (probability / tokens)).sum() * len(tokens)
+    return loss.float()
 
 
 class _SumOverRanks(torch.autograd.Function):
