@@ -58,7 +58,5 @@ def test_another_definition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     mixture = model("balanced")
     namespace = importlib.import_module(type(mixture).__module__)
     monkeypatch.setattr(namespace, "load_balancing_loss_func", lambda *_: torch.tensor(1.0))
-    with pytest.raises(
-        ModelError, match="defines the balancing loss of its experts in a way that"
-    ):
+    with pytest.raises(ModelError, match="defines the balancing loss of its experts in a way that"):
         WholeBalance(mixture, Gang(), lambda: False)
