@@ -10,10 +10,11 @@ from typing import Any
 from windlass.cli.images import Images
 from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.resume_point import shown_path
+from windlass.cli.resume_words import folded_command
 from windlass.cli.samples import Blocks, MaskedBlocks
 from windlass.cli.text_metrics import PREDICTIONS
 from windlass.core.locations import is_url, local_folder
-from windlass.core.output import STDOUT
+from windlass.core.output import STDOUT, shown
 from windlass.core.terminal import row_width
 from windlass.core.types import TrainOutput
 from windlass.finetuning.peft_adapters import count_parameters, describe_trained, is_peft_model
@@ -81,6 +82,7 @@ def describe_run(parts: RecipeParts, trainer: Any) -> str:
 
 def folded(text: str, indent: int = 0) -> str:
     """Return one line as lines of whole words that fit the terminal, further ones indented; as it is elsewhere."""
+    text = shown(text)  # which makes some characters longer
     if not STDOUT.isatty():
         return text
     return textwrap.fill(
@@ -119,7 +121,8 @@ def render_screen(outcome: RunOutcome) -> str:
         for name, text in (("before", outcome.before), ("after", outcome.after))
         if text
     ]
-    resume = [] if outcome.command is None else [("resume", outcome.command)]
+    command = outcome.command
+    resume = [] if command is None else [("resume", folded_command(command, STDOUT, MARGIN))]
     rows = [*_results(outcome), *_files(outcome), *resume]
     return "\n".join(["", rule, *texts, *(f"{name:<{MARGIN}}{value}" for name, value in rows), rule])
 

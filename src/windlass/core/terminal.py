@@ -48,6 +48,9 @@ def write_at_once(text: str) -> None:
 class Foot:
     """The rows at the foot of one terminal.
 
+    Attributes:
+        has_text: something was written above the rows.
+
     While there is at least one owner of rows, `sys.stdout` and `sys.stderr` are replaced where they write to this
     terminal, by streams that write above the rows. A line without its end stays alone until it has one: no rows are
     drawn below a prompt, or below another program's bar.
@@ -59,7 +62,7 @@ class Foot:
         self._terminal = terminal
         self._rows: dict[object, Sequence[str]] = {}
         self._replaced: dict[str, _Above] = {}
-        self._mid_line = False
+        self._mid_line = self.has_text = False
 
     @property
     def in_use(self) -> bool:
@@ -105,6 +108,7 @@ class Foot:
             self._write(stream, text)
             return
         begin = _ERASE if self._mid_line else _NEW_LINE
+        self.has_text = True
         rest = text.rpartition("\n")[2]
         self._mid_line = bool(rest) and not rest.endswith("\r")
         self._write(stream, begin + text)

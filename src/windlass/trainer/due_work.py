@@ -77,7 +77,7 @@ class DueWork:
         if events.control.should_evaluate:
             self._do("evaluate", self._evaluate)
         preempted = interruption.preempted
-        if events.control.should_save or interruption.stopped or self._signals.save_due or preempted:
+        if preempted or self._is_save_due():
             self._do("save", self._save)
         if preempted:
             self.leave()
@@ -164,6 +164,16 @@ class DueWork:
                 yield batch
 
     # --- saving -----------------------------------------------------------------------------------------------------
+
+    def _is_save_due(self) -> bool:
+        """Return True if a save is requested and not left to the end of the epoch that follows: of two saves at one
+        step the second would replace the first.
+        """
+        if self._interruption.stopped:
+            # An epoch that is complete ends with its events; its evaluation is left to the run that resumes.
+            return self._loop.stops_within_epoch or not self._loop.epoch_ends
+        is_left = self._loop.epoch_ends and self._plan.save.cadence.strategy == "epoch"
+        return (self._events.control.should_save or self._signals.save_due) and not is_left
 
     @property
     def is_saved(self) -> bool:

@@ -18,7 +18,7 @@ from windlass.checkpoint.manager import Checkpoint
 from windlass.config.plan import UpdateSize
 from windlass.core.clock import Moment
 from windlass.core.events import TrainerState
-from windlass.core.logs import get_job_logger, get_logger
+from windlass.core.logs import SCRIPT_HINTS, get_job_logger, get_logger
 from windlass.core.mesh import Mesh
 from windlass.core.rng import StepSeeder
 from windlass.core.run_clock import SAVE, UPLOAD, run_clock
@@ -250,11 +250,11 @@ class Run(LoopHooks, Interruptible):
 
     def _check_metric(self) -> None:
         """Check before the first update that evaluation returns the metric that the run needs."""
-        plan, rehearse = self._context.plan, self._context.hooks.rehearse
+        plan, hooks = self._context.plan, self._context.hooks
         metric = plan.save.metric or ("loss" if self.schedule.follows_metric else None)
-        if metric is None or plan.evaluation.strategy == "no" or rehearse is None:
+        if metric is None or plan.evaluation.strategy == "no" or not hooks.rehearses:
             return
-        find_metric(rehearse(metric, self.executor.strategy), metric)
+        find_metric(hooks.rehearse(metric, self.executor.strategy), metric)
 
     def _train(self, started: Moment) -> None:
         context, events = self._context, self._events
@@ -317,7 +317,7 @@ class Run(LoopHooks, Interruptible):
             )
         self.checkpoints.check_last()
         if self._context.interruption.epoch_goes_on:
-            job_logger.warning(
+            get_job_logger(SCRIPT_HINTS).warning(
                 "stopped at step %d of %d; train(resume_from_checkpoint=True) continues from %s",
                 self._events.state.global_step,
                 self._events.state.max_steps,
