@@ -27,15 +27,15 @@ class WholeBalance:
 
     Args:
         module: a mixture of transformers, or any other, whose forwards are left as they are.
-        ranks: each forward, and its backward, needs all of them.
+        loss_ranks: each forward, and its backward, needs all of them.
         is_filling: returns True if the batch of this rank does not count.
 
     Raises:
         ModelError: the model defines the balancing loss in another way.
     """
 
-    def __init__(self, module: nn.Module, ranks: Gang, is_filling: Callable[[], bool]) -> None:
-        self._group, self._is_filling = ranks.device_group, is_filling
+    def __init__(self, module: nn.Module, loss_ranks: Gang, is_filling: Callable[[], bool]) -> None:
+        self._group, self._is_filling = loss_ranks.device_group, is_filling
         self._hooks: list[Any] = []
         for part in module.modules():
             namespace = _namespace_of(part)
