@@ -69,12 +69,12 @@ class ExpertLoad:
             for hook in hooks:
                 hook.remove()
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         # Measurements and generation make no gradients; recomputation in the backward is outside of this forward.
         self._counting = module.training and torch.is_grad_enabled() and not self._is_filling()
         self._mask = kwargs.get("attention_mask")
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         loss = None if output is None else output_of(output, "aux_loss")
         loss = output_of(output, "auxiliary") if loss is None and output is not None else loss
         if self._counting and isinstance(loss, Tensor):
@@ -82,7 +82,7 @@ class ExpertLoad:
         self._counting, self._mask = False, None
 
     def _counter(self, row: int) -> Callable[[nn.Module, Any, Any], None]:
-        def count(layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        def count(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             if not self._counting:
                 return
             given = (*args, *kwargs.values())

@@ -45,10 +45,10 @@ class WholeBalance:
                 self._during_forwards(part, namespace, own)
 
     def _during_forwards(self, part: nn.Module, namespace: dict[str, Any], own: Any) -> None:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
             namespace[_NAME] = self._balance
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             namespace[_NAME] = own
 
         self._hooks += [
