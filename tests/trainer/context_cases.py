@@ -36,6 +36,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", _SIZES
                | {"head_dim": 4, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
     "mixtral": ("MixtralConfig", _SIZES | _EXPERTS),
+    "balanced": ("MixtralConfig", _SIZES | _EXPERTS
+                 | {"output_router_logits": True, "router_aux_loss_coef": 5.0}),
     "qwen3_moe": ("Qwen3MoeConfig", _SIZES | {"head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
                                               "moe_intermediate_size": 16, "norm_topk_prob": True}),
     "gpt_oss": ("GptOssConfig", _SIZES | _EXPERTS | {"head_dim": 4, "sliding_window": 5}),
@@ -107,10 +109,15 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 
 
 def first_logits(found: Any) -> dict[str, float]:
-    return {"logits": float(found.predictions[:, :3].sum())}
+    made = found.predictions if isinstance(found.predictions, tuple) else (found.predictions,)
+    logits = next(each for each in made if getattr(each, "ndim", 0) == 3)
+    return {"logits": float(logits[:, :3].sum())}
 
 
-KEPT = ("loss", "grad_norm", "eval_loss", "eval_logits", "num_input_tokens_seen")
+KEPT = (
+    "loss", "grad_norm", "eval_loss", "eval_logits", "num_input_tokens_seen", "expert_load", "expert_load_max",
+    "experts_unused", "aux_loss",
+)  # fmt: skip
 
 
 def train(

@@ -15,9 +15,8 @@ from typing import Any
 
 from windlass.callbacks.row_file import append_lines, cut_back, drop_torn_line, set_aside
 from windlass.callbacks.rows import Row
-from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.config.callback_interface import Args, Control, TrainerCallback
+from windlass.core.events import TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.output_folder import OutputFolder
 
@@ -43,9 +42,7 @@ class AnswersLog(TrainerCallback):
         self._rows_before_training = False  # of this run: an evaluation before `train()`
         self._kept_at_cut: list[Row] = []
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         if state.global_step > 0:
@@ -54,9 +51,7 @@ class AnswersLog(TrainerCallback):
             set_aside(self.path)
         self._rows_before_training, self._opened = False, True
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self._kept_at_cut = []
 
     def roll_back(self, state: TrainerState) -> None:

@@ -20,9 +20,10 @@ from windlass.callbacks.alerts import Alerts
 from windlass.callbacks.row_file import append_lines, cut_back, drop_torn_line, set_aside
 from windlass.callbacks.rows import Row, RowCallback, repeatable, revived
 from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import Args, Control
 from windlass.core.clock import Moment
 from windlass.core.errors import DataError
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
 from windlass.core.output_folder import OutputFolder
@@ -66,9 +67,7 @@ class MetricsLogCallback(RowCallback):
         self._kept_at_cut: list[Row] = []
         self._began: Moment | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         if (
@@ -85,9 +84,7 @@ class MetricsLogCallback(RowCallback):
         self._rows_before_training = False
         self._tail_checked = True
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self._alerts.saved()
 
     def roll_back(self, state: TrainerState) -> None:
@@ -108,9 +105,7 @@ class MetricsLogCallback(RowCallback):
             set_aside(self.path)
             return []
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self._kept_at_cut, self._began = [], None
 
     def take(self, row: Row, args: TrainingArguments, state: TrainerState) -> None:

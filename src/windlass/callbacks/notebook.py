@@ -11,7 +11,8 @@ from windlass.callbacks.log_table import clock_text
 from windlass.callbacks.progress import ProgressCallback, length_of
 from windlass.callbacks.rows import Logs, Metrics, Row, is_timing
 from windlass.config.arguments import TrainingArguments
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.config.callback_interface import Args, Control
+from windlass.core.events import TrainerState
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.optional import require
 from windlass.core.output import in_html
@@ -42,9 +43,7 @@ class NotebookProgressCallback(ProgressCallback):
         self._run: _CellPage | None = None
         self._evaluation: _CellPage | None = None  # outside training
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self.close()
         self._run = _CellPage("train", state.max_steps, state.global_step, state.is_world_process_zero)
         for logs in state.log_history:  # of a resumed run
@@ -54,27 +53,18 @@ class NotebookProgressCallback(ProgressCallback):
                 self._run.add_loss(logs["step"], logs["loss"], as_row=args.eval_strategy == "no")
         self._run.show()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if self._run is not None and not control.should_log:  # else `on_log` shows it, with the values
             self._run.advance(state.global_step)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Logs = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, logs: Logs = None, **kwargs: Any
     ) -> None:
         if self._run is not None and logs is not None and "loss" in logs:
             self._run.add_loss(state.global_step, logs["loss"], as_row=args.eval_strategy == "no")
             self._run.advance(state.global_step)
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         total = length_of(kwargs.get("eval_dataloader"))
         if total is None:
             return
@@ -87,21 +77,14 @@ class NotebookProgressCallback(ProgressCallback):
         self._evaluation.advance(self._batches)
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Logs = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, metrics: Logs = None, **kwargs: Any
     ) -> None:
         self.end_evaluation()
         if self._run is not None:
             self._run.add_evaluation(_place(args, state.global_step, state.epoch), metrics or {})
             self._run.show()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if self._run is not None:
             self._run.advance(state.global_step)
         self.close()

@@ -47,7 +47,7 @@ class PreferenceData:
         if isinstance(dataset, PairRows) or self._is_prepared(dataset):
             return dataset
         found = prepare_pairs(
-            dataset, self.tokenizer, self.options, numbers=self.numbers, cache=default_cache()
+            dataset, self.tokenizer, self.options, numbers=self.numbers, cache=default_cache(), name=name
         )
         if is_stream(found):
             return found
