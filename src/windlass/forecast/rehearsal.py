@@ -78,6 +78,7 @@ class Rehearsal:
         services.loss.begin_run(dict(_MEASURED))
         loader = hooks.get_train_dataloader()
         self._plan, self._source, _ = plan_run(request.args, services, hooks, loader, None)
+        _refuse_unbuilt(self._plan)
         self.update = self._read()
 
     def _read(self) -> UpdateBatch:
@@ -238,6 +239,18 @@ class _Arrival:
     def __call__(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self._meter.adopt(parameter.grad, GRADIENTS, self._place)
+
+
+def _refuse_unbuilt(plan: RunPlan) -> None:
+    """Raise ConfigError for runs in which values decide what is sent, or that other code executes."""
+    stages = 1 if plan.dist.pipeline is None else plan.dist.pipeline.size
+    sizes = (("pp_size", stages), ("ep_size", plan.dist.expert))
+    fix = "a plan of it is not built: its messages depend on other ranks; plan the run with 1"
+    problems = [Problem(name, size, fix) for name, size in sizes if size > 1]
+    if plan.dist.zero is not None:
+        fix = "DeepSpeed's engine needs memory, so a plan of it is not built; plan the run with fsdp=True"
+        problems.append(Problem("deepspeed", "given", fix))
+    refuse(problems)
 
 
 def _positions(batch: Any) -> int:
