@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.assemble.build import Built, build
+from windlass.config.plan import RunPlan
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
 from windlass.core.trees import map_leaves, tensors_in
 from windlass.data.update_batch import UpdateBatch
 from windlass.engine.splitting import Kind

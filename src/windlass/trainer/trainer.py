@@ -429,7 +429,7 @@ class Trainer:
         if planned is None:
             return
         evaluations = self._plan.evaluations
-        bound = hooks.TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
+        bound = hooks.TrainHooks(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
         planned(
             instead.RunRequest(
                 self.args, self._services, bound, self.optimizer, self.processing_class, self._new_writer
