@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.types import EvalLoopOutput, TrainOutput
+from windlass.data.collate_branches import DataCollatorForSharedPrompts
 from windlass.data.collate_preference import DataCollatorForPreference
 from windlass.finetuning.answer_log_probabilities import (
     AnswerLogProbabilities,
@@ -24,6 +28,8 @@ from windlass.finetuning.reference_trainer import ReferenceTrainer
 from windlass.finetuning.tuned_model import open_tuned_model
 from windlass.finetuning.tuning_arguments import begin_tuning
 from windlass.text.pair_encoder import PairOptions
+from windlass.transforms.branched_check import refuse_unbranched
+from windlass.transforms.document_attention import documents_apart
 from windlass.transforms.model_limits import ModelLimits
 
 _MEANS = (
@@ -78,6 +84,8 @@ class DPOTrainer(ReferenceTrainer):
         peft_config: Any = None,
     ) -> None:
         args = begin_tuning(DPOConfig, args, model, train_dataset)
+        if args.padding_free:
+            _check_rows(own_collator=data_collator is not None, has_metrics=compute_metrics is not None)
         base = open_tuned_model(model, args, processing_class, quantization_config, peft_config)
         self._choose_reference(base, args, ref_model, had_adapter=is_peft_model(model))
         options = PairOptions(
@@ -88,10 +96,7 @@ class DPOTrainer(ReferenceTrainer):
         super().__init__(
             base.model,
             args,
-            data_collator
-            or DataCollatorForPreference(
-                base.tokenizer.pad_token_id, args.max_length, args.truncation_mode, args.padding_step
-            ),
+            data_collator or self._collator(args, base.tokenizer.pad_token_id),
             self._data.prepare(train_dataset, "train"),
             None if eval_dataset is None else self._data.prepare_all(eval_dataset),
             base.processing_class,
@@ -102,14 +107,54 @@ class DPOTrainer(ReferenceTrainer):
         self._objective = UpdateLoss(self.args)
         self._begin_reports((*_MEANS, *(_PARTS if self._objective.counts_tokens else ())))
         self.loss_is_scaled_for_ga = self._objective.is_scaled
+        if args.padding_free:
+            self._check_branches()
         self._begin_reference(own_collator=data_collator is not None)
+
+    # --- rows with shared prompts -----------------------------------------------------------------------------------
+
+    def _collator(self, args: DPOConfig, pad_token_id: int) -> DataCollatorForPreference:
+        options = (pad_token_id, args.max_length, args.truncation_mode, args.padding_step)
+        if not args.padding_free:
+            return DataCollatorForPreference(*options)
+        # The balancing loss of experts is a mean over all tokens that are computed.
+        return DataCollatorForSharedPrompts(*options, shares_prompts=not self._router_weight)
+
+    def _check_branches(self) -> None:
+        """Refuse a model that cannot compute a prompt once for both of its answers."""
+        if self._session.data_ranks.size != self._session.all_ranks.size:
+            fix = "ranks that share the samples of a batch divide its rows; train with data parallelism alone"
+            raise ConfigError(Problem("padding_free", True, fix))
+        with documents_apart(self.model, branched=True):
+            refuse_unbranched(self.model)
+
+    @contextlib.contextmanager
+    def _branched(self) -> Iterator[None]:
+        """Context in which the model and its reference see the groups of a row."""
+        with contextlib.ExitStack() as stack:
+            if self.args.padding_free:
+                for model in filter(None, (self.model, self.ref_model)):
+                    stack.enter_context(documents_apart(model, branched=True))
+            yield
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`; of pairs in one row, answers do not see each other."""
+        with self._branched():
+            return super().train(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As `FineTuner.evaluation_loop`; of pairs in one row, answers do not see each other."""
+        with self._branched():
+            return super().evaluation_loop(*args, **kwargs)
+
+    # --- loss -------------------------------------------------------------------------------------------------------
 
     def count_targets(self, batch: Any) -> float:
         """The pairs of a batch, which its loss is a mean over."""
         return self._objective.count(batch)
 
     def _reference_sums(self, batch: Any) -> Tensor:
-        with self.compute_loss_context_manager():
+        with self._branched(), self.compute_loss_context_manager():
             return self._reference.log_probabilities(
                 self.model, self._prepare_inputs(batch), self.args.ld_alpha
             )
@@ -154,6 +199,16 @@ class DPOTrainer(ReferenceTrainer):
             return loss
         with torch.no_grad():  # the loss was made without logits
             return loss, model(**model_inputs(inputs))
+
+
+def _check_rows(*, own_collator: bool, has_metrics: bool) -> None:
+    """Raise ConfigError if pairs in one row contradict what a script passes."""
+    if own_collator:
+        fix = "batches are one row without padding, which only the built-in collator makes; leave data_collator out"
+        raise ConfigError(Problem("padding_free", True, fix))
+    if has_metrics:
+        fix = "`compute_metrics` gets the logits of padded batches; leave one of the two out"
+        raise ConfigError(Problem("padding_free", True, fix))
 
 
 def _terms(found: AnswerLogProbabilities, reference: tuple[Tensor, Tensor]) -> PairTerms:

@@ -190,7 +190,12 @@ class FineTuner(Trainer):
 
 
 def count_tokens(inputs: Mapping[str, Any]) -> Tensor:
-    """The inputs of a batch that are not padding, as a scalar tensor on its device."""
+    """The inputs of a batch that are not padding, as a scalar tensor on its device; of a prompt that answers share, for
+    each of them.
+    """
+    if "sequence_lengths" in inputs:
+        lengths: Tensor = inputs["sequence_lengths"]
+        return lengths.sum()
     mask = inputs.get("attention_mask")
     if isinstance(mask, Tensor):
         return mask.sum()

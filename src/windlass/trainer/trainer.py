@@ -425,7 +425,7 @@ class Trainer:
         assert self._folder is not None
         publishing.opened(self.callback_handler, self._services.session.all_ranks)
         evaluations = self._plan.evaluations
-        bound = hooks.TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
+        bound = hooks.TrainHooks(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
         self._run, self._writer, checkpoint, place = preparation.prepare_run(
             self.args,
             self._services,

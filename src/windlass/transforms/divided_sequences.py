@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang
-from windlass.transforms.document_attention import DocumentMask, document_attention, document_mask
+from windlass.transforms.document_attention import document_attention, document_mask
+from windlass.transforms.document_mask import DocumentMask
 from windlass.transforms.ring_attention import Sight, ring_attention
 from windlass.transforms.ulysses import ulysses_attention
 from windlass.transforms.zigzag import Zigzag
