@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import windlass
+from windlass import __version__
 from windlass.cli.command_line import CommandParser
 from windlass.cli.comparing.verdict import (
     Difference,
@@ -68,7 +68,7 @@ def compare_command(words: Sequence[str]) -> int:
         return 0
     versions = ", ".join(_versions())
     updates = min(len(own.updates), len(ours.updates))
-    say(f"{updates} updates of {options.script}\nown: {versions}; Windlass {windlass.__version__}\n")
+    say(f"{updates} updates of {options.script}\nown: {versions}; Windlass {__version__}\n")
     print_table([("", "own", "Windlass", "difference"), *_rows(own, ours, found, farthest)], str.ljust)
     say("\n" + textwrap.fill(f"First difference: {why}.", 80))
     if farthest is not None:
