@@ -17,8 +17,8 @@ from typing import Any
 from windlass import __version__
 from windlass.cli.command_line import CommandParser
 from windlass.cli.comparing.verdict import (
-    Difference,
-    Record,
+    FirstDifference,
+    ScriptRecord,
     differences,
     farthest_weight,
     reason,
@@ -99,7 +99,9 @@ def build_parser() -> CommandParser:
     return parser
 
 
-def _run(options: argparse.Namespace, folder: Path, environment: Mapping[str, str], name: str) -> Record:
+def _run(
+    options: argparse.Namespace, folder: Path, environment: Mapping[str, str], name: str
+) -> ScriptRecord:
     """Run the script once in a process of its own, and read what the recorder wrote."""
     folder.mkdir()
     settings = {
@@ -127,7 +129,7 @@ def _run(options: argparse.Namespace, folder: Path, environment: Mapping[str, st
     record = json.loads(written.read_text("utf-8"))
     if not record["updates"]:
         raise WindlassError(f"{options.script} with {name} ended without an update of a PyTorch optimizer")
-    return Record(**record, weights=folder / "weights.pt")
+    return ScriptRecord(**record, weights=folder / "weights.safetensors")
 
 
 def _versions() -> Iterator[str]:
@@ -139,7 +141,10 @@ def _versions() -> Iterator[str]:
 
 
 def _rows(
-    own: Record, ours: Record, found: dict[str, Difference], farthest: tuple[str, float] | None
+    own: ScriptRecord,
+    ours: ScriptRecord,
+    found: dict[str, FirstDifference],
+    farthest: tuple[str, float] | None,
 ) -> Iterator[tuple[str, str, str, str]]:
     """Yield the lines of the table."""
     pairs = list(zip(own.updates, ours.updates, strict=False))
@@ -161,7 +166,7 @@ def _rows(
         yield "memory growth", memory[0], memory[1], f"x {ours.memory / own.memory:.2f}"
 
 
-def _apart(difference: Difference | None) -> str:
+def _apart(difference: FirstDifference | None) -> str:
     if difference is None:
         return "none, same bits"
     size = ""
@@ -175,7 +180,11 @@ def _number(value: Any) -> str:
 
 
 def _facts(
-    own: Record, ours: Record, found: dict[str, Difference], why: str, farthest: tuple[str, float] | None
+    own: ScriptRecord,
+    ours: ScriptRecord,
+    found: dict[str, FirstDifference],
+    why: str,
+    farthest: tuple[str, float] | None,
 ) -> dict[str, Any]:
     """Return the comparison for programs."""
     names = {"rates": "learning_rate", "norm": "gradient_norm", "digests": "weights"}
@@ -188,7 +197,7 @@ def _facts(
     }
 
 
-def _figures(record: Record) -> dict[str, Any]:
+def _figures(record: ScriptRecord) -> dict[str, Any]:
     kept = ("rows", "rates", "loss", "norm", "seconds", "pause")
     return {
         "updates": [{name: update[name] for name in kept} for update in record.updates],

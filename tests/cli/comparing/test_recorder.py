@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from windlass.cli.comparing.recorder import Recorder
@@ -40,7 +41,7 @@ def test_an_update_has_the_sum_of_its_losses_and_the_norm_of_its_gradients(recor
     assert update["rates"] == [0.5]
     assert [len(rows) for rows in update["rows"]] == [1, 1]
     assert list(update["digests"]) == ["weight"]
-    kept = torch.load(Path(recorder.settings["folder"]) / "weights.pt", weights_only=True)
+    kept = load_file(Path(recorder.settings["folder"]) / "weights.safetensors")
     assert torch.equal(kept["weight"], layer.weight)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from windlass.cli.comparing.verdict import (
-    Record,
+    ScriptRecord,
     differences,
     farthest_weight,
     reason,
@@ -17,10 +18,10 @@ from windlass.cli.comparing.verdict import (
 )
 
 
-def record(folder: Path, *changes: dict[str, Any], weight: float = 0.0) -> Record:
+def record(folder: Path, *changes: dict[str, Any], weight: float = 0.0) -> ScriptRecord:
     """Three equal updates, the last of which have the changes."""
     folder.mkdir()
-    torch.save({"layer.weight": torch.tensor([1.0, 2.0 + weight])}, folder / "weights.pt")
+    save_file({"layer.weight": torch.tensor([1.0, 2.0 + weight])}, folder / "weights.safetensors")
     same: dict[str, Any] = {
         "rows": [["a", "b"]],
         "rates": [0.1],
@@ -33,7 +34,7 @@ def record(folder: Path, *changes: dict[str, Any], weight: float = 0.0) -> Recor
     updates = [dict(same) for _ in range(3)]
     for update, change in zip(updates[3 - len(changes) :], changes, strict=True):
         update.update(change)
-    return Record(updates, memory=1, unread=[], weights=folder / "weights.pt")
+    return ScriptRecord(updates, memory=1, unread=[], weights=folder / "weights.safetensors")
 
 
 def explained(tmp_path: Path, *changes: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -170,11 +171,11 @@ class Recorder:
         place = Path(self.settings["folder"])
         if self._model is not None:
             weights = {
-                _plain(name): p.detach().cpu()
+                _plain(name): p.detach().cpu().contiguous().clone()
                 for name, p in self._model.named_parameters()
                 if p.requires_grad
             }
-            torch.save(weights, place / "weights.pt")
+            save_file(weights, place / "weights.safetensors")
         (place / "record.json").write_text(json.dumps(record), "utf-8")
 
     def _name(self, parameter: Tensor) -> str:

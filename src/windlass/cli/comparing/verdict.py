@@ -16,7 +16,7 @@ QUANTITIES = ("rows", "rates", "loss", "norm", "digests")
 
 
 @dataclass(frozen=True)
-class Record:
+class ScriptRecord:
     """What `recorder.py` wrote of one run.
 
     Attributes:
@@ -44,7 +44,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """The first update, from 1, in which a quantity differs, and by how much."""
 
     update: int
@@ -57,17 +57,17 @@ class Difference:
         return isinstance(self.own, float) and math.isclose(self.own, self.ours, rel_tol=ROUNDING)
 
 
-def differences(own: Record, ours: Record) -> dict[str, Difference]:
+def differences(own: ScriptRecord, ours: ScriptRecord) -> dict[str, FirstDifference]:
     """Return the first difference of each quantity that has one."""
-    found: dict[str, Difference] = {}
+    found: dict[str, FirstDifference] = {}
     for number, (one, other) in enumerate(zip(own.updates, ours.updates, strict=False), 1):
         for name in QUANTITIES:
             if one[name] != other[name] and name not in found:
-                found[name] = Difference(number, one[name], other[name])
+                found[name] = FirstDifference(number, one[name], other[name])
     return found
 
 
-def same_rows_otherwise(own: Record, ours: Record) -> bool:
+def same_rows_otherwise(own: ScriptRecord, ours: ScriptRecord) -> bool:
     """Return True if both runs trained on the same rows, in another order or in other micro-batches."""
     counts = [
         Counter(row for update in record.updates for rows in update["rows"] for row in rows)
@@ -76,11 +76,11 @@ def same_rows_otherwise(own: Record, ours: Record) -> bool:
     return counts[0] == counts[1]
 
 
-def farthest_weight(own: Record, ours: Record) -> tuple[str, float] | None:
+def farthest_weight(own: ScriptRecord, ours: ScriptRecord) -> tuple[str, float] | None:
     """Return the parameter that differs most after the last update, and by how much; None if none differs."""
-    import torch
+    from safetensors.torch import load_file
 
-    one, other = (torch.load(record.weights, weights_only=True) for record in (own, ours))
+    one, other = (load_file(record.weights) for record in (own, ours))
     apart = {
         name: float((one[name].double() - other[name].double()).abs().max())
         for name in one.keys() & other.keys()
@@ -90,7 +90,7 @@ def farthest_weight(own: Record, ours: Record) -> tuple[str, float] | None:
     return None if name is None or not apart[name] else (name, apart[name])
 
 
-def reason(found: dict[str, Difference], same_rows: bool) -> str:
+def reason(found: dict[str, FirstDifference], same_rows: bool) -> str:
     """Return the sentence that explains the first difference by what differs before it."""
     if not found:
         return "same bits in every update"
@@ -119,6 +119,6 @@ def reason(found: dict[str, Difference], same_rows: bool) -> str:
     )
 
 
-def _factor(first: Difference) -> str:
+def _factor(first: FirstDifference) -> str:
     numbers = isinstance(first.own, float) and isinstance(first.ours, float)
     return f"{first.ours / first.own:.6g}" if numbers and first.own else "unknown size"
