@@ -11,6 +11,7 @@ import pytest
 
 from windlass.cli.main import main
 from windlass.forecast.forecast import SCHEMA
+from windlass.forecast.layouts import Devices, layouts
 
 RECIPE = """\
 task: causal-lm
@@ -73,6 +74,21 @@ def test_a_plan_as_json_has_its_schema(recipe: str, capsys: pytest.CaptureFixtur
     assert found["time"] is None
 
 
+def test_the_first_layout_that_fits(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", recipe, "--fit", "2x1GB"]) == 0
+    assert "replicas: as the recipe is" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_tries_every_layout(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Devices, "room", 1000)
+    assert main(["plan", recipe, "--fit", "2x1GB"]) == 2
+    out, err = capsys.readouterr()
+    assert "no layout fits: the least is" in err
+    assert [line.split("  ")[1] for line in out.splitlines()[1:]] == [layout.name for layout in layouts(2)]
+
+
 def test_a_script_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +122,10 @@ def test_the_trainer_of_transformers_is_answered(tmp_path: Path) -> None:
         (["RECIPE", "--world", "0"], "--world=0: must be at least 1"),
         (["RECIPE", "--world", "3", "parallel.mesh.tp=2"], "tp"),
         (["RECIPE", "--no-such-flag"], "--no-such-flag"),
+        (["RECIPE", "--fit", "8"], "such as 8x80GB"),
+        (["RECIPE", "--fit", "2x1GB", "--world", "3"], "contradicts --fit 2x1GB"),
+        (["RECIPE", "--fit", "8x100GB", "--device", "h100"], "has 80 GB"),
+        (["empty.py", "--fit", "8x80GB"], "this is a script"),
         (["missing.py"], "SCRIPT='missing.py': there is no such file"),
         (["missing.yaml"], "missing.yaml"),
         (["pythondocs"], "is neither a recipe"),

@@ -17,6 +17,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.output import say, say_json
 
 if TYPE_CHECKING:
+    from windlass.forecast.layouts import Devices, Layout
     from windlass.forecast.trace import Trace
     from windlass.metrics.device_peaks import Board
 
@@ -27,6 +28,7 @@ to its first Trainer.train().
 
   windlass plan sft-lora data.train=rows.jsonl --device h100
   windlass plan recipe.yaml --world 1024 --device h100 parallel.strategy=fsdp
+  windlass plan recipe.yaml --fit 8x80GB --device h100
   windlass plan train.py --world 8 --json -- --its own arguments
 """
 Start = Callable[[], Any]
@@ -39,15 +41,23 @@ def plan_command(words: list[str]) -> int:
     device = _device(options.device)
     if options.world < 1:
         raise ConfigError(Problem("--world", options.world, "must be at least 1"))
+    devices = None if options.fit is None else _devices(options, device)
+    chosen = None
     with _without_devices():
-        found = _traced(_start(options.what, rest), options)
+        if devices is None:
+            found = _traced(_start(options.what, rest), options.world)
+        else:
+            chosen, found = _fitting(options, rest, devices)
     from windlass.cli.plan_text import plan_lines
     from windlass.forecast.forecast import Forecast
 
     forecast = Forecast(found, device)
+    overrides = [] if chosen is None else list(chosen.overrides)
     if options.json:
-        say_json(forecast.to_dict())
+        say_json(forecast.to_dict() | ({} if chosen is None else {"layout": [chosen.name, *overrides]}))
         return 0
+    if chosen is not None:
+        say(f"{chosen.name}: {' '.join(overrides) or 'as the recipe is'}\n")
     for line in plan_lines(forecast, options.what):
         say(line)
     return 0
@@ -56,7 +66,7 @@ def plan_command(words: list[str]) -> int:
 def build_parser() -> CommandParser:
     parser = CommandParser(
         prog="windlass plan",
-        usage="windlass plan RECIPE_OR_SCRIPT [--world N] [--device NAME] [--json] [key=value ...]",
+        usage="windlass plan RECIPE_OR_SCRIPT [--world N] [--device NAME] [--fit 8x80GB] [--json] [key=value ...]",
         description=_HELP,
         example="windlass plan sft-lora data.train=rows.jsonl",
     )
@@ -72,6 +82,8 @@ def build_parser() -> CommandParser:
         metavar="NAME",
         help="time and memory of this device, such as h100 (default: of the process)",
     )
+    fit = "find the cheapest layout of a recipe that fits, such as 8x80GB"
+    add("--fit", metavar="NxGB", help=fit)
     add("--json", action="store_true", help="as one JSON object, sizes in bytes (docs/parallelism.md)")
     return parser
 
@@ -154,9 +166,38 @@ def _run_script(path: str, arguments: list[str]) -> None:
         sys.path.pop(0)
 
 
-def _traced(start: Start, options: Any) -> Trace:
+def _devices(options: Any, device: tuple[str, Board] | None) -> Devices:
+    """The devices of `--fit`. Raises ConfigError if other options contradict them."""
+    from windlass.forecast.layouts import Devices
+
+    devices = Devices.read(options.fit)
+    if options.world not in (1, devices.count):
+        raise ConfigError(Problem("--world", options.world, f"contradicts --fit {options.fit}; leave it out"))
+    if options.what.endswith(".py"):
+        fix = (
+            "changes keys of a recipe, and this is a script: plan it with --world for each layout of its own"
+        )
+        raise ConfigError(Problem("--fit", options.fit, fix))
+    if device is not None and device[1].memory * 10**9 < devices.memory:
+        raise ConfigError(Problem("--fit", options.fit, f"{device[0]} has {device[1].memory} GB"))
+    return devices
+
+
+def _fitting(options: Any, rest: list[str], devices: Devices) -> tuple[Layout, Trace]:
+    from windlass.cli.plan_fit import find_layout
+
+    def traced(overrides: tuple[str, ...]) -> Trace:
+        return _traced(_start(options.what, [*rest, *overrides]), devices.count)
+
+    quiet = options.json
+    if not quiet:
+        say(f"layouts for {options.fit}, the cheapest first, with the peak of a rank:")
+    return find_layout(traced, devices, (lambda line: None) if quiet else say)
+
+
+def _traced(start: Start, world: int) -> Trace:
     from windlass.forecast.tracing import trace_of
 
     # What a script prints is not part of the plan.
     with contextlib.redirect_stdout(sys.stderr):
-        return trace_of(start, options.world)
+        return trace_of(start, world)

@@ -54,7 +54,7 @@ class Instant(NamedTuple):
     place: str
 
 
-class Held(NamedTuple):
+class Peak(NamedTuple):
     """The bytes at the peak of a moment, by owner."""
 
     total: int
@@ -86,7 +86,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, places: ModulePlaces, part_of: Callable[[str], str], width: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.stage, self.times = "begin", 1
-        self.peaks: dict[Instant, Held] = {}
+        self.peaks: dict[Instant, Peak] = {}
         self.work: Counter[Work] = Counter()
         self.sent: Counter[Sent] = Counter()
         self._places, self._part_of, self._width = places, part_of, width
@@ -207,7 +207,7 @@ class Meter(TorchDispatchMode):
             moment = self._moments[key] = Instant(direction, self._part_of(place), pattern(place))
         peak = self.peaks.get(moment)
         if peak is None or self._now > peak.total:
-            self.peaks[moment] = Held(self._now, dict(self._totals))
+            self.peaks[moment] = Peak(self._now, dict(self._totals))
 
     @contextmanager
     def resizing(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from windlass.forecast.meter import Held, Instant, Owner
+from windlass.forecast.meter import Instant, Owner, Peak
 from windlass.forecast.work import Sent, Work
 
 _K = TypeVar("_K")
@@ -25,7 +25,7 @@ class Trace:
         facts: what describes the run: numbers and words.
     """
 
-    peaks: dict[Instant, Held]
+    peaks: dict[Instant, Peak]
     work: Counter[Work]
     sent: Counter[Sent]
     saved: dict[str, int] = field(default_factory=dict)
@@ -33,12 +33,12 @@ class Trace:
 
     def with_layers(self, more: Trace, times: int) -> Trace:
         """This trace with `times` the layers that `more` has beyond it."""
-        empty = Held(0, {})
+        empty = Peak(0, {})
         peaks = {}
         for moment in self.peaks.keys() | more.peaks.keys():
             one, two = self.peaks.get(moment, empty), more.peaks.get(moment, empty)
             owners = _added(one.owners, two.owners, times)
-            peaks[moment] = Held(sum(owners.values()), owners)
+            peaks[moment] = Peak(sum(owners.values()), owners)
         return Trace(
             peaks,
             Counter(_added(self.work, more.work, times)),
@@ -48,7 +48,7 @@ class Trace:
         )
 
     @property
-    def peak(self) -> tuple[Instant, Held]:
+    def peak(self) -> tuple[Instant, Peak]:
         """The moment of the update at which most memory is held."""
         return max(self.peaks.items(), key=lambda item: (item[1].total, item[0]))
 
@@ -76,7 +76,7 @@ class Trace:
         peaks = {}
         for moment, entries in data["peaks"]:
             owners = {Owner(kind, place): n for kind, place, n in entries}
-            peaks[Instant(*moment)] = Held(sum(owners.values()), owners)
+            peaks[Instant(*moment)] = Peak(sum(owners.values()), owners)
         return cls(
             peaks,
             Counter({Work(dtype, flops, nbytes): n for dtype, flops, nbytes, n in data["work"]}),
