@@ -144,7 +144,6 @@ MEMBERS_MAPPED = {
 }
 
 MEMBERS_REFUSED = {
-    "pipeline_parallel_rank": "pipelines are not built",
     "deepspeed_ulysses_dl_adapter": "it is for DeepSpeed's sequence parallelism, which ZeRO does not need; prepare "
     "the loader",
 }

@@ -61,13 +61,14 @@ def test_every_schedule_equals_one_process(run: Run) -> None:
 @pytest.mark.dist
 def test_other_models_and_losses_in_stages(run: Run) -> None:
     cases: dict[str, Case] = {
-        "gpt2": ("gpt2", TWO, {}),
+        "gpt2, evaluated before": ("gpt2", TWO, {"evaluate_first": True}),
         "gemma3": ("gemma3", of_schedule("Interleaved1F1B"), {}),
         "qwen3": ("qwen3", TWO, {"gradient_checkpointing": True}),
         "recomputed zero bubble": ("llama", V, {"gradient_checkpointing": True}),
         "a sequence of layers": ("sequence", TWO, {"trainer": "sequence"}),
         "smoothed": ("llama", TWO, {"label_smoothing_factor": 0.1}),
-        "the model's own loss": ("llama", TWO, {"own_loss": True}),
+        "the loss without logits": ("llama", TWO, {"own_loss": True}),
+        "the model's own loss": ("llama", TWO, {"own_loss": True, "lean_loss": False}),
     }
     check_equal(run, 2, cases, {"gemma3": 2e-6, "the model's own loss": 2e-6})
 
@@ -88,13 +89,14 @@ def test_stages_are_continued_to_the_bit_and_on_one_process(run: Run, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_stages_are_continued_as_more_stages_and_as_replicas(run: Run, tmp_path: Path) -> None:
-    cases: dict[str, Case] = {"more": ("llama", V, SAVING), "replicas": ("tied", TWO, SAVING)}
-    others: dict[str, Case] = {
-        "more": ("llama", of_schedule("GPipe", 4), SAVING),
-        "replicas": ("tied", TWO, {**SAVING, "per_device_train_batch_size": 1}),
-    }
-    check_continued(run, tmp_path, cases, others, ranks=4)
+@pytest.mark.parametrize(
+    ("layout", "changes"), [(of_schedule("GPipe", 4), {}), (TWO, {"per_device_train_batch_size": 1})]
+)
+def test_stages_are_continued_as_more_stages_and_as_replicas(
+    run: Run, tmp_path: Path, layout: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    cases: dict[str, Case] = {"tied": ("tied", V, SAVING)}
+    check_continued(run, tmp_path, cases, {"tied": ("tied", layout, {**SAVING, **changes})}, ranks=4)
 
 
 @pytest.mark.dist
