@@ -114,11 +114,23 @@ def reward() -> Any:
     return RewardTrainer(judge, RewardConfig(**options()), train_dataset=pairs, processing_class=tokenizer())
 
 
+class Judged(RewardTrainer):
+    """Returns the two rewards of each pair, and labels that are in no column of a batch."""
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        rewards = torch.stack(outputs.logits.squeeze(-1).chunk(2), dim=1)
+        return loss.detach(), rewards, torch.zeros(len(rewards), dtype=torch.int64)
+
+
 def reward_metrics() -> Any:
-    """Its `prediction_step` makes the labels of its metrics."""
     pairs = Dataset.from_dict({name: PREFERENCES[name] for name in ("chosen", "rejected")})
     config = RewardConfig(**options(eval_strategy="steps", eval_steps=2))
-    return RewardTrainer(
+    return Judged(
         model(LlamaForSequenceClassification), config, train_dataset=pairs, eval_dataset=pairs,
         processing_class=tokenizer(), compute_metrics=lambda found: {"rows": float(len(found.label_ids))},
     )  # fmt: skip

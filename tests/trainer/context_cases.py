@@ -30,11 +30,14 @@ _DROPS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _SIZES | {"attention_bias": False}),
     "even": ("LlamaConfig", _SIZES | {"vocab_size": 24, "attention_bias": True}),
+    "heads": ("LlamaConfig", _SIZES | {"num_key_value_heads": 4}),
     "tied": ("LlamaConfig", _SIZES | {"vocab_size": 24, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", _SIZES | {"head_dim": 4}),
     "gemma3": ("Gemma3TextConfig", _SIZES
                | {"head_dim": 4, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
     "mixtral": ("MixtralConfig", _SIZES | _EXPERTS),
+    "balanced": ("MixtralConfig", _SIZES | _EXPERTS
+                 | {"output_router_logits": True, "router_aux_loss_coef": 5.0}),
     "qwen3_moe": ("Qwen3MoeConfig", _SIZES | {"head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2,
                                               "moe_intermediate_size": 16, "norm_topk_prob": True}),
     "gpt_oss": ("GptOssConfig", _SIZES | _EXPERTS | {"head_dim": 4, "sliding_window": 5}),
@@ -106,10 +109,15 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 
 
 def first_logits(found: Any) -> dict[str, float]:
-    return {"logits": float(found.predictions[:, :3].sum())}
+    made = found.predictions if isinstance(found.predictions, tuple) else (found.predictions,)
+    logits = next(each for each in made if getattr(each, "ndim", 0) == 3)
+    return {"logits": float(logits[:, :3].sum())}
 
 
-KEPT = ("loss", "grad_norm", "eval_loss", "eval_logits", "num_input_tokens_seen")
+KEPT = (
+    "loss", "grad_norm", "eval_loss", "eval_logits", "num_input_tokens_seen", "expert_load", "expert_load_max",
+    "experts_unused", "aux_loss",
+)  # fmt: skip
 
 
 def train(

@@ -11,7 +11,7 @@ from tests.trainer.test_context_runs import CASES, Case, Results, Run, check_con
 
 pytest.importorskip("transformers")
 EXPERTS, ONE, TWO = {"ep_size": 2}, {"per_device_train_batch_size": 1}, {"per_device_train_batch_size": 2}
-# The routers of DeepSeek compute in single precision, and get hidden states rounded to it.
+# The routers of DeepSeek compute in single precision, as do balancing losses and the models' own losses.
 SINGLE = 2e-6
 
 
@@ -31,9 +31,9 @@ def test_two_ranks_with_half_of_the_experts_equal_one_process(run: Run) -> None:
     cases: dict[str, Case] = {
         "replicated": ("mixtral", EXPERTS, ONE),
         "sharded": ("mixtral", EXPERTS, {**ONE, "fsdp": True, "gradient_checkpointing": True}),
-        "biases": ("gpt_oss", EXPERTS, ONE),
+        "balanced": ("balanced", EXPERTS, {**ONE, "own_loss": True}),
     }
-    check_equal(run, 2, cases, {}, TWO)
+    check_equal(run, 2, cases, {"balanced": SINGLE}, TWO)
 
 
 @pytest.mark.slow
@@ -45,7 +45,8 @@ def test_families_of_mixtures(run: Run) -> None:
         for model in ("qwen3_moe", "gpt_oss", *single)
         for layout, changes in (("replicated", {}), ("sharded", {"fsdp": True}))
     }
-    check_equal(run, 2, cases, {name: SINGLE for name in cases if name.startswith(single)}, TWO)
+    cases["balanced shards"] = ("balanced", EXPERTS, {**ONE, "own_loss": True, "fsdp": True})
+    check_equal(run, 2, cases, {name: SINGLE for name in cases if name.startswith((*single, "bal"))}, TWO)
 
 
 @pytest.mark.slow

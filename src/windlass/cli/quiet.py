@@ -13,8 +13,15 @@ from windlass.core.logs import SCRIPT_HINTS
 from windlass.core.optional import require
 from windlass.core.output import is_terminal
 
-# They report at import what they found of optional parts of their own.
-_LOGGERS = ("torchao", "bitsandbytes", "torch.utils._pytree", "DeepSpeed", SCRIPT_HINTS)
+# They report at import what they found of optional parts of their own, or each try to reach the Hub.
+_LOGGERS = (
+    "torchao",
+    "bitsandbytes",
+    "torch.utils._pytree",
+    "DeepSpeed",
+    "huggingface_hub.utils._http",
+    SCRIPT_HINTS,
+)
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # of huggingface_hub, which transformers reads too
 # They call deprecated functions of each other.
 _MODULES = r"(transformers|peft|torchao|torch|bitsandbytes|deepspeed|datasets|tokenizers|accelerate)(\.|$)"

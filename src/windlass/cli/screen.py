@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +13,8 @@ from windlass.cli.resume_words import folded_command
 from windlass.cli.samples import Blocks, MaskedBlocks
 from windlass.cli.text_metrics import PREDICTIONS
 from windlass.core.locations import is_url, local_folder
-from windlass.core.output import STDOUT, shown
-from windlass.core.terminal import row_width
+from windlass.core.output import STDOUT
+from windlass.core.terminal import folded
 from windlass.core.types import TrainOutput
 from windlass.finetuning.peft_adapters import count_parameters, describe_trained, is_peft_model
 from windlass.metrics.answer_scores import ROUGE
@@ -78,16 +77,6 @@ def describe_run(parts: RecipeParts, trainer: Any) -> str:
         f"Output      {place}"
     )
     return "\n".join(folded(line, 12) for line in text.split("\n"))
-
-
-def folded(text: str, indent: int = 0) -> str:
-    """Return one line as lines of whole words that fit the terminal, further ones indented; as it is elsewhere."""
-    text = shown(text)  # which makes some characters longer
-    if not STDOUT.isatty():
-        return text
-    return textwrap.fill(
-        text, row_width(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-    )
 
 
 def _amount(data: Any) -> str:

@@ -13,6 +13,7 @@ from windlass.cli.command_line import CommandParser
 from windlass.cli.run_status import SCHEMA_FILE, status_of_run, with_verified
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.output import one_line, say
+from windlass.core.terminal import folded
 
 _MOST_SHARES = 5
 
@@ -75,7 +76,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     sure = "" if found["sureness"] == "certain" else f" ({found['sureness']}: {found['why']})"
     yield one_line(f"{found['name']}: {found['sentence']}{sure}")
     for name, value in facts_of(found):
-        yield one_line(f"  {name:<12} {value}")
+        row = one_line(f"  {name:<12} {value}")
+        yield row if name == "resume" else folded(row, 15)  # a command stays as it is, to be copied
 
 
 def facts_of(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

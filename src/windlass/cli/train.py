@@ -29,6 +29,7 @@ from windlass.core.errors import EXIT_PREEMPTED, Preempted
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.optional import check_installed
 from windlass.core.output import STDERR, say
+from windlass.core.terminal import folded
 from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
 
@@ -129,7 +130,7 @@ def _train(
         say(f"Continuing from {shown_path(point.path)}, step {point.step:,}")
     with Activity("importing libraries"):
         from windlass.cli.continuation import continue_prompt
-        from windlass.cli.screen import RunOutcome, describe_run, folded, render_screen
+        from windlass.cli.screen import RunOutcome, describe_run, render_screen
     task, early = TASKS[recipe.task], early_stopping(recipe)
     ends = RunEnds(early)
     saved = saved_tokenizer(run_folder(args), resume if point is None else str(point.path))

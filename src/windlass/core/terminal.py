@@ -11,11 +11,12 @@ import contextlib
 import os
 import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from windlass.core.output import TolerantStream, is_terminal
+from windlass.core.output import STDOUT, TolerantStream, is_terminal, shown
 
 _ERASE = "\x1b[J"  # from the cursor to the end of the screen
 # Text that another process or the keyboard left unfinished on this line is overwritten.
@@ -30,6 +31,16 @@ def can_redraw(stream: Any) -> bool:
 def row_width() -> int:
     """How long a row may be: a full one would begin another in some terminals."""
     return max(shutil.get_terminal_size().columns - 1, 1)
+
+
+def folded(text: str, indent: int = 0) -> str:
+    """Return one line as lines of whole words that fit the terminal, further ones indented; as it is elsewhere."""
+    text = shown(text)  # which makes some characters longer
+    if not STDOUT.isatty():
+        return text
+    return textwrap.fill(
+        text, row_width(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def foot_of(stream: Any) -> Foot:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.config.callback_interface import Args, Control, TrainerCallback
+from windlass.core.events import TrainerState
 from windlass.core.types import State
 
 Sums = Mapping[str, tuple[Tensor, Tensor]]
@@ -191,23 +190,14 @@ class UpdateBorders(TrainerCallback):
     def __init__(self, figures: MeanFigures) -> None:
         self._figures = figures
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self._figures.begin_update()
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Any = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, logs: Any = None, **kwargs: Any
     ) -> None:
         if logs and "micro_batch_too_large" in logs:  # the update is tried again
             self._figures.begin_update()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self._figures.end_update()

@@ -143,6 +143,7 @@ class Run(LoopHooks, Interruptible):
             SavedPart("loop", self.loop, rolls_back=False),
             SavedPart("due_work", self._due, rolls_back=False, optional=True, earlier="unfinished"),
             RankPart("ledger", self.ledger, adopt=self._merge_ledgers),
+            *self._reports.parts(),
             RankPart("buffers", buffers, adopt=buffers.adopt),
             *(
                 RankPart(f"registered-{number}", owner, optional=True, adopt=functools.partial(self._take_over, owner))
@@ -201,7 +202,7 @@ class Run(LoopHooks, Interruptible):
             with (
                 context.interruption.taking_ctrl_c(self),
                 telling_where(context.session.world, lambda: state.global_step, context.all_ranks.mesh),
-                self._reports.counting_compilations(),
+                self._reports.counting(),
                 noisy_embeddings(model, context.plan.transforms.neftune_alpha),
                 watching(model, context.plan.stability.watch_forwards),
             ):
@@ -430,6 +431,7 @@ class Run(LoopHooks, Interruptible):
 
     def shrink(self) -> int:
         report = self._fitter.shrink()
+        self._reports.experts.start_over()
         self._use_size(self._fitter.size)
         self._context.hooks.log(dict(report), None)
         self.steps.check_division(self._fitter.size.accumulation)

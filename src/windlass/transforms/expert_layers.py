@@ -8,8 +8,7 @@ chosen experts, as many to each as there are, and computes what it received with
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,27 +18,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from windlass.core.errors import ConfigError, Problem
 from windlass.dist.device_mesh import expert_device_mesh
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import local, whole
+from windlass.transforms.expert_plan import chosen_experts
 from windlass.transforms.first_rank import FirstRank
-
-# Styles of a plan of transformers: a module whose tokens travel, and a parameter that is cut along its experts.
-_LAYER, _PARAMETER = "ep_dispatch_experts", "grouped_gemm"
 
 
 class DividedExperts(nn.Module):
     """Some of the experts of a layer, mixed into the class of the layer.
 
     Attributes:
-        num_experts: those of this rank. All of them: times the number of ranks.
+        num_experts: those of this rank.
+        all_experts: those of all ranks.
         expert_group: the ranks that have the others.
         expert_names: the parameters that are divided.
         holds_all: every rank has all experts for now, so that tokens stay.
     """
 
     num_experts: Any
+    all_experts: int
     expert_group: Any
     expert_names: tuple[str, ...]
     holds_all = False
@@ -177,66 +175,9 @@ def divide_experts(module: nn.Module, first: FirstRank, loss_ranks: Gang, device
         kind: Any = type(layer)
         layer.__class__ = _divided(kind)
         assert isinstance(layer, DividedExperts)
+        layer.all_experts = layer.num_experts
         layer.num_experts //= ranks.size
         layer.expert_group, layer.expert_names = ranks.device_group, names
-
-
-def chosen_experts(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
-    """The layers of experts that `ranks` divide, with the names of their parameters, by path.
-
-    They are those of the attribute `ep_plan`, which models of transformers have: the path of a layer, in which * is a
-    number or a name -> "ep_dispatch_experts", and of each of its parameters -> "grouped_gemm".
-    """
-    name = type(module).__name__
-    owner = next((part for part in module.modules() if _plan_of(part)), None)
-    if owner is None:
-        fix = "has no plan for dividing experts (ep_plan): set ep_size=1"
-        raise ConfigError(Problem("model", name, fix))
-    found: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
-    parameters = {path for path, _ in owner.named_parameters() if _style(owner, path) == _PARAMETER}
-    for path, layer in owner.named_modules():
-        if _style(owner, path) != _LAYER:
-            continue
-        names = tuple(
-            each for each, _ in layer.named_parameters(recurse=False) if f"{path}.{each}" in parameters
-        )
-        _check(path, layer, names, ranks)
-        found[path] = layer, names
-    if not found:
-        raise ConfigError(
-            Problem("model", name, "none of its layers has a name of its ep_plan; set ep_size=1")
-        )
-    return found
-
-
-def _plan_of(part: nn.Module) -> Mapping[str, str]:
-    """The plan of this module itself: wrappers pass on the attributes of what they wrap."""
-    plan: Any = part.ep_plan if {"ep_plan", "_ep_plan"} & vars(part).keys() else None
-    return plan if isinstance(plan, Mapping) else {}
-
-
-def _style(owner: nn.Module, path: str) -> str | None:
-    for pattern, style in _plan_of(owner).items():
-        if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), path):
-            return style
-    return None
-
-
-def _check(path: str, layer: nn.Module, names: tuple[str, ...], ranks: int) -> None:
-    if not names:
-        fix = (
-            "has no parameters of its plan there: adapters on experts are not built together with ep_size; leave the "
-            "experts out of target_modules and target_parameters, or set ep_size=1"
-        )
-        raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
-    experts = getattr(layer, "num_experts", None)
-    if not isinstance(experts, int) or any(len(layer.get_parameter(name)) != experts for name in names):
-        fix = "has no num_experts that is the first size of its parameters; set ep_size=1"
-        raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
-    if experts % ranks:
-        raise ConfigError(
-            Problem("ep_size", ranks, f"must divide the experts of {path}, which are {experts}")
-        )
 
 
 # --- what the strategies need -----------------------------------------------------------------------------------------
@@ -283,14 +224,14 @@ class ExpertLayers:
         for layer, parts in zip(self._layers, kept, strict=True):
             for name, part in parts.items():
                 layer.register_parameter(name, nn.Parameter(whole(part), requires_grad=False))
-            layer.num_experts, layer.holds_all = layer.num_experts * self._ranks, True
+            layer.num_experts, layer.holds_all = layer.all_experts, True
         try:
             yield
         finally:
             for layer, parts in zip(self._layers, kept, strict=True):
                 for name, part in parts.items():
                     layer.register_parameter(name, part)
-                layer.num_experts, layer.holds_all = layer.num_experts // self._ranks, False
+                layer.num_experts, layer.holds_all = layer.all_experts // self._ranks, False
 
 
 def layers_of(module: nn.Module) -> list[DividedExperts]:

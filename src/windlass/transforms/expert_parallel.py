@@ -23,6 +23,7 @@ from windlass.transforms.expert_layers import ExpertLayers, divide_experts, expe
 from windlass.transforms.first_rank import FirstRank, check_same_structure
 from windlass.transforms.fsdp import FullyShardedModel
 from windlass.transforms.strategy import squared_norm
+from windlass.transforms.whole_balance import WholeBalance
 
 
 class ReplicatedExperts(DataParallel):
@@ -115,6 +116,15 @@ class ShardedExperts(FullyShardedModel):
 def divided(
     module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device
 ) -> ReplicatedExperts | ShardedExperts:
-    """Divide the experts of `module`, and replicate or shard the rest. Collective."""
+    """Divide the experts of `module`, and replicate or shard the rest; their balancing loss is that of all ranks.
+    Collective.
+    """
     kind = ShardedExperts if plan.strategy == "fsdp" else ReplicatedExperts
-    return kind(module, plan, loss_ranks, device)
+    strategy = kind(module, plan, loss_ranks, device)
+    try:
+        balanced = WholeBalance(module, loss_ranks, lambda: strategy.filling)
+    except BaseException:
+        strategy.release()
+        raise
+    strategy.at_release.append(balanced.release)
+    return strategy
