@@ -1,9 +1,9 @@
-"""What a run on preferences depends on beside its pairs: the split of an update into micro-batches and processes.
+"""What a run on preferences depends on beside its pairs: the split of an update into micro-batches and ranks.
 
-TRL's `DPOTrainer` and Windlass' train the same small Llama in double precision on the same pairs of unequal length, eight
-an update: at once, as four micro-batches, and in two processes. Written is by how much the loss, the norm of the gradient,
-the figures of the log and the weights after the updates differ from those of the first way, the largest relative
-difference of each.
+TRL's `DPOTrainer` and Windlass' train the same small Llama in double precision on the same pairs of unequal length,
+eight an update: at once, as four micro-batches, and in two processes. Written is by how much the loss, the norm of the
+gradient, the figures of the log and the weights after the updates differ from those of the first way, the largest
+relative difference of each.
 """
 
 from __future__ import annotations

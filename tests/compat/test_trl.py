@@ -59,7 +59,7 @@ def test_what_their_trainers_ask_of_an_engine_beside_training() -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("flags", [(), ("--use_fsdp", "--fsdp_version", "2")], ids=["replicated", "sharded"])
 def test_they_train_in_two_processes(flags: tuple[str, ...]) -> None:
-    """Those that sample have a reference model, which they divide themselves."""
+    """GRPO and RLOO have a reference model, which they divide themselves."""
     names = ("sft", "dpo", "grpo", "rloo")
     command = ("launch", "--compat", "--use_cpu", "--num_processes", "2", *flags, str(SCRIPT))
     found = results(*command, *names)
