@@ -47,9 +47,8 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     check_model_type(recipe.model)
     if holds_images(parts.train):
         name, processing_class = image_model(recipe, parts.tokenizer, args.seed)
-    elif (
-        name is None and in_place_of_run() is not None
-    ):  # what would be trained on it is looked at, not its weights
+    elif name is None and in_place_of_run() is not None:
+        # Nothing is trained, so weights are not needed.
         name = new_base(recipe.base or BaseSpec(), parts.tokenizer)
     elif name is None:
         name = str(trained_base(recipe, parts.tokenizer, parts.train, args))

@@ -171,8 +171,9 @@ def _devices(options: Any, device: tuple[str, Board] | None) -> Devices:
     from windlass.forecast.layouts import Devices
 
     devices = Devices.read(options.fit)
-    if options.world not in (1, devices.count):
-        raise ConfigError(Problem("--world", options.world, f"contradicts --fit {options.fit}; leave it out"))
+    processes: int = options.world
+    if processes not in (1, devices.count):
+        raise ConfigError(Problem("--world", processes, f"contradicts --fit {options.fit}; leave it out"))
     if options.what.endswith(".py"):
         fix = (
             "changes keys of a recipe, and this is a script: plan it with --world for each layout of its own"

@@ -44,8 +44,8 @@ class Layout(NamedTuple):
 
 
 def layouts(devices: int) -> Iterator[Layout]:
-    """Replicas exchange least, and shards little more; what is computed again costs a third more; ranks that divide rows
-    or layers exchange in every layer, and stay within a machine.
+    """Replicas exchange least, and shards little more; what is computed again costs a third more; ranks that divide
+    rows or layers exchange in every layer, and stay within a machine.
     """
     yield Layout("replicas", ())
     if devices > 1:
