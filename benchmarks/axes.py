@@ -52,7 +52,7 @@ def theory(layout: dict[str, int], tokens: int) -> float:
     sent = 0.0
     if tensor > 1:
         # Forward: the embedding, and two sums in each layer; backward: two in each layer, and the head.
-        sums = (4 * LAYERS + 2) * mine * WIDTH + whole
+        sums = (4 * LAYERS + 2) * mine * WIDTH + whole // shards
         sent += 2 * (tensor - 1) / tensor * sums
     if heads > 1:
         # Queries, keys, values and results, there and back.
@@ -64,9 +64,8 @@ def theory(layout: dict[str, int], tokens: int) -> float:
     if copies > 1:
         sent += 2 * (copies - 1) / copies * (cut + whole)
     if shards > 1:
-        # Parameters are gathered in the forward and, but for the root's, in the backward; gradients are scattered.
-        root = (2 * VOCABULARY * WIDTH) // tensor + WIDTH
-        sent += (shards - 1) / shards * (3 * (cut + whole) - root)
+        # One unit: its parameters are gathered once, and its gradients scattered.
+        sent += 2 * (shards - 1) / shards * (cut + whole)
     return sent * FLOAT
 
 
