@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from tests.trainer.resume_cases import kill
 from torch import Tensor, nn
 
 from windlass import ParallelismConfig, Trainer, TrainingArguments
@@ -30,6 +31,7 @@ _DROPS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _SIZES | {"attention_bias": False}),
     "even": ("LlamaConfig", _SIZES | {"vocab_size": 24, "attention_bias": True}),
+    "heads": ("LlamaConfig", _SIZES | {"num_key_value_heads": 4}),
     "tied": ("LlamaConfig", _SIZES | {"vocab_size": 24, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", _SIZES | {"head_dim": 4}),
     "gemma3": ("Gemma3TextConfig", _SIZES
@@ -120,9 +122,17 @@ KEPT = (
 
 
 def train(
-    name: str, folder: Path, *, own_loss: bool = False, resume: bool = False, **changes: Any
+    name: str,
+    folder: Path,
+    *,
+    own_loss: bool = False,
+    resume: bool | str = False,
+    killed_at: int = 0,
+    **changes: Any,
 ) -> dict[str, list[float]]:
-    """Train and evaluate; return what was reported, and the weights."""
+    """Train and evaluate; return what was reported, and the weights. The last of four ranks is killed at the end of
+    update `killed_at`.
+    """
     trainer = Noted(
         model(name),
         arguments(folder, **changes),
@@ -131,6 +141,7 @@ def train(
         eval_dataset=samples(7),
         compute_loss_func=None if own_loss else token_loss,
         compute_metrics=first_logits,
+        callbacks=[kill("on_step_end", killed_at, only_rank=3)] if killed_at else None,
     )
     result = trainer.train(resume_from_checkpoint=resume)
     trainer.evaluate()

@@ -6,19 +6,19 @@ logits are gathered if they are read. So whatever counts, weighs or measures a b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.optional import is_imported, require
 from windlass.core.rng import ForwardRandomness
 from windlass.dist.gang import Gang
+from windlass.transforms.divided_output import DividedOutput, Gatherable
 from windlass.transforms.divided_sequences import NAME, divide, divided_attention, divided_mask, group_of
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.neftune import vocabulary_of
@@ -117,7 +117,8 @@ class DividedForwards:
         if "made" in output:  # in place of logits, by `lean_loss.py`
             figures = tuple(self._whole(value, zigzag) for value in output["figures"])
             return {**output, "made": self._whole(output["made"], zigzag), "figures": figures}
-        local = _Local(output["logits"], zigzag, self._length, self._group)
+        logits = output.part if isinstance(output, DividedOutput) else output["logits"]
+        local = _Local(logits, zigzag, self._length, self._group)
         if output.get("loss") is None:
             output["logits"] = local.whole()
             return output
@@ -187,62 +188,18 @@ def has_divided_sequences(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """Logits of this rank's part of rows of `length` tokens."""
+    """Logits of this rank's part of rows of `length` tokens, which may be divided over the vocabulary too."""
 
-    logits: Tensor
+    logits: Tensor | Gatherable
     zigzag: Zigzag
     length: int
     group: Any
 
     def whole(self) -> Tensor:
         """The logits of whole rows, on every rank. Collective, without communication in the backward."""
-        gathered: Tensor = _Gather.apply(self.logits, self.group)  # type: ignore[no-untyped-call]
+        logits = self.logits if isinstance(self.logits, Tensor) else self.logits.whole()
+        gathered: Tensor = _Gather.apply(logits, self.group)  # type: ignore[no-untyped-call]
         return self.zigzag.whole(gathered, 1)[:, : self.length]
-
-
-@dataclass(eq=False)
-class DividedOutput(Mapping[str, Any]):
-    """What a forward with labels returns: the loss of the whole batch, and its logits, gathered when they are read.
-
-    All ranks of the context must read them, or none.
-    """
-
-    loss: Tensor
-    part: Any
-
-    @property
-    def logits(self) -> Tensor:
-        """Shape (rows, tokens, vocabulary), of whole rows."""
-        if isinstance(self.part, _Local):
-            self.part = self.part.whole()
-        whole: Tensor = self.part
-        return whole
-
-    def __getitem__(self, key: Any) -> Any:
-        names = ("loss", "logits")
-        if isinstance(key, int | slice):
-            return self.to_tuple()[key]
-        if key not in names:
-            raise KeyError(key)
-        return getattr(self, key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("loss", "logits"))
-
-    def __len__(self) -> int:
-        return 2
-
-    def to_tuple(self) -> tuple[Tensor, Tensor]:
-        """Loss and logits."""
-        return self.loss, self.logits
-
-
-# PyTorch's wrapper finds the loss in it.
-pytree.register_pytree_node(
-    DividedOutput,
-    lambda output: ([output.loss], output.part),
-    lambda leaves, part: DividedOutput(next(iter(leaves)), part),
-)
 
 
 class _SumOfParts(torch.autograd.Function):

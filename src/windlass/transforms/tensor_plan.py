@@ -1,0 +1,134 @@
+"""Which layers of a model are divided among the ranks of a tensor gang: its plan, and what it cannot be.
+
+The plan is the attribute `tp_plan`, which models of transformers have: pattern of names, in which * is a number or a
+name -> style.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from windlass.core.errors import ConfigError, Problem
+
+SUMMED = "replicated_with_grad_allreduce"
+"""The style of layers that are whole, and compute with some of the heads: their gradients are sums over ranks."""
+VOCABULARY = ("colwise_gather_output", "embedding_rowwise")
+STYLES = ("colwise", "rowwise", *VOCABULARY, SUMMED)
+ADAPTED = ".base_layer"
+"""The end of the name of a layer that has an adapter of peft."""
+# Styles of layers that have no weights to divide, or whose division only saves memory: whole here.
+_WHOLE = ("replicate", "sequence_parallel")
+
+
+def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, str]]:
+    """The layers that the plan of `module` divides among `ranks`, with their style, by name. Raises ConfigError for a
+    model without a plan, or a plan that cannot be followed.
+    """
+    name, base = type(module).__name__, _without_adapters(module)
+    plan = getattr(base, "tp_plan", None)
+    if not isinstance(plan, Mapping) or not plan:
+        fix = "has no plan for tensor parallelism: set module.tp_plan = {'layers.*.up': 'colwise', ...}, or tp_size=1"
+        raise ConfigError(Problem("model", name, fix))
+    unknown = sorted({style for style in plan.values() if style not in (*STYLES, *_WHOLE)})
+    if unknown:
+        fix = (
+            f"its plan has the style {unknown[0]!r}, and these are built: {', '.join(STYLES)}; set tp_size=1"
+        )
+        raise ConfigError(Problem("model", name, fix))
+    _refuse_heads(module, ranks)
+    patterns = {
+        re.compile(re.escape(pattern).replace(r"\*", "[^.]+")): style for pattern, style in plan.items()
+    }
+    found = {}
+    for path, layer in base.named_modules():
+        style = next((style for pattern, style in patterns.items() if pattern.fullmatch(path)), None)
+        if style is None or style in _WHOLE:
+            continue
+        if style in VOCABULARY and not _is_divisible(layer, ranks):
+            continue
+        for name_of_part, part in _with_adapters(path, layer, style):
+            _check_layer(name_of_part, part, style, ranks)
+            found[name_of_part] = part, style
+    _drop_tied(module, found)
+    if not any(style != SUMMED for _, style in found.values()):
+        raise ConfigError(Problem("model", name, "none of its layers has a name of its plan; set tp_size=1"))
+    return found
+
+
+def _without_adapters(module: nn.Module) -> nn.Module:
+    """The model that adapters of peft were added to, in which layers have the names of its plan; else the module."""
+    base: Callable[[], nn.Module] | None = getattr(module, "get_base_model", None)
+    return module if base is None else base()
+
+
+def _with_adapters(path: str, layer: nn.Module, style: str) -> Iterator[tuple[str, nn.Module]]:
+    """The layer; of one with low-rank adapters (arXiv:2106.09685) the layer itself, and the factor of each adapter that
+    has the divided dimension: B makes the outputs, A takes the inputs. The other factor is whole.
+    """
+    own = getattr(layer, "base_layer", None)
+    if not isinstance(own, nn.Module):
+        yield path, layer
+        return
+    factor = "lora_A" if style == "rowwise" else "lora_B"
+    factors = getattr(layer, factor, None)
+    more = ("lora_embedding_A", "lora_magnitude_vector", "lora_variant")
+    if style not in ("colwise", "rowwise") or not factors or any(getattr(layer, name, None) for name in more):
+        fix = "has an adapter that is not divided: use plain LoRA, or set tp_size=1"
+        raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
+    yield path + ADAPTED, own
+    for name, part in factors.items():
+        yield f"{path}.{factor}.{name}", part
+
+
+def _refuse_heads(module: nn.Module, ranks: int) -> None:
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text, field, None)
+        if isinstance(heads, int) and heads % ranks:
+            raise ConfigError(Problem("tp_size", ranks, f"must divide {field}, which is {heads}"))
+
+
+def _is_divisible(layer: nn.Module, ranks: int) -> bool:
+    """Return True for a head or embedding of whose vocabulary each rank gets a part."""
+    if type(layer) is not nn.Linear and not isinstance(layer, nn.Embedding):
+        return False  # as one of which peft trains a copy
+    weight: Any = layer.weight
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
+        return False
+    return bool(-(-weight.shape[0] // ranks) * (ranks - 1) < weight.shape[0])
+
+
+def _drop_tied(module: nn.Module, found: dict[str, tuple[nn.Module, str]]) -> None:
+    """Leave the layers of a weight whole if one of them stays whole, or is divided along another dimension."""
+    owners: dict[int, list[nn.Module]] = {}
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(part)
+    styles = {id(layer): style for layer, style in found.values()}
+    for path, (layer, style) in list(found.items()):
+        tied = {styles.get(id(owner)) for p in layer.parameters(recurse=False) for owner in owners[id(p)]}
+        if tied == {style} or tied <= set(VOCABULARY):
+            continue
+        if style not in VOCABULARY:
+            fix = "is tied to a layer that is not divided in the same way; set tp_size=1"
+            raise ConfigError(Problem(f"model.{path}", style, fix))
+        del found[path]
+
+
+def _check_layer(path: str, layer: nn.Module, style: str, ranks: int) -> None:
+    if style == SUMMED:
+        return
+    if style not in VOCABULARY and type(layer) is not nn.Linear:
+        fix = f"is a {type(layer).__name__}, and only nn.Linear is divided; set tp_size=1"
+        raise ConfigError(Problem(f"model.{path}", style, fix))
+    if style in VOCABULARY:
+        return
+    size: Any = layer.in_features if style == "rowwise" else layer.out_features
+    if size % ranks:
+        raise ConfigError(Problem("tp_size", ranks, f"must divide the size of {path}, which is {size}"))
