@@ -16,16 +16,9 @@ from typing import Any, Literal
 
 from windlass.callbacks.clock_file import read_clock
 from windlass.callbacks.metrics_log import FILE_NAME
+from windlass.callbacks.row_reader import UNFINISHED, whole_rows
 from windlass.callbacks.rows import Row, described_event
-from windlass.callbacks.run_record import (
-    RECORD,
-    UNFINISHED,
-    Record,
-    ended_at,
-    read_failures,
-    read_record,
-    whole_rows,
-)
+from windlass.callbacks.run_record import RECORD, Record, ended_at, read_failures, read_record
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import (
     MANIFEST_NAME,
