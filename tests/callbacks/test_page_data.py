@@ -29,6 +29,26 @@ def test_the_columns_are_the_rows(tmp_path: Path) -> None:
     assert "num_input_tokens_seen" not in data["series"]
 
 
+def test_norms_above_the_limit_of_their_attempt_are_counted(tmp_path: Path) -> None:
+    append_rows(tmp_path, *(row(step, grad_norm=norm) for step, norm in enumerate((0.5, 1.5, 2.5, 2.5), 1)))
+    assert page_data(read_run(tmp_path))["clip"] == {"at": 1.0, "over": 3, "of": 4}, "by default at 1"
+    (tmp_path / "metrics.jsonl").unlink()
+    write_run(tmp_path, 20, max_grad_norm=0.45)
+    over = sum((step * 37 % 11) / 10 > 0.45 for step in range(1, 21))
+    assert page_data(read_run(tmp_path))["clip"] == {"at": 0.45, "over": over, "of": 20}
+    record = json.loads((tmp_path / "run.json").read_text())
+    record["arguments"]["max_grad_norm"] = 0.9
+    later = {"began": BEGAN + 10.5, "from_step": 10, "repeated": 0, "changed": {"max_grad_norm": [0.45, 0.9]}}
+    record["sessions"].append(later)
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    norms = [(step * 37 % 11) / 10 for step in range(1, 21)]
+    over = sum(norm > (0.45 if step <= 10 else 0.9) for step, norm in enumerate(norms, 1))
+    assert page_data(read_run(tmp_path))["clip"] == {"at": 0.9, "over": over, "of": 20}
+    record["arguments"]["max_grad_norm"] = 0
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert page_data(read_run(tmp_path))["clip"] is None
+
+
 def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
     append_rows(tmp_path, row(1, loss=2.0), row(2, loss="NaN"), row(3, loss="-Infinity"), row(4, loss=1.0))
     series = page_data(read_run(tmp_path))["series"]["loss"]

@@ -204,12 +204,19 @@ def is_run(folder: Path) -> bool:
     return (folder / FILE_NAME).is_file() or (folder / RECORD).is_file()
 
 
-def read_run(folder: Path, *, strict: bool = False, now: float | None = None) -> RunView:
+def read_run(
+    folder: Path,
+    *,
+    strict: bool = False,
+    now: float | None = None,
+    whole: tuple[list[Row], list[str]] | None = None,
+) -> RunView:
     """Read a run's folder.
 
     Args:
         strict: raise DataError for a damaged `run.json` or row, instead of leaving it out.
         now: seconds since 1970; by default the time.
+        whole: what `whole_rows` would return, of a reader that follows the run; by default it is read.
 
     Raises:
         OSError: the folder cannot be read.
@@ -217,7 +224,7 @@ def read_run(folder: Path, *, strict: bool = False, now: float | None = None) ->
     now = time.time() if now is None else now
     notes: list[str] = []
     record = _record(folder, strict, notes)
-    rows = _rows(folder, strict, notes)
+    rows = _rows(folder, strict, notes, whole or whole_rows(folder / FILE_NAME))
     clock = read_clock(folder)
     life = _life(folder, clock, now)
     attempts = _attempts(record, rows, clock, life)
@@ -262,9 +269,9 @@ def _record(folder: Path, strict: bool, notes: list[str]) -> Record | None:
         return None
 
 
-def _rows(folder: Path, strict: bool, notes: list[str]) -> list[Row]:
+def _rows(folder: Path, strict: bool, notes: list[str], whole: tuple[list[Row], list[str]]) -> list[Row]:
     """Return the whole rows; a last line without an end is one that the run writes now, or was killed in."""
-    rows, damage = whole_rows(folder / FILE_NAME)
+    rows, damage = whole
     serious = [problem for problem in damage if not problem.endswith(UNFINISHED)]
     if strict and serious:
         raise DataError(f"{folder / FILE_NAME}, {serious[0]}")
