@@ -14,6 +14,7 @@ from windlass.callbacks.page_data import few, page_data
 from windlass.callbacks.page_file import render_page
 from windlass.callbacks.report import summarised
 from windlass.callbacks.run_view import read_run
+from windlass.core.upload_log import UPLOADS, note_upload
 
 
 def test_the_columns_are_the_rows(tmp_path: Path) -> None:
@@ -63,6 +64,20 @@ def test_what_happened_once_is_a_mark_and_not_a_point(tmp_path: Path) -> None:
     assert found == {("skipped_update", 3), ("evaluation", 4), ("out_of_memory", 4)}
     assert [one["t"] for one in marks] == [3, 4, 4]
     assert "skipped_update" not in page_data(read_run(tmp_path))["series"]
+
+
+def test_uploads_are_marks_at_the_step_of_their_checkpoint(tmp_path: Path) -> None:
+    write_run(tmp_path, 4)
+    note_upload(tmp_path, "checkpoint-2", 2)
+    note_upload(tmp_path, "the model", None, "no room")
+    with open(tmp_path / UPLOADS, "a") as file:
+        file.write('{"what": 1}\n{"what": "x", "problem": "", "step": 1, "time": 1.0}\n{"wh')
+    marks = page_data(read_run(tmp_path))["marks"]
+    found = [(one["kind"], one["step"], one["text"]) for one in marks if "upload" in one["kind"]]
+    assert found == [
+        ("uploaded", 2, "checkpoint-2 uploaded"),
+        ("upload_failed", 4, "the model was not uploaded: no room"),
+    ]
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=401, max_size=3000))

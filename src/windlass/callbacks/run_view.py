@@ -30,6 +30,7 @@ from windlass.checkpoint.manifest import (
 from windlass.checkpoint.run_lock import holder_of
 from windlass.core.errors import CheckpointError, DataError
 from windlass.core.run_clock import KINDS, STOPPED, ClockReading
+from windlass.core.upload_log import read_uploads
 
 Sureness = Literal["certain", "likely", "unknown"]
 # A run writes its clock once a second; after so many without a change it is not this folder that it writes to.
@@ -112,7 +113,8 @@ class RunEvent:
     """Something that happened once.
 
     Attributes:
-        kind: "rolled_back", "skipped_update", "out_of_memory", "alert" or "arguments_changed".
+        kind: "rolled_back", "skipped_update", "out_of_memory", "alert", "arguments_changed", "uploaded" or
+            "upload_failed".
         wall: in seconds since 1970.
         text: one line, for people.
         values: what the row in `metrics.jsonl` has of it.
@@ -230,6 +232,7 @@ def read_run(
     attempts = _attempts(record, rows, clock, life)
     events = [event for row in rows if (event := event_of(row)) is not None]
     changes = [_changed(attempt) for attempt in attempts if attempt.changed]
+    last = max([row["step"] for row in rows] + [attempt.step for attempt in attempts], default=0)
     facts = record or {}
     return RunView(
         folder=folder,
@@ -237,7 +240,7 @@ def read_run(
         read_at=now,
         record=record,
         max_steps=facts.get("max_steps"),
-        step=max([row["step"] for row in rows] + [attempt.step for attempt in attempts], default=0),
+        step=last,
         arguments=facts.get("arguments", {}),
         data=facts.get("data", {}),
         environment=facts.get("environment", {}),
@@ -248,7 +251,9 @@ def read_run(
         rows=tuple(row for row in rows if row.get("event") == "log" and described_event(row) is None),
         evaluations=tuple(row for row in rows if row.get("event") == "evaluate"),
         summary=next((row for row in reversed(rows) if row.get("event") == "summary"), None),
-        events=tuple(sorted([*events, *changes], key=lambda event: event.wall)),
+        events=tuple(
+            sorted([*events, *changes, *_uploads(folder, attempts, last)], key=lambda event: event.wall)
+        ),
         checkpoints=tuple(_checkpoints(folder)),
         failures=tuple(read_failures(folder)),
         ledger=_ledger(attempts),
@@ -435,6 +440,21 @@ def event_of(row: Row) -> RunEvent | None:
     if found is None:
         return None
     return RunEvent(found[0], row["step"], row["timing"]["wall"], found[1], row)
+
+
+def _uploads(folder: Path, attempts: Sequence[Attempt], last: int) -> list[RunEvent]:
+    """The uploads since the run began: the file may have those of a run before it."""
+    began = attempts[0].began if attempts else 0.0
+    events = []
+    for row in read_uploads(folder):
+        if row["time"] >= began:
+            failed = bool(row["problem"])
+            text = (
+                f"{row['what']} was not uploaded: {row['problem']}" if failed else f"{row['what']} uploaded"
+            )
+            step = last if row["step"] is None else row["step"]
+            events.append(RunEvent("upload_failed" if failed else "uploaded", step, row["time"], text, row))
+    return events
 
 
 def _changed(attempt: Attempt) -> RunEvent:
