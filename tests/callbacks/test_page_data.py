@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.callbacks.page_runs import BEGAN, append_rows, row, write_run
 
-from windlass.callbacks.page_data import few, page_data
+from windlass.callbacks.page_data import page_data
 from windlass.callbacks.page_file import render_page
 from windlass.callbacks.report import summarised
 from windlass.callbacks.run_view import read_run
@@ -78,16 +76,6 @@ def test_uploads_are_marks_at_the_step_of_their_checkpoint(tmp_path: Path) -> No
         ("uploaded", 2, "checkpoint-2 uploaded"),
         ("upload_failed", 4, "the model was not uploaded: no room"),
     ]
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=401, max_size=3000))
-def test_few_points_keep_every_extreme(values: list[float]) -> None:
-    points = [(step, value, float(step), None) for step, value in enumerate(values)]
-    kept = few(points, 400)
-    assert len(kept) <= 400
-    assert list(kept) == sorted(kept)
-    assert {min(values), max(values)} <= {point[1] for point in kept}
-    assert set(kept) <= set(points)
 
 
 @pytest.mark.slow

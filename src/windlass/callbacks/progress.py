@@ -35,15 +35,12 @@ class ProgressCallback(TrainerCallback):
         self._alone: Display | None = None  # an evaluation or prediction outside training
         self._batches = 0
 
+    def _open(self, total: int, label: str, state: TrainerState, start: int = 0) -> Display:
+        return open_display(total, label, start=start, file=self._file, drawn=state.is_world_process_zero)
+
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self.close()
-        self._training = open_display(
-            state.max_steps,
-            "train",
-            start=state.global_step,
-            file=self._file,
-            drawn=state.is_world_process_zero,
-        )
+        self._training = self._open(state.max_steps, "train", state, state.global_step)
         self._training.count("samples", 0.0)
         if state.global_step == 0:
             self._training.count("tokens", 0.0)
@@ -77,7 +74,7 @@ class ProgressCallback(TrainerCallback):
             self._training.advance_inner(self._batches)
             return
         if self._alone is None:
-            self._alone = open_display(total, "evaluate", file=self._file, drawn=state.is_world_process_zero)
+            self._alone = self._open(total, "evaluate", state)
         self._alone.advance(self._batches)
 
     def on_evaluate(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:

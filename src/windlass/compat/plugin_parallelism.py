@@ -56,6 +56,15 @@ class DeepSpeedSequenceParallelConfig:
 
 
 @dataclass
+class PipelineParallelConfig:
+    """Options of pipelines: the schedule, how many stages each process has, and with which modules stages begin."""
+
+    pp_schedule: str = "1F1B"
+    pp_stages_per_process: int | None = None
+    pp_split_points: list[str] | None = None
+
+
+@dataclass
 class TorchTensorParallelPlugin(Plugin):
     """Tensor parallelism, as older scripts request it; the same as `ParallelismConfig(tp_size=)`."""
 
@@ -78,8 +87,9 @@ _HANDLERS: dict[str, type] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
     "sp": DeepSpeedSequenceParallelConfig,
+    "pp": PipelineParallelConfig,
 }
-_MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+_MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 
 def _in_use(axes: tuple[str, ...], doc: str) -> property:
@@ -118,7 +128,8 @@ class ParallelismConfig(Options, Plugin):
     tp_handler: TorchTensorParallelConfig | None = setting(None, "Options of tensor parallelism.")
     cp_handler: TorchContextParallelConfig | None = setting(None, "Options of context parallelism.")
     sp_handler: DeepSpeedSequenceParallelConfig | None = setting(None, "Options of sequence parallelism.")
-    pp_size: int | None = setting(None, "Processes of pipelines, which are not built: 1.", bounds=_SIZE)
+    pp_size: int | None = setting(None, "Processes of a pipeline.", bounds=_SIZE)
+    pp_handler: PipelineParallelConfig | None = setting(None, "Options of pipelines.")
     ep_size: int | None = setting(None, rows.MESH_EXPERT.doc, bounds=_SIZE)
 
     device_mesh = None  # not a field: made by `get_device_mesh`
@@ -147,15 +158,16 @@ class ParallelismConfig(Options, Plugin):
         return int(getattr(self, AXES[axis]))
 
     dp_dim_names = _in_use(DATA_AXES, "Axes in use along which processes have different batches.")
-    non_dp_dim_names = _in_use(("tp", "cp", "sp"), "Axes in use along which processes share a batch.")
+    non_dp_dim_names = _in_use(("pp", "tp", "cp", "sp"), "Axes in use along which processes share a batch.")
     dp_shard_cp_dim_names = _in_use(("dp_shard", "cp"), "Axes in use along which weights are sharded.")
     dp_cp_dim_names = _in_use((*DATA_AXES, "cp"), "Axes in use along which losses are averaged.")
-    active_mesh_dims = _in_use((*DATA_AXES, "tp", "cp", "sp"), "All axes in use.")
+    active_mesh_dims = _in_use(("pp", *DATA_AXES, "tp", "cp", "sp"), "All axes in use.")
     dp_replicate_enabled = _is_used("dp_replicate", "True if there is more than one replica of the model.")
     dp_shard_enabled = _is_used("dp_shard", "True if replicas are sharded.")
     tp_enabled = _is_used("tp", "True if tensor parallelism is requested.")
     cp_enabled = _is_used("cp", "True if context parallelism is requested.")
     sp_enabled = _is_used("sp", "True if sequence parallelism is requested.")
+    pp_enabled = _is_used("pp", "True if a pipeline is requested.")
     data_parallel_size = _ranks("data", "Processes with different batches.")
     non_data_parallel_size = _ranks("model", "Processes that share each of those batches.")
     total_size = _ranks("all", "The number of processes of this layout.")
@@ -169,6 +181,7 @@ class ParallelismConfig(Options, Plugin):
             context=self.size("cp"),
             sequence=self.size("sp"),
             tensor=self.size("tp"),
+            pipeline=self.size("pp"),
         )
 
     @property

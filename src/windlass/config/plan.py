@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from windlass.config.pipeline_plan import PipelinePlan
 from windlass.core.mesh import Mesh
 from windlass.core.types import State
 
@@ -431,6 +432,7 @@ class DistPlan:
         sequence: how many ranks divide each such part once more, and exchange heads.
         tensor: how many ranks divide the layers of one model.
         expert: how many ranks with different samples divide the experts of one model.
+        pipeline: how the layers are divided among further ranks; None: they are not.
     """
 
     timeout_seconds: int = 1800
@@ -449,10 +451,12 @@ class DistPlan:
     sequence: int = 1
     tensor: int = 1
     expert: int = 1
+    pipeline: PipelinePlan | None = None
 
     def mesh(self, ranks: int) -> Mesh:
         """The axes of a job of `ranks` ranks. Raises ConfigError if they do not divide into the replicas."""
         axes = {name: getattr(self, name) for name in ("expert", "context", "sequence", "tensor")}
+        axes["pipeline"] = 1 if self.pipeline is None else self.pipeline.size
         whole = Mesh(replicate=ranks // math.prod(axes.values()), **axes)
         return whole if self.shard is None else whole.with_replicas(self.shard.replicas)
 

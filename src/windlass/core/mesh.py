@@ -15,7 +15,18 @@ from windlass.core.errors import ConfigError, Problem
 
 Axis = Literal["pipeline", "replicate", "shard", "expert", "context", "sequence", "tensor"]
 View = Literal[
-    "data", "loss", "expert", "same_experts", "context", "ring", "heads", "tensor", "model", "stage", "all"
+    "data",
+    "loss",
+    "expert",
+    "same_experts",
+    "context",
+    "ring",
+    "heads",
+    "tensor",
+    "pipeline",
+    "model",
+    "stage",
+    "all",
 ]
 
 # Outermost first: consecutive ranks differ along the last axis, because consecutive ranks are usually on one machine,
@@ -30,6 +41,7 @@ VIEWS: dict[View, tuple[Axis, ...]] = {
     "ring": ("context",),
     "heads": ("sequence",),
     "tensor": ("tensor",),
+    "pipeline": ("pipeline",),
     "model": ("pipeline", "context", "sequence", "tensor"),
     "stage": ("replicate", "shard", "expert", "context", "sequence", "tensor"),
     "all": AXES,
@@ -39,9 +51,9 @@ VIEWS: dict[View, tuple[Axis, ...]] = {
 data: ranks with different samples, whose counts and losses are summed. loss: ranks with different targets, whose
 gradients are averaged. expert: ranks among which the experts of a mixture are divided. same_experts: ranks of `loss`
 that hold the same experts. context: ranks that divide the sequences of the same samples. ring, heads: those of them
-among which keys travel, and those that exchange heads. tensor: ranks that divide the layers of one model. model: ranks
-that compute the same samples together. stage: ranks that have copies or parts of the same layers. all: every rank of
-the job.
+among which keys travel, and those that exchange heads. tensor: ranks that divide the layers of one model. pipeline:
+ranks that each compute some of its layers. model: ranks that compute the same samples together. stage: ranks that have
+copies or parts of the same layers. all: every rank of the job.
 """
 
 

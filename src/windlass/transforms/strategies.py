@@ -50,10 +50,15 @@ def _spread(
         from windlass.transforms.spmd import SplitOverDevices
 
         return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)
-    for field, size in (("tp_size", plan.tensor), ("ep_size", plan.expert)):
+    stages = 1 if plan.pipeline is None else plan.pipeline.size
+    for field, size in (("tp_size", plan.tensor), ("ep_size", plan.expert), ("pp_size", stages)):
         if in_backward and size > 1:
             fix = "is not built for optimizers that update in the backward: use adamw_torch, or set it to 1"
             raise ConfigError(Problem(field, size, fix))
+    if plan.pipeline is not None:
+        from windlass.transforms.pipeline import Pipeline
+
+        return Pipeline(module, plan.pipeline, loss_ranks, device)
     if plan.expert > 1:
         from windlass.transforms.expert_parallel import divided
 

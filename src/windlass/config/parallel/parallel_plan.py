@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from windlass.config.deepspeed import precision_of, stage_of, unfit, without_effect
-from windlass.config.parallel import rows_compile
+from windlass.config.parallel import rows_compile, rows_pipeline
 from windlass.config.parallel import rows_deepspeed as deepspeed
 from windlass.config.parallel import rows_float8 as float8
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.settings import Setting, Settings, contradiction
 from windlass.config.parallel.table import values_for
 from windlass.config.parallel.xla_checks import xla_problems
+from windlass.config.pipeline_plan import SCHEDULES, PipelinePlan, Schedule, unfit_stages, usual_stages
 from windlass.config.plan import CompilePlan, DistPlan, Float8Plan, PrecisionPlan, ShardPlan, ZeroPlan
 from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
@@ -107,6 +108,7 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
     yield from _float8_objections(settings)
     sharded = is_sharded(settings)
     yield from _axes_objections(settings)
+    yield from _pipeline_objections(settings)
     yield from _expert_objections(settings)
     yield from _mesh_fits(settings, world, settings.value(rows.MESH_SHARDS) if sharded else 1)
     yield from xla_problems(settings, world, sharded)
@@ -232,6 +234,34 @@ def _apart_from_axes(settings: Settings) -> Iterator[str]:
         yield "compiled models: leave torch_compile out"
 
 
+def _pipeline_objections(settings: Settings) -> Iterator[Problem]:
+    """What is not built together with a pipeline, and options that have no effect without one."""
+    size = settings.get(rows.MESH_PIPELINE.name)
+    options = settings.explicit(
+        rows_pipeline.PP_SCHEDULE, rows_pipeline.PP_STAGES, rows_pipeline.PP_SPLIT_POINTS
+    )
+    if size is None or size.value == 1:
+        for found in options:
+            if found.source in ("script", "flag"):
+                yield Problem(
+                    found.origin,
+                    found.value,
+                    "has no effect without a pipeline: set pp_size, or leave it out",
+                )
+        return
+    others = [found for found in _axes(settings) if found.key != rows.MESH_PIPELINE.name]
+    for other in others:
+        fix = f"is not built together with {other.origin}={other.value}: set one of the two to 1"
+        yield Problem(size.origin, size.value, fix)
+    if is_sharded(settings):
+        yield Problem(
+            size.origin, size.value, "is not built together with FSDP: leave fsdp out, or set it to 1"
+        )
+    stages = settings.get(rows_pipeline.PP_STAGES.name)
+    if stages is not None and (fix := unfit_stages(_schedule(settings), stages.value)):
+        yield Problem(stages.origin, stages.value, fix)
+
+
 def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Problem]:
     axes, all_ranks = _axes(settings), world.size
     together = math.prod(found.value for found in axes)
@@ -333,8 +363,23 @@ def _dist(settings: Settings, world: World) -> DistPlan:
         context=settings.value(rows.MESH_CONTEXT),
         sequence=settings.value(rows.MESH_SEQUENCE),
         tensor=settings.value(rows.MESH_TENSOR),
+        pipeline=_pipeline(settings),
         expert=settings.value(rows.MESH_EXPERT),
     )
+
+
+def _pipeline(settings: Settings) -> PipelinePlan | None:
+    size = settings.value(rows.MESH_PIPELINE)
+    if size == 1:
+        return None
+    schedule = _schedule(settings)
+    stages = settings.value(rows_pipeline.PP_STAGES) or usual_stages(schedule)
+    return PipelinePlan(size, schedule, stages, tuple(settings.value(rows_pipeline.PP_SPLIT_POINTS)))
+
+
+def _schedule(settings: Settings) -> Schedule:
+    word = settings.value(rows_pipeline.PP_SCHEDULE)
+    return next(name for name in SCHEDULES if name.lower() == word)
 
 
 def _zero(settings: Settings) -> ZeroPlan:
