@@ -412,7 +412,7 @@ class Accelerator(Ranks):
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of processes over which models are sharded; None if they are not."""
+        """The mesh over which models are sharded; None if they are not, or without `parallelism_config`."""
         return self._setup.torch_device_mesh
 
     @property
