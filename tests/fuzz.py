@@ -36,16 +36,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import numpy as np
 import torch
-from tests.callbacks.test_report import failed_run, log_run, report_of
+from tests.callbacks.killed_files import LEFT, killed_run, status_of
+from tests.callbacks.test_report import failed_run, report_of
 from tests.checkpoint.faults import save, write_parts
 from tests.checkpoint.test_malicious_places import foreign, layer, offload, read_foreign, split_weights
 from tests.compat.test_hostile_deepspeed_folders import MODEL, OPTIMIZER
 from tests.compat.test_hostile_deepspeed_folders import write as write_deepspeed
 from tests.text.test_token_store import KEY, packed
 
-from windlass.callbacks.clock_file import CLOCK, ClockFile
 from windlass.callbacks.run_record import RECORD
-from windlass.callbacks.run_view import read_run
 from windlass.checkpoint import run_lock
 from windlass.checkpoint.codec import load_state
 from windlass.checkpoint.files import Files
@@ -57,16 +56,12 @@ from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import save_weights
 from windlass.cli.launching.from_files import parse_file
 from windlass.cli.readers import read_records
-from windlass.cli.run_status import status_of_run
 from windlass.cli.schema import DataSpec
-from windlass.cli.status_command import as_json
 from windlass.compat.big_models.offloaded import OffloadedWeightsLoader
 from windlass.compat.readers.torch_file import open_torch_file
 from windlass.config import documents
 from windlass.config.json_document import read_document
 from windlass.core.errors import WindlassError
-from windlass.core.output_folder import OutputFolder
-from windlass.core.run_clock import RunClock
 from windlass.core.world import World
 from windlass.dist.rendezvous import Arrival
 from windlass.dist.signed_store import SignedStore
@@ -340,29 +335,6 @@ def _fetched(folder: Path) -> None:
     (folder / STAGING / "fetched.json").write_text('{"hub:someone/run": "checkpoint-1"}')
 
 
-def _killed(folder: Path) -> None:
-    """A run that was killed, with its clock and what a rank left of its failure."""
-    log_run(folder, max_steps=10)
-    clock = RunClock()
-    clock.begin()
-    ClockFile(OutputFolder(folder), clock).write()
-    failure = {
-        "rank": 1,
-        "step": 5,
-        "time": time.time(),
-        "status": "failed",
-        "reason": "x",
-        "of_others": False,
-    }
-    (folder / FAILURE).write_text(json.dumps(failure))
-
-
-def _status(folder: Path) -> None:
-    """Damaged files of a killed run are left out, so any error is one too many."""
-    as_json(status_of_run(read_run(folder)))
-
-
-FAILURE = ".windlass-failure-1.json"
 ARRIVAL = '{"machine": "a", "host": "b", "address": "c", "rank": 0, "machines": 2, "round": 1}'
 RECIPE = (
     "task: sft\nmodel: {name: gpt2}\ndata:\n  train: a.jsonl\n  mixture: {a: 0.5}\ntraining: {max_steps: 3}\n"
@@ -398,8 +370,7 @@ TARGETS = [
            ()),
     Target("record of a run", failed_run, RECORD, of_json, report_of),
     Target("rows of a run", failed_run, "metrics.jsonl", of_lines, report_of),
-    Target("clock of a run", _killed, CLOCK, of_json, _status, ()),
-    Target("failure of a rank", _killed, FAILURE, of_json, _status, ()),
+    *(Target(f"killed run {name}", killed_run, name, of_lines, status_of, ()) for name in LEFT),
     Target("rendezvous message", _content("message", ARRIVAL), "message", of_json, _message,
            (WindlassError, ValueError)),
     Target("message of a rank", _packed, "parcel", of_message, _unpacked),

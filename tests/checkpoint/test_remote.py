@@ -231,7 +231,6 @@ def test_uploads_and_their_failures_are_noted_beside_the_run(
 
     save(tmp_path / "run", url, 1)
     monkeypatch.setattr(Faulty, "before", refuse)
-    with pytest.raises(OSError, match="the line is dead"):
-        save(tmp_path / "run", url, 2)
+    save(tmp_path / "run", url, 2)
     found = [(row["what"], row["step"], bool(row["problem"])) for row in read_uploads(tmp_path / "run")]
     assert found == [("checkpoint-1", 1, False), ("checkpoint-2", 2, True)]

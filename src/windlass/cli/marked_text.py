@@ -12,12 +12,12 @@ from windlass.text.trained_pieces import trained_pieces
 
 Marks = tuple[str, str]
 _COLOURS = ("\x1b[32m", "\x1b[0m")
-_BRACKETS = ("⟦", "⟧")
+BRACKETS = ("⟦", "⟧")
 
 
 def terminal_marks() -> Marks:
     """Return a colour and its end, or brackets if the output has no colours."""
-    return _COLOURS if can_redraw(STDOUT) and not os.environ.get("NO_COLOR") else _BRACKETS
+    return _COLOURS if can_redraw(STDOUT) and not os.environ.get("NO_COLOR") else BRACKETS
 
 
 def marked(ids: Sequence[int], labels: Sequence[int], tokenizer: Any, marks: Marks) -> str:

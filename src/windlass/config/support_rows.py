@@ -8,7 +8,10 @@ from windlass.config.enums import LoggerType, OptimizerNames
 
 REPORT = "report"  # in `report_to`: a page and a picture of the run, beside trackers
 _WRITTEN = "metrics.jsonl is always written, and report_to='report' adds report.html"
-TRACKER_NOTE = f"is not built; {_WRITTEN}; a callback or a GeneralTracker of your own can send logs on"
+TRACKER_NOTE = (
+    f"is not built; {_WRITTEN}; a GeneralTracker of your own sends logs on with three methods (tracker, "
+    "store_init_configuration, log): pass it in a TrackingCallback"
+)
 
 # All that have a name but for one, which needs devices on which Windlass does not train (`OPTIMIZER_ADVICE`).
 OPTIMIZERS = tuple(str(name) for name in OptimizerNames if name is not OptimizerNames.ADAMW_TORCH_NPU_FUSED)
@@ -24,7 +27,23 @@ OPTIMIZER_ADVICE = {
     **dict.fromkeys(("galore", "lomo"), "; adafactor keeps the smallest state of those that are"),
 }
 TRACKERS = tuple(sorted(kind.value for kind in LoggerType if kind is not LoggerType.ALL))
+# Services that take the runs of MLflow, and how.
+_BY_MLFLOW = {
+    "azure_ml": "install azureml-mlflow and set MLFLOW_TRACKING_URI to the address of the workspace (azureml://...)",
+    "dagshub": "set MLFLOW_TRACKING_URI=https://dagshub.com/OWNER/REPOSITORY.mlflow",
+}
+_NO_METRICS = (
+    "measures energy and takes no metrics: start its EmissionsTracker in the script, or in on_train_begin and "
+    "on_train_end of a callback"
+)
 UNBUILT_TRACKERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", "neptune")
+
+
+def unbuilt_tracker(name: str) -> str:
+    """Return why logs cannot be sent to this tracker by its name, and what to do instead."""
+    if name in _BY_MLFLOW:
+        return f"takes the runs of MLflow: use report_to='mlflow', and {_BY_MLFLOW[name]}"
+    return _NO_METRICS if name == "codecarbon" else TRACKER_NOTE
 
 
 def unbuilt_optimizer(name: str) -> str | None:
@@ -39,7 +58,7 @@ def unbuilt_trackers(report_to: list[str]) -> Iterator[tuple[str, str]]:
     """Each name of `report_to` that cannot be reported to, and why."""
     for name in report_to:
         if name in UNBUILT_TRACKERS:
-            yield name, TRACKER_NOTE
+            yield name, unbuilt_tracker(name)
         elif name not in (*TRACKERS, REPORT, "all"):
             yield name, f"is not a tracker; known names: all, none, {REPORT}, {', '.join(TRACKERS)}"
 
