@@ -247,7 +247,7 @@ SECTIONS: dict[str, Table] = {
     "optim": _optimizers(),
     "lr_scheduler_type": _table(member.value for member in SchedulerType),
     "report_to": _table(
-        (*rows.TRACKERS, "all"), {}, {name: rows.unbuilt_tracker(name) for name in rows.UNBUILT_TRACKERS}
+        (*rows.TRACKERS, "all"), {}, rows.UNBUILT_TRACKERS
     ),
     "Trainer constructor": _table(CONSTRUCTOR.split(), CONSTRUCTOR_MAPPED),
     "SFTTrainer constructor": _table(TUNER.split(), TUNER_MAPPED),

@@ -197,7 +197,7 @@ async def follow(runs: Sequence[Path], positions: Sequence[str]) -> AsyncIterato
     while True:
         pause = _LOOK_SECONDS
         found = await asyncio.to_thread(_signature, runs)
-        if followed is None:  # what the page has is read once more, which is no part of following
+        if followed is None:  # what the page has is read once more, and the pause does not count it
             followed = await asyncio.to_thread(FollowedRuns, runs, positions)
         if found != seen:
             text, spent = await asyncio.to_thread(_event, followed)

@@ -27,23 +27,14 @@ OPTIMIZER_ADVICE = {
     **dict.fromkeys(("galore", "lomo"), "; adafactor keeps the smallest state of those that are"),
 }
 TRACKERS = tuple(sorted(kind.value for kind in LoggerType if kind is not LoggerType.ALL))
-# Services that take the runs of MLflow, and how.
-_BY_MLFLOW = {
-    "azure_ml": "install azureml-mlflow and set MLFLOW_TRACKING_URI to the address of the workspace (azureml://...)",
-    "dagshub": "set MLFLOW_TRACKING_URI=https://dagshub.com/OWNER/REPOSITORY.mlflow",
+_MLFLOW = "takes the runs of MLflow: use report_to='mlflow', and"
+# Name -> why logs cannot be sent to it by its name, and what to do instead.
+UNBUILT_TRACKERS = {
+    "azure_ml": f"{_MLFLOW} install azureml-mlflow and set MLFLOW_TRACKING_URI to the workspace (azureml://...)",
+    "codecarbon": "measures energy and takes no metrics: start its EmissionsTracker in the script or in a callback",
+    "dagshub": f"{_MLFLOW} set MLFLOW_TRACKING_URI=https://dagshub.com/OWNER/REPOSITORY.mlflow",
+    **dict.fromkeys(("flyte", "kubeflow", "neptune"), TRACKER_NOTE),
 }
-_NO_METRICS = (
-    "measures energy and takes no metrics: start its EmissionsTracker in the script, or in on_train_begin and "
-    "on_train_end of a callback"
-)
-UNBUILT_TRACKERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", "neptune")
-
-
-def unbuilt_tracker(name: str) -> str:
-    """Return why logs cannot be sent to this tracker by its name, and what to do instead."""
-    if name in _BY_MLFLOW:
-        return f"takes the runs of MLflow: use report_to='mlflow', and {_BY_MLFLOW[name]}"
-    return _NO_METRICS if name == "codecarbon" else TRACKER_NOTE
 
 
 def unbuilt_optimizer(name: str) -> str | None:
@@ -58,7 +49,7 @@ def unbuilt_trackers(report_to: list[str]) -> Iterator[tuple[str, str]]:
     """Each name of `report_to` that cannot be reported to, and why."""
     for name in report_to:
         if name in UNBUILT_TRACKERS:
-            yield name, unbuilt_tracker(name)
+            yield name, UNBUILT_TRACKERS[name]
         elif name not in (*TRACKERS, REPORT, "all"):
             yield name, f"is not a tracker; known names: all, none, {REPORT}, {', '.join(TRACKERS)}"
 
