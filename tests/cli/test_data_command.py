@@ -212,6 +212,9 @@ def test_a_file_is_prepared_once(
     monkeypatch.setenv("WINDLASS_HOME", str(tmp_path))
     cache = tmp_path / "text"
     words = ["data", "prepare", chats, f"tokenizer={tokenizer}", "max_length=70"]
+    assert main([*words, "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)["splits"]["train"]
+    assert (counts["rows"], counts["longest"]) == (5, 70)
     for _ in range(2):
         assert main(words) == 0
         lines = capsys.readouterr().out.splitlines()
