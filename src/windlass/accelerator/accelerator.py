@@ -437,8 +437,8 @@ class Accelerator(Ranks):
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Refused: there is no pipeline."""
-        raise ConfigError(Problem("pipeline_parallel_rank", None, "pipelines are not built"))
+        """Index of this process in its pipeline."""
+        return self._setup.pipeline_parallel_rank
 
     # --- loaders and folders ------------------------------------------------------------------------------------------
 

@@ -173,6 +173,11 @@ class Setup:
         return self._rank_in("tensor")
 
     @property
+    def pipeline_parallel_rank(self) -> int:
+        """Index of the process in its pipeline."""
+        return self._rank_in("pipeline")
+
+    @property
     def context_parallel_rank(self) -> int:
         """Index of the part of each sequence that this process computes."""
         inner = self._rank_in("sequence")
