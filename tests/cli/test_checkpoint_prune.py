@@ -13,7 +13,7 @@ from windlass.cli.main import main
 
 def test_what_is_pruned_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (1, 2, 3):
-        save(tmp_path, step)
+        save(tmp_path, step, limit=None)
     command = ["checkpoint", "prune", str(tmp_path), "--keep-last", "1", "--json"]
     found = []
     for words in (["--dry-run"], []):
