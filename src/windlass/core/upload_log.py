@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import time
 from pathlib import Path
@@ -57,5 +56,6 @@ def _is_upload(row: Any) -> bool:
     if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("what", "problem")):
         return False
     step, moment = row.get("step", -1), row.get("time")
-    is_time = type(moment) in (int, float) and math.isfinite(moment) and 0 <= moment <= _LARGEST
-    return is_time and (step is None or (type(step) is int and 0 <= step <= _LARGEST))
+    if not isinstance(moment, int | float) or not 0 <= moment <= _LARGEST:  # false for NaN
+        return False
+    return step is None or (type(step) is int and 0 <= step <= _LARGEST)
