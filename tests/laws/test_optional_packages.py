@@ -48,6 +48,7 @@ HOMES: dict[str, set[str]] = {
     "PIL": {"text"},
     "shtab": {"cli"},
     "optuna": {"search"},
+    "lm_eval": {"finetuning"},
     "starlette": {"cli"},
     "uvicorn": {"cli"},
     "torch_xla": {"core"},
@@ -56,7 +57,7 @@ HOMES: dict[str, set[str]] = {
 }
 ONE_FILE = {
     "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "matplotlib", "pyarrow", "datasets",
-    "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "shtab", "optuna", "torch_xla",
+    "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "shtab", "optuna", "lm_eval", "torch_xla",
     "liger_kernel", "starlette", "uvicorn", *TRACKERS,
 }  # fmt: skip
 
