@@ -57,8 +57,8 @@ HOMES: dict[str, set[str]] = {
 }
 ONE_FILE = {
     "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "matplotlib", "pyarrow", "datasets",
-    "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "shtab", "optuna", "lm_eval", "torch_xla",
-    "liger_kernel", "starlette", "uvicorn", *TRACKERS,
+    "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "shtab", "optuna", "torch_xla",
+    "liger_kernel", "starlette", "uvicorn", "lm_eval", *TRACKERS,
 }  # fmt: skip
 
 

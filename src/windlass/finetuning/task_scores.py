@@ -67,7 +67,7 @@ def open_tasks(words: Sequence[str], folders: Sequence[str] = ()) -> list[Any]:
 
 
 def _names(word: str, manager: Any) -> list[str]:
-    """Return the names that a word stands for; a file as it is."""
+    """Return the names that a word or pattern means; a file as it is."""
     if Path(word).is_file():
         return [word]
     if found := manager.match_tasks([word]):
