@@ -1,0 +1,31 @@
+"""What the processes of one layout compute, as plain data, and the files that they leave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.proofs.layout import Layout
+
+UPDATES, ROWS, ACCUMULATION, MAX_NORM = 4, 2, 3, 0.3
+VALUES, REPORT, OUTPUT = "values{}.safetensors", "report{}.json", "output{}.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One training.
+
+    Attributes:
+        config: of the small model.
+        layout: the sizes of the axes in use.
+        batches: micro-batches of `ROWS` samples in an update over all ranks: the same ones in every layout that is
+            compared, for a loss that is not a sum over tokens depends on them.
+        training: arguments of the recipe that change what is computed.
+        tuning: it is a fine-tuning, whose loss is computed without logits.
+    """
+
+    config: dict[str, Any]
+    layout: Layout
+    batches: int
+    training: dict[str, Any]
+    tuning: bool = False
