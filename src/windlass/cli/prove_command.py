@@ -119,7 +119,7 @@ class Proof:
 
     def _difference(self) -> str:
         smallest = self.verdict if self.smallest is None else self.smallest
-        return str(smallest.first) if smallest.first is not None else smallest.detail
+        return str(smallest.first) if smallest.first is not None else smallest.detail.partition("\n")[0]
 
     def lines(self, layout: Layout, seconds: float) -> Iterator[str]:
         """The end of what is printed for people."""

@@ -14,14 +14,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import write_tensors
-from windlass.cli.proving.double import DoublePrecision
+from windlass.cli.proving.double import double_precision
 from windlass.cli.proving.trial import ACCUMULATION, OUTPUT, REPORT, ROWS, UPDATES, VALUES, Trial
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import TrainerCallback
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.optional import require
 from windlass.dist.gang import leave
 from windlass.dist.sharded import whole
 from windlass.trainer.trainer import Trainer
@@ -36,7 +38,9 @@ _FOREIGN = (
     "GROUP_",
     "ROLE_",
 )
-_LOGGED = ("loss", "grad_norm", "num_input_tokens_seen", "eval_loss")
+_LOGGED = (
+    "loss", "grad_norm", "num_input_tokens_seen", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss",
+)  # fmt: skip
 _SHORTEST, _LONGEST = 3, 15
 
 
@@ -51,7 +55,7 @@ def run_rank(trial: Trial, rank: int, port: int, folder: str) -> None:
     report: dict[str, Any] = {}
     code = 0
     try:
-        with DoublePrecision():
+        with double_precision():
             noted = _train(trial, place, rank)
         report.update(reported=noted.reported, order=list(noted.tensors))
     except (ConfigError, ModelError) as error:
@@ -92,20 +96,42 @@ def _enter(rank: int, world: int, port: int) -> None:
 
 def _train(trial: Trial, folder: Path, rank: int) -> _Noted:
     """Train and evaluate, and write gradients and weights."""
-    noted = _Noted()
-    rows = _rows(trial)
-    trainer = Trainer(
-        _model(trial.config),
-        _arguments(trial, folder),
-        _collate,
-        train_dataset=rows,
-        eval_dataset=rows[: 2 * trial.batches - 1],
-        callbacks=[noted],
-    )
+    noted = _Noted(trial.training.get("max_grad_norm") or 0.0)
+    trainer = _trainer(trial, folder, noted)
     trainer.train()
     trainer.evaluate()
     write_tensors(folder / VALUES.format(rank), noted.tensors, files=Files())
     return noted
+
+
+def _trainer(trial: Trial, folder: Path, noted: TrainerCallback) -> Any:
+    rows = _rows(trial)
+    given: dict[str, Any] = {
+        "model": _model(trial.config), "train_dataset": rows, "eval_dataset": rows[: 2 * trial.batches - 1],
+        "callbacks": [noted],
+    }  # fmt: skip
+    if not trial.tuning:
+        return Trainer(args=TrainingArguments(**_arguments(trial, folder)), data_collator=_collate, **given)
+    from windlass.finetuning.sft_config import SFTConfig
+    from windlass.finetuning.sft_trainer import SFTTrainer
+
+    args = SFTConfig(**_arguments(trial, folder), bf16=False, dataset_kwargs={"skip_prepare_dataset": True})
+    adapter = None
+    if trial.adapter:
+        peft = peft_library("prove the training of an adapter")
+        adapter = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    return SFTTrainer(
+        args=args, processing_class=_tokenizer(trial.config["vocab_size"]), peft_config=adapter, **given
+    )
+
+
+def _tokenizer(vocabulary: int) -> Any:
+    """A word for each id; texts are never read."""
+    tokenizers: Any = require("tokenizers", "prove a fine-tuning")
+    words = {f"w{number}": number for number in range(vocabulary)}
+    kind: Any = transformers.PreTrainedTokenizerFast
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    return kind(tokenizer_object=inner, pad_token="w0", bos_token="w1", eos_token="w2")
 
 
 def _model(config: dict[str, Any]) -> Any:
@@ -117,39 +143,43 @@ def _model(config: dict[str, Any]) -> Any:
             setattr(made, name, 0.2)
     torch.manual_seed(0)
     auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_config(made)
+    model = auto.from_config(made, experts_implementation="eager")
     with torch.no_grad():  # biases and norms differ from 0 and 1, so that their place matters
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     return model.to(torch.float64)
 
 
-def _arguments(trial: Trial, folder: Path) -> TrainingArguments:
+def _arguments(trial: Trial, folder: Path) -> dict[str, Any]:
     layout = trial.layout
     sizes = {f"{axis}_size": size for axis, size in layout.sizes if axis != "dp"}
     if layout.along("dp") > 1:
         sizes["dp_replicate_size"] = layout.along("dp")
-    return TrainingArguments(**{
+    return {
         "output_dir": str(folder / "run"), "per_device_train_batch_size": ROWS,
         "per_device_eval_batch_size": ROWS, "gradient_accumulation_steps": trial.batches // layout.data_ranks,
         "max_steps": UPDATES, "learning_rate": 0.02, "weight_decay": 0.1, "adam_epsilon": 1e-6,
         "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True, "log_level": "error",
         "save_strategy": "no", "train_sampling_strategy": "sequential", "include_num_input_tokens_seen": "non_padding",
         "parallelism_config": sizes or None, **trial.training,
-    })  # fmt: skip
+    }  # fmt: skip
 
 
 class _Noted(TrainerCallback):
     """Whole gradients and weights of each update, and what is logged.
 
     Attributes:
-        tensors: `gradient/UPDATE/NAME`, clipped; `weight/UPDATE/NAME`.
+        tensors: `gradient/UPDATE/NAME`, as it was before clipping; `weight/UPDATE/NAME`.
         reported: the figures of each report.
+
+    Args:
+        max_norm: to which gradients are clipped; 0 if they are not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_norm: float) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.reported: list[dict[str, float]] = []
+        self._max_norm, self._clipped = max_norm, dict[str, Tensor]()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -157,7 +187,7 @@ class _Noted(TrainerCallback):
         model: nn.Module = kwargs["model"]
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                self._keep(f"gradient/{state.global_step + 1}/{name}", parameter.grad)
+                self._clipped[name] = parameter.grad.detach().clone()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -170,8 +200,17 @@ class _Noted(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         found = {name: float(kwargs["logs"][name]) for name in _LOGGED if name in kwargs["logs"]}
+        if "grad_norm" in found:
+            self._undo_clipping(state.global_step, found["grad_norm"])
         if found:
             self.reported.append(found)
+
+    def _undo_clipping(self, update: int, norm: float) -> None:
+        """By the norm that this rank clipped its part with, so that a wrong norm does not look like wrong gradients."""
+        factor = (norm + 1e-6) / self._max_norm if self._max_norm and norm + 1e-6 > self._max_norm else 1.0
+        for name, gradient in self._clipped.items():
+            self._keep(f"gradient/{update}/{name}", gradient * factor)
+        self._clipped = {}
 
     def _keep(self, name: str, value: Tensor) -> None:
         self.tensors[name] = whole(value.detach()).clone()

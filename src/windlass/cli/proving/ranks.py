@@ -32,10 +32,13 @@ class Outcome:
     Attributes:
         folder: the files that they left.
         reports: what each of them reported; empty for one that was killed.
+
+    Args:
+        codes: exit codes by rank, of those that ended by themselves.
     """
 
-    def __init__(self, trial: Trial, folder: Path, late: bool) -> None:
-        self.trial, self.folder, self._late = trial, folder, late
+    def __init__(self, trial: Trial, folder: Path, codes: dict[int, int]) -> None:
+        self.trial, self.folder, self._codes = trial, folder, codes
         self.reports = [_read(folder / REPORT.format(rank)) for rank in range(trial.layout.processes)]
 
     @property
@@ -46,12 +49,14 @@ class Outcome:
     @property
     def failed(self) -> str | None:
         """What went wrong; None if all ranks trained."""
+        for rank, code in self._codes.items():  # without a report: the others failed because they lost it
+            if not self.reports[rank]:
+                return f"rank {rank} ended with exit code {code}\n{self._printed(rank)}".rstrip()
         if (error := self._first("failed")) is not None:
             return error
-        if self._late:
+        if len(self._codes) < len(self.reports):
             return f"the processes did not end within {LIMIT:.0f} s: some of them wait for the others"
-        silent = [rank for rank, report in enumerate(self.reports) if not report]
-        return f"rank {silent[0]} was killed; it printed:\n{self._printed(silent[0])}" if silent else None
+        return None
 
     def _first(self, key: str) -> str | None:
         """The text of the rank that wrote it first: others fail because they lose it."""
@@ -91,20 +96,23 @@ class Started:
     def wait(self) -> Outcome:
         """Wait for the end of all of them. Those that are left when one failed are ended."""
         end = time.monotonic() + LIMIT
-        late = False
+        codes: dict[int, int] = {}
         while alive := [process for process in self.processes if process.is_alive()]:
             left = end - time.monotonic()
             if left <= 0:
-                late = late or not self._any_failed()
-                self.end()
                 break
             connection.wait([process.sentinel for process in alive], timeout=left)
-            if self._any_failed():
+            codes = self._codes()
+            if any(codes.values()):
                 end = min(end, time.monotonic() + _GRACE)
-        return Outcome(self._trial, self._folder, late)
+        codes = self._codes()
+        self.end()
+        return Outcome(self._trial, self._folder, codes)
 
-    def _any_failed(self) -> bool:
-        return any(process.exitcode not in (None, 0) for process in self.processes)
+    def _codes(self) -> dict[int, int]:
+        """Exit codes by rank, of those that ended."""
+        found = ((rank, process.exitcode) for rank, process in enumerate(self.processes))
+        return {rank: code for rank, code in found if code is not None}
 
     def end(self) -> None:
         """Kill those that are left."""

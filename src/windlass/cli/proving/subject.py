@@ -21,7 +21,7 @@ from windlass.core.optional import require
 from windlass.proofs.layout import Layout
 from windlass.proofs.record import Claim, arguments_that_matter
 
-_TASKS = ("causal-lm", "supervised-tuning")
+_TASKS = ("causal-lm", "sft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,9 @@ class Subject:
     def trial(self, claim: Claim, layout: Layout) -> Trial:
         """The training of the small model on some of the axes of the claim."""
         batches = ACCUMULATION * claim.layout.data_ranks
-        return Trial(claim.config, layout, batches, self.training, bool(self.facts.get("tuning")))
+        return Trial(
+            claim.config, layout, batches, self.training, "tuning" in self.facts, "adapter" in self.facts
+        )
 
     def describe(self, claim: Claim) -> str:
         """A line about the small model."""
@@ -92,6 +94,8 @@ def _subject(name: str, config: Any, layout: Layout, args: TrainingArguments, ad
         "gradient_checkpointing": args.gradient_checkpointing,
         "max_grad_norm": MAX_NORM if args.max_grad_norm else 0.0,
     }
+    if "tuning" in facts:
+        training |= {"padding_free": "joined" in facts, "loss_type": facts.get("loss", "nll")}
     return Subject(name, config, layout, facts, training)
 
 

@@ -22,6 +22,7 @@ class Trial:
             compared, for a loss that is not a sum over tokens depends on them.
         training: arguments of the recipe that change what is computed.
         tuning: it is a fine-tuning, whose loss is computed without logits.
+        adapter: only an adapter is trained.
     """
 
     config: dict[str, Any]
@@ -29,3 +30,4 @@ class Trial:
     batches: int
     training: dict[str, Any]
     tuning: bool = False
+    adapter: bool = False

@@ -17,6 +17,10 @@ from windlass.core.optional import require
 TOLERANCE = 1e-10
 # A tensor whose values should be 0 has rounding of the others in it: it is compared with their size.
 _SHARE = 1e-2
+# Figures that are compared after the gradients of an update, if it has them.
+_FIGURES = {
+    "norm": "grad_norm", "entropy": "entropy", "token accuracy": "mean_token_accuracy", "targets": "num_tokens",
+}  # fmt: skip
 Tensors = Mapping[str, Any]
 
 
@@ -98,15 +102,15 @@ def judge(expected: Outcome, found: Outcome) -> Verdict:
 
 def _differences(expected: Outcome, found: Outcome) -> Iterator[Difference]:
     """Every comparison, in the order in which the values are computed."""
-    clip = float(expected.trial.training.get("max_grad_norm") or 0.0)
-    one = _Run(expected, 0, clip)
-    others = [_Run(found, rank, clip) for rank in range(found.trial.layout.processes)]
+    one = _Run(expected, 0)
+    others = [_Run(found, rank) for rank in range(found.trial.layout.processes)]
     divided = found.trial.layout.along("pp") > 1  # ranks have some of the layers each
     for update in range(1, UPDATES + 1):
         for what, key in (("tokens", "num_input_tokens_seen"), ("loss", "loss")):
             yield from _figures(one, others, update, what, key)
         yield from _tensors(one, others, update, "gradient", divided)
-        yield from _figures(one, others, update, "norm", "grad_norm")
+        for what, key in _FIGURES.items():
+            yield from _figures(one, others, update, what, key)
         yield from _tensors(one, others, update, "weight", divided)
     yield from _figures(one, others, 0, "evaluation", "eval_loss")
 
@@ -114,11 +118,10 @@ def _differences(expected: Outcome, found: Outcome) -> Iterator[Difference]:
 class _Run:
     """What one rank reported and wrote."""
 
-    def __init__(self, outcome: Outcome, rank: int, clip: float) -> None:
+    def __init__(self, outcome: Outcome, rank: int) -> None:
         self.reported: list[dict[str, float]] = outcome.reports[rank]["reported"]
         values = _load(outcome.folder / VALUES.format(rank))
         self._values: Tensors = {name: values[name] for name in outcome.reports[rank]["order"]}
-        self._clip = clip
 
     def figure(self, update: int, key: str) -> float:
         """What was logged after an update; NaN if it was not."""
@@ -126,18 +129,13 @@ class _Run:
         return row.get(key, math.nan)
 
     def tensors(self, what: str, update: int) -> dict[str, Any]:
-        """Tensors by name, gradients as they were before clipping: from the head of the model to its embedding, as
-        they are computed.
-        """
+        """Tensors by name, from the head of the model to its embedding, as gradients are computed."""
         prefix = f"{what}/{update}/"
         found = {
             name.removeprefix(prefix): value
             for name, value in self._values.items()
             if name.startswith(prefix)
         }
-        norm = self.figure(update, "grad_norm")
-        if what == "gradient" and self._clip and norm > self._clip:
-            found = {name: value * ((norm + 1e-6) / self._clip) for name, value in found.items()}
         return dict(reversed(found.items()))
 
 
@@ -148,7 +146,7 @@ def _load(path: Path) -> Tensors:
 
 def _figures(one: _Run, others: list[_Run], update: int, what: str, key: str) -> Iterator[Difference]:
     expected = one.figure(update, key)
-    for rank, other in enumerate(others):
+    for rank, other in enumerate(others if not math.isnan(expected) else ()):
         found = other.figure(update, key)
         relative = abs(found - expected) / max(abs(expected), 1e-300) if found != expected else 0.0
         yield Difference(update, what, "", rank, expected, found, _finite(relative))
