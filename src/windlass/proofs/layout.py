@@ -45,7 +45,7 @@ class Layout:
             word = name.strip().removesuffix("_size").replace("-", "_")
             axis = _SPELLINGS.get(word, word)
             if axis not in AXES:
-                fix = f"there is no axis {name!r}{did_you_mean(word, AXES)}; axes: {', '.join(AXES)}"
+                fix = f"there is no axis {name!r}{did_you_mean(word, (*AXES, *_SPELLINGS))}; axes: {', '.join(AXES)}"
                 problems.append(Problem(field, part, fix))
             elif not size.isdecimal() or int(size) < 1:
                 problems.append(Problem(field, part, f"write {name}=SIZE, with a size of 1 or more"))

@@ -81,13 +81,11 @@ class Started:
     """The processes of one trial, which run. `folder` must be empty."""
 
     def __init__(self, context: Any, trial: Trial, folder: Path) -> None:
-        from windlass.cli.proving.rank import run_rank
-
         folder.mkdir()
         self._trial, self._folder = trial, folder
         port = _free_port()
         self.processes: list[BaseProcess] = [
-            context.Process(target=run_rank, args=(trial, rank, port, str(folder)), daemon=True)
+            context.Process(target=_run, args=(trial, rank, port, str(folder)), daemon=True)
             for rank in range(trial.layout.processes)
         ]
         for process in self.processes:
@@ -121,6 +119,13 @@ class Started:
                 process.kill()
         for process in self.processes:
             process.join()
+
+
+def _run(trial: Trial, rank: int, port: int, folder: str) -> None:
+    """In a process of a trial; the command itself does not need these imports."""
+    from windlass.cli.proving.rank import run_rank
+
+    run_rank(trial, rank, port, folder)
 
 
 class Ranks:

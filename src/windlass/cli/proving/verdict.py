@@ -12,6 +12,7 @@ import numpy as np
 
 from windlass.cli.proving.ranks import Outcome
 from windlass.cli.proving.trial import UPDATES, VALUES
+from windlass.core.errors import ModelError
 from windlass.core.optional import require
 
 TOLERANCE = 1e-10
@@ -86,12 +87,13 @@ class Verdict:
 
 
 def judge(expected: Outcome, found: Outcome) -> Verdict:
-    """Compare what each rank of a layout has with what one process has."""
+    """Compare what each rank of a layout has with what one process has. Raises ModelError if that could not train."""
     layout = str(found.trial.layout)
-    for status in ("refused", "failed"):
-        for outcome in (found, expected):
-            if detail := getattr(outcome, status):
-                return Verdict(layout, status, detail)
+    if reason := expected.refused or expected.failed:
+        raise ModelError(f"the small model cannot be trained on one process: {reason}")
+    for status, detail in (("refused", found.refused), ("failed", found.failed)):
+        if detail:
+            return Verdict(layout, status, detail)
     differences = list(_differences(expected, found))
     beyond = [one for one in differences if not one.relative <= TOLERANCE]
     largest = max((one.relative for one in differences), default=0.0)
