@@ -112,7 +112,7 @@ def test_a_layout_that_is_refused_says_why(tmp_path: Path) -> None:
         (["--layout", "tensr=2"], "there is no axis 'tensr'; did you mean 'tensor'?"),
         (["--layout", "tp=1"], "there is nothing to compare on one process"),
         (["task=classification", "data.train=x.csv"], "is not proven yet"),
-        (["model.name=nobody/nothing", "--layout", "tp=2"], "is not on this machine"),
+        (["model.name=absent/model", "--layout", "tp=2"], "is not on this machine"),
     ],
 )
 def test_mistakes_are_named(

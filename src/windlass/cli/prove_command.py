@@ -143,14 +143,14 @@ def prove(subject: Subject, layout: Layout, quiet: bool = False) -> Proof:
     Args:
         quiet: print nothing on the way.
     """
-    from windlass.cli.proving.ranks import Ranks
+    from windlass.cli.proving.proving_processes import ProvingProcesses
     from windlass.cli.proving.verdict import judge
 
     claim = Claim.of(subject.config, layout, subject.facts)
     report = _silent if quiet else say
     report(subject.describe(claim))
     with tempfile.TemporaryDirectory(prefix="windlass-prove-") as folder:
-        ranks = Ranks(Path(folder), subject.module)
+        ranks = ProvingProcesses(Path(folder), subject.module)
         try:
             one, whole = (ranks.start(subject.trial(claim, each)) for each in (Layout(()), claim.layout))
             expected = one.wait()

@@ -14,9 +14,19 @@ from windlass.core.errors import Problem
 _WITH_OWN_SAMPLES = ("dp", "dp_shard", "ep")
 AXES = ("dp", "dp_shard", "ep", "tp", "cp", "sp", "pp")
 _SPELLINGS = {
-    "dp_replicate": "dp", "replicate": "dp", "replicas": "dp", "ddp": "dp", "shard": "dp_shard", "fsdp": "dp_shard",
-    "shards": "dp_shard", "context": "cp", "sequence": "sp", "tensor": "tp", "pipeline": "pp", "expert": "ep",
-}  # fmt: skip
+    "dp_replicate": "dp",
+    "replicate": "dp",
+    "replicas": "dp",
+    "ddp": "dp",
+    "shard": "dp_shard",
+    "fsdp": "dp_shard",
+    "shards": "dp_shard",
+    "context": "cp",
+    "sequence": "sp",
+    "tensor": "tp",
+    "pipeline": "pp",
+    "expert": "ep",
+}
 MOST_PROCESSES = 8
 
 

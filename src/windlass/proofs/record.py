@@ -52,7 +52,7 @@ class Claim:
     """That a model of this kind trains on a layout as on one process.
 
     Attributes:
-        config: of the small model that stands for the large one.
+        config: of the small model in place of the large one.
         layout: the layout that is tried in place of the real one.
         facts: `arguments_that_matter`.
     """

@@ -17,25 +17,51 @@ VOCABULARY, POSITIONS, WINDOW = 64, 64, 5
 _HEAD, _MOST_RATIO, _BEFORE_SCALING = 8, 4, 16
 # What does not change how a model computes.
 _LEFT_OUT = (
-    "_name_or_path", "_attn_implementation", "architectures", "auto_map", "chunk_size_feed_forward", "dtype",
-    "id2label", "label2id", "initializer_range", "init_std", "output_attentions", "output_hidden_states",
-    "problem_type", "quantization_config", "return_dict", "task_specific_params", "torch_dtype", "transformers_version",
+    "_name_or_path",
+    "_attn_implementation",
+    "architectures",
+    "auto_map",
+    "chunk_size_feed_forward",
+    "dtype",
+    "id2label",
+    "label2id",
+    "initializer_range",
+    "init_std",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "quantization_config",
+    "return_dict",
+    "task_specific_params",
+    "torch_dtype",
+    "transformers_version",
     "use_cache",
-)  # fmt: skip
+)
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _POSITIONS = ("max_position_embeddings", "max_seq_len")
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _WIDTHS = (
-    "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
-    "ffn_dim", "n_inner", "ffn_hidden_size", "intermediate_size_mlp",
-)  # fmt: skip
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "ffn_dim",
+    "n_inner",
+    "ffn_hidden_size",
+    "intermediate_size_mlp",
+)
 # Latent attention, and rotations of a part of a head.
 _INSIDE_HEADS = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "qk_head_dim": 16, "rotary_dim": 4,
-}  # fmt: skip
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "qk_head_dim": 16,
+    "rotary_dim": 4,
+}
 _NESTED = ("text_config", "vision_config", "encoder", "decoder")
 
 
@@ -100,9 +126,10 @@ def _shrink_layers(found: _Sizes, least: int) -> None:
     count = found.get("num_hidden_layers")
     sparse = _sparse_layers(found.values, count)
     lists = {
-        name: value for name, value in found.values.items()
+        name: value
+        for name, value in found.values.items()
         if isinstance(value, list) and len(value) == count and name != "mlp_only_layers"
-    }  # fmt: skip
+    }
     kinds = [(sparse[layer], *(str(value[layer]) for value in lists.values())) for layer in range(count)]
     first = {kind: layer for layer, kind in reversed(list(enumerate(kinds)))}
     kept = sorted(first.values())

@@ -18,8 +18,12 @@ logger = get_job_logger(__name__)
 
 # Names of the axes where layouts are written; those of sequences have two.
 _NAMES = {
-    "replicate": "dp", "shard": "dp_shard", "tensor": "tp", "pipeline": "pp", "expert": "ep",
-}  # fmt: skip
+    "replicate": "dp",
+    "shard": "dp_shard",
+    "tensor": "tp",
+    "pipeline": "pp",
+    "expert": "ep",
+}
 _OF_SAMPLES = ("dp", "dp_shard")
 
 

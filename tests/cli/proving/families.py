@@ -55,9 +55,8 @@ def config_of(family: str) -> Any:
 
 
 def main() -> None:
-    from windlass.cli.proving.ranks import Ranks
+    from windlass.cli.proving.proving_processes import ProvingProcesses
     from windlass.cli.proving.subject import Subject
-    from windlass.cli.proving.trial import MAX_NORM
     from windlass.cli.proving.verdict import judge
     from windlass.core.errors import ModelError
     from windlass.proofs.layout import Layout
@@ -67,7 +66,7 @@ def main() -> None:
     found: dict[str, dict[str, list[Any]]] = {}
     for family in sys.argv[3:] or FAMILIES:
         config = config_of(family)
-        subject = Subject(family, config, Layout(()), {}, {"max_grad_norm": MAX_NORM})
+        subject = Subject(family, config, Layout(()), {"clips": True})
         found[family] = {}
         for layout in layouts:
             try:
@@ -76,7 +75,7 @@ def main() -> None:
                 found[family][str(layout)] = ["unfit", str(error)]
                 continue
             with tempfile.TemporaryDirectory() as place:
-                ranks = Ranks(Path(place), subject.module)
+                ranks = ProvingProcesses(Path(place), subject.module)
                 try:
                     one, whole = (ranks.start(subject.trial(claim, each)) for each in (Layout(()), layout))
                     verdict = judge(one.wait(), whole.wait())

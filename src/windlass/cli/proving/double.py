@@ -24,8 +24,12 @@ def double_precision() -> Iterator[None]:
     layers are computed again.
     """
     owners: tuple[Any, ...] = (Tensor, torch)
-    kept = {(owner, name): getattr(owner, name) for owner in owners for name in (*_TO_ONE_DTYPE, *_WITH_DTYPE)
-            if callable(getattr(owner, name, None))}  # fmt: skip
+    kept = {
+        (owner, name): getattr(owner, name)
+        for owner in owners
+        for name in (*_TO_ONE_DTYPE, *_WITH_DTYPE)
+        if callable(getattr(owner, name, None))
+    }
     for (owner, name), real in kept.items():
         setattr(owner, name, _wide(real, name in _TO_ONE_DTYPE))
     try:

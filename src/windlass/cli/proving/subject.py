@@ -1,4 +1,4 @@
-"""What is proven: the kind of model and of training that a recipe, or the configuration of a model, stands for."""
+"""What is proven: the kind of model and of training that a recipe, or the configuration of a model, describes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from windlass.cli.modelling import config_of
-from windlass.cli.proving.trial import ACCUMULATION, MAX_NORM, Trial
+from windlass.cli.proving.small_training import ACCUMULATION, SmallTraining
 from windlass.cli.recipe import check_draft, read_draft
 from windlass.cli.schema import Recipe
+from windlass.cli.tasks import TASKS
 from windlass.cli.training import training_arguments
 from windlass.config.arguments import TrainingArguments
 from windlass.config.parallel import rows_training as rows
@@ -20,8 +21,6 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.proofs.layout import Layout
 from windlass.proofs.record import Claim, arguments_that_matter
-
-_TASKS = ("causal-lm", "sft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +32,12 @@ class Subject:
         config: the configuration of its model.
         layout: the one that the recipe asks for.
         facts: see `arguments_that_matter`.
-        training: the arguments that go with them.
     """
 
     name: str
     config: Any
     layout: Layout
     facts: dict[str, Any]
-    training: dict[str, Any]
 
     @property
     def module(self) -> str:
@@ -48,19 +45,20 @@ class Subject:
         package, _, name = type(self.config).__module__.rpartition(".")
         return f"{package}.{name.replace('configuration_', 'modeling_')}"
 
-    def trial(self, claim: Claim, layout: Layout) -> Trial:
+    def trial(self, claim: Claim, layout: Layout) -> SmallTraining:
         """The training of the small model on some of the axes of the claim."""
         batches = ACCUMULATION * claim.layout.data_ranks
-        return Trial(
-            claim.config, layout, batches, self.training, "tuning" in self.facts, "adapter" in self.facts
-        )
+        return SmallTraining(claim.config, layout, batches, self.facts)
 
     def describe(self, claim: Claim) -> str:
         """A line about the small model."""
         small = type(self.config).from_dict(claim.config)
         sizes = {
-            "layers": "num_hidden_layers", "heads": "num_attention_heads", "wide": "hidden_size", "tokens": "vocab_size"
-        }  # fmt: skip
+            "layers": "num_hidden_layers",
+            "heads": "num_attention_heads",
+            "wide": "hidden_size",
+            "tokens": "vocab_size",
+        }
         text = ", ".join(
             f"{getattr(small, name)} {what} for {getattr(self.config, name):,}"
             for what, name in sizes.items()
@@ -78,8 +76,9 @@ def find_subject(name: str | None, overrides: Sequence[str]) -> Subject:
         )
     draft = read_draft(name, overrides)
     recipe = check_draft(draft, opens_files=False)
-    if recipe.task not in _TASKS:
-        fix = f"is not proven yet; tasks that are: {', '.join(_TASKS)}"
+    if not TASKS[recipe.task].provable:
+        known = ", ".join(name for name, task in TASKS.items() if task.provable)
+        fix = f"is not proven yet; tasks that are: {known}"
         raise ConfigError(Problem(draft.label("task"), recipe.task, fix))
     args = training_arguments(recipe.training, recipe.task)
     return _subject(
@@ -88,15 +87,7 @@ def find_subject(name: str | None, overrides: Sequence[str]) -> Subject:
 
 
 def _subject(name: str, config: Any, layout: Layout, args: TrainingArguments, adapter: bool) -> Subject:
-    facts = arguments_that_matter(args, adapter)
-    training: dict[str, Any] = {
-        "label_smoothing_factor": args.label_smoothing_factor,
-        "gradient_checkpointing": args.gradient_checkpointing,
-        "max_grad_norm": MAX_NORM if args.max_grad_norm else 0.0,
-    }
-    if "tuning" in facts:
-        training |= {"padding_free": "joined" in facts, "loss_type": facts.get("loss", "nll")}
-    return Subject(name, config, layout, facts, training)
+    return Subject(name, config, layout, arguments_that_matter(args, adapter))
 
 
 def _config(recipe: Recipe) -> Any:
@@ -134,10 +125,13 @@ def _layout(args: TrainingArguments) -> Layout:
     sizes = {
         axis: int(settings.value(key))
         for axis, key in (
-            ("dp", rows.MESH_REPLICAS), ("dp_shard", rows.MESH_SHARDS), ("tp", rows.MESH_TENSOR),
-            ("cp", rows.MESH_CONTEXT), ("sp", rows.MESH_SEQUENCE),
+            ("dp", rows.MESH_REPLICAS),
+            ("dp_shard", rows.MESH_SHARDS),
+            ("tp", rows.MESH_TENSOR),
+            ("cp", rows.MESH_CONTEXT),
+            ("sp", rows.MESH_SEQUENCE),
         )
-    }  # fmt: skip
+    }
     if is_sharded(settings):
         sizes["dp_shard"] = max(2, sizes["dp_shard"])
     return Layout.of(sizes)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from windlass.cli.proving.ranks import Outcome
-from windlass.cli.proving.trial import UPDATES, VALUES
+from windlass.cli.proving.proving_processes import EndedTraining
+from windlass.cli.proving.small_training import UPDATES, VALUES
 from windlass.core.errors import ModelError
 from windlass.core.optional import require
 
@@ -20,13 +20,16 @@ TOLERANCE = 1e-10
 _SHARE = 1e-2
 # Figures that are compared after the gradients of an update, if it has them.
 _FIGURES = {
-    "norm": "grad_norm", "entropy": "entropy", "token accuracy": "mean_token_accuracy", "targets": "num_tokens",
-}  # fmt: skip
+    "norm": "grad_norm",
+    "entropy": "entropy",
+    "token accuracy": "mean_token_accuracy",
+    "targets": "num_tokens",
+}
 Tensors = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Mismatch:
     """A value that differs.
 
     Attributes:
@@ -74,7 +77,7 @@ class Verdict:
     detail: str = ""
     compared: int = 0
     largest: float = 0.0
-    first: Difference | None = None
+    first: Mismatch | None = None
     differing: int = 0
 
     @property
@@ -86,7 +89,7 @@ class Verdict:
         return asdict(self)
 
 
-def judge(expected: Outcome, found: Outcome) -> Verdict:
+def judge(expected: EndedTraining, found: EndedTraining) -> Verdict:
     """Compare what each rank of a layout has with what one process has. Raises ModelError if that could not train."""
     layout = str(found.trial.layout)
     if reason := expected.refused or expected.failed:
@@ -102,10 +105,10 @@ def judge(expected: Outcome, found: Outcome) -> Verdict:
     return Verdict(layout, status, "", len(differences), largest, first, len(beyond))
 
 
-def _differences(expected: Outcome, found: Outcome) -> Iterator[Difference]:
+def _differences(expected: EndedTraining, found: EndedTraining) -> Iterator[Mismatch]:
     """Every comparison, in the order in which the values are computed."""
-    one = _Run(expected, 0)
-    others = [_Run(found, rank) for rank in range(found.trial.layout.processes)]
+    one = _RankValues(expected, 0)
+    others = [_RankValues(found, rank) for rank in range(found.trial.layout.processes)]
     divided = found.trial.layout.along("pp") > 1  # ranks have some of the layers each
     for update in range(1, UPDATES + 1):
         for what, key in (("tokens", "num_input_tokens_seen"), ("loss", "loss")):
@@ -117,10 +120,10 @@ def _differences(expected: Outcome, found: Outcome) -> Iterator[Difference]:
     yield from _figures(one, others, 0, "evaluation", "eval_loss")
 
 
-class _Run:
+class _RankValues:
     """What one rank reported and wrote."""
 
-    def __init__(self, outcome: Outcome, rank: int) -> None:
+    def __init__(self, outcome: EndedTraining, rank: int) -> None:
         self.reported: list[dict[str, float]] = outcome.reports[rank]["reported"]
         values = _load(outcome.folder / VALUES.format(rank))
         self._values: Tensors = {name: values[name] for name in outcome.reports[rank]["order"]}
@@ -146,15 +149,19 @@ def _load(path: Path) -> Tensors:
     return {name: value.astype(np.float64) for name, value in library.load_file(path).items()}
 
 
-def _figures(one: _Run, others: list[_Run], update: int, what: str, key: str) -> Iterator[Difference]:
+def _figures(
+    one: _RankValues, others: list[_RankValues], update: int, what: str, key: str
+) -> Iterator[Mismatch]:
     expected = one.figure(update, key)
     for rank, other in enumerate(others if not math.isnan(expected) else ()):
         found = other.figure(update, key)
         relative = abs(found - expected) / max(abs(expected), 1e-300) if found != expected else 0.0
-        yield Difference(update, what, "", rank, expected, found, _finite(relative))
+        yield Mismatch(update, what, "", rank, expected, found, _finite(relative))
 
 
-def _tensors(one: _Run, others: list[_Run], update: int, what: str, divided: bool) -> Iterator[Difference]:
+def _tensors(
+    one: _RankValues, others: list[_RankValues], update: int, what: str, divided: bool
+) -> Iterator[Mismatch]:
     expected = one.tensors(what, update)
     per_rank = [other.tensors(what, update) for other in others]
     scale = max((float(np.abs(value).max(initial=0.0)) for value in expected.values()), default=0.0)
@@ -164,23 +171,21 @@ def _tensors(one: _Run, others: list[_Run], update: int, what: str, divided: boo
             if rank in having:
                 yield _worst(update, what, name, rank, value, found[name], scale)
             elif not (divided and having):
-                yield Difference(update, what, name, rank, 0.0, None, math.inf)
+                yield Mismatch(update, what, name, rank, 0.0, None, math.inf)
     for rank, found in enumerate(per_rank):
         for name in found.keys() - expected.keys():
-            yield Difference(update, what, name, rank, None, 0.0, math.inf)
+            yield Mismatch(update, what, name, rank, None, 0.0, math.inf)
 
 
-def _worst(
-    update: int, what: str, name: str, rank: int, expected: Any, found: Any, scale: float
-) -> Difference:
+def _worst(update: int, what: str, name: str, rank: int, expected: Any, found: Any, scale: float) -> Mismatch:
     if expected.shape != found.shape:
-        return Difference(update, what, f"{name} (shape {found.shape})", rank, 0.0, None, math.inf)
+        return Mismatch(update, what, f"{name} (shape {found.shape})", rank, 0.0, None, math.inf)
     if not expected.size:
-        return Difference(update, what, name, rank, 0.0, 0.0, 0.0)
+        return Mismatch(update, what, name, rank, 0.0, 0.0, 0.0)
     apart = np.abs(found - expected)
     at = int(np.argmax(np.where(np.isnan(apart), np.inf, apart)))
     size = max(float(np.abs(expected).max()), _SHARE * scale, 1e-300)
-    return Difference(
+    return Mismatch(
         update,
         what,
         name,

@@ -15,18 +15,26 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.proving.trial import OUTPUT, REPORT, Trial
+from windlass.cli.proving.small_training import OUTPUT, REPORT, SmallTraining
 
 _PRELOADED = (
-    "windlass.cli.proving.rank", "windlass.trainer.preparation", "windlass.trainer.run", "windlass.trainer.services",
-    "windlass.finetuning.sft_trainer", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo",
-    "windlass.transforms.strategies", "windlass.transforms.context", "windlass.transforms.tensor_parallel",
-)  # fmt: skip
+    "windlass.cli.proving.proving_rank",
+    "windlass.trainer.preparation",
+    "windlass.trainer.run",
+    "windlass.trainer.services",
+    "windlass.finetuning.sft_trainer",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "windlass.transforms.strategies",
+    "windlass.transforms.context",
+    "windlass.transforms.tensor_parallel",
+)
 # Seconds until ranks are ended that have lost a peer, and all that take too long: a layout may make them wait.
 _GRACE, LIMIT = 5.0, 180.0
 
 
-class Outcome:
+class EndedTraining:
     """How the processes of a trial ended.
 
     Attributes:
@@ -37,7 +45,7 @@ class Outcome:
         codes: exit codes by rank, of those that ended by themselves.
     """
 
-    def __init__(self, trial: Trial, folder: Path, codes: dict[int, int]) -> None:
+    def __init__(self, trial: SmallTraining, folder: Path, codes: dict[int, int]) -> None:
         self.trial, self.folder, self._codes = trial, folder, codes
         self.reports = [_read(folder / REPORT.format(rank)) for rank in range(trial.layout.processes)]
 
@@ -77,10 +85,10 @@ def _read(path: Path) -> dict[str, Any]:
     return report
 
 
-class Started:
+class StartedTraining:
     """The processes of one trial, which run. `folder` must be empty."""
 
-    def __init__(self, context: Any, trial: Trial, folder: Path) -> None:
+    def __init__(self, context: Any, trial: SmallTraining, folder: Path) -> None:
         folder.mkdir()
         self._trial, self._folder = trial, folder
         port = _free_port()
@@ -91,7 +99,7 @@ class Started:
         for process in self.processes:
             process.start()
 
-    def wait(self) -> Outcome:
+    def wait(self) -> EndedTraining:
         """Wait for the end of all of them. Those that are left when one failed are ended."""
         end = time.monotonic() + LIMIT
         codes: dict[int, int] = {}
@@ -105,7 +113,7 @@ class Started:
                 end = min(end, time.monotonic() + _GRACE)
         codes = self._codes()
         self.end()
-        return Outcome(self._trial, self._folder, codes)
+        return EndedTraining(self._trial, self._folder, codes)
 
     def _codes(self) -> dict[int, int]:
         """Exit codes by rank, of those that ended."""
@@ -121,14 +129,14 @@ class Started:
             process.join()
 
 
-def _run(trial: Trial, rank: int, port: int, folder: str) -> None:
+def _run(trial: SmallTraining, rank: int, port: int, folder: str) -> None:
     """In a process of a trial; the command itself does not need these imports."""
-    from windlass.cli.proving.rank import run_rank
+    from windlass.cli.proving.proving_rank import run_rank
 
     run_rank(trial, rank, port, folder)
 
 
-class Ranks:
+class ProvingProcesses:
     """Starts trials.
 
     Args:
@@ -138,21 +146,21 @@ class Ranks:
 
     def __init__(self, folder: Path, module: str) -> None:
         self._folder, self._count = folder, 0
-        self._started: list[Started] = []
+        self._started: list[StartedTraining] = []
         forks = "forkserver" in multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             from multiprocessing import forkserver
 
-            # A process with threads must not be forked: libraries start none if they are told to use one.
+            # A process with threads must not be forked: libraries start none if the environment allows one.
             with _one_thread(), _quiet_errors(folder / "server.txt"):
                 self._context.set_forkserver_preload([*_PRELOADED, module])
                 forkserver.ensure_running()
 
-    def start(self, trial: Trial) -> Started:
+    def start(self, trial: SmallTraining) -> StartedTraining:
         """Start the processes of a trial."""
         self._count += 1
-        self._started.append(Started(self._context, trial, self._folder / str(self._count)))
+        self._started.append(StartedTraining(self._context, trial, self._folder / str(self._count)))
         return self._started[-1]
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ VALUES, REPORT, OUTPUT = "values{}.safetensors", "report{}.json", "output{}.txt"
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SmallTraining:
     """One training.
 
     Attributes:
@@ -20,14 +20,10 @@ class Trial:
         layout: the sizes of the axes in use.
         batches: micro-batches of `ROWS` samples in an update over all ranks: the same ones in every layout that is
             compared, for a loss that is not a sum over tokens depends on them.
-        training: arguments of the recipe that change what is computed.
-        tuning: it is a fine-tuning, whose loss is computed without logits.
-        adapter: only an adapter is trained.
+        facts: the arguments of the recipe on which it depends what is computed; see `arguments_that_matter`.
     """
 
     config: dict[str, Any]
     layout: Layout
     batches: int
-    training: dict[str, Any]
-    tuning: bool = False
-    adapter: bool = False
+    facts: dict[str, Any]

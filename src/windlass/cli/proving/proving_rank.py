@@ -11,14 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import write_tensors
 from windlass.cli.proving.double import double_precision
-from windlass.cli.proving.trial import ACCUMULATION, OUTPUT, REPORT, ROWS, UPDATES, VALUES, Trial
+from windlass.cli.proving.small_training import (
+    ACCUMULATION,
+    MAX_NORM,
+    OUTPUT,
+    REPORT,
+    ROWS,
+    UPDATES,
+    VALUES,
+    SmallTraining,
+)
+from windlass.cli.schema import TokenizerTraining
+from windlass.cli.tokenizing import WRITER, train_tokenizer
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import TrainerCallback
 from windlass.core.errors import ConfigError, ModelError
@@ -39,12 +49,18 @@ _FOREIGN = (
     "ROLE_",
 )
 _LOGGED = (
-    "loss", "grad_norm", "num_input_tokens_seen", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss",
-)  # fmt: skip
+    "loss",
+    "grad_norm",
+    "num_input_tokens_seen",
+    "entropy",
+    "mean_token_accuracy",
+    "num_tokens",
+    "eval_loss",
+)
 _SHORTEST, _LONGEST = 3, 15
 
 
-def run_rank(trial: Trial, rank: int, port: int, folder: str) -> None:
+def run_rank(trial: SmallTraining, rank: int, port: int, folder: str) -> None:
     """Carry out the part of one process. It writes what it printed, `REPORT`, and `VALUES`, and exits with 1 if the
     training failed; a layout that is refused is in the report.
     """
@@ -94,9 +110,9 @@ def _enter(rank: int, world: int, port: int) -> None:
 # --- the training -----------------------------------------------------------------------------------------------------
 
 
-def _train(trial: Trial, folder: Path, rank: int) -> _Noted:
+def _train(trial: SmallTraining, folder: Path, rank: int) -> _Noted:
     """Train and evaluate, and write gradients and weights."""
-    noted = _Noted(trial.training.get("max_grad_norm") or 0.0)
+    noted = _Noted(MAX_NORM if "clips" in trial.facts else 0.0)
     trainer = _trainer(trial, folder, noted)
     trainer.train()
     trainer.evaluate()
@@ -104,37 +120,32 @@ def _train(trial: Trial, folder: Path, rank: int) -> _Noted:
     return noted
 
 
-def _trainer(trial: Trial, folder: Path, noted: TrainerCallback) -> Any:
+def _trainer(trial: SmallTraining, folder: Path, noted: TrainerCallback) -> Any:
     rows = _rows(trial)
-    given: dict[str, Any] = {
-        "model": _model(trial.config), "train_dataset": rows, "eval_dataset": rows[: 2 * trial.batches - 1],
-        "callbacks": [noted],
-    }  # fmt: skip
-    if not trial.tuning:
-        return Trainer(args=TrainingArguments(**_arguments(trial, folder)), data_collator=_collate, **given)
+    held, own = rows[: 2 * trial.batches - 1], [noted]
+    if "tuning" not in trial.facts:
+        args = _arguments(TrainingArguments, trial, folder)
+        return Trainer(_model(trial.config), args, _collate, rows, held, callbacks=own)
     from windlass.finetuning.sft_config import SFTConfig
     from windlass.finetuning.sft_trainer import SFTTrainer
 
-    args = SFTConfig(**_arguments(trial, folder), bf16=False, dataset_kwargs={"skip_prepare_dataset": True})
-    adapter = None
-    if trial.adapter:
-        peft = peft_library("prove the training of an adapter")
-        adapter = peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    options = {"loss_type": trial.facts.get("loss", "nll"), "dataset_kwargs": {"skip_prepare_dataset": True}}
+    args = _arguments(SFTConfig, trial, folder, padding_free="joined" in trial.facts, bf16=False, **options)
+    # Its texts are never read.
+    tokenizer = train_tokenizer(TokenizerTraining(vocab_size=260), WRITER, ["a"])
+    adapter = _adapter() if "adapter" in trial.facts else None
     return SFTTrainer(
-        args=args, processing_class=_tokenizer(trial.config["vocab_size"]), peft_config=adapter, **given
+        _model(trial.config), args, None, rows, held, tokenizer, callbacks=own, peft_config=adapter
     )
 
 
-def _tokenizer(vocabulary: int) -> Any:
-    """A word for each id; texts are never read."""
-    tokenizers: Any = require("tokenizers", "prove a fine-tuning")
-    words = {f"w{number}": number for number in range(vocabulary)}
-    kind: Any = transformers.PreTrainedTokenizerFast
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    return kind(tokenizer_object=inner, pad_token="w0", bos_token="w1", eos_token="w2")
+def _adapter() -> Any:
+    peft = peft_library("prove the training of an adapter")
+    return peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def _model(config: dict[str, Any]) -> Any:
+    transformers = require("transformers", "prove a layout")
     kind = transformers.CONFIG_MAPPING[config["model_type"]]
     made = kind.from_dict({**config, "use_cache": False})
     # Weights so large that attention and experts choose, as those of a trained model do.
@@ -142,27 +153,44 @@ def _model(config: dict[str, Any]) -> Any:
         if hasattr(made, name):
             setattr(made, name, 0.2)
     torch.manual_seed(0)
-    auto: Any = transformers.AutoModelForCausalLM
-    model = auto.from_config(made, experts_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(made, experts_implementation="eager")
     with torch.no_grad():  # biases and norms differ from 0 and 1, so that their place matters
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     return model.to(torch.float64)
 
 
-def _arguments(trial: Trial, folder: Path) -> dict[str, Any]:
+def _arguments(
+    kind: type[TrainingArguments], trial: SmallTraining, folder: Path, **own: Any
+) -> TrainingArguments:
+    """The arguments of a layout; those of the recipe that matter are as the facts have them."""
     layout = trial.layout
     sizes = {f"{axis}_size": size for axis, size in layout.sizes if axis != "dp"}
     if layout.along("dp") > 1:
         sizes["dp_replicate_size"] = layout.along("dp")
-    return {
-        "output_dir": str(folder / "run"), "per_device_train_batch_size": ROWS,
-        "per_device_eval_batch_size": ROWS, "gradient_accumulation_steps": trial.batches // layout.data_ranks,
-        "max_steps": UPDATES, "learning_rate": 0.02, "weight_decay": 0.1, "adam_epsilon": 1e-6,
-        "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True, "log_level": "error",
-        "save_strategy": "no", "train_sampling_strategy": "sequential", "include_num_input_tokens_seen": "non_padding",
-        "parallelism_config": sizes or None, **trial.training,
-    }  # fmt: skip
+    return kind(
+        str(folder / "run"),
+        per_device_train_batch_size=ROWS,
+        per_device_eval_batch_size=ROWS,
+        gradient_accumulation_steps=trial.batches // layout.data_ranks,
+        max_steps=UPDATES,
+        learning_rate=0.02,
+        weight_decay=0.1,
+        adam_epsilon=1e-6,
+        max_grad_norm=MAX_NORM if "clips" in trial.facts else 0.0,
+        label_smoothing_factor=0.1 if "smoothing" in trial.facts else 0.0,
+        gradient_checkpointing="recompute" in trial.facts,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        log_level="error",
+        save_strategy="no",
+        train_sampling_strategy="sequential",
+        include_num_input_tokens_seen="non_padding",
+        parallelism_config=sizes or None,
+        **own,
+    )
 
 
 class _Noted(TrainerCallback):
@@ -219,7 +247,7 @@ class _Noted(TrainerCallback):
 # --- the data ---------------------------------------------------------------------------------------------------------
 
 
-def _rows(trial: Trial) -> list[dict[str, list[int]]]:
+def _rows(trial: SmallTraining) -> list[dict[str, list[int]]]:
     """Ragged rows with ignored targets. Those of one micro-batch of the first update, and of the first one of all ranks
     in the second, have nothing else.
     """
