@@ -2,8 +2,8 @@
 
 A plain `Trainer` trains a model of one layer. `sys.setprofile` sees every function of the package that is called, and
 every generator that is resumed; comprehensions are left out, because later releases of Python call no function for
-them. An update lasts from one call of the model to the next, so it reads the data of a later one. The threads of a
-save count as part of it. `--list` prints the path.
+them. An update lasts from one call of the model to the next, so it reads the data of a later one. The threads that a
+save starts count as part of it. `--list` prints the path.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Recorder:
 
     Attributes:
         updates: the calls on the main thread, from each call of the model to the next.
-        save: the calls of the first `_save_checkpoint` and of all threads. The last save of a run repeats them.
+        save: the calls of the first `_save_checkpoint` and of the threads that it starts, which the last save of a run
+            repeats.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class Recorder:
         self.save: list[Call] = []
         self._main = threading.current_thread()
         self._saving: FrameType | None = None
+        self._before: frozenset[threading.Thread] = frozenset()  # threads that were there before the save
         self._saved = False
         self._known: dict[CodeType, Call | None] = {}
 
@@ -65,10 +67,11 @@ class Recorder:
         call = self._call_of(frame.f_code)
         if call is None:
             return
-        on_main = threading.current_thread() is self._main
-        if on_main and not self._saved and call[1].endswith("._save_checkpoint"):
-            self._saving = frame
-        if self._saving is not None or not on_main:
+        thread = threading.current_thread()
+        on_main = thread is self._main
+        if on_main and self._saving is None and not self._saved and call[1].endswith("._save_checkpoint"):
+            self._saving, self._before = frame, frozenset(threading.enumerate())
+        if self._saving is not None if on_main else self._before and thread not in self._before:
             self.save.append(call)
         if on_main and self.updates:
             self.updates[-1].append(call)

@@ -71,10 +71,9 @@ def shot(name: str, columns: int, folder: Path) -> tuple[str, list[list[Cell]]]:
 
 def steady(text: str) -> str:
     """`text` without what depends on the clock, the machine and the model: speeds, times, digits of what was measured,
-    what a model wrote, the bars of transformers, and what is printed after the run.
+    what a model wrote, and what is printed after the run.
     """
     text = text.partition("\n\n-----")[0]
-    text = re.sub(r"(?m)^Loading weights.*\n", "", text)
     text = re.sub(r"(?m)^\{'eval_loss'.*(\n.+)*", "{'eval_loss'}", text)
     text = re.sub(r"[\d.]+[kM]? (samples|tokens)/s", r"N \1/s", text)
     text = re.sub(r"\b[\d.]+ s\b|\d+:\d\d\b", "TIME", text)

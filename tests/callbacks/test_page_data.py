@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.callbacks.page_runs import BEGAN, append_rows, row, write_run
 
-from windlass.callbacks.page_data import few, page_data
+from windlass.callbacks.page_data import page_data
 from windlass.callbacks.page_file import render_page
 from windlass.callbacks.report import summarised
 from windlass.callbacks.run_view import read_run
@@ -43,16 +41,6 @@ def test_what_happened_once_is_a_mark_and_not_a_point(tmp_path: Path) -> None:
     assert found == {("skipped_update", 3), ("evaluation", 4), ("out_of_memory", 4)}
     assert [one["t"] for one in marks] == [3, 4, 4]
     assert "skipped_update" not in page_data(read_run(tmp_path))["series"]
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=401, max_size=3000))
-def test_few_points_keep_every_extreme(values: list[float]) -> None:
-    points = [(step, value, float(step), None) for step, value in enumerate(values)]
-    kept = few(points, 400)
-    assert len(kept) <= 400
-    assert list(kept) == sorted(kept)
-    assert {min(values), max(values)} <= {point[1] for point in kept}
-    assert set(kept) <= set(points)
 
 
 @pytest.mark.slow

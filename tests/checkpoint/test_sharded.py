@@ -79,7 +79,7 @@ def test_names_are_those_of_the_bare_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda index: index.update(version=2), "of version 2"),
+        (lambda index: index.update(version=3), "of version 3"),
         (lambda index: index.pop("aliases"), "malformed"),
         (lambda index: index["aliases"].update(other="gone"), "ties names to tensors that it does not have: other"),
         (lambda index: index["aliases"].update(other=[1]), "ties names to tensors that it does not have: other"),

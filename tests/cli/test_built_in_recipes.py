@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,11 @@ def test_the_head_says_how_to_run_it(name: str) -> None:
     command = "windlass train" if name == "python-docs" else f"windlass train {name}"
     assert any(line.startswith(f"#   {command}") for line in lines)
     assert max(map(len, lines)) <= 120
+    head = " ".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
+    if "GPU" in head:
+        assert "Memory, by `windlass estimate-memory" in head
+        assert "Time, estimated (docs/recipes.md)" in head
+    assert re.search(r"\b(minutes?|hours)\b", head), "how long it takes"
 
 
 def test_a_copy_is_run_by_its_own_name(

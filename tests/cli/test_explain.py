@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,7 +222,7 @@ def test_options_of_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["explain", "lora_r", "--recipe", str(recipe), "adapter.r=16"]) == 0
     assert "adapter.r = 16\n  from      the command line" in capsys.readouterr().out
     assert main(["explain", "target_modules"]) == 0
-    assert "adapter.target_modules = all-linear" in capsys.readouterr().out
+    assert 'adapter.target_modules = "all-linear"' in capsys.readouterr().out
 
 
 def test_the_place_of_each_process_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,3 +233,64 @@ def test_the_place_of_each_process_is_printed(capsys: pytest.CaptureFixture[str]
     assert "rank 6: replicate 1, context 1, tensor 0" in out
     assert main(["explain", "--num_processes", "6", *sizes]) == 0
     assert "must divide the number of processes, which is 6" in capsys.readouterr().out
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["explain", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_facts_for_programs_are_those_that_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for word in ("learning_rate", "precision", "text_column", "past_index", "adapter.r"):
+        found = as_json(capsys, word)
+        assert main(["explain", word]) == 0
+        printed = capsys.readouterr().out
+        assert found
+        for one in found:
+            assert one["name"] in printed
+            for said in one["facts"].values():
+                assert all(text in printed for text in ([said] if isinstance(said, str) else said))
+    rate, _ = as_json(capsys, "learning_rate")  # and that of a base
+    assert rate["value"] == 5e-5
+    assert rate["facts"]["SFTConfig"] == "2e-05"
+    assert rate["facts"]["page"] == ["docs/training.md", "docs/optimizers.md"]
+    file = tmp_path / "my.yaml"
+    file.write_text("mixed_precision: fp16\n")
+    found = as_json(capsys, "--config_file", str(file), "--num_processes", "2")
+    (precision,) = (one for one in found["settings"] if one["name"] == "precision")
+    assert precision["value"] == "fp16"
+    assert str(file) in precision["from"]
+    assert found["problems"] == []
+
+
+def test_keys_of_a_new_model_s_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    [size] = as_json(capsys, "model.config.hidden_size")
+    assert size["value"] == 128
+    assert "python-docs.yaml:" in size["facts"]["from"]
+    assert size["facts"] | {"from": ""} == {
+        "from": "",
+        "default": "4096",
+        "means": "Dimension of the hidden representations.",
+        "type": "int",
+        "model": "llama",
+        "python": "transformers.LlamaConfig.hidden_size",
+        "recipe": "model.config.hidden_size",
+        "page": ["docs/recipes.md"],
+    }
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("data: x.txt\nmodel: {config: {model_type: gpt2}}\ntokenizer: {train: {}}\n")
+    shown = explained(capsys, "model.config.n_embd", "--recipe", str(recipe), "model.config.n_embd=64")
+    assert (shown[""], shown["from"], shown["default"]) == (
+        "model.config.n_embd = 64", "the command line", "768"
+    )  # fmt: skip
+    assert (
+        explained(capsys, "model.config.vocab_size", "--recipe", str(recipe))["from"] == "tokenizer and data"
+    )
+    assert explained(capsys, "base.config.hidden_size", "--recipe", "sft-gsm8k")["model"] == "llama"
+    assert main(["explain", "model.config.hiden_size"]) == 2
+    assert "llama has no such setting; did you mean 'hidden_size'" in capsys.readouterr().err
+    assert main(["explain", "base.config.hidden_size"]) == 2
+    assert "the recipe has no such section; name one that has: --recipe FILE" in capsys.readouterr().err

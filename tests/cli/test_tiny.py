@@ -15,7 +15,7 @@ pytest.importorskip("tokenizers")
 from windlass.cli.built_in_recipes import CHAT, ROWS, names
 from windlass.cli.main import main
 from windlass.cli.recipe import load_recipe
-from windlass.core.errors import ConfigError, ModelError
+from windlass.core.errors import ConfigError
 
 NEEDS = {
     "digits": "sklearn",
@@ -138,7 +138,9 @@ def test_the_type_of_a_named_model_is_read_from_its_config(
     assert recipe.base is not None
     assert (recipe.base.config["model_type"], recipe.base.config["hidden_size"]) == ("mistral", 64)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="config of the model 'owner/absent' cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"model.name='owner/absent': its type .* set model.model_type, such as"
+    ):
         load_recipe("sft-lora", ["model=owner/absent"], tiny=True)
 
 
@@ -154,6 +156,15 @@ def test_another_type_than_the_recipe_says_is_refused(
         words += ["model=model", "model.model_type=llama", "training.use_cpu=true"]
         assert main(["train", recipe, *words]) == 2
         assert "model.model_type='llama': model is of type mistral" in capsys.readouterr().err
+
+
+def test_attention_that_needs_a_gpu_is_left_out() -> None:
+    asked = "training.model_init_kwargs.attn_implementation=flash_attention_2"
+    for tiny in (True, False):
+        options = load_recipe("sft-lora", [asked, f"data.train={CHAT}"], tiny=tiny).training[
+            "model_init_kwargs"
+        ]
+        assert ("attn_implementation" in options) != tiny
 
 
 def test_the_printed_recipe_is_the_tiny_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,9 @@ is whole lines, with each bar once.
 from __future__ import annotations
 
 import itertools
+import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -32,6 +34,11 @@ def bars(lines: list[str]) -> list[str]:
         assert not drawn or BAR.match(line), f"{line!r} in\n" + "\n".join(lines)
         assert not re.search(r".(train|evaluate) +\d+/\d+", line), line
     return [" ".join(line.split()[:2]) for line in lines if BAR.match(line)]
+
+
+def words_of(command: str) -> list[str]:
+    """The words that a shell would take of these rows."""
+    return shlex.split(command.replace("\\\n", ""))
 
 
 def typed(*words: str, cwd: Path, code: int = 0, **environ: str) -> list[str]:
@@ -153,6 +160,8 @@ def test_the_readme_s_script_as_typed_there(room: Path) -> None:
         terminal.start(WINDLASS, "launch", "--num_processes", "2", "first.py", cwd=room)
         assert terminal.end() == 0, terminal.lines
         assert bars(terminal.lines) == ["train 120/120", "evaluate 5/5"]
+        assert b"starting first.py" in terminal.raw, "nothing is shown while torch is imported"
+        assert "starting" not in "".join(terminal.lines)
     with Terminal() as terminal:
         terminal.run(room / "first.py", cwd=room)
         assert terminal.end() == 0, terminal.lines
@@ -173,14 +182,40 @@ def test_a_recipe_is_dry_run_trained_interrupted_and_resumed(room: Path) -> None
         assert terminal.end() == 130, terminal.lines
         assert len(bars(terminal.lines)) == 1
         said = "\n".join(terminal.lines)
-    assert "is complete. Resume with:" in said
-    (step,) = re.findall(r"checkpoint-(\d+) is complete", said.replace("\n", ""))
+    state, _, command = said.partition("is complete. Resume with:")
+    (step,) = re.findall(r"checkpoint-(\d+) $", state)
+    assert "resume_from_checkpoint" not in said, "what a script would do"
+    words = words_of(command)
+    assert words[:4] == [sys.executable, "-m", "windlass", "train"]
     with Terminal() as terminal:
         steps = f"training.max_steps={int(step) + 2}"
-        terminal.run("windlass", "train", "lm.yaml", "--resume", steps, cwd=room)
+        terminal.run("windlass", *words[3:], steps, cwd=room)
         assert terminal.end() == 0, terminal.lines
-        assert bars(terminal.lines) == [f"train {int(step) + 2}/{int(step) + 2}"]
-        assert f"resume{sys.executable}-mwindlasstrainlm.yaml" in "".join("".join(terminal.lines).split())
+        assert bars(terminal.lines) == [f"train {int(step) + 2}/{int(step) + 2}", "evaluate 2/2"]
+        printed = "\n".join(terminal.lines).partition("\nresume ")[2].partition("\n---")[0]
+        assert words_of(printed) == [*words[:-1], steps, "--resume"]
+
+
+def test_a_base_that_is_interrupted_is_continued_and_not_taken_for_complete(room: Path) -> None:
+    pytest.importorskip("transformers")
+    screens.furnish(room)
+    words = ["train", "sft-gsm8k", *screens.TUNING, "base.max_steps=400", "training.max_steps=2"]
+    with Terminal() as terminal:
+        terminal.run("windlass", *words, cwd=room)
+        terminal.until("\n  50 ")
+        terminal.type(CTRL_C)
+        assert terminal.end() == 130, terminal.lines
+        said = "\n".join(terminal.lines)
+    command = words_of(said.partition("Interrupted before the first checkpoint. Start again with:")[2])
+    assert command == [sys.executable, "-m", "windlass", *words]
+    base = room / "runs" / "sums" / "base"
+    (saved,) = base.glob("checkpoint-*")
+    with Terminal() as terminal:
+        terminal.run("windlass", *words, cwd=room)
+        assert terminal.end() == 0, terminal.lines
+    record = json.loads((base / "run.json").read_text())
+    assert [one["from_step"] for one in record["sessions"]] == [0, int(saved.name.split("-")[1])]
+    assert not saved.exists()
 
 
 @pytest.mark.slow

@@ -15,15 +15,20 @@ from windlass.core.activity import Activity, Ticking
 
 # Says what it does, in one of several ways; waits until the row was drawn with its seconds.
 SCRIPT = """
-import sys, time
-from windlass.core.activity import Activity
+import sys, threading, time
+from windlass.core.activity import Activity, Opening
 from windlass.core.terminal import foot_of
 
 before = sys.stdout
-with Activity("reading the data"):
-    print("read")
+with (Opening if "opening" in sys.argv else Activity)("reading the data"):
+    if "silent" not in sys.argv:
+        print("read")
     if "twice" in sys.argv:
         foot_of(sys.stdout).draw("bar", ["a bar"])
+    while "opening" in sys.argv and "windlass-display" in [thread.name for thread in threading.enumerate()]:
+        pass
+    if "opening" in sys.argv:
+        assert ("twice" in sys.argv) == (sys.stdout is not before)
     while "wait" in sys.argv and sys.stdin.readline() != "on\\n":
         pass
     if "fail" in sys.argv:
@@ -66,6 +71,16 @@ def test_a_bar_takes_its_place(script: Path) -> None:
         terminal.type("on\r")
         assert terminal.end() == 0, terminal.lines
         assert terminal.lines == ["read", "on", "a bar", "done"]
+
+
+@pytest.mark.parametrize("words", [[], ["twice"], ["twice", "silent"]])
+def test_an_opening_ends_when_anything_else_is_shown(words: list[str], script: Path) -> None:
+    with Terminal() as terminal:
+        terminal.run(script, "opening", *words)
+        assert terminal.end() == 0, terminal.lines
+        assert b"reading" in terminal.raw
+        expected = ["read" * ("silent" not in words), "a bar" * ("twice" in words), "done"]
+        assert terminal.lines == [line for line in expected if line]
 
 
 @pytest.mark.parametrize("environ", [{}, {"RANK": "1", "WORLD_SIZE": "2"}])

@@ -10,7 +10,16 @@ from windlass.core.errors import ConfigError
 from windlass.core.mesh import AXES, VIEWS, Mesh, View
 
 sizes = st.integers(1, 3)
-meshes = st.builds(Mesh, replicate=sizes, shard=sizes, context=sizes, tensor=sizes, pipeline=sizes)
+meshes = st.builds(
+    Mesh,
+    replicate=sizes,
+    shard=sizes,
+    expert=sizes,
+    context=sizes,
+    sequence=sizes,
+    tensor=sizes,
+    pipeline=sizes,
+)
 
 
 def test_data_axes_alone_make_one_view_of_all_and_models_of_one() -> None:
@@ -18,9 +27,14 @@ def test_data_axes_alone_make_one_view_of_all_and_models_of_one() -> None:
     assert {view: mesh.size(view) for view in VIEWS} == {
         "data": 6,
         "loss": 6,
+        "expert": 1,
+        "same_experts": 6,
         "context": 1,
+        "ring": 1,
+        "heads": 1,
         "tensor": 1,
         "model": 1,
+        "stage": 6,
         "all": 6,
     }
     assert mesh.parts("data") == mesh.parts("loss") == mesh.parts("all") == [(0, 1, 2, 3, 4, 5)]
@@ -46,9 +60,14 @@ def test_parts_of_a_sequence_have_different_targets_of_the_same_samples() -> Non
     assert {view: mesh.size(view) for view in VIEWS} == {
         "data": 2,
         "loss": 4,
+        "expert": 1,
+        "same_experts": 4,
         "context": 2,
+        "ring": 2,
+        "heads": 1,
         "tensor": 2,
         "model": 8,
+        "stage": 8,
         "all": 16,
     }
     assert mesh.ranks("loss", 0) == (0, 2, 4, 6)
@@ -81,10 +100,17 @@ def test_replicas_divide_the_ranks_with_data_and_change_no_view() -> None:
         mesh.with_replicas(3)
 
 
-def test_experts_are_divided_among_ranks_that_are_there() -> None:
-    assert Mesh(shard=2, context=2, expert=4).size() == 4
-    with pytest.raises(ConfigError, match=r"Mesh.expert=3: must divide shard=2 times context=2"):
-        Mesh(shard=2, context=2, expert=3)
+def test_neighbours_divide_experts_and_have_different_samples() -> None:
+    mesh = Mesh(replicate=2, expert=2)
+    assert mesh.parts("expert") == [(0, 1), (2, 3)]
+    assert mesh.parts("same_experts") == [(0, 2), (1, 3)]
+    assert mesh.parts("data") == mesh.parts("loss") == [(0, 1, 2, 3)]
+    assert mesh.place(3) == "replicate 1, expert 1"
+    assert mesh.with_replicas(1) == Mesh(shard=2, expert=2)
+    with pytest.raises(
+        ConfigError, match=r"dp_replicate_size=4: must divide the number of processes, 4, 2 to the exp"
+    ):
+        mesh.with_replicas(4)
 
 
 def test_what_makes_no_mesh_is_refused_with_all_that_is_wrong() -> None:
@@ -93,6 +119,7 @@ def test_what_makes_no_mesh_is_refused_with_all_that_is_wrong() -> None:
     assert [problem.field for problem in found.value.problems] == ["Mesh.replicate", "Mesh.tensor"]
     unknown: View = "batch"  # type: ignore[assignment]
     with pytest.raises(
-        ConfigError, match="view='batch': must be one of data, loss, context, tensor, model, all"
+        ConfigError,
+        match="view='batch': must be one of data, loss, expert, same_experts, context, ring, heads",
     ):
         Mesh().ranks(unknown, 0)

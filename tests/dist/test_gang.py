@@ -50,7 +50,7 @@ def test_a_mesh_of_another_number_of_ranks_is_refused_before_they_meet() -> None
 
 def test_a_view_that_no_mesh_has_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="view='batch': must be one of data, loss, context, tensor, model, all"
+        ConfigError, match="view='batch': must be one of data, loss, expert, same_experts, context"
     ):
         Gang().over("batch")  # type: ignore[arg-type]
 

@@ -13,6 +13,7 @@ from tests.dist.launch import launch
 from tests.finetuning import test_several_ranks
 
 from windlass import ParallelismConfig
+from windlass.dist.gang import leave
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -44,12 +45,12 @@ def main() -> None:
     layouts = [ParallelismConfig(cp_size=2), ParallelismConfig(sp_size=2)]
     if sys.argv[2] == "layers":
         layouts = [ParallelismConfig(tp_size=2)]
-    found = {
-        name: test_several_ranks.figures(
+    found = {}
+    for layout, (name, case) in zip(layouts, CASES.items(), strict=False):
+        found[name] = test_several_ranks.figures(
             folder / name, per_device_train_batch_size=2, parallelism_config=layout, **case
         )
-        for layout, (name, case) in zip(layouts, CASES.items(), strict=False)
-    }
+        leave()  # the next case has another layout
     (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 

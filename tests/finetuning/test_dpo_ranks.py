@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "pairs": {},
     "mixture": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
     "adapter": {"lora": True, "loss_type": ["ipo"]},
+    "shared": {"padding_free": True, "loss_type": ["sigmoid", "sft"], "optim": "sgd"},
     "precomputed": {"precompute_ref_log_probs": True, "ld_alpha": 0.5},
 }
 WAYS: dict[str, dict[str, Any]] = {"replicated": {}, "sharded": {"fsdp": "full_shard"}}

@@ -135,6 +135,30 @@ def test_a_stream_is_trained_on(tmp_path: Path) -> None:
     assert [row["loss"] for row in found] == [row["loss"] for row in wanted]
 
 
+def test_rows_of_a_stream_that_are_dropped_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = {"prompt": "cat " * 70, "chosen": " b", "rejected": " c"}
+    rows = [row for pair in pairs(6) for row in (pair, long)]
+    wanted = logs_of(trainer_of(tmp_path / "a", rows=pairs(6), train_sampling_strategy="sequential"))
+    stream = small.table(rows).to_iterable_dataset()
+    trainer = trainer_of(
+        tmp_path / "b", rows=stream, eval_dataset=small.table(rows[:2]).to_iterable_dataset()
+    )
+    found = logs_of(trainer)
+    assert [row["loss"] for row in found] == [row["loss"] for row in wanted]
+    message = (
+        "dropped 6 of the first 12 rows of the stream (train dataset): they have a prompt that fills max"
+    )
+    assert caplog.text.count(message) == 1, "in several passes, once"
+    trainer.evaluate()
+    assert "dropped 1 of the first 2 rows of the stream (eval dataset)" in caplog.text
+    with pytest.raises(
+        DataError, match=r"row 1: a prompt with an answer has 72 tokens, more than max_length=64"
+    ):
+        trainer_of(tmp_path / "c", rows=stream, truncation_mode="error").train()
+
+
 def test_the_model_itself_is_no_reference(tmp_path: Path) -> None:
     model = small.model()
     with pytest.raises(ConfigError, match="cannot be the same object"):

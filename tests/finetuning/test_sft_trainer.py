@@ -14,6 +14,7 @@ from tests.finetuning.trainers import trainer_of
 
 from windlass import DatasetMixture, SFTConfig, SFTTrainer, TrainingArguments
 from windlass.core.errors import ConfigError, DataError
+from windlass.core.optional import is_available
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
@@ -315,6 +316,14 @@ def test_a_model_by_folder_brings_its_tokenizer(tmp_path: Path) -> None:
         assert trainer.processing_class.eos_token == "<eos>"
     args = small.arguments(tmp_path / "out", model_init_kwargs={"dtype": "bfloat16"})
     assert SFTTrainer(folder, args, train_dataset=small.table(small.texts())).model.dtype == torch.bfloat16
+    if not is_available("flash_attn"):
+        args = small.arguments(
+            tmp_path / "out", model_init_kwargs={"attn_implementation": "flash_attention_2"}
+        )
+        with pytest.raises(
+            ConfigError, match=r"model_init_kwargs=.*not installed.*set attn_implementation to sdpa"
+        ):
+            SFTTrainer(folder, args, train_dataset=small.table(small.texts()))
 
 
 def test_a_config_makes_new_weights(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.laws.source import ROOT
 
 UPDATE_FILES, UPDATE_CALLS = 34, 114
-SAVE_FILES = 63
+SAVE_FILES = 62
 
 
 @pytest.fixture(scope="module")

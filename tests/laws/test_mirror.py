@@ -16,8 +16,6 @@ from tests.laws.source import PACKAGE, ROOT
 TESTS = ROOT / "tests"
 # Rooms of tests about the project as a whole.
 OTHER_ROOMS = {"laws", "docs", "examples", "benchmarks", "reliability", "xla"}
-# Temporary: these rooms are being rebuilt, and some of their tests are named after files of lower floors.
-IN_TRANSITION: set[str] = set()
 
 
 def stems(folder: Path) -> set[str]:
@@ -46,8 +44,7 @@ def test_test_files_mirror_files_or_say_what_they_test() -> None:
     for test in found_tests():
         documented = ast.get_docstring(ast.parse((TESTS / test).read_text("utf-8"))) is not None
         room = test.parts[0] if len(test.parts) > 1 else ""
-        elsewhere = set() if room in IN_TRANSITION else everywhere
-        found.append(misplaced(test.as_posix(), documented, stems(PACKAGE / room) | {room}, elsewhere))
+        found.append(misplaced(test.as_posix(), documented, stems(PACKAGE / room) | {room}, everywhere))
     assert len(found) > 100
     assert not any(found), "\n".join(filter(None, found))
 

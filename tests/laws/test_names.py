@@ -11,9 +11,6 @@ from collections.abc import Iterable
 import pytest
 from tests.laws.source import Module, classes, modules
 
-# Temporary: these rooms are being rebuilt, and their names with them.
-IN_TRANSITION: tuple[str, ...] = ()
-
 CLASSES: dict[str, str] = {}
 FILES = {
     "registry": "optimizers and schedules are families alike, each with its registry",
@@ -22,9 +19,9 @@ FILES = {
 
 
 def is_free(module: Module) -> bool:
-    """Whether scripts, or those who rebuild a room, choose this module's names."""
+    """Whether scripts choose this module's names."""
     is_top_file = module.name.count(".") == 1 and module.path.name != "__init__.py"
-    return is_top_file or module.room in ("utils", *IN_TRANSITION)
+    return is_top_file or module.room == "utils"
 
 
 def twice(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from tests.laws.source import PACKAGE, Module, modules
+from tests.laws.source import Module, modules
 
 _MODULE = "nn.Module keeps its tensors, children and settings there, and enumerates them in another way"
 _CALL = "nn.Module calls through these, and torch.compile replaces one of them"
@@ -83,8 +83,6 @@ THIRD_PARTY = {
     **dict.fromkeys(("_is_gathered", "_sharded_by", "_recompute"), _MARK),
 }  # fmt: skip
 
-# Temporary: their objects are being rebuilt with owners of their own.
-IN_TRANSITION: tuple[str, ...] = ()
 # What scripts override under these names, and a run therefore calls.
 OVERRIDABLE = {
     "src/windlass/trainer/hooks.py": {
@@ -146,7 +144,6 @@ def test_private_attributes_are_used_by_their_owner_alone() -> None:
     found = [
         f"{module.where}:{line} {name}"
         for module in modules()
-        if module.room not in IN_TRANSITION
         for line, name in (*foreign(module.tree), *_imported(module))
         if name not in THIRD_PARTY and name not in EXCEPT.get(module.where, ())
     ]
@@ -157,7 +154,6 @@ def test_the_lists_are_true() -> None:
     used = {(module.where, name) for module in modules() for _, name in foreign(module.tree)}
     assert THIRD_PARTY.keys() <= {name for _, name in used}
     assert {(where, name) for where, names in EXCEPT.items() for name in names} <= used
-    assert all((PACKAGE / room).is_dir() for room in IN_TRANSITION)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from windlass import TrainerCallback
 from windlass.checkpoint.mirrored import MirroredStore
 from windlass.checkpoint.staged import StagedCheckpoint
 from windlass.checkpoint.store import Store
-from windlass.core.errors import EXIT_PREEMPTED
+from windlass.core.errors import EXIT_PREEMPTED, Preempted
 from windlass.trainer import run_checkpoints
 
 PATIENCE = 120.0  # seconds after which an attempt hangs; one takes less than a second when nothing else runs
@@ -245,7 +245,11 @@ def _rank(
         arm(strike.fault, strike.fault.place(strike.counts, strike.left))
         callbacks += callbacks_of(strike.fault, strike.counts, strike.left)
     ctrl_c = CtrlC()
-    trainer = run(output_dir(folder, trial, rank), trial.case, *callbacks, resume=resume or None)
+    try:
+        trainer = run(output_dir(folder, trial, rank), trial.case, *callbacks, resume=resume or None)
+    except Preempted as leaving:
+        (folder / f"left-{rank}.txt").write_text(str(leaving.step))
+        raise
     state = trainer.state
     # The first Ctrl-C lets `train` return early: before its last update, or without its last evaluation.
     if state.global_step < state.max_steps or ctrl_c.came():

@@ -213,7 +213,8 @@ class History:
         if fault is not None and (self._may_end(fault, ended) or (fault.kind in FAULTS and ended.finished)):
             self._told.struck.append(KILLED_LEAVING if fault.leaves and ended.killed else fault.kind)
         self._check_store()
-        if ended.left and not self._newest:
+        # Before its first update there is nothing to save: it begins again.
+        if ended.left and not self._newest and any(_left_at(self._place)):
             self._problem("it left, and no checkpoint stands")
 
     def _may_end(self, fault: Fault, ended: Ended) -> bool:
@@ -302,7 +303,14 @@ class History:
 def _announced(place: Path, disks: int) -> int:
     """The last step that was committed on every disk."""
     paths = [place / f"committed-{rank}.txt" for rank in range(disks)]
-    return min(int(path.read_text().split()[-1]) if path.exists() else 0 for path in paths)
+    # A rank may be killed after it has made the file and before it has written to it.
+    steps = (path.read_text().split() if path.exists() else [] for path in paths)
+    return min(int(written[-1]) if written else 0 for written in steps)
+
+
+def _left_at(place: Path) -> list[int]:
+    """The steps at which the ranks exited that were preempted last."""
+    return [int(path.read_text()) for path in place.glob("left-*.txt")]
 
 
 def _ends(place: Path) -> list[dict[str, Any]]:

@@ -107,6 +107,37 @@ def test_other_strategies(tmp_path: Path, strategies: tuple[str, str]) -> None:
     assert weights_hash(trainer.model) == trainer.hashes[1]
 
 
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({"per_device_train_batch_size": 12}, [(2, 1, 0.5), (4, 2, 0.6)]),
+    ({"max_steps": 3, "eval_steps": 3}, [(3, 1, 0.5)]),
+    ({"leaves": True}, [(2, 1, 0.5)]),
+], ids=["data of the epoch spent", "run ends within it", "a callback leaves it"])  # fmt: skip
+def test_a_best_evaluation_at_the_end_of_an_epoch_is_saved_once_with_it(
+    tmp_path: Path, changes: dict[str, Any], expected: list[tuple[int, int, float]]
+) -> None:
+    saved: list[tuple[int, int, float]] = []
+    given = {"save_strategy": "epoch", "max_steps": 4, "eval_steps": 2, **changes}
+    leaves = given.pop("leaves", False)
+
+    class Notes(TrainerCallback):
+        ended = 0
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_epoch_stop = leaves
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.ended += 1
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            saved.append((state.global_step, self.ended, state.best_metric))
+
+    trainer = scripted(tmp_path, [0.5, 0.6], **given)
+    trainer.add_callback(Notes())
+    trainer.train()
+    assert saved == expected
+    assert weights_hash(trainer.model) == trainer.hashes[-1]
+
+
 def test_with_a_limit_of_one_best_and_last_may_remain(tmp_path: Path) -> None:
     trainer = scripted(tmp_path, [0.1, 0.9, 0.2, 0.3, 0.4, 0.5], save_total_limit=1)
     trainer.train()

@@ -95,7 +95,12 @@ def test_replicas_and_shards_of_divided_sequences(run: Run) -> None:
     whole = {"per_device_train_batch_size": 2}
     check_equal(run, 4, replicas, {}, whole)
     check_equal(run, 4, shards, {}, whole)
-    check_equal(run, 4, {"four to a row": ("llama", {"cp_size": 4}, {})}, {})
+    alone: dict[str, Case] = {
+        "four to a row": ("llama", {"cp_size": 4}, {}),
+        "rings of heads": ("qwen3", {"cp_size": 2, "sp_size": 2}, {}),
+        "sharded rings of heads": ("gpt2", {"cp_size": 2, "sp_size": 2}, {"fsdp": True}),
+    }
+    check_equal(run, 4, alone, {})
 
 
 def rewind(folder: Path) -> None:
@@ -162,6 +167,59 @@ def test_layers_divided_among_two_ranks_equal_one_process(run: Run) -> None:
         "tied, norms of heads": ("qwen3", TENSOR, {}),
     }
     check_equal(run, 2, cases, {})
+
+
+@pytest.mark.dist
+def test_shards_of_divided_layers_equal_one_process(run: Run) -> None:
+    # A vocabulary of 23: parts of 12 and 11, of which shards are uneven again.
+    cases: dict[str, Case] = {
+        "sharded": ("llama", TENSOR, {"fsdp": True, "per_device_train_batch_size": 1}),
+    }
+    check_equal(run, 4, cases, {}, {"per_device_train_batch_size": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_shards_of_divided_layers_of_other_models_and_with_other_axes(run: Run) -> None:
+    wrapped = {"fsdp": "full_shard auto_wrap", "per_device_train_batch_size": 1}
+    cases: dict[str, Case] = {
+        "a size": ("even", {"tp_size": 2, "dp_shard_size": 2}, {"per_device_train_batch_size": 1}),
+        "tied": ("tied", TENSOR, {**wrapped, "gradient_checkpointing": True}),
+        "norms of heads": ("qwen3", TENSOR, wrapped),
+        "scaled embedding": ("gemma3", TENSOR, wrapped),
+    }
+    check_equal(run, 4, cases, {"scaled embedding": 1e-5}, {"per_device_train_batch_size": 2})
+    rows: dict[str, Case] = {"rows": ("tied", {"tp_size": 2, "cp_size": 2}, {"fsdp": True})}
+    check_equal(run, 4, rows, {})
+    three = {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2}
+    replicas: dict[str, Case] = {"replicas": ("qwen3", three, {"per_device_train_batch_size": 1})}
+    check_equal(run, 8, replicas, {}, {"per_device_train_batch_size": 4})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_shards_of_divided_layers_are_continued_on_any_layout_and_back(run: Run, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "fsdp": True}
+    whole = {key: value for key, value in saving.items() if key != "fsdp"}
+    case: Case = ("heads", {"tp_size": 2, "dp_shard_size": 2}, {**saving, "per_device_train_batch_size": 2})
+    expected = run(4, {"x": case}, tmp_path / "same")[0]["x"]["weights"]
+    layouts: dict[str, tuple[int, Case]] = {
+        "one process": (1, ("heads", {}, {**whole, "per_device_train_batch_size": 4})),
+        "tensor": (4, ("heads", {"tp_size": 4}, {**whole, "per_device_train_batch_size": 4})),
+        "shards": (4, ("heads", {"dp_shard_size": 4}, {**saving, "per_device_train_batch_size": 1})),
+    }
+    for name in layouts:
+        shutil.copytree(tmp_path / "same", tmp_path / name)
+    for newest in tmp_path.glob("*/*/checkpoint-6"):
+        shutil.rmtree(newest)
+    assert run(4, resumed({"x": case}), tmp_path / "same")[0]["x"]["weights"] == expected, "to the bit"
+    longer: Case = (case[0], case[1], {**case[2], "max_steps": 8})
+    onward = run(4, resumed({"x": longer}), tmp_path / "same")[0]["x"]["weights"]
+    for name, (ranks, other) in layouts.items():
+        found = run(ranks, resumed({"x": other}), tmp_path / name)[0]["x"]["weights"]
+        assert np.abs(np.array(found) - np.array(expected)).max() <= DOUBLE, name
+        back = run(4, resumed({"x": longer}), tmp_path / name)[0]["x"]["weights"]
+        assert np.abs(np.array(back) - np.array(onward)).max() <= DOUBLE, f"{name}, and back"
 
 
 @pytest.mark.slow

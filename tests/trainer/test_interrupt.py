@@ -61,6 +61,40 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
     assert resumed.state.log_history[-2]["step"] == whole.state.log_history[-2]["step"]
 
 
+class Committed(TrainerCallback):
+    """Notes the step of each checkpoint."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+
+
+@pytest.mark.parametrize("saving", ["steps", "epoch"])
+def test_stopped_by_the_last_update_of_an_epoch_it_saves_once_and_leaves_the_evaluation(
+    tmp_path: Path, saving: str
+) -> None:
+    """The run that resumes it makes the evaluation at the end of the epoch, which may take long."""
+    changes = {"eval_strategy": "epoch", "save_strategy": saving, "save_steps": 5}
+    whole = trainer(tmp_path / "whole", **changes)
+    whole.train()
+    saved = Committed()
+    stopped = trainer(tmp_path / "cut", [Presses("on_step_end", 5), saved], **changes)
+    assert stopped.train().global_step == 5
+    assert saved.steps == [5]
+    assert not [row for row in stopped.state.log_history if "eval_loss" in row]
+    resumed = trainer(tmp_path / "cut", **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert weights_hash(resumed.model) == weights_hash(whole.model)
+    losses = [
+        [(row["step"], row["eval_loss"]) for row in run.state.log_history if "eval_loss" in row]
+        for run in (resumed, whole)
+    ]
+    assert losses[0] == losses[1]
+    assert [step for step, _ in losses[0]] == [5, 8]
+
+
 class OverRows(nn.Module):
     """Its loss is the mean over rows of the mean over a row's targets."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -68,13 +68,14 @@ def _gradients(model: Any) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def _check(name: str, method: Literal["ring", "ulysses"], context_ranks: Gang, recompute: bool) -> None:
+def _check(name: str, context_ranks: Gang, recompute: bool) -> None:
     plain = _model(name, _CONFIGS[name])
     model = copy.deepcopy(plain)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     limit = 1e-6 if name in _SINGLE_INSIDE else 1e-12
-    divided = DividedForwards(model, method, context_ranks)
+    method = context_ranks.mesh
+    divided = DividedForwards(model, context_ranks)
     for kind, batch in _batches().items():
         count = int((batch["labels"][:, 1:] != -100).sum())
         plain.zero_grad()
@@ -103,9 +104,9 @@ def _check_refusals(context_ranks: Gang) -> None:
     for name, options in _REFUSED.items():
         model = _model(name, options).float()  # experts are not multiplied in float64
         with pytest.raises(ModelError, match=r"divided|output_router_logits"):
-            DividedForwards(model, "ring", context_ranks)
+            DividedForwards(model, context_ranks)
     model = _model("LlamaConfig", _SIZES)
-    divided = DividedForwards(model, "ring", context_ranks)
+    divided = DividedForwards(model, context_ranks)
     ids = _batches()["plain"]["input_ids"]
     for wrong in ({"token_type_ids": ids}, {"output_hidden_states": True}, {"position_ids": ids[None]}):
         with pytest.raises(ModelError, match=f"got {next(iter(wrong))}"):
@@ -120,7 +121,7 @@ def _check_randomness(context_ranks: Gang) -> None:
     model = _model(
         "GPT2Config", {"vocab_size": 23, "n_embd": 8, "n_layer": 1, "n_head": 4, "attn_pdrop": 0.0}
     )
-    divided = DividedForwards(model.train(), "ring", context_ranks)
+    divided = DividedForwards(model.train(), context_ranks)
     dropped: list[Tensor] = []
     model.transformer.drop.register_forward_hook(lambda _, __, output: dropped.append(output == 0))
     torch.manual_seed(3)
@@ -136,13 +137,17 @@ def _check_randomness(context_ranks: Gang) -> None:
 
 def main() -> None:
     world = world_from_environment()
-    context_ranks = join(world, torch.device("cpu"), mesh=Mesh(context=world.size)).over("context")
-    for name in _CONFIGS:
-        _check(name, "ring", context_ranks, recompute=name == "LlamaConfig")
-        _check(name, "ulysses", context_ranks, recompute=name == "LlamaConfig")
-    _check_refusals(context_ranks)
-    _check_randomness(context_ranks)
-    leave()
+    layouts = [Mesh(context=world.size), Mesh(sequence=world.size)]
+    if world.size == 4:
+        layouts.append(Mesh(context=2, sequence=2))
+    for mesh in layouts:
+        context_ranks = join(world, torch.device("cpu"), mesh=mesh).over("context")
+        for name in _CONFIGS:
+            _check(name, context_ranks, recompute=name == "LlamaConfig")
+        if mesh.sequence == 1:
+            _check_refusals(context_ranks)
+            _check_randomness(context_ranks)
+        leave()
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ def _compare(
     expected = _whole(whole, documents, window, scale)
     expected.backward(upper.to(dtype))
     mine = [division.part(state.to(dtype), rank, 2).requires_grad_() for state in states]
-    got = attend(*mine, Sight(division, documents, window), dist.group.WORLD, scale)
+    whole_row = Zigzag(1, LENGTH) if attend is ulysses_attention else division
+    got = attend(*mine, Sight(whole_row, documents, window), dist.group.WORLD, scale=scale)
     assert got.dtype == dtype
     got.backward(division.part(upper.to(dtype), rank, 2))
     pairs = [(got, expected), *((part.grad, state.grad) for part, state in zip(mine, whole, strict=True))]

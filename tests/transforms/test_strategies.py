@@ -64,7 +64,7 @@ def main(folder: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     fully_shard(model)
     said = error_of(lambda: accelerator.prepare(model))
-    assert "FSDP2 has sharded it already; set fsdp=True" in said, said
+    assert "was divided with fsdp=True and stays so; set that, or build it again" in said, said
     assert torch.distributed.is_initialized()
     print("refused with the way out")
 

@@ -173,4 +173,5 @@ class Setup:
     @property
     def context_parallel_rank(self) -> int:
         """Index of the part of each sequence that this process computes."""
-        return self._rank_in("context")
+        inner = self._rank_in("sequence")
+        return self._rank_in("context") * self.all_ranks.over("heads").size + inner

@@ -104,6 +104,12 @@ def _executor(
     loss_ranks: Gang,
 ) -> Executor:
     scaler = build_scaler(plan.precision, device)
+    if plan.dist.pipeline is not None:
+        from windlass.engine.pipelined import PipelineExecutor
+        from windlass.transforms.pipeline import Pipeline
+
+        assert isinstance(strategy, Pipeline)
+        return PipelineExecutor(strategy, optimizer, device, plan.dist.pipeline, scaler)
     if not isinstance(optimizer, PerParameterOptimizer) or not optimizer.in_backward:
         return executor_for(device)(strategy, optimizer, device, scaler, reduce_each=plan.dist.reduce_each)
     name = type(optimizer).__name__

@@ -142,7 +142,7 @@ RULES: tuple[tuple[str, Condition, str], ...] = (
     ),
     (
         "neftune_noise_alpha",
-        lambda args, plan, facts: args.neftune_noise_alpha and plan.dist.context > 1,
+        lambda args, plan, facts: args.neftune_noise_alpha and plan.dist.context * plan.dist.sequence > 1,
         "it is scaled by the length of a row, of which each process has a part: leave it out, or set cp_size and "
         "sp_size to 1",
     ),

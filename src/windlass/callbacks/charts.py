@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from windlass.core.output import in_html
 
 Point = tuple[float, float]
+# A point of any number of items.
+Logged = TypeVar("Logged", bound=tuple[Any, ...])
 
 # The style sheet of `line_chart`; each rule ends its line, and colours are variables of the page.
 CHART_STYLE = """\
@@ -115,17 +118,20 @@ def labels(values: Sequence[float]) -> list[str]:
     return texts
 
 
-def thinned(points: Sequence[Point], limit: int = _MAX_POINTS) -> Sequence[Point]:
-    """Return at most about `limit` points: the lowest and the highest of each stretch, so that spikes stay."""
+def thinned(points: Sequence[Logged], limit: int = _MAX_POINTS) -> Sequence[Logged]:
+    """Return at most `limit` of the points, whose second item is their value: the lowest and the highest of each
+    stretch, so that spikes stay.
+    """
     if len(points) <= limit:
         return points
     size = math.ceil(len(points) / (limit // 2))
-    kept: list[Point] = []
+    kept: list[Logged] = []
     for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        finite = [p for p in stretch if _is_finite(p)] or list(stretch[:1])
-        extremes = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])}
-        kept += sorted(extremes)
+        stretch = range(start, min(start + size, len(points)))
+        finite = [place for place in stretch if math.isfinite(points[place][1])] or stretch[:1]
+        low = min(finite, key=lambda place: points[place][1])
+        high = max(finite, key=lambda place: points[place][1])
+        kept += [points[place] for place in sorted({low, high})]
     return kept
 
 

@@ -40,7 +40,7 @@ def open_display(
     return LineDisplay(total, label, start=start, file=TolerantStream(file) if file else STDOUT)
 
 
-class _Pace:
+class Pace:
     """The progress of a run, its duration, and an estimate of the time left."""
 
     def __init__(self, total: int, label: str, start: int, clock: Clock) -> None:
@@ -107,8 +107,8 @@ class Display:
 
     def __init__(self, total: int, label: str, *, start: int = 0, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        self._pace = _Pace(total, label, start, clock)
-        self._inner: _Pace | None = None
+        self._pace = Pace(total, label, start, clock)
+        self._inner: Pace | None = None
         self._last = clock()
         self._speed = _Speed(clock)
 
@@ -117,7 +117,7 @@ class Display:
         self._moved(self._pace)
 
     def begin_inner(self, label: str, total: int) -> None:
-        self._inner = _Pace(total, label, 0, self._clock)
+        self._inner = Pace(total, label, 0, self._clock)
 
     def advance_inner(self, done: int) -> None:
         if self._inner is not None:
@@ -144,11 +144,11 @@ class Display:
     def close(self) -> None:
         self._inner = None
 
-    def _moved(self, pace: _Pace) -> None:
+    def _moved(self, pace: Pace) -> None:
         if self._clock() - self._last >= self.seconds:
             self._show(pace)
 
-    def _show(self, pace: _Pace) -> None:
+    def _show(self, pace: Pace) -> None:
         """Display the progress of `pace`, and note the time."""
         raise NotImplementedError
 
@@ -169,7 +169,7 @@ class LineDisplay(Display):
     def write(self, text: str) -> None:
         self._show(self._pace, f" {shown(text)}")
 
-    def _show(self, pace: _Pace, message: str = "") -> None:
+    def _show(self, pace: Pace, message: str = "") -> None:
         self._last = self._clock()
         self._file.write(f"[{pace.text()}]{message}\n")
         self._file.flush()
@@ -191,7 +191,7 @@ class QuietDisplay(Display):
     def write(self, text: str) -> None:
         pass
 
-    def _show(self, pace: _Pace) -> None:
+    def _show(self, pace: Pace) -> None:
         self._last = self._clock()
 
 
@@ -254,7 +254,7 @@ class BarDisplay(Display):
         """Draw the time that passes before the first step."""
         self._show(self._pace)
 
-    def _show(self, pace: _Pace) -> None:
+    def _show(self, pace: Pace) -> None:
         self._last = self._clock()
         speed = "" if self._ended else self._speed.text  # the last one is not that of the whole run
         rows = [self._row(self._pace, [self._time(), self._loss, speed])]
@@ -269,7 +269,7 @@ class BarDisplay(Display):
             return f"{clock_text(self._pace.left)} left"
         return f"first step: {clock_text(self._pace.elapsed)}"
 
-    def _row(self, pace: _Pace, facts: list[str]) -> str:
+    def _row(self, pace: Pace, facts: list[str]) -> str:
         """The position, a bar, and those of `facts`, most important first, for which there is room; the first of them
         is at the right, below that of the other row.
         """

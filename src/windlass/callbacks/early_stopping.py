@@ -6,7 +6,7 @@ from typing import Any
 
 from windlass.callbacks.rows import Logs
 from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
+from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.events import ExportableState, TrainerControl, TrainerState
@@ -52,9 +52,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         """Return True if the run ends, because its last evaluations were no improvement."""
         return self.early_stopping_patience_counter >= self.early_stopping_patience
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         problems = []
         if args.metric_for_best_model is None:
             fix = "EarlyStoppingCallback requires metric_for_best_model to be defined; set it, for example to 'loss'"
@@ -78,12 +76,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             )
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Logs = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, metrics: Logs = None, **kwargs: Any
     ) -> None:
         metric = str(args.metric_for_best_model)  # None is refused when training begins
         name = metric if metric.startswith("eval_") else f"eval_{metric}"

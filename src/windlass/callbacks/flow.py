@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
+from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.events import TrainerControl, TrainerState
 
 
@@ -16,9 +15,7 @@ class DefaultFlowCallback(TrainerCallback):
     "steps" the last step of a run is always saved, and always evaluated once `eval_delay` has passed.
     """
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> TrainerControl:
         step = state.global_step
         last = step >= state.max_steps
         by_steps = args.logging_strategy == "steps" and _on_stride(step, state.logging_steps)
@@ -34,7 +31,7 @@ class DefaultFlowCallback(TrainerCallback):
         return control
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: Args, state: TrainerState, control: Control, **kwargs: Any
     ) -> TrainerControl:
         if args.logging_strategy == "epoch":
             control.should_log = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -50,6 +51,11 @@ def clock_text(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def moment_text(seconds: float | None) -> str:
+    """Return a time of the clock as text, in the zone of this machine; empty if it is not known."""
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def words_of(logs: Metrics, max_str_len: int, *, brief: bool = False) -> list[str]:

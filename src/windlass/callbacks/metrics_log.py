@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.alerts import Alerts
-from windlass.callbacks.row_file import append_lines, cut_back, drop_torn_line, set_aside
-from windlass.callbacks.rows import Row, RowCallback, repeatable, revived
+from windlass.callbacks.row_file import RowFile
+from windlass.callbacks.rows import Row, RowCallback, revived
 from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import Args, Control
 from windlass.core.clock import Moment
 from windlass.core.errors import DataError
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
-from windlass.core.output_folder import OutputFolder
 from windlass.core.plain_text import parse_json
 
 logger = get_logger(__name__)
@@ -58,36 +58,28 @@ class MetricsLogCallback(RowCallback):
         super().__init__()
         self._alerts = Alerts(alerts or {})
         self._follows_arguments = follows_arguments
-        self.path = Path(output_dir).expanduser().absolute() / FILE_NAME
-        self._folder: OutputFolder | None = None
+        self._file = RowFile(Path(output_dir).expanduser().absolute() / FILE_NAME)
         self._waiting: list[Row] = []  # not written yet
-        self._tail_checked = False
-        self._rows_before_training = False  # of this run: an evaluation before `train()`
-        self._kept_at_cut: list[Row] = []
         self._began: Moment | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._file.path
+
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         if (
             self._follows_arguments
             and (folder := local_folder(str(args.output_path)).absolute()) != self.path.parent
         ):
-            self.path, self._folder, self._rows_before_training = folder / FILE_NAME, None, False
+            self._file = RowFile(folder / FILE_NAME)
         self._began = Moment()
         self._alerts.saved()
-        if state.global_step > 0:
-            self._kept_at_cut = self._cut_back(state.global_step)
-        elif not self._rows_before_training:
-            set_aside(self.path)
-        self._rows_before_training = False
-        self._tail_checked = True
+        self._file.begin(state.global_step)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self._alerts.saved()
 
     def roll_back(self, state: TrainerState) -> None:
@@ -95,53 +87,26 @@ class MetricsLogCallback(RowCallback):
         if not state.is_world_process_zero:
             return
         self._waiting = [row for row in self._waiting if row["step"] <= state.global_step]
-        try:
-            self._kept_at_cut = self._cut_back(state.global_step)
-        except OSError as error:
-            logger.warning("%s still has the rows that were rolled back: %s", self.path, error)
+        self._file.roll_back(state.global_step)
 
-    def _cut_back(self, step: int) -> list[Row]:
-        try:
-            return cut_back(self.path, step)
-        except (ValueError, KeyError, TypeError):
-            logger.warning("%s is damaged and cannot be continued", self.path)
-            set_aside(self.path)
-            return []
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._kept_at_cut, self._began = [], None
+    def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
+        self._file.end()
+        self._began = None
 
     def take(self, row: Row, args: TrainingArguments, state: TrainerState) -> None:
-        if repeatable(row) in self._kept_at_cut:  # a resumed run may log it again
-            self._kept_at_cut.remove(repeatable(row))
+        if self._file.has(row):
             return
         if self._began is not None:
             row["timing"]["elapsed"] = round(self._began.elapsed(), 4)
         self._waiting.extend([row, *self._alerts.check(row)])
         try:
-            if not self._tail_checked:
-                self._start_outside_training()
-            self._write_waiting()
+            while self._waiting:
+                self._file.append(self._waiting[0])
+                del self._waiting[0]
         except OSError as error:
             if len(self._waiting) == 1:
                 message = "%s could not be written; training continues: %s. Its rows are kept in memory until it can"
                 logger.warning(message, self.path, error)
-
-    def _write_waiting(self) -> None:
-        self._folder = self._folder or OutputFolder(self.path.parent)
-        self._folder.check()
-        while self._waiting:
-            append_lines(self.path, self._waiting[0])
-            del self._waiting[0]
-
-    def _start_outside_training(self) -> None:
-        if self.path.is_symlink():  # rows are never written to where a link leads
-            set_aside(self.path)
-        self._rows_before_training = not self.path.exists()
-        drop_torn_line(self.path)
-        self._tail_checked = True
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[Row]:

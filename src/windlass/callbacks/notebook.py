@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from windlass.callbacks.charts import CHART_STYLE, Point, Series, line_chart, short, thinned
+from windlass.callbacks.displays import Display, Pace
 from windlass.callbacks.log_table import clock_text
-from windlass.callbacks.progress import ProgressCallback, length_of
+from windlass.callbacks.progress import ProgressCallback
 from windlass.callbacks.rows import Logs, Metrics, Row, is_timing
-from windlass.config.arguments import TrainingArguments
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.config.callback_interface import Args, Control
+from windlass.core.events import TrainerState
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.optional import require
 from windlass.core.output import in_html
 
 logger = get_logger(__name__)
-_REDRAW_SECONDS = 0.5
 # The page is sent as a whole whenever it changes, and saved with the notebook.
 _MOST_ROWS, _MOST_POINTS = 20, 100
 _TRAINING, _VALIDATION = "Training Loss", "Validation Loss"
@@ -37,119 +36,62 @@ class NotebookProgressCallback(ProgressCallback):
     The default in a notebook. Requires IPython, which every notebook has.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._run: _CellPage | None = None
-        self._evaluation: _CellPage | None = None  # outside training
+    def _open(self, total: int, label: str, state: TrainerState, start: int = 0) -> Display:
+        return _CellPage(total, label, start=start, drawn=state.is_world_process_zero)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.close()
-        self._run = _CellPage("train", state.max_steps, state.global_step, state.is_world_process_zero)
+    @property
+    def _page(self) -> _CellPage | None:
+        """The page of the run, while it lasts."""
+        return self._training if isinstance(self._training, _CellPage) else None
+
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        page = self._page
+        assert page is not None
         for logs in state.log_history:  # of a resumed run
             if any(name.startswith("eval_") for name in logs):
-                self._run.add_evaluation(_place(args, logs["step"], logs.get("epoch")), logs)
+                page.add_evaluation(_place(args, logs["step"], logs.get("epoch")), logs)
             elif "loss" in logs:
-                self._run.add_loss(logs["step"], logs["loss"], as_row=args.eval_strategy == "no")
-        self._run.show()
+                page.add_loss(logs["step"], logs["loss"], as_row=args.eval_strategy == "no")
+        page.show()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self._run is not None and not control.should_log:  # else `on_log` shows it, with the values
-            self._run.advance(state.global_step)
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
+        if not control.should_log:  # else `on_log` shows it, with the values
+            super().on_step_end(args, state, control, **kwargs)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Logs = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, logs: Logs = None, **kwargs: Any
     ) -> None:
-        if self._run is not None and logs is not None and "loss" in logs:
-            self._run.add_loss(state.global_step, logs["loss"], as_row=args.eval_strategy == "no")
-            self._run.advance(state.global_step)
-
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        total = length_of(kwargs.get("eval_dataloader"))
-        if total is None:
-            return
-        self._batches += 1
-        if self._run is not None:
-            self._run.evaluate(self._batches, total)
-            return
-        if self._evaluation is None:
-            self._evaluation = _CellPage("evaluate", total, 0, state.is_world_process_zero)
-        self._evaluation.advance(self._batches)
+        if self._page is not None and logs is not None and "loss" in logs:
+            self._page.add_loss(state.global_step, logs["loss"], as_row=args.eval_strategy == "no")
+            self._page.advance(state.global_step)
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Logs = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, metrics: Logs = None, **kwargs: Any
     ) -> None:
         self.end_evaluation()
-        if self._run is not None:
-            self._run.add_evaluation(_place(args, state.global_step, state.epoch), metrics or {})
-            self._run.show()
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self._run is not None:
-            self._run.advance(state.global_step)
-        self.close()
-
-    def end_evaluation(self) -> None:
-        """End the bar of an evaluation or prediction; also called after an exception in it."""
-        super().end_evaluation()
-        if self._run is not None:
-            self._run.evaluate(0, 0)
-        if self._evaluation is not None:
-            self._evaluation.close()
-            self._evaluation = None
-
-    def close(self) -> None:
-        """Replace the bars by what was done; also called after an exception, when there is no `on_train_end`."""
-        super().close()
-        if self._run is not None:
-            self._run.close()
-            self._run = None
+        if self._page is not None:
+            self._page.add_evaluation(_place(args, state.global_step, state.epoch), metrics or {})
+            self._page.show()
 
 
-def _place(args: TrainingArguments, step: int, epoch: float | None) -> Row:
+def _place(args: Args, step: int, epoch: float | None) -> Row:
     """The first columns of a row: the epoch where evaluations are at the ends of epochs, and the step."""
     return {"Epoch": epoch, "Step": step} if args.eval_strategy == "epoch" else {"Step": step}
 
 
-class _CellPage:
-    """What a cell displays of one run, or of one evaluation."""
+class _CellPage(Display):
+    """What a cell displays of one run, or of one evaluation. Losses and metrics come by methods of their own."""
 
-    def __init__(self, label: str, total: int, start: int, drawn: bool) -> None:
-        self._label, self._total, self._first, self._drawn = label, total, start, drawn
-        self._step = start
-        self._evaluated, self._batches = 0, 0
+    seconds = 0.5
+
+    def __init__(self, total: int, label: str, *, start: int, drawn: bool) -> None:
+        super().__init__(total, label, start=start)
+        self._drawn, self._ended, self._handle = drawn, False, None
+        self._last = 0.0  # the first change is shown
         self._rows: list[Row] = []
         self._losses: list[Point] = []
         self._evaluations: list[Point] = []
-        self._ended = False
-        self._handle: Any = None
-        self._began, self._shown = time.monotonic(), 0.0
-
-    def advance(self, step: int) -> None:
-        self._step = step
-        self._moved()
-
-    def evaluate(self, done: int, total: int) -> None:
-        """Note the progress of an evaluation within the run; a total of 0 ends it."""
-        self._evaluated, self._batches = done, total
-        self._moved()
 
     def add_loss(self, step: int, loss: Any, *, as_row: bool) -> None:
         self._losses = _with_point(self._losses, (step, float(loss)))
@@ -165,23 +107,26 @@ class _CellPage:
         if _VALIDATION in row:
             self._evaluations = _with_point(self._evaluations, (place["Step"], float(row[_VALIDATION])))
 
+    def write(self, text: str) -> None:
+        """Nothing to do: a page has no lines of text."""
+
     def close(self) -> None:
+        super().close()
         self._ended = True
         self.show()
 
-    def _moved(self) -> None:
-        if time.monotonic() - self._shown >= _REDRAW_SECONDS:
-            self.show()
-
     def show(self) -> None:
         """Display the page as it is now."""
+        self._show(self._pace)
+
+    def _show(self, pace: Pace) -> None:
+        self._last = self._clock()
         if not self._drawn:
             return
         display = require("IPython.display", "show progress in a notebook")
-        self._shown = time.monotonic()
         series = [Series("training", self._losses), Series("validation", self._evaluations)]
         status = self._status()
-        bar = None if self._ended else (self._step, self._total)
+        bar = None if self._ended else (self._pace.step, self._pace.total)
         data = {"text/html": progress_html(status, bar, self._rows, series), "text/plain": status}
         try:
             if self._handle is None:
@@ -192,13 +137,10 @@ class _CellPage:
             warn_once(logger, f"the notebook displays no progress; training continues: {error!r}")
 
     def _status(self) -> str:
-        elapsed, done = self._shown - self._began, self._step - self._first
-        position = f"{self._label} {self._step}/{self._total}"
-        if self._ended:
-            return f"{position} [{clock_text(elapsed)}]"
-        left = elapsed / done * (self._total - self._step) if done else float("inf")
-        evaluation = f", evaluate {self._evaluated}/{self._batches}" if self._batches else ""
-        return f"{position} [{clock_text(elapsed)}<{clock_text(left)}]{evaluation}"
+        run, inner = self._pace, self._inner
+        time = clock_text(run.elapsed) + ("" if self._ended else f"<{clock_text(run.left)}")
+        evaluation = "" if inner is None else f", {inner.label} {inner.step}/{inner.total}"
+        return f"{run.label} {run.step}/{run.total} [{time}]{evaluation}"
 
 
 def _with_point(points: list[Point], point: Point) -> list[Point]:

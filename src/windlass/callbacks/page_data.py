@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from windlass.callbacks.charts import thinned
 from windlass.callbacks.rows import Row, described_event
 from windlass.callbacks.run_view import RunView
 from windlass.core.output import shown
@@ -84,7 +84,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _columns(points: Sequence[Point], bad: int, limit: int) -> dict[str, Any]:
-    kept = few(points, limit)
+    kept = thinned(points, limit)
     return {
         "s": [point[0] for point in kept],
         "v": [point[1] for point in kept],
@@ -93,20 +93,6 @@ def _columns(points: Sequence[Point], bad: int, limit: int) -> dict[str, Any]:
         "bad": bad,
         "of": len(points),
     }
-
-
-def few(points: Sequence[Point], limit: int) -> Sequence[Point]:
-    """Return at most `limit` of the points: the lowest and the highest value of each stretch, so that spikes stay."""
-    if len(points) <= limit:
-        return points
-    size = math.ceil(len(points) / (limit // 2))
-    kept: list[Point] = []
-    for start in range(0, len(points), size):
-        stretch = range(start, min(start + size, len(points)))
-        low = min(stretch, key=lambda place: points[place][1])
-        high = max(stretch, key=lambda place: points[place][1])
-        kept += [points[place] for place in sorted({low, high})]
-    return kept
 
 
 def _marks(view: RunView, began: float) -> Iterator[Mapping[str, Any]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.answers_log import FILE_NAME as ANSWERS
-from windlass.callbacks.log_table import clock_text
+from windlass.callbacks.log_table import clock_text, moment_text
 from windlass.callbacks.run_view import CheckpointView, RunView
 from windlass.core.output import in_html
 from windlass.core.plain_text import parse_json
@@ -80,7 +79,8 @@ def _attempts(view: RunView) -> str:
         return ""
     rows = (
         (
-            str(one.number), in_html(_clock(one.began)), f"{one.from_step:,}", f"{one.step:,}", f"{one.repeated:,}",
+            str(one.number), in_html(moment_text(one.began)),
+            f"{one.from_step:,}", f"{one.step:,}", f"{one.repeated:,}",
             in_html(one.status + (f": {one.reason}" if one.reason else "")),
             "<br>".join(in_html(f"{name}: {pair[0]!r} -> {pair[1]!r}") for name, pair in one.changed.items()),
         )
@@ -98,7 +98,7 @@ def _checkpoints(view: RunView) -> str:
         return ""
     rows = (
         (
-            in_html(one.path.name), f"{one.step:,}", in_html(_clock(one.saved_at)),
+            in_html(one.path.name), f"{one.step:,}", in_html(moment_text(one.saved_at)),
             "" if one.nbytes is None else f"{one.nbytes / 1e6:,.1f} MB",
             "" if one.metric is None else in_html(f"{one.metric:.5g}"), in_html(_state(one)),
             "".join(_copied(command) for command in _commands(one, view)),
@@ -193,10 +193,6 @@ def _answer(row: Mapping[str, Any] | None) -> str:
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
-
-
-def _clock(seconds: float | None) -> str:
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _table(heads: Sequence[str], rows: Any) -> str:

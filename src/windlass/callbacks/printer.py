@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.callbacks.rows import Logs, Metrics
-from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.config.callback_interface import Args, Control, TrainerCallback
+from windlass.core.events import TrainerState
 from windlass.core.output import say
 
 
@@ -27,12 +26,7 @@ class PrinterCallback(TrainerCallback):
     """
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Logs = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, logs: Logs = None, **kwargs: Any
     ) -> None:
         if state.is_local_process_zero and logs is not None:
             say(readable(logs))

@@ -7,10 +7,9 @@ from typing import Any, TextIO
 
 from windlass.callbacks.displays import Display, open_display
 from windlass.callbacks.rows import Logs
-from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
+from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.activity import Activity
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import TrainerState
 
 # Values of logs that count tokens since the run began, by the most exact first.
 _TOKEN_COUNTS = ("num_tokens", "num_input_tokens_seen")
@@ -36,34 +35,22 @@ class ProgressCallback(TrainerCallback):
         self._alone: Display | None = None  # an evaluation or prediction outside training
         self._batches = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def _open(self, total: int, label: str, state: TrainerState, start: int = 0) -> Display:
+        return open_display(total, label, start=start, file=self._file, drawn=state.is_world_process_zero)
+
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self.close()
-        self._training = open_display(
-            state.max_steps,
-            "train",
-            start=state.global_step,
-            file=self._file,
-            drawn=state.is_world_process_zero,
-        )
+        self._training = self._open(state.max_steps, "train", state, state.global_step)
         self._training.count("samples", 0.0)
         if state.global_step == 0:
             self._training.count("tokens", 0.0)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if self._training is not None:
             self._training.advance(state.global_step)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Logs = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, logs: Logs = None, **kwargs: Any
     ) -> None:
         if self._training is not None and logs:
             self._training.advance(state.global_step)
@@ -72,15 +59,11 @@ class ProgressCallback(TrainerCallback):
                 self._training.count(*(("samples", self.samples) if tokens is None else ("tokens", tokens)))
             self._training.report(logs, self.max_str_len)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if self._training is not None:
             self._training.write(f"saved checkpoint-{state.global_step}")
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         total = length_of(kwargs.get("eval_dataloader"))
         if total is None:
             return
@@ -91,27 +74,18 @@ class ProgressCallback(TrainerCallback):
             self._training.advance_inner(self._batches)
             return
         if self._alone is None:
-            self._alone = open_display(total, "evaluate", file=self._file, drawn=state.is_world_process_zero)
+            self._alone = self._open(total, "evaluate", state)
         self._alone.advance(self._batches)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self.end_evaluation()
 
     def on_predict(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Any = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, metrics: Any = None, **kwargs: Any
     ) -> None:
         self.end_evaluation()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if self._training is not None:
             self._training.advance(state.global_step)
         self.close()

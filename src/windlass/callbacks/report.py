@@ -17,8 +17,8 @@ from windlass.callbacks.rows import Row, measured
 from windlass.callbacks.run_record import Record
 from windlass.callbacks.run_view import RunView, read_run
 from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.config.callback_interface import Args, Control, TrainerCallback
+from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
 from windlass.core.optional import install_command, is_available, require
@@ -43,19 +43,13 @@ class ReportCallback(TrainerCallback):
         self._folder = None if output_dir is None else Path(output_dir).expanduser().absolute()
         self._first_step = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self._first_step = state.global_step
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self.write(args, state, runs=True)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         is_written = (self._folder or local_folder(args.output_path)).joinpath("report.html").exists()
         if state.global_step > self._first_step or not is_written:
             self.write(args, state)

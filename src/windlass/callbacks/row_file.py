@@ -9,12 +9,79 @@ from pathlib import Path
 
 from windlass.callbacks.rows import Row, repeatable
 from windlass.core.logs import get_logger
+from windlass.core.output_folder import OutputFolder
 from windlass.core.plain_text import parse_json
 from windlass.core.whole_file import BINARY, NO_FOLLOW
 
 logger = get_logger(__name__)
 
 _MAX_LINE = 1 << 24
+
+
+class RowFile:
+    """The file of rows of a Trainer's runs. A run that begins at step 0 renames an older file to the next free name; a
+    resumed one cuts the file back to the step of its checkpoint, so that it equals that of an uninterrupted run.
+
+    Args:
+        path: its folder is created when the first row is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder: OutputFolder | None = None
+        self._opened = False
+        self._rows_before_training = False  # of this run: an evaluation before `train()`
+        self._kept_at_cut: list[Row] = []
+
+    def begin(self, step: int) -> None:
+        """Called when training begins, at this step."""
+        if step > 0:
+            self._cut_back(step)
+        elif not self._rows_before_training:
+            set_aside(self.path)
+        self._rows_before_training, self._opened = False, True
+
+    def end(self) -> None:
+        """Called when training has ended."""
+        self._kept_at_cut = []
+
+    def roll_back(self, step: int) -> None:
+        """Remove the rows after the step that a run rolled back to."""
+        try:
+            self._cut_back(step)
+        except OSError as error:
+            logger.warning("%s still has the rows that were rolled back: %s", self.path, error)
+
+    def has(self, row: Row) -> bool:
+        """Return True if a resumed run makes a row again that was kept, which counts once."""
+        row = repeatable(row)
+        if row not in self._kept_at_cut:
+            return False
+        self._kept_at_cut.remove(row)
+        return True
+
+    def append(self, *rows: Row) -> None:
+        """Append all rows, or nothing. Raises OSError."""
+        self._folder = self._folder or OutputFolder(self.path.parent)
+        self._folder.check()
+        if not self._opened:
+            self._open_outside_training()
+        append_lines(self.path, *rows)
+
+    def _open_outside_training(self) -> None:
+        if self.path.is_symlink():  # rows are never written to where a link leads
+            set_aside(self.path)
+        self._rows_before_training = not self.path.exists()
+        drop_torn_line(self.path)
+        self._opened = True
+
+    def _cut_back(self, step: int) -> None:
+        try:
+            self._kept_at_cut = cut_back(self.path, step)
+        except (ValueError, KeyError, TypeError):
+            logger.warning("%s is damaged and cannot be continued", self.path)
+            set_aside(self.path)
+            self._kept_at_cut = []
 
 
 def append_lines(path: Path, *rows: Row) -> None:

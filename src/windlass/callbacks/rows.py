@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.config.callback_interface import Args, Control, TrainerCallback
+from windlass.core.events import TrainerState
 from windlass.core.metric_values import plain_metrics
 from windlass.core.run_clock import run_clock
 
@@ -50,33 +50,18 @@ class RowCallback(TrainerCallback):
         raise NotImplementedError
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Logs = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, logs: Logs = None, **kwargs: Any
     ) -> None:
         if logs:
             self._make_row(_kind(logs), args, state, logs)
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Logs = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, metrics: Logs = None, **kwargs: Any
     ) -> None:
         self._take_unless_logged("evaluate", args, state, metrics)
 
     def on_predict(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Logs = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, metrics: Logs = None, **kwargs: Any
     ) -> None:
         self._take_unless_logged("predict", args, state, metrics)
 

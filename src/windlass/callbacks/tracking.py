@@ -9,7 +9,8 @@ from windlass.callbacks.rows import Row, RowCallback, measured, revived
 from windlass.callbacks.tracker import GeneralTracker, RunFacts
 from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS, filter_trackers
 from windlass.config.arguments import TrainingArguments
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.config.callback_interface import Args, Control
+from windlass.core.events import TrainerState
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.redact import redact_value, redacted_argv
@@ -56,12 +57,7 @@ class TrackingCallback(RowCallback):
         return list(self._running)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, model: Any = None, **kwargs: Any
     ) -> None:
         if self._has_trained:
             self._running = []  # a second training is another run; opening it ends the first one

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint.names import canonical_names
-from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
+from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.config.refusal import refuse
 from windlass.core.errors import CheckpointError, ConfigError, Problem
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import TrainerState
 from windlass.core.types import State
 from windlass.dist.sharded import copy_whole_, local, whole_on_first
 
@@ -58,12 +57,7 @@ class SWACallback(TrainerCallback):
     # --- events -------------------------------------------------------------------------------------------------------
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, model: Any = None, **kwargs: Any
     ) -> None:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         short = canonical_names(named)
@@ -73,9 +67,7 @@ class SWACallback(TrainerCallback):
             self._restore(self._saved)
             self._saved = None
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         since = state.global_step - self.start_step
         if since < 0 or since % self.every:
             return
@@ -88,9 +80,7 @@ class SWACallback(TrainerCallback):
                     mine.lerp_(local(parameter).to(mine.dtype), self.weight_of_next())
         self._count += 1
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self._trained, self._average, self._own = {}, {}, {}  # the model keeps what it holds
 
     # --- which weights the parameters hold; called by the executor ----------------------------------------------------

@@ -12,9 +12,11 @@ from windlass.checkpoint.deferred import Deferred
 from windlass.checkpoint.names import canonical_names, counted, shorten
 from windlass.checkpoint.packed import is_packed_map, join_packed, split_packed
 from windlass.checkpoint.sharded import Parts
+from windlass.checkpoint.stage_state import is_in_stages, joined_state
 from windlass.core.errors import CheckpointError
 from windlass.core.trees import map_leaves
 from windlass.core.types import State
+from windlass.dist.absent import Absent
 from windlass.dist.sharded import copy_whole_, from_part, is_sharded, local, part, shard_like, whole_on_first
 
 # Options of the implementation, which do not change results: the present ones are kept.
@@ -84,12 +86,15 @@ def _state_by_name(
 def split_optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[State, dict[str, Tensor]]:
-    """As `save_optimizer_state`, but sharded tensors are returned by name, for every rank to write its part.
+    """As `save_optimizer_state`, but sharded tensors are returned by name, for every rank to write its part. Collective
+    if ranks have different parameters.
 
     `join_parts` is the inverse.
     """
     if isinstance(optimizer, KeepsOwnState):
         return optimizer.split_state(model)
+    if is_in_stages(model):
+        return joined_state(_state_by_name(optimizer, model, lambda name, entry: entry), model, part_mark)
     parts: dict[str, Tensor] = {}
 
     def apart(value: Any, path: str) -> Any:
@@ -146,7 +151,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sta
         for parameter in group["params"]:
             if parameter in fresh:
                 optimizer.state[parameter] = fresh.pop(parameter)
-            _load_parameter(optimizer, group, parameter, state["state"].get(names[id(parameter)]))
+            if not isinstance(parameter, Absent):
+                _load_parameter(optimizer, group, parameter, state["state"].get(names[id(parameter)]))
 
 
 def _start_states(
@@ -161,7 +167,10 @@ def _start_states(
         parameter: start(parameter, group)
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if start is not None and names[id(parameter)] in entries and not optimizer.state.get(parameter)
+        if start is not None
+        and not isinstance(parameter, Absent)
+        and names[id(parameter)] in entries
+        and not optimizer.state.get(parameter)
     }
 
 

@@ -9,8 +9,9 @@ Writing sends no tensor between ranks, and reading opens only the files with the
         "dtype": "F32", "shape": [11, 7], "dim": 0, "parts": [[0, 0, 6], [1, 6, 5]]}}}
 
 where a part is [rank, first row, rows] along dimension `dim`. An entry with `"flat": true` is divided between any two
-elements: its parts count elements in row-major order, and the files hold them one-dimensional.
-If several ranks have copies of a part (hybrid sharding),
+elements: its parts count elements in row-major order, and the files hold them one-dimensional. One that is divided
+along several dimensions (sharded layers of tensor parallelism) has `"blocks": [[rank, offsets, sizes], ...]` in place
+of `dim` and `parts`, in an index of version 2. If several ranks have copies of a part (hybrid sharding),
 the one with the fewest bytes so far writes it; plain tensors, which may differ between ranks, are the first one's. Tied
 tensors are written once, under the first of their names. If there are several disks, each has an index, with the first
 of its own ranks that has a part.
@@ -40,7 +41,7 @@ from windlass.dist.flat import FlatParts
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import Part, all_holders, holders, is_sharded, local
 
-VERSION = 1
+VERSION = 2  # 1: no tensor is divided along several dimensions
 
 
 def index_name(stem: str) -> str:
@@ -113,9 +114,10 @@ def parts_of_rank(
     mine = {
         name: local(stored[name])
         for name, entry in index.items()
-        if any(rank == all_ranks.rank for rank, _, _ in entry["parts"])
+        if any(rank == all_ranks.rank for rank, *_ in entry.get("parts") or entry["blocks"])
     }
-    tree = {"version": VERSION, "ranks": all_ranks.size, "aliases": aliases, "tensors": index}
+    version = VERSION if any("blocks" in entry for entry in index.values()) else 1
+    tree = {"version": version, "ranks": all_ranks.size, "aliases": aliases, "tensors": index}
     return RankParts(stem, all_ranks.rank, mine, tree if all_ranks.rank == here[0] else None)
 
 
@@ -133,10 +135,11 @@ def _writers(tensor: Tensor, here: Sequence[int], load: dict[int, int]) -> list[
 
 def _entry(name: str, tensor: Tensor, held: Sequence[tuple[int, Part]]) -> dict[str, Any]:
     cut = {dim for _, found in held for dim, size in enumerate(found.sizes) if size != tensor.shape[dim]}
-    if len(cut) > 1:
-        raise CheckpointError(f"{name} is split along dimensions {sorted(cut)}; only one can be saved")
     if tensor.dtype not in CODES:
         raise CheckpointError(f"{name} has dtype {tensor.dtype}, which safetensors cannot hold")
+    if len(cut) > 1:
+        blocks = [[rank, list(found.offsets), list(found.sizes)] for rank, found in held]
+        return {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "blocks": blocks}
     dim = cut.pop() if cut else 0
     # A scalar is one row.
     parts = [
@@ -155,14 +158,8 @@ def _flat_entry(tensor: FlatParts) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Stored(Shaped):
-    dim: int
-    parts: tuple[tuple[int, int, int], ...]  # (rank, first index, length), in order of the index
+    blocks: tuple[tuple[int, Part], ...]  # the rank that wrote each
     flat: bool = False
-
-    @property
-    def divided(self) -> tuple[int, ...]:
-        """The shape of which the parts are blocks."""
-        return (math.prod(self.shape),) if self.flat else self.shape
 
 
 @contextmanager
@@ -186,9 +183,9 @@ class Parts(TensorSource):
         self.path = path
         index = strict_json.read(path, self._files)
         try:
-            if index["version"] != VERSION:
+            if index["version"] not in range(1, VERSION + 1):
                 raise CheckpointError(
-                    f"{path} is of version {index['version']}; this release reads {VERSION}"
+                    f"{path} is of version {index['version']}; this release reads up to {VERSION}"
                 )
             self._tensors = {name: _stored(entry, index["ranks"]) for name, entry in index["tensors"].items()}
             self.aliases: dict[str, str] = dict(index["aliases"])
@@ -208,8 +205,6 @@ class Parts(TensorSource):
         wanted = wanted or Part((0,) * len(stored.shape), stored.shape)
         if stored.flat:
             return self._read_flat(name, stored, wanted)
-        if not stored.shape:
-            return self._file_of(name, stored, stored.parts[0]).read(name, wanted)
         return self._read_blocks(name, stored, wanted)
 
     def _read_flat(self, name: str, stored: _Stored, wanted: Part) -> Tensor:
@@ -223,28 +218,22 @@ class Parts(TensorSource):
         return within.of(run.reshape(rows, *stored.shape[1:]))
 
     def _read_blocks(self, name: str, stored: _Stored, wanted: Part) -> Tensor:
-        begin, end = wanted.offsets[stored.dim], wanted.offsets[stored.dim] + wanted.sizes[stored.dim]
-        touched = [part for part in stored.parts if max(begin, part[1]) < min(end, part[1] + part[2])]
+        found = [(rank, block, block.common(wanted)) for rank, block in stored.blocks]
+        touched = [(rank, block, common) for rank, block, common in found if common is not None]
         # Before memory is allocated: the files bound the sizes that the index may claim.
-        files = [self._file_of(name, stored, part) for part in touched]
+        files = [self._file_of(name, stored, rank, block) for rank, block, _ in touched]
         result = empty_host(wanted.sizes, stored.dtype, f"{self.path}: tensor {name[:100]!r}")
-        for (_, offset, size), file in zip(touched, files, strict=True):
-            low, high = max(begin, offset), min(end, offset + size)
-            inside = _narrowed(wanted, stored.dim, low - offset, high - low)
-            file.read_into(result.narrow(stored.dim, low - begin, high - low), name, inside)
+        for (_, block, common), file in zip(touched, files, strict=True):
+            file.read_into(common.within(wanted).of(result), name, common.within(block))
         return result
 
-    def _file_of(self, name: str, stored: _Stored, found: tuple[int, int, int]) -> TensorFile:
+    def _file_of(self, name: str, stored: _Stored, rank: int, block: Part) -> TensorFile:
         """The file of a part, checked against the index."""
-        rank, _, size = found
-        shape = list(stored.divided)
-        if shape:
-            shape[stored.dim] = size
         path = self._folder / rank_file(self._stem, rank)
         if rank not in self._by_rank:
             self._by_rank[rank] = self._opened.enter_context(open_tensors(path, self._files))
         file = self._by_rank[rank]
-        if name not in file or file.shape(name) != tuple(shape) or file.dtype(name) != stored.dtype:
+        if name not in file or file.shape(name) != block.sizes or file.dtype(name) != stored.dtype:
             raise CheckpointError(f"{path} does not hold {name!r} as {self.path.name} says")
         return file
 
@@ -255,27 +244,55 @@ def load_parts(folder: Path, model: nn.Module, *, stem: str = "model", files: Fi
         fill(parts.path, parts, parts.aliases, model)
 
 
-def _narrowed(wanted: Part, dim: int, offset: int, size: int) -> Part:
-    offsets, sizes = list(wanted.offsets), list(wanted.sizes)
-    offsets[dim], sizes[dim] = offset, size
+def _stored(entry: Any, ranks: int) -> _Stored:
+    """An entry of the index; its parts are checked to cover each element once."""
+    dtype, shape, flat = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry.get("flat", False) is True
+    _check_whole(shape)
+    divided = (math.prod(shape),) if flat else shape
+    if "blocks" in entry:
+        blocks = [(rank, Part(tuple(offsets), tuple(sizes))) for rank, offsets, sizes in entry["blocks"]]
+    else:
+        blocks = [(rank, _rows(divided, entry["dim"], first, rows)) for rank, first, rows in entry["parts"]]
+    for rank, block in blocks:
+        _check_whole((rank, *block.offsets, *block.sizes))
+        if rank >= ranks or not len(block.offsets) == len(block.sizes) == len(divided):
+            raise ValueError("a dimension or a rank lies outside its range")
+    if math.prod(shape):
+        _check_cover(divided, [block for _, block in blocks])
+    return _Stored(dtype, shape, tuple(blocks), flat)
+
+
+def _check_whole(numbers: tuple[Any, ...]) -> None:
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        raise ValueError("a shape or a part is not made of whole numbers")
+
+
+def _rows(shape: tuple[int, ...], dim: Any, first: Any, rows: Any) -> Part:
+    """The part of a tensor with these rows along `dim`; a scalar is one row."""
+    _check_whole((dim, first, rows))
+    if not shape:
+        if (dim, first, rows) != (0, 0, 1):
+            raise ValueError("a dimension or a rank lies outside its range")
+        return Part((), ())
+    if dim >= len(shape):
+        raise ValueError("a dimension or a rank lies outside its range")
+    offsets, sizes = [0] * len(shape), list(shape)
+    offsets[dim], sizes[dim] = first, rows
     return Part(tuple(offsets), tuple(sizes))
 
 
-def _stored(entry: Any, ranks: int) -> _Stored:
-    """An entry of the index; its parts are checked to cover each row once."""
-    dtype, shape, dim = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["dim"]
-    flat = entry.get("flat", False)
-    parts = tuple(sorted(((rank, offset, size) for rank, offset, size in entry["parts"]), key=lambda p: p[1]))
-    numbers = [*shape, dim, *(number for found in parts for number in found)]
-    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
-        raise ValueError("a shape or a part is not made of whole numbers")
-    if dim >= max(len(shape), 1) or any(rank >= ranks for rank, _, _ in parts):
-        raise ValueError("a dimension or a rank lies outside its range")
-    position, rows = 0, math.prod(shape) if flat is True else shape[dim] if shape else 1
-    for _, offset, size in parts:
-        if offset != position:
-            raise ValueError("parts of a tensor overlap or leave rows out")
-        position += size
-    if position != rows and math.prod(shape):
-        raise ValueError("parts of a tensor leave rows out")
-    return _Stored(dtype, shape, dim, parts, flat is True)
+def _check_cover(shape: tuple[int, ...], blocks: list[Part]) -> None:
+    """Raise ValueError unless blocks are all fields of a grid over the whole tensor, each once."""
+    fields = 1
+    for dim, length in enumerate(shape):
+        position = 0
+        stretches = sorted({(block.offsets[dim], block.sizes[dim]) for block in blocks})
+        for offset, size in stretches:
+            if offset != position:
+                raise ValueError("parts of a tensor overlap or leave rows out")
+            position += size
+        if position != length:
+            raise ValueError("parts of a tensor leave rows out")
+        fields *= len(stretches)
+    if not len(blocks) == len(set(blocks)) == fields:
+        raise ValueError("parts of a tensor overlap or leave rows out")

@@ -17,6 +17,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
 from windlass.core.outside import load_outside
 from windlass.core.plain_text import read_text
+from windlass.core.terminal import folded
 
 _HELP = """\
 Turn a configuration of TRL, Axolotl or LLaMA-Factory into a recipe, and list what it could not carry over.
@@ -49,7 +50,7 @@ def convert_command(arguments: Sequence[str]) -> int:
     Path(options.output).write_text(text, encoding="utf-8")
     say(f"{options.output}: written. Not carried over: {len(made.lost)} keys" + ("" if made.lost else "."))
     for name, (value, reason) in made.lost.items():
-        say(f"  {name}={one_line(value)}: {reason}")
+        say(f"  {folded(f'{name}={one_line(value)}: {reason}', 4)}")
     return 0
 
 

@@ -102,6 +102,8 @@ def _rehearse(recipe: Recipe, parts: RecipeParts, folder: str, say: Callable[[st
     trainer.add_callback(clock)
     say(describe_run(parts, trainer).replace(folder, "(a temporary folder)"))
     trainer.train()
+    if trainer.state.global_step < STEPS:
+        raise KeyboardInterrupt
     evaluation = _evaluate(trainer, parts, small)
     checkpoint = Path(folder) / f"checkpoint-{trainer.state.global_step}"
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
@@ -12,8 +11,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from windlass.cli.argument_table import Argument, all_arguments, find_arguments
+from windlass.cli.built_in_recipes import DEFAULT
 from windlass.cli.command_line import CommandParser
 from windlass.cli.explain_adapter import adapter_option, explain_option
+from windlass.cli.explain_config import explain_config, section_of
+from windlass.cli.explanation import Explanation, as_text
 from windlass.cli.launching.launch import launch_settings
 from windlass.cli.launching.launch_flags import add_setting_flags
 from windlass.cli.recipe import check_draft, read_draft
@@ -29,14 +31,14 @@ from windlass.config.parallel.keys import Key
 from windlass.config.parallel.parallel_plan import dtype_plans, parallel_problems
 from windlass.config.parallel.rows_deepspeed import CONFIG
 from windlass.config.parallel.rows_launch import PROCESSES
-from windlass.config.parallel.rows_training import MODEL_AXES, PRECISION
+from windlass.config.parallel.rows_training import MESH_EXPERT, MODEL_AXES, PRECISION
 from windlass.config.parallel.settings import Setting, Settings, merge
 from windlass.config.parallel.table import FLAGS, SPELLINGS, spellings
 from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.setting import default_of, rules_in
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.mesh import AXES
-from windlass.core.output import STDOUT, is_terminal, say
+from windlass.core.output import STDOUT, is_terminal, say, say_json
 from windlass.core.world import World
 from windlass.precision.dtypes import dtypes_of
 
@@ -46,6 +48,7 @@ launch file or the environment. Any spelling will do.
 
   windlass explain learning_rate
   windlass explain data.block_size --recipe shakespeare
+  windlass explain model.config.hidden_size --recipe my.yaml --json
   windlass explain precision --config_file two.yaml --mixed_precision bf16
 """
 _PLACES = 16
@@ -75,9 +78,14 @@ def explain_command(words: list[str]) -> int:
     if options.recipe:
         given = GivenRecipe.read(options.recipe, overrides)
         settings = merge(from_arguments(given.training), settings)
-    lines = _one(names[0], settings, given) if names else _all(settings, given)
+    if options.json:
+        say_json(
+            [one.as_json() for one in _one(names[0], settings, given)] if names else _facts(settings, given)
+        )
+        return 0
+    found = (line for one in _one(names[0], settings, given) for line in one.lines()) if names else None
     width = shutil.get_terminal_size().columns if is_terminal(STDOUT) else None
-    for line in lines:
+    for line in found or _all(settings, given):
         say(line if width is None else textwrap.fill(line, width, subsequent_indent=" " * 12))
     return 0
 
@@ -93,6 +101,7 @@ def build_parser() -> CommandParser:
         help="an argument or setting (default: all that are set), and overrides of keys of the recipe",
     )
     add("--recipe", metavar="FILE", help="a recipe that is to be trained; its data need not exist")
+    add("--json", action="store_true", help="as JSON: a list of what the name means, or all that are set")
     add_setting_flags(parser)
     return parser
 
@@ -133,26 +142,36 @@ def find_setting(word: str) -> Key | None:
     return SPELLINGS.get(spelling) or FLAGS.get(spelling.rpartition(".")[2])
 
 
-def _one(word: str, settings: Settings, given: GivenRecipe | None) -> Iterator[str]:
+def _one(word: str, settings: Settings, given: GivenRecipe | None) -> Iterator[Explanation]:
     spelling = word.replace("-", "_")
     found = _arguments(spelling, given)
     old = OLD_NAMES.get(spelling)
     if (key := find_setting(word)) is not None:
-        yield from explain(key, settings)
+        yield explain(key, settings)
     elif found:
         for argument in found:
-            yield from _explain_argument(argument, given)
+            yield _explain_argument(argument, given)
     elif old is not None:
-        yield f"{spelling} {old.note}"
+        yield Gone(spelling, None, [("gone", old.note)])
+    elif section_of(spelling) is not None:
+        recipe = given or GivenRecipe.read(DEFAULT, [])
+        yield explain_config(spelling, recipe.recipe, recipe.draft)
     elif (option := adapter_option(spelling)) is not None:
         values = {} if given is None else given.recipe.adapter or {}
         origin = None if given is None else given.draft.origin("adapter", option.name)
-        yield from explain_option(option, values, origin)
+        yield explain_option(option, values, origin)
     else:
         known = list(all_arguments())
         names = [*SPELLINGS, *(one.dotted for one in known), *(one.keys[-1] for one in known)]
         hint = did_you_mean(spelling, names) or "; docs/support.md lists them"
         raise ConfigError(Problem("NAME", word, f"there is no such argument or setting{hint}"))
+
+
+class Gone(Explanation):
+    """A name without a successor."""
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.name} {self.facts[0][1]}"
 
 
 def _arguments(word: str, given: GivenRecipe | None) -> list[Argument]:
@@ -166,82 +185,92 @@ def _arguments(word: str, given: GivenRecipe | None) -> list[Argument]:
     return find_arguments(word) or find_arguments(inside)
 
 
-def _explain_argument(argument: Argument, given: GivenRecipe | None) -> Iterator[str]:
+def _explain_argument(argument: Argument, given: GivenRecipe | None) -> Explanation:
     name, rules = argument.keys[-1], rules_in(argument.field)
     if given is None or not given.has(argument):
-        yield f"{argument.dotted} = {_text(argument.default)}"
-        yield "  from      its default"
-        yield from _other_defaults(argument)
+        said = Explanation(argument.dotted, argument.default, [("from", "its default")])
+        for word, default in _other_defaults(argument):
+            said.add(word, default)
     else:
         value, origin = given.value(argument), given.draft.origin(*argument.keys)
-        yield f"{argument.dotted} = {_text(value)}"
         unset = "its default" if value == argument.default else "derived from other keys, or set by the task"
-        yield f"  from      {origin or unset}"
-        yield f"  default   {_text(argument.default)}"
-    yield f"  means     {argument.doc}"
-    yield f"  type      {argument.type_in_words()}"
-    if values := argument.values():
-        yield f"  values    {', '.join(values)}"
-    for title, note in (("refused", rules.refused), ("but", rules.mapped)):
-        if note:
-            yield f"  {title:<9} {note}"
-    if argument.readers:
-        yield f"  tasks     {', '.join(argument.readers)}"
-    if argument.is_training:
-        yield f"  python    {argument.owner.__name__}.{name}"
-    yield f"  recipe    {argument.dotted}"
-    if argument.earlier_names:
-        yield f"  earlier   {', '.join(argument.earlier_names)}"
+        said = Explanation(argument.dotted, value, [("from", origin or unset)])
+        said.add("default", as_text(argument.default))
+    said.add("means", argument.doc)
+    said.add("type", argument.type_in_words())
+    said.add("values", list(argument.values()))
+    said.add("refused", rules.refused)
+    said.add("but", rules.mapped)
+    said.add("tasks", argument.readers)
+    said.add("python", f"{argument.owner.__name__}.{name}" if argument.is_training else None)
+    said.add("recipe", argument.dotted)
+    said.add("earlier", argument.earlier_names)
     declaring = next(kind for kind in argument.owner.__mro__ if name in vars(kind).get("__annotations__", {}))
     pages = _PAGES.get(declaring.__name__, "recipes.md").split(", ")
-    yield f"  page      {', '.join(f'docs/{page}' for page in pages)}"
+    said.add("page", [f"docs/{page}" for page in pages])
+    return said
 
 
-def _other_defaults(argument: Argument) -> Iterator[str]:
-    """Yield the defaults in the arguments of tasks that have others."""
+def _other_defaults(argument: Argument) -> Iterator[tuple[str, str]]:
+    """Yield the defaults in the arguments of tasks that have others, by the name of the class."""
     for kind in dict.fromkeys(task.arguments for task in TASKS.values() if argument.is_training):
         for item in fields(kind):
             if item.name == argument.keys[-1] and default_of(item) != argument.default:
-                yield f"  {kind.__name__:<9} {_text(default_of(item))}"
+                yield kind.__name__, as_text(default_of(item))
 
 
-def explain(key: Key, settings: Settings) -> Iterator[str]:
-    """Yield the lines about one setting."""
+def explain(key: Key, settings: Settings) -> Explanation:
+    """Explain one setting."""
     given = settings.get(key.name)
-    yield f"{key.name} = {_text(settings.value(key))}"
+    said = Explanation(key.name, settings.value(key))
     if given is None:
-        yield "  from      its default"
+        said.add("from", "its default")
     else:
-        yield f"  from      {given.origin}{_note(given)}"
+        said.add("from", f"{given.origin}{_note(given)}")
         for other in given.overridden:
-            yield f"  over      {_text(other.value)} from {other.origin}{_note(other)}"
-        yield f"  default   {_text(key.default)}"
-    yield f"  means     {key.doc}"
-    for remark in (key.refused and f"refused   {key.refused}", key.idle and f"but       {key.idle}"):
-        if remark:
-            yield f"  {remark}"
+            said.add("over", f"{as_text(other.value)} from {other.origin}{_note(other)}")
+        said.add("default", as_text(key.default))
+    said.add("means", key.doc)
+    said.add("refused", key.refused)
+    said.add("but", key.idle)
     if key is CONFIG and given is not None:
         for path, value, source in explained(given.value):
-            yield f"  value     {path} = {_text(value)}{source and f'  # {source}'}"
+            said.add("value", f"{path} = {as_text(value)}{source and f'  # {source}'}")
     if key is PRECISION and not settings.problems:
-        yield f"  dtypes    {dtypes_of(*dtype_plans(settings), 'as the model is loaded')}"
+        said.add("dtypes", str(dtypes_of(*dtype_plans(settings), "as the model is loaded")))
     for place, spelling in spellings(key):
-        yield f"  {place:<9} {spelling}"
+        said.add(place, spelling)
     for problem in settings.problems:
-        yield f"  problem   {problem}"
+        said.add("problem", str(problem))
+    return said
 
 
-def _all(settings: Settings, recipe: GivenRecipe | None) -> Iterator[str]:
-    if not settings and recipe is None:
-        yield "no settings given; all defaults apply"
-    if recipe is not None:
-        for argument in all_arguments(recipe.recipe.task):
-            value, origin = recipe.value(argument), recipe.draft.origin(*argument.keys)
+def _set_keys(settings: Settings, given: GivenRecipe | None) -> Iterator[tuple[str, Any, str]]:
+    """Yield what is set: name, value, where."""
+    if given is not None:
+        for argument in all_arguments(given.recipe.task):
+            value, origin = given.value(argument), given.draft.origin(*argument.keys)
             if origin is not None and not is_dataclass(value):
-                yield f"{argument.dotted} = {_text(value)}  # {origin}"
+                yield argument.dotted, value, origin
     for name in sorted(settings):
-        given = settings[name]
-        yield f"{name} = {_text(given.value)}  # {given.origin}{_note(given)}"
+        setting = settings[name]
+        yield name, setting.value, f"{setting.origin}{_note(setting)}"
+
+
+def _facts(settings: Settings, given: GivenRecipe | None) -> dict[str, Any]:
+    """Return what `_all` prints, for programs."""
+    keys = [
+        {"name": name, "value": value, "from": origin} for name, value, origin in _set_keys(settings, given)
+    ]
+    problems = [str(problem) for problem in settings.problems]
+    return {"settings": keys, "problems": problems, "layout": [] if problems else list(_layout(settings))}
+
+
+def _all(settings: Settings, given: GivenRecipe | None) -> Iterator[str]:
+    if not settings and given is None:
+        yield "no settings given; all defaults apply"
+    for name, value, origin in _set_keys(settings, given):
+        yield f"{name} = {as_text(value)}  # {origin}"
     for problem in settings.problems:
         yield f"problem: {problem}"
     if not settings.problems:
@@ -249,8 +278,8 @@ def _all(settings: Settings, recipe: GivenRecipe | None) -> Iterator[str]:
 
 
 def _layout(settings: Settings) -> Iterator[str]:
-    """The place of each process, if some of them compute the same samples together."""
-    together = math.prod(settings.value(key) for key in MODEL_AXES)
+    """The place of each process, if some of them compute the same samples together, or divide experts."""
+    together = math.prod(settings.value(key) for key in (*MODEL_AXES, MESH_EXPERT))
     if together == 1:
         return
     world = World(0, max(settings.value(PROCESSES) or 0, together))
@@ -268,7 +297,3 @@ def _layout(settings: Settings) -> Iterator[str]:
 
 def _note(given: Setting) -> str:
     return " (written by a tool by default; any other source overrides it)" if given.implicit else ""
-
-
-def _text(value: Any) -> str:
-    return json.dumps(list(value) if isinstance(value, tuple) else value, default=str)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from windlass.cli.argument_table import find_arguments
+from windlass.cli.explanation import Explanation, as_text
 from windlass.core.optional import is_available
 
 # What `windlass train` sets where a recipe does not.
@@ -26,24 +28,27 @@ def adapter_option(word: str) -> dataclasses.Field[Any] | None:
 
 def explain_option(
     option: dataclasses.Field[Any], given: Mapping[str, Any], origin: str | None
-) -> Iterator[str]:
-    """Yield the lines about one option.
+) -> Explanation:
+    """Explain one option.
 
     Args:
         given: the adapter of a recipe; empty without one.
         origin: where the recipe sets the option; None if it does not.
     """
-    default = _OWN_DEFAULTS.get(option.name, option.default)
-    yield f"adapter.{option.name} = {given.get(option.name, default)}"
-    yield f"  from      {origin or 'its default'}"
+    default = _OWN_DEFAULTS.get(
+        option.name, None if option.default is dataclasses.MISSING else option.default
+    )
+    said = Explanation(f"adapter.{option.name}", given.get(option.name, default))
+    said.add("from", origin or "its default")
     if origin is not None:
-        yield f"  default   {default}"
-    yield f"  means     {_first_sentence(option.metadata.get('help', ''))}"
-    yield f"  type      {option.type}"
-    yield "  tasks     sft"
-    yield f"  python    peft.LoraConfig.{option.name}"
-    yield f"  recipe    adapter.{option.name}"
-    yield "  page      docs/fine-tuning.md"
+        said.add("default", as_text(default))
+    said.add("means", _first_sentence(option.metadata.get("help", "")))
+    said.add("type", str(option.type))
+    said.add("tasks", find_arguments("adapter")[0].readers)
+    said.add("python", f"peft.LoraConfig.{option.name}")
+    said.add("recipe", f"adapter.{option.name}")
+    said.add("page", ["docs/fine-tuning.md"])
+    return said
 
 
 def _first_sentence(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
 from windlass.core.rng import set_seed
+from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
 from windlass.data.collate_default import default_data_collator
 
@@ -27,6 +29,8 @@ logger = get_job_logger(__name__)
 
 FOLDER = "base"
 _SETTINGS = "base_recipe.json"
+_BEGUN = "begun.json"
+"""The settings of a base that is being trained."""
 
 
 def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
@@ -83,8 +87,27 @@ def quantization_of(recipe: Recipe) -> Any:
 # --- the base ---------------------------------------------------------------------------------------------------------
 
 
+def _begin_base(folder: Path, settings: str) -> None:
+    """Prepare the folder of a base, with what was saved of it before; of one with other settings nothing is kept."""
+    begun = folder / _BEGUN
+    if not (begun.is_file() and begun.read_text(encoding="utf-8") == settings):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_whole(begun, settings)
+
+
+def _complete_base(folder: Path, settings: str) -> None:
+    for saved in folder.glob("checkpoint-*"):
+        shutil.rmtree(saved)
+    # Written last, so the folder is complete if this file exists.
+    Files().write(folder / _SETTINGS, [settings.encode()])
+
+
 def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArguments) -> Path:
-    """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists."""
+    """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists.
+
+    Raises KeyboardInterrupt if the user ends its training, which the next call continues.
+    """
     from windlass.trainer.trainer import Trainer
     from windlass.zero.building import DividedBuilding
 
@@ -94,9 +117,11 @@ def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArgume
         {**asdict(spec), "data": asdict(recipe.data), "vocabulary": len(tokenizer)}, sort_keys=True
     )
     found = folder / _SETTINGS
-    # This file is written last, so the folder is complete if it exists.
     if found.is_file() and found.read_text(encoding="utf-8") == settings:
         return folder
+    is_main = world_from_environment().is_main
+    if is_main:
+        _begin_base(folder, settings)
     logger.warning(
         "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
     )
@@ -128,9 +153,11 @@ def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArgume
         pack(list(tuning_texts(first_rows(rows), recipe.data.text_column)), tokenizer, spec.block_size),
         processing_class=tokenizer,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint="auto")
+    if trainer.state.global_step < spec.max_steps:
+        raise KeyboardInterrupt
     trainer.save_model()
-    if world_from_environment().is_main:
-        Files().write(found, [settings.encode()])
+    if is_main:
+        _complete_base(folder, settings)
     trainer.accelerator.wait_for_everyone()
     return folder

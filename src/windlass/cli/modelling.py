@@ -15,6 +15,16 @@ from windlass.core.optional import require
 
 # Determined by the data of the recipe.
 DERIVED = ("num_labels", "id2label", "label2id")
+# Taken from tokenizer and data if the recipe does not set them.
+IMPLIED = (
+    "vocab_size",
+    "max_position_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "image_size",
+    "num_channels",
+)
 # The base of a fine-tuning that names no model.
 _SMALL = {
     "model_type": "llama",

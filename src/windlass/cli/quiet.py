@@ -1,4 +1,4 @@
-"""Keeps remarks of other libraries off the screen of a command: its user cannot act on them."""
+"""Keeps remarks of libraries off the screen of a command: its user cannot act on them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,19 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+from windlass.core.logs import SCRIPT_HINTS
+from windlass.core.optional import require
 from windlass.core.output import is_terminal
 
-# They report at import what they found of optional parts of their own.
-_LOGGERS = ("torchao", "bitsandbytes", "torch.utils._pytree", "DeepSpeed")
+# They report at import what they found of optional parts of their own, or each try to reach the Hub.
+_LOGGERS = (
+    "torchao",
+    "bitsandbytes",
+    "torch.utils._pytree",
+    "DeepSpeed",
+    "huggingface_hub.utils._http",
+    SCRIPT_HINTS,
+)
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # of huggingface_hub, which transformers reads too
 # They call deprecated functions of each other.
 _MODULES = r"(transformers|peft|torchao|torch|bitsandbytes|deepspeed|datasets|tokenizers|accelerate)(\.|$)"
@@ -45,6 +54,16 @@ def quiet_libraries() -> Iterator[None]:
                 logger.removeFilter(_is_error)
             if hides_bars:
                 os.environ.pop(_NO_BARS, None)
+
+
+def hide_loading_bars() -> None:
+    """Hide the bars that transformers draws while it loads weights: commands have a row for that. Bars of downloads are
+    those of another library, and stay.
+    """
+    bars = require("transformers.utils.logging", "load a model")
+    set_hook = getattr(bars, "set_tqdm_hook", None)  # of recent versions
+    if set_hook is not None:
+        set_hook(lambda factory, arguments, options: factory(*arguments, **{**options, "disable": True}))
 
 
 def _is_error(record: logging.LogRecord) -> bool:

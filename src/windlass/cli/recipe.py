@@ -21,7 +21,7 @@ from windlass.config.kinds import number
 from windlass.config.nearest import nearest
 from windlass.config.refusal import refuse
 from windlass.config.sections.setting import rules_in
-from windlass.config.values import choice_fault, type_fault
+from windlass.config.values import type_fault, value_fault
 from windlass.core.errors import Problem
 from windlass.core.optional import check_installed
 
@@ -163,12 +163,8 @@ def find_key(name: str) -> Keys | None:
 
 def _mismatch(value: Any, hint: Any, item: Field[Any]) -> str | None:
     """Return what is wrong with `value` for a field of type `hint`, or None."""
-    if fault := type_fault(value, hint):
-        is_number = hint is str and isinstance(value, int | float)
-        return f"{fault}; quote it to make it text" if is_number else fault
-    choices, bounds = item.metadata.get("choices"), rules_in(item).bounds
-    if item.name == "task":
-        choices = tuple(TASKS)  # the schema does not know the tasks, which know it
-    if choices:
-        return None if value is None else choice_fault(value, choices)
-    return bounds.words if bounds and value is not None and not bounds.holds(value) else None
+    # The schema does not know the tasks, which know it.
+    choices = tuple(TASKS) if item.name == "task" else item.metadata.get("choices")
+    fault = value_fault(value, hint, rules_in(item), choices)
+    is_number = hint is str and isinstance(value, int | float)
+    return f"{fault}; quote it to make it text" if fault and is_number else fault

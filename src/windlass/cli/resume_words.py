@@ -1,4 +1,4 @@
-"""The command line that resumes a run."""
+"""The command line that resumes a run, and how it is printed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,34 @@ from typing import Any
 
 from windlass.cli.built_in_recipes import is_recipe
 from windlass.cli.command_line import program
+from windlass.core.output import TolerantStream
 from windlass.core.redact import HIDDEN
+from windlass.core.terminal import row_width
 from windlass.core.world import LAUNCH_VARIABLE, world_from_environment
 
 
 def resume_command(arguments: Sequence[str]) -> str:
     """Return the command line that resumes this one, quoted for a shell."""
     return shlex.join([*_launcher(), *_resuming(arguments)])
+
+
+def start_command(arguments: Sequence[str]) -> str:
+    """Return this command line itself, quoted for a shell."""
+    return shlex.join([*_launcher(), *arguments])
+
+
+def folded_command(command: str, stream: TolerantStream, indent: int) -> str:
+    """Return a command line as rows that fit the terminal of `stream`, joined by backslashes so that a shell takes them
+    as they are; further rows are indented. Elsewhere it stays one line.
+    """
+    if not stream.isatty():
+        return command
+    width, lines = row_width() - len(" \\"), [" " * indent]
+    for word in map(shlex.quote, shlex.split(command)):
+        if lines[-1].strip() and len(lines[-1]) + len(word) > width:
+            lines.append(" " * (indent + 2))
+        lines[-1] += f"{word} "
+    return " \\\n".join(line.rstrip() for line in lines)[indent:]
 
 
 def _resuming(arguments: Sequence[str]) -> list[str]:

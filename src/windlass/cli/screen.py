@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 from windlass.cli.images import Images
 from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.resume_point import shown_path
+from windlass.cli.resume_words import folded_command
 from windlass.cli.samples import Blocks, MaskedBlocks
 from windlass.cli.text_metrics import PREDICTIONS
 from windlass.core.locations import is_url, local_folder
 from windlass.core.output import STDOUT
-from windlass.core.terminal import row_width
+from windlass.core.terminal import folded
 from windlass.core.types import TrainOutput
 from windlass.finetuning.peft_adapters import count_parameters, describe_trained, is_peft_model
 from windlass.metrics.answer_scores import ROUGE
@@ -79,15 +79,6 @@ def describe_run(parts: RecipeParts, trainer: Any) -> str:
     return "\n".join(folded(line, 12) for line in text.split("\n"))
 
 
-def folded(text: str, indent: int = 0) -> str:
-    """Return one line as lines of whole words that fit the terminal, further ones indented; as it is elsewhere."""
-    if not STDOUT.isatty():
-        return text
-    return textwrap.fill(
-        text, row_width(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-    )
-
-
 def _amount(data: Any) -> str:
     if isinstance(data, Blocks | MaskedBlocks):
         return f"{data.tokens:,} tokens in {len(data):,} blocks"
@@ -119,7 +110,8 @@ def render_screen(outcome: RunOutcome) -> str:
         for name, text in (("before", outcome.before), ("after", outcome.after))
         if text
     ]
-    resume = [] if outcome.command is None else [("resume", outcome.command)]
+    command = outcome.command
+    resume = [] if command is None else [("resume", folded_command(command, STDOUT, MARGIN))]
     rows = [*_results(outcome), *_files(outcome), *resume]
     return "\n".join(["", rule, *texts, *(f"{name:<{MARGIN}}{value}" for name, value in rows), rule])
 

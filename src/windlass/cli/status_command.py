@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from windlass.callbacks.log_table import clock_text
+from windlass.callbacks.log_table import clock_text, moment_text
 from windlass.callbacks.run_view import RunView, is_run, read_run
 from windlass.cli.command_line import CommandParser
 from windlass.cli.run_status import SCHEMA_FILE, status_of_run, with_verified
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.output import one_line, say
+from windlass.core.terminal import folded
 
 _MOST_SHARES = 5
 
@@ -76,7 +76,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     sure = "" if found["sureness"] == "certain" else f" ({found['sureness']}: {found['why']})"
     yield one_line(f"{found['name']}: {found['sentence']}{sure}")
     for name, value in facts_of(found):
-        yield one_line(f"  {name:<12} {value}")
+        row = one_line(f"  {name:<12} {value}")
+        yield row if name == "resume" else folded(row, 15)  # a command stays as it is, to be copied
 
 
 def facts_of(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -99,7 +100,7 @@ def facts_of(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if one is None:
         yield "checkpoint", "none that is whole"
     else:
-        saved = "" if one["saved_at"] is None else f", {_clock(one['saved_at'])}"
+        saved = "" if one["saved_at"] is None else f", {moment_text(one['saved_at'])}"
         how = {
             "bytes": "every byte verified",
             "sizes": "committed, all files in their sizes; --verify reads them",
@@ -137,7 +138,3 @@ def _more(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "alert", f"step {alert['step']:,}: {alert['message']}"
     for note in found["notes"]:
         yield "note", note
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.cli.built_in_recipes import ROWS
+from windlass.cli.quiet import hide_loading_bars
 from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.schema import Recipe
 from windlass.config.arguments import TrainingArguments
@@ -105,6 +106,7 @@ class Task(ABC):
         """Return the trainer, which writes a report into its output folder."""
         from windlass.callbacks.report import ReportCallback
 
+        hide_loading_bars()
         trainer = self.build_trainer(parts, args)
         if REPORT not in (args.report_to or ()):
             trainer.add_callback(ReportCallback())

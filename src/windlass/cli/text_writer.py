@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from windlass.cli.command_line import DTYPES
+from windlass.cli.quiet import hide_loading_bars
 from windlass.config.refusal import refuse
 from windlass.config.sections.setting import Range, at_least
 from windlass.core.errors import DataError, Problem
@@ -34,6 +35,7 @@ class Writer:
         name = find_model(options.model)
         if name != options.model:
             say(f"{name}:", error=True)
+        hide_loading_bars()
         dtype = "auto" if options.dtype is None else getattr(torch, DTYPES[options.dtype])
         self._model, self.tokenizer = open_trained(name, options.base, dtype)
         if options.seed is not None:

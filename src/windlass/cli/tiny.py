@@ -15,6 +15,7 @@ from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import Recipe
 from windlass.cli.task import Task
 from windlass.cli.tasks import TASKS
+from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
 
@@ -79,7 +80,7 @@ def _shrink_model(draft: RecipeDraft, task: Task) -> None:
     """Put a model with random weights and a tokenizer of the data in place of named ones."""
     model = draft.section("model")
     if name := model.get("name"):
-        kind = str(model.get("model_type") or model_type_of(name))
+        kind = str(model.get("model_type") or _type_of(name))
         logger.warning("--tiny: a small %s with random weights in place of %s", kind, name)
         known = config_keywords(
             config_class(require("transformers", "run a recipe"), kind, "model.model_type")
@@ -95,6 +96,14 @@ def _shrink_model(draft: RecipeDraft, task: Task) -> None:
     if task.reads_text:
         draft.section("tokenizer").pop("name", None)
         draft.amend(("tokenizer", "train", "vocab_size"), _VOCABULARY)
+
+
+def _type_of(name: str) -> str:
+    try:
+        return model_type_of(name)
+    except ModelError as error:
+        fix = "its type is needed, and cannot be read here: set model.model_type, such as llama or qwen3"
+        raise ConfigError(Problem("model.name", name, fix)) from error
 
 
 def _shrink_data(draft: RecipeDraft, task: Task) -> None:
@@ -128,6 +137,8 @@ def _shrink_training(draft: RecipeDraft) -> None:
     for key in _LEFT_OUT:
         if not draft.is_overridden("training", key):
             training.pop(key, None)
+    if isinstance(options := training.get("model_init_kwargs"), dict):
+        options.pop("attn_implementation", None)  # such as flash_attention_2, which needs a GPU
     for key in _STRATEGIES:
         if training.get(key) == "epoch":
             draft.amend(("training", key), "steps")

@@ -17,7 +17,7 @@ from windlass.cli.resume_point import (
     past_the_end,
     shown_path,
 )
-from windlass.cli.resume_words import resume_command
+from windlass.cli.resume_words import folded_command, resume_command, start_command
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.tokenizing import saved_tokenizer
@@ -28,7 +28,8 @@ from windlass.core.activity import Activity
 from windlass.core.errors import EXIT_PREEMPTED, Preempted
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.optional import check_installed
-from windlass.core.output import say
+from windlass.core.output import STDERR, say
+from windlass.core.terminal import folded
 from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
 
@@ -52,20 +53,19 @@ def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
         check_installed("transformers", "train by a recipe", extra="train")
         args = training_arguments(recipe.training, recipe.task)
         check_trackers(args.report_to)  # before data and model are prepared
-    resume = options.resume or args.resume_from_checkpoint or None
-    command = resume_command(arguments)
-    try:
-        if options.dry_run:
-            with Activity("rehearsing"):
-                from windlass.cli.dry_run import dry_run
+    if options.dry_run:
+        with Activity("rehearsing"):
+            from windlass.cli.dry_run import dry_run
 
-                dry_run(recipe, args, _speaker())
-            return 0
-        return _train(recipe, args, resume, command)
+            dry_run(recipe, args, _speaker())
+        return 0
+    resume = options.resume or args.resume_from_checkpoint or None
+    try:
+        return _train(recipe, args, resume, arguments)
     except KeyboardInterrupt:
-        return _interrupted(args, command)
+        return _interrupted(args, arguments)
     except Preempted as left:
-        _say_how_to_resume(left.folder, command)
+        _say_how_to_resume(left.folder, arguments)
         return EXIT_PREEMPTED
 
 
@@ -118,7 +118,9 @@ def _downloaded(resume: bool | str | None, args: TrainingArguments) -> bool | st
         return str(fetch(resume, args.hub_token, folder))
 
 
-def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, command: str) -> int:
+def _train(
+    recipe: Recipe, args: TrainingArguments, resume: bool | str | None, arguments: Sequence[str]
+) -> int:
     say = _speaker()
     check_folder(args)
     with Activity("looking for a checkpoint"):
@@ -128,7 +130,7 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
         say(f"Continuing from {shown_path(point.path)}, step {point.step:,}")
     with Activity("importing libraries"):
         from windlass.cli.continuation import continue_prompt
-        from windlass.cli.screen import RunOutcome, describe_run, folded, render_screen
+        from windlass.cli.screen import RunOutcome, describe_run, render_screen
     task, early = TASKS[recipe.task], early_stopping(recipe)
     ends = RunEnds(early)
     saved = saved_tokenizer(run_folder(args), resume if point is None else str(point.path))
@@ -147,7 +149,7 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
         say(f"\n{folded(f'Before training, the model writes: {before}')}\n")
     output = trainer.train(resume_from_checkpoint=resume)
     if ends.interrupted:
-        return _interrupted(args, command)
+        return _interrupted(args, arguments)
     with Activity("evaluating the trained model"):
         evaluation = _final_evaluation(trainer, parts.evaluation is not None)
         if parts.recipe.metric is not None:
@@ -163,7 +165,7 @@ def _train(recipe: Recipe, args: TrainingArguments, resume: bool | str | None, c
         evaluation=evaluation,
         before=before,
         after=after,
-        command=None if args.save_strategy == "no" else command,
+        command=None if args.save_strategy == "no" else resume_command(arguments),
     )
     say(render_screen(outcome))
     return 0
@@ -210,19 +212,19 @@ def _final_evaluation(trainer: Any, has_data: bool) -> dict[str, float]:
     return dict(trainer.evaluate())
 
 
-def _interrupted(args: TrainingArguments, command: str) -> int:
+def _interrupted(args: TrainingArguments, arguments: Sequence[str]) -> int:
     from windlass.checkpoint.store import Store
 
     if world_from_environment().is_main:  # one process reads every byte, not all of them
-        _say_how_to_resume(Store(run_folder(args)).newest_verified()[0], command)
+        _say_how_to_resume(Store(run_folder(args)).newest_verified()[0], arguments)
     return EXIT_INTERRUPTED
 
 
-def _say_how_to_resume(newest: Path | None, command: str) -> None:
-    state = (
-        f"{shown_path(newest)} is complete. Resume with:\n  {command}"
-        if newest
-        else "there is no checkpoint yet."
-    )
+def _say_how_to_resume(newest: Path | None, arguments: Sequence[str]) -> None:
+    if newest is None:
+        state, command = " before the first checkpoint. Start again with:", start_command(arguments)
+    else:
+        state = f": {shown_path(newest)} is complete. Resume with:"
+        command = resume_command(arguments)
     if world_from_environment().is_main:
-        say(f"\nInterrupted: {state}", error=True)
+        say(f"\nInterrupted{state}\n  {folded_command(command, STDERR, 2)}", error=True)

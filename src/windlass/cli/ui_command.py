@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from windlass.cli.command_line import CommandParser
 from windlass.cli.ui_server import serve
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import STDOUT, say
+from windlass.dist.listening import is_loopback
 
 _PORT = 6070
 
@@ -35,16 +35,6 @@ def announce(address: str) -> None:
     # Not `say`, which hides tokens: this one is made for the person who reads it.
     STDOUT.write(f"serving {address}   (Ctrl-C ends it; the files of the runs are only read)\n")
     STDOUT.flush()
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches an address. Names other than localhost count as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def build_parser() -> CommandParser:

@@ -17,7 +17,10 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.mesh import Mesh, View
 
 # Axis of the mesh -> the field that holds its size.
-AXES = {key.words[1]: key.words[0] for key in (rows.MESH_REPLICAS, rows.MESH_SHARDS, *rows.MODEL_AXES)}
+AXES = {
+    key.words[1]: key.words[0]
+    for key in (rows.MESH_REPLICAS, rows.MESH_SHARDS, *rows.MODEL_AXES, rows.MESH_EXPERT)
+}
 DATA_AXES = ("dp_replicate", "dp_shard")
 
 
@@ -53,6 +56,15 @@ class DeepSpeedSequenceParallelConfig:
 
 
 @dataclass
+class PipelineParallelConfig:
+    """Options of pipelines: the schedule, how many stages each process has, and with which modules stages begin."""
+
+    pp_schedule: str = "1F1B"
+    pp_stages_per_process: int | None = None
+    pp_split_points: list[str] | None = None
+
+
+@dataclass
 class TorchTensorParallelPlugin(Plugin):
     """Tensor parallelism, as older scripts request it; the same as `ParallelismConfig(tp_size=)`."""
 
@@ -75,8 +87,9 @@ _HANDLERS: dict[str, type] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
     "sp": DeepSpeedSequenceParallelConfig,
+    "pp": PipelineParallelConfig,
 }
-_MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+_MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 
 def _in_use(axes: tuple[str, ...], doc: str) -> property:
@@ -97,7 +110,8 @@ _SIZE = at_least(1)
 @described()
 @dataclass
 class ParallelismConfig(Options, Plugin):
-    """The size of each axis; their product is the number of processes.
+    """The size of each axis. The product of all but `ep_size` is the number of processes: experts are divided among
+    processes that train on different samples.
 
     Fields that are None are read from the variables `PARALLELISM_CONFIG_*` of the launcher. Sizes are 1 by default.
     """
@@ -114,8 +128,9 @@ class ParallelismConfig(Options, Plugin):
     tp_handler: TorchTensorParallelConfig | None = setting(None, "Options of tensor parallelism.")
     cp_handler: TorchContextParallelConfig | None = setting(None, "Options of context parallelism.")
     sp_handler: DeepSpeedSequenceParallelConfig | None = setting(None, "Options of sequence parallelism.")
-    pp_size: int | None = setting(None, "Processes of pipelines, which are not built: 1.", bounds=_SIZE)
-    ep_size: int | None = setting(None, "Processes that divide experts, which is not built: 1.", bounds=_SIZE)
+    pp_size: int | None = setting(None, "Processes of a pipeline.", bounds=_SIZE)
+    pp_handler: PipelineParallelConfig | None = setting(None, "Options of pipelines.")
+    ep_size: int | None = setting(None, rows.MESH_EXPERT.doc, bounds=_SIZE)
 
     device_mesh = None  # not a field: made by `get_device_mesh`
 
@@ -143,27 +158,30 @@ class ParallelismConfig(Options, Plugin):
         return int(getattr(self, AXES[axis]))
 
     dp_dim_names = _in_use(DATA_AXES, "Axes in use along which processes have different batches.")
-    non_dp_dim_names = _in_use(("tp", "cp", "sp"), "Axes in use along which processes share a batch.")
+    non_dp_dim_names = _in_use(("pp", "tp", "cp", "sp"), "Axes in use along which processes share a batch.")
     dp_shard_cp_dim_names = _in_use(("dp_shard", "cp"), "Axes in use along which weights are sharded.")
     dp_cp_dim_names = _in_use((*DATA_AXES, "cp"), "Axes in use along which losses are averaged.")
-    active_mesh_dims = _in_use((*DATA_AXES, "tp", "cp", "sp"), "All axes in use.")
+    active_mesh_dims = _in_use(("pp", *DATA_AXES, "tp", "cp", "sp"), "All axes in use.")
     dp_replicate_enabled = _is_used("dp_replicate", "True if there is more than one replica of the model.")
     dp_shard_enabled = _is_used("dp_shard", "True if replicas are sharded.")
     tp_enabled = _is_used("tp", "True if tensor parallelism is requested.")
     cp_enabled = _is_used("cp", "True if context parallelism is requested.")
     sp_enabled = _is_used("sp", "True if sequence parallelism is requested.")
+    pp_enabled = _is_used("pp", "True if a pipeline is requested.")
     data_parallel_size = _ranks("data", "Processes with different batches.")
     non_data_parallel_size = _ranks("model", "Processes that share each of those batches.")
     total_size = _ranks("all", "The number of processes of this layout.")
 
     @property
     def mesh(self) -> Mesh:
-        """The axes of the processes. `cp` and `sp` are two ways to divide a sequence, of which one is in use."""
+        """The axes of the processes."""
         return Mesh(
             replicate=self.size("dp_replicate"),
             shard=self.size("dp_shard"),
-            context=self.size("cp") * self.size("sp"),
+            context=self.size("cp"),
+            sequence=self.size("sp"),
             tensor=self.size("tp"),
+            pipeline=self.size("pp"),
         )
 
     @property
@@ -211,16 +229,10 @@ class ParallelismConfig(Options, Plugin):
     def _contradictions(self) -> Iterator[Problem]:
         """Problems that no implementation could run."""
         where = type(self).__name__
-        wrong = list(super().objections())
-        yield from wrong
+        yield from super().objections()
         for name, known in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
             if getattr(self, name) != known:
                 yield Problem(f"{where}.{name}", getattr(self, name), f"must be {known}")
-        if wrong:
-            return
-        if self.cp_enabled and self.sp_enabled:
-            fix = f"contradicts cp_size={self.cp_size}: one of the two splits the sequence"
-            yield Problem(f"{where}.sp_size", self.sp_size, fix)
 
     def objections(self, processes: int | None = None) -> Iterator[Problem]:
         """Options that are not built, and a product of sizes that is not the number of processes."""

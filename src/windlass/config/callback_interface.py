@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from windlass.config.arguments import TrainingArguments
 from windlass.core.events import TrainerControl, TrainerState
 
-if TYPE_CHECKING:
-    from windlass.config.arguments import TrainingArguments
+# Short names, with which the signature of an event is one line.
+Args = TrainingArguments
+Control = TrainerControl
 
 
 class TrainerCallback:

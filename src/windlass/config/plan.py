@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from windlass.config.pipeline_plan import PipelinePlan
 from windlass.core.mesh import Mesh
 from windlass.core.types import State
 
@@ -427,9 +428,11 @@ class DistPlan:
         strategy: a key of `transforms/strategies.py`; "ddp" is the plain one.
         comm_hook: how DDP compresses gradients during communication.
         reduce_each: gradients are reduced after each micro-batch, which needs less memory of a sharded model.
-        context: how many ranks divide the sequences of a batch.
+        context: how many ranks divide the sequences of a batch, among which keys and values travel.
+        sequence: how many ranks divide each such part once more, and exchange heads.
         tensor: how many ranks divide the layers of one model.
-        attention: how they attend whole rows: keys and values travel (ring), or heads are exchanged (ulysses).
+        expert: how many ranks with different samples divide the experts of one model.
+        pipeline: how the layers are divided among further ranks; None: they are not.
     """
 
     timeout_seconds: int = 1800
@@ -445,14 +448,17 @@ class DistPlan:
     comm_options: dict[str, Any] = field(default_factory=dict)
     reduce_each: bool = False
     context: int = 1
+    sequence: int = 1
     tensor: int = 1
-    attention: Literal["ring", "ulysses"] = "ring"
+    expert: int = 1
+    pipeline: PipelinePlan | None = None
 
     def mesh(self, ranks: int) -> Mesh:
         """The axes of a job of `ranks` ranks. Raises ConfigError if they do not divide into the replicas."""
-        replicas = ranks // (self.context * self.tensor)
-        whole = Mesh(replicate=replicas, context=self.context, tensor=self.tensor)
-        return whole.with_replicas(replicas if self.shard is None else self.shard.replicas)
+        axes = {name: getattr(self, name) for name in ("expert", "context", "sequence", "tensor")}
+        axes["pipeline"] = 1 if self.pipeline is None else self.pipeline.size
+        whole = Mesh(replicate=ranks // math.prod(axes.values()), **axes)
+        return whole if self.shard is None else whole.with_replicas(self.shard.replicas)
 
 
 @dataclass(frozen=True, slots=True)

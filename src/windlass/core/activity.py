@@ -47,8 +47,10 @@ class Activity:
     def __init__(self, what: str) -> None:
         self._what, self._began = what, time.monotonic()
         self._ticking: Ticking | None = None
+        self._is_shown = False
         if world_from_environment().is_main and can_redraw(sys.stdout):
             self._foot = foot_of(sys.stdout)
+            self._is_shown = True
             try:
                 self._foot.draw(self, [what])
                 self._ticking = Ticking(self._draw)
@@ -67,17 +69,30 @@ class Activity:
         if self._ticking is not None:
             self._ticking.stop()
             self._ticking = None
-            self._remove()
+        self._remove()
 
     def _remove(self) -> None:
-        self._foot.draw(self, [])
-        self._foot.close(self)
+        if self._is_shown:
+            self._is_shown = False
+            self._foot.draw(self, [])
+            self._foot.close(self)
 
     def _draw(self) -> bool:
+        """Draw the row; return False to stop drawing."""
         row = f"{self._what}: {time.monotonic() - self._began:.0f} s"
         # A bar within it shows more.
         self._foot.draw(self, [] if self._foot.is_shared(self) else [row])
         return True
+
+
+class Opening(Activity):
+    """A row of the same kind that ends by itself once anything else is shown: of a program that knows nothing of it."""
+
+    def _draw(self) -> bool:
+        if self._foot.has_text or self._foot.is_shared(self):
+            self._remove()
+            return False
+        return super()._draw()
 
 
 if hasattr(os, "register_at_fork"):

@@ -32,6 +32,8 @@ log_levels = {
     "error": ERROR,
     "critical": CRITICAL,
 }
+SCRIPT_HINTS = "windlass.hints"
+"""The logger of what a script may do next; commands print what their users may do instead."""
 _PACKAGE = str(Path(__file__).parents[1])
 
 

@@ -13,25 +13,47 @@ from typing import Literal, get_args
 
 from windlass.core.errors import ConfigError, Problem
 
-Axis = Literal["pipeline", "replicate", "shard", "context", "tensor"]
-View = Literal["data", "loss", "context", "tensor", "model", "all"]
+Axis = Literal["pipeline", "replicate", "shard", "expert", "context", "sequence", "tensor"]
+View = Literal[
+    "data",
+    "loss",
+    "expert",
+    "same_experts",
+    "context",
+    "ring",
+    "heads",
+    "tensor",
+    "pipeline",
+    "model",
+    "stage",
+    "all",
+]
 
 # Outermost first: consecutive ranks differ along the last axis, because consecutive ranks are usually on one machine,
 # and the later axes exchange more.
 AXES: tuple[Axis, ...] = get_args(Axis)
 VIEWS: dict[View, tuple[Axis, ...]] = {
-    "data": ("replicate", "shard"),
-    "loss": ("replicate", "shard", "context"),
-    "context": ("context",),
+    "data": ("replicate", "shard", "expert"),
+    "loss": ("replicate", "shard", "expert", "context", "sequence"),
+    "expert": ("expert",),
+    "same_experts": ("replicate", "shard", "context", "sequence"),
+    "context": ("context", "sequence"),
+    "ring": ("context",),
+    "heads": ("sequence",),
     "tensor": ("tensor",),
-    "model": ("pipeline", "context", "tensor"),
+    "pipeline": ("pipeline",),
+    "model": ("pipeline", "context", "sequence", "tensor"),
+    "stage": ("replicate", "shard", "expert", "context", "sequence", "tensor"),
     "all": AXES,
 }
 """The axes of each view. A view of a rank is the ranks that differ from it along these axes alone.
 
 data: ranks with different samples, whose counts and losses are summed. loss: ranks with different targets, whose
-gradients are averaged. context: ranks that divide the sequences of the same samples. tensor: ranks that divide the
-layers of one model. model: ranks that compute the same samples together. all: every rank of the job.
+gradients are averaged. expert: ranks among which the experts of a mixture are divided. same_experts: ranks of `loss`
+that hold the same experts. context: ranks that divide the sequences of the same samples. ring, heads: those of them
+among which keys travel, and those that exchange heads. tensor: ranks that divide the layers of one model. pipeline:
+ranks that each compute some of its layers. model: ranks that compute the same samples together. stage: ranks that have
+copies or parts of the same layers. all: every rank of the job.
 """
 
 
@@ -42,19 +64,21 @@ class Mesh:
     Attributes:
         replicate: copies of the model, which train on different samples.
         shard: ranks that each store a part of one copy, and train on different samples too.
-        context: ranks that each have a part of the sequences of the same samples.
+        context: ranks that each have a part of the sequences of the same samples, among which keys travel.
+        sequence: ranks that divide such a part once more, and exchange heads.
         tensor: ranks that each compute with a part of every weight, on the same samples.
         pipeline: ranks that each compute some of the layers, on the same samples.
-        expert: ranks among which the experts of a copy are divided. They are ranks of `shard` and `context`: this
-            axis adds none.
+        expert: ranks among which the experts of a mixture are divided, and which train on different samples. Of all
+            other weights each has a copy, or a part if the model is sharded.
 
     Raises:
-        ConfigError: a size is below 1, or the experts cannot be divided so.
+        ConfigError: a size is below 1.
     """
 
     replicate: int = 1
     shard: int = 1
     context: int = 1
+    sequence: int = 1
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
@@ -65,9 +89,6 @@ class Mesh:
             for name, size in asdict(self).items()
             if size < 1
         ]
-        if not problems and self.shard * self.context % self.expert:
-            fix = f"must divide shard={self.shard} times context={self.context}"
-            problems = [Problem("Mesh.expert", self.expert, fix)]
         if problems:
             raise ConfigError(problems)
 
@@ -96,7 +117,7 @@ class Mesh:
 
     def place(self, rank: int) -> str:
         """The position of `rank` along each axis, as text; empty if ranks only have different samples."""
-        if self.size("model") == 1:
+        if self.size("model") == self.expert == 1:
             return ""
         return ", ".join(f"{axis} {self.index(axis, rank)}" for axis in AXES if self.along(axis) > 1)
 
@@ -104,13 +125,14 @@ class Mesh:
         """The same ranks, with those of `data` divided into so many copies of the model. Views do not change.
 
         Raises:
-            ConfigError: they do not divide into so many.
+            ConfigError: they do not divide into so many, or the ranks of a copy not among the experts.
         """
         ranks = self.size("data")
-        if replicas < 1 or ranks % replicas:
-            fix = f"must divide the number of processes, {ranks}"
+        if replicas < 1 or ranks % (replicas * self.expert):
+            each = f", {self.expert} to the experts of each copy" if self.expert > 1 else ""
+            fix = f"must divide the number of processes, {ranks}{each}"
             raise ConfigError(Problem("dp_replicate_size", replicas, fix))
-        return replace(self, replicate=replicas, shard=ranks // replicas)
+        return replace(self, replicate=replicas, shard=ranks // (replicas * self.expert))
 
     def _rank_at(self, positions: tuple[int, ...]) -> int:
         rank = 0

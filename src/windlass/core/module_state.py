@@ -30,7 +30,10 @@ class ElsewhereState:
 
     Attributes:
         values: parameter -> the tensor that is saved and loaded in its place.
+        in_stages: each of them is whole on one rank, and other ranks have nothing of it.
     """
+
+    in_stages = False
 
     @property
     def values(self) -> Mapping[Tensor, Tensor]:
@@ -52,19 +55,19 @@ def keep_elsewhere(module: nn.Module, state: ElsewhereState | None) -> None:
 
 def let_go(module: nn.Module) -> None:
     """Let the engine that keeps values of `module`, if any, remove what it put there. Collective."""
-    elsewhere = _elsewhere(module)
+    elsewhere = kept_elsewhere(module)
     if elsewhere is not None:
         elsewhere.let_go()
         keep_elsewhere(module, None)
 
 
-def _elsewhere(module: nn.Module) -> ElsewhereState | None:
+def kept_elsewhere(module: nn.Module) -> ElsewhereState | None:
     return getattr(bare(module), _ELSEWHERE, None)
 
 
 def state_was_loaded(module: nn.Module) -> None:
     """Called after tensors of `state_of` were filled in place. Collective if an engine keeps them."""
-    elsewhere = _elsewhere(module)
+    elsewhere = kept_elsewhere(module)
     if elsewhere is not None:
         elsewhere.loaded()
 
@@ -131,7 +134,7 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 def values_of(module: nn.Module) -> dict[str, Any]:
     """The module's own state dict, not detached, with what an engine keeps in place of parameters."""
-    state, elsewhere = full_state_dict(module), _elsewhere(module)
+    state, elsewhere = full_state_dict(module), kept_elsewhere(module)
     if elsewhere is None:
         return state
     values = elsewhere.values  # once: they may be mapped from files

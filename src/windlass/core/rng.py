@@ -185,3 +185,21 @@ class ForwardRandomness:
         torch.default_generator.set_state(host)
         if self._device is not None:
             self._device.set_state(device)
+
+
+class PlacedRandomness:
+    """Randomness of the parts of an update by their place in it: whatever ran before, and on whichever rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._start = _accelerator_generator(device), 0
+
+    def begin(self) -> None:
+        """Start an update; ranks whose generators are in the same state draw the same at the same places."""
+        self._start = int(torch.empty((), dtype=torch.int64).random_())
+
+    def at(self, *place: int) -> None:
+        """Draw what belongs to this place from now on."""
+        seed = derive_seed(self._start, *place)
+        torch.default_generator.manual_seed(seed)
+        if self._device is not None:
+            self._device.manual_seed(seed)

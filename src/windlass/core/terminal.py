@@ -11,11 +11,12 @@ import contextlib
 import os
 import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from windlass.core.output import TolerantStream, is_terminal
+from windlass.core.output import STDOUT, TolerantStream, is_terminal, shown
 
 _ERASE = "\x1b[J"  # from the cursor to the end of the screen
 # Text that another process or the keyboard left unfinished on this line is overwritten.
@@ -30,6 +31,16 @@ def can_redraw(stream: Any) -> bool:
 def row_width() -> int:
     """How long a row may be: a full one would begin another in some terminals."""
     return max(shutil.get_terminal_size().columns - 1, 1)
+
+
+def folded(text: str, indent: int = 0) -> str:
+    """Return one line as lines of whole words that fit the terminal, further ones indented; as it is elsewhere."""
+    text = shown(text)  # which makes some characters longer
+    if not STDOUT.isatty():
+        return text
+    return textwrap.fill(
+        text, row_width(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def foot_of(stream: Any) -> Foot:
@@ -48,6 +59,9 @@ def write_at_once(text: str) -> None:
 class Foot:
     """The rows at the foot of one terminal.
 
+    Attributes:
+        has_text: something was written above the rows.
+
     While there is at least one owner of rows, `sys.stdout` and `sys.stderr` are replaced where they write to this
     terminal, by streams that write above the rows. A line without its end stays alone until it has one: no rows are
     drawn below a prompt, or below another program's bar.
@@ -59,7 +73,7 @@ class Foot:
         self._terminal = terminal
         self._rows: dict[object, Sequence[str]] = {}
         self._replaced: dict[str, _Above] = {}
-        self._mid_line = False
+        self._mid_line = self.has_text = False
 
     @property
     def in_use(self) -> bool:
@@ -105,6 +119,7 @@ class Foot:
             self._write(stream, text)
             return
         begin = _ERASE if self._mid_line else _NEW_LINE
+        self.has_text = True
         rest = text.rpartition("\n")[2]
         self._mid_line = bool(rest) and not rest.endswith("\r")
         self._write(stream, begin + text)

@@ -12,6 +12,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.data.collate_default import Batch, Features
 from windlass.data.collate_pad import framed, pad_rows
 
+ANSWERS = ("chosen_ids", "rejected_ids")
 # Columns of numbers, one for each pair.
 NUMBERS = ("ref_chosen_logps", "ref_rejected_logps", "margin")
 
@@ -50,15 +51,13 @@ class DataCollatorForPreference:
     def __call__(self, features: Features, return_tensors: str | None = None) -> Batch:
         chosen = return_tensors or self.return_tensors
         ids, masks = [], []
-        for name in ("chosen_ids", "rejected_ids"):
+        for name in ANSWERS:
             for sample in features:
                 prompt, answer = sample.get("prompt_ids", []), sample[name]
                 ids.append(self._cut([*prompt, *answer]))
                 masks.append(self._cut([0] * len(prompt) + [1] * len(answer)))
         batch = padded_batch(ids, masks, self.pad_token_id, self.pad_to_multiple_of, chosen)
-        for name in NUMBERS:
-            if name in features[0]:
-                batch[name] = numbers_of(features, name, chosen)
+        add_numbers(batch, features, chosen)
         return batch
 
     def _cut(self, row: list[int]) -> list[int]:
@@ -86,6 +85,13 @@ def padded_batch(
         ),
         "completion_mask": framed(pad_rows(masks, 0, "right", width), return_tensors),
     }
+
+
+def add_numbers(batch: Batch, features: Features, return_tensors: str) -> None:
+    """Add the columns of numbers that samples have."""
+    for name in NUMBERS:
+        if name in features[0]:
+            batch[name] = numbers_of(features, name, return_tensors)
 
 
 def numbers_of(features: Features, name: str, return_tensors: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -79,3 +80,14 @@ class GroupSource(Protocol):
     def load_state_dict(self, state: State) -> None:
         """Go to where `state` was taken."""
         ...
+
+
+def fill_up(group: UpdateBatch, micro_batches: int) -> None:
+    """Repeat the first micro-batch without weight until there are as many as `micro_batches`."""
+    missing = micro_batches - len(group.batches)
+    if missing > 0:
+        # Copies: a training step may take labels out of its batch.
+        group.batches = [*group.batches, *(copy.copy(group.batches[0]) for _ in range(missing))]
+        group.ids = [*group.ids, *([] for _ in range(missing))]
+        group.targets = [*group.targets, *[0.0] * missing]
+        group.samples = [*group.samples, *[0] * missing]

@@ -20,17 +20,25 @@ def loss_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     "shard", where consecutive ranks share one copy of the model. Ranks that divide sequences have shards too.
     Collective.
     """
+    return fsdp_device_meshes(mesh, device)[0]
+
+
+def fsdp_device_meshes(mesh: Mesh, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """`loss_device_mesh`, and that of this rank's tensor view, both of one mesh as FSDP2 needs them; None for a rank
+    that computes whole layers. Collective.
+    """
     if not dist.is_initialized():
         open_group_of_one(device)
     if device.index is not None:
         # Collectives of a mesh run on the current device of its type.
         torch.accelerator.set_device_index(device.index)
-    sizes = {axis: mesh.along(axis) for axis in AXES if axis != "context"}
-    sizes["shard"] *= mesh.context
+    sizes = {axis: mesh.along(axis) for axis in AXES if axis not in VIEWS["context"]}
+    sizes["shard"] *= mesh.size("context") * sizes.pop("expert")
     axes = [axis for axis, size in sizes.items() if axis == "shard" or size > 1]
     whole = init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
     loss = tuple(axis for axis in axes if axis in VIEWS["loss"])
-    return whole if len(loss) == len(axes) else whole[loss]
+    tensor = whole["tensor"] if "tensor" in axes else None
+    return whole if len(loss) == len(axes) else whole[loss], tensor
 
 
 def tensor_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
@@ -39,6 +47,15 @@ def tensor_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
     """
     sizes = {"loss": mesh.size("loss"), "tensor": mesh.tensor}
     axes = [axis for axis in sizes if axis == "tensor" or sizes[axis] > 1]
+    return init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+
+
+def expert_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
+    """All ranks: along the axis "expert" they have different experts; along the other, "copies", if there is one, the
+    same. Collective.
+    """
+    sizes = {"copies": mesh.size("same_experts"), "expert": mesh.expert}
+    axes = [axis for axis in sizes if axis == "expert" or sizes[axis] > 1]
     return init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
 
 

@@ -7,9 +7,11 @@ every function here is the identity, so that code that saves, loads or measures 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add, sub
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -34,6 +36,17 @@ class Part:
         for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             whole = whole.narrow(dim, offset, size)
         return whole
+
+    def common(self, other: Part) -> Part | None:
+        """What this part and another one of the same tensor have in common; None if that is nothing."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, map(add, self.offsets, self.sizes), map(add, other.offsets, other.sizes))
+        sizes = tuple(map(sub, ends, offsets))
+        return Part(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+    def within(self, outer: Part) -> Part:
+        """This part, counted from the first index of another one that it lies in."""
+        return Part(tuple(map(sub, self.offsets, outer.offsets)), self.sizes)
 
 
 def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
@@ -85,7 +98,26 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor
     _check_placements(tensor)
     with torch.no_grad():
-        return _on_mesh_device(tensor).full_tensor()
+        placed = _on_mesh_device(tensor)
+        return _joined(placed) if any(map(_is_strided, tensor.placements)) else placed.full_tensor()
+
+
+def _joined(tensor: DTensor) -> Tensor:
+    """All of a tensor that is cut along one dimension more than once: the cuts are undone one by one, the last first.
+    PyTorch's `full_tensor` joins only such parts as are equally long.
+    """
+    mesh, mine = tensor.device_mesh, tensor.to_local()
+    place = _place_in(tensor)
+    for axis, dim, before in reversed(_cuts(tensor, place)):
+        ranks = mesh.size(axis)
+        chunk = -(-before // ranks)
+        padding = list(mine.shape)
+        padding[dim] = chunk - mine.shape[dim]
+        padded = torch.cat([mine, mine.new_zeros(padding)], dim).contiguous()
+        parts = [torch.empty_like(padded) for _ in range(ranks)]
+        torch.distributed.all_gather(parts, padded, group=mesh.get_group(axis))
+        mine = torch.cat(parts, dim).narrow(dim, 0, before)
+    return mine.contiguous()
 
 
 def whole_on_first(tensor: Tensor) -> Tensor | None:
@@ -107,7 +139,7 @@ def copies(tensor: Tensor) -> int:
     mesh = tensor.device_mesh
     count = 1
     for axis, placement in enumerate(tensor.placements):
-        count *= 1 if placement.is_shard() else mesh.size(axis)
+        count *= 1 if _is_cut(placement) else mesh.size(axis)
     return count
 
 
@@ -125,7 +157,7 @@ def sum_of_parts(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Te
     for (mesh, placements, _), places in meshes.items():
         total = torch.stack([values[index] for index in places])
         for axis, placement in enumerate(placements):
-            if placement.is_shard():
+            if _is_cut(placement):
                 torch.distributed.all_reduce(total, group=mesh.get_group(axis))
         for index, value in zip(places, total.unbind(), strict=True):
             sums[index] = value
@@ -137,10 +169,15 @@ def part(tensor: Tensor) -> Part:
     if not is_sharded(tensor):
         return Part((0,) * tensor.dim(), tuple(tensor.shape))
     _check_placements(tensor)
+    return _part_at(tensor, _place_in(tensor))
+
+
+def _place_in(tensor: DTensor) -> Sequence[int]:
+    """This rank's position along each axis of the tensor's mesh."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("this rank is not part of the tensor's mesh, so it holds nothing of it")
-    return _part_at(tensor, coordinate)
+    return coordinate
 
 
 def holders(tensor: Tensor, preferred: Sequence[int] = (0,)) -> list[tuple[int, Part]]:
@@ -175,15 +212,35 @@ def all_holders(tensor: DTensor) -> list[tuple[Part, list[int]]]:
 
 def _part_at(tensor: DTensor, coordinate: Sequence[int]) -> Part:
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_shard():
-            dim: int = placement.dim  # type: ignore[attr-defined]
-            # Chunks are as long as the first; the last ones may be shorter or empty.
-            chunk = -(-sizes[dim] // tensor.device_mesh.size(axis))
-            start = min(coordinate[axis] * chunk, sizes[dim])
-            offsets[dim] += start
-            sizes[dim] = min(chunk, sizes[dim] - start)
+    for axis, dim, before in _cuts(tensor, coordinate):
+        # Chunks are as long as the first; the last ones may be shorter or empty.
+        chunk = -(-before // tensor.device_mesh.size(axis))
+        start = min(coordinate[axis] * chunk, before)
+        offsets[dim] += start
+        sizes[dim] = min(chunk, before - start)
     return Part(tuple(offsets), tuple(sizes))
+
+
+def _cuts(tensor: DTensor, coordinate: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The cuts in the order in which they are made: the axis of the mesh, the dimension, and the length of what is cut
+    there. A strided shard, which FSDP2 makes of the part of a tensor gang, is cut after the others.
+    """
+    cut = [axis for axis, placement in enumerate(tensor.placements) if _is_cut(placement)]
+    sizes, found = list(tensor.shape), []
+    for axis in sorted(cut, key=lambda axis: _is_strided(tensor.placements[axis])):
+        dim: int = tensor.placements[axis].dim  # type: ignore[attr-defined]
+        chunk = -(-sizes[dim] // tensor.device_mesh.size(axis))
+        found.append((axis, dim, sizes[dim]))
+        sizes[dim] = max(min(chunk, sizes[dim] - coordinate[axis] * chunk), 0)
+    return found
+
+
+def _is_cut(placement: Any) -> bool:
+    return type(placement).__name__ in ("Shard", "_StridedShard")
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
 
 
 def copy_whole_(target: Tensor, source: Tensor) -> None:
@@ -243,6 +300,16 @@ def _spread_as(like: DTensor, mine: Tensor) -> DTensor:
 
 def _check_placements(tensor: DTensor) -> None:
     for placement in tensor.placements:
-        # By its exact name: strided shards, which say that they are shards too, are cut otherwise.
-        if type(placement).__name__ not in ("Shard", "Replicate"):
+        known = _is_cut(placement) or type(placement).__name__ == "Replicate"
+        if not known or (_is_strided(placement) and not _follows_all(tensor, placement)):
             raise ValueError(f"tensors placed as {placement} can be neither cut nor put together here")
+
+
+def _follows_all(tensor: DTensor, strided: Any) -> bool:
+    """Whether this cut is made after all other cuts along its dimension."""
+    others = [
+        tensor.device_mesh.size(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if type(placement).__name__ == "Shard" and placement.dim == strided.dim  # type: ignore[attr-defined]
+    ]
+    return bool(strided.split_factor == math.prod(others))

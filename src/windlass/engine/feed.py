@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from windlass.core.errors import DataError
 from windlass.core.run_clock import DATA, EXCHANGE, run_clock
 from windlass.core.types import State
-from windlass.data.update_batch import GroupSource, UpdateBatch
+from windlass.data.update_batch import GroupSource, UpdateBatch, fill_up
 from windlass.dist.gang import Gang, Pending
 from windlass.metrics.tokens import rows
 
@@ -116,7 +115,7 @@ class Feed:
             ended = self._all_ranks.size - int(going_on)
             raise DataError(_ENDS_APART.format(ended, self._all_ranks.size))
         if self._in_step:
-            _fill_up(group, sum(ranks > 0 for ranks in more[: self._accumulation]))
+            fill_up(group, sum(ranks > 0 for ranks in more[: self._accumulation]))
             del more[: self._accumulation]
         group.signals = more
         self._position_before, self._position_after = self._position_after, group.position
@@ -188,14 +187,3 @@ class Feed:
             group = next(self._groups)
         self._inspected = True
         return group
-
-
-def _fill_up(group: UpdateBatch, micro_batches: int) -> None:
-    """Repeat the first micro-batch without weight until there are as many as the longest rank has."""
-    missing = micro_batches - len(group.batches)
-    if missing > 0:
-        # Copies: a training step may take labels out of its batch.
-        group.batches = [*group.batches, *(copy.copy(group.batches[0]) for _ in range(missing))]
-        group.ids = [*group.ids, *([] for _ in range(missing))]
-        group.targets = [*group.targets, *[0.0] * missing]
-        group.samples = [*group.samples, *[0] * missing]

@@ -194,7 +194,7 @@ class Loop:
             # A callback ended the epoch early: the rest of its data is skipped.
             self._position = {}
         self._epoch_open = False
-        complete = not self._stopped_within_epoch
+        complete = not self.stops_within_epoch
         if complete:
             self._data_spent = False
             self._epoch += 1
@@ -257,7 +257,12 @@ class Loop:
         )
 
     @property
-    def _stopped_within_epoch(self) -> bool:
+    def epoch_ends(self) -> bool:
+        """`LoopHooks.epoch_end` follows without a further update."""
+        return self._epoch_open and (self._data_spent or self._leaves_epoch())
+
+    @property
+    def stops_within_epoch(self) -> bool:
         """The run ends here and the epoch does not: a checkpoint saved now must continue with the rest of its data."""
         ended = self._data_spent or self._progress.control.should_epoch_stop
         return self._leaves_epoch() and not ended

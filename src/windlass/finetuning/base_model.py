@@ -62,6 +62,12 @@ def load_model(name: str, options: dict[str, Any]) -> nn.Module:
         loaded: nn.Module = kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         raise ModelError(f"the model {name!r} cannot be loaded: {error}") from error
+    except ImportError as error:  # of flash_attn, or what a quantization needs
+        attention = options.get("attn_implementation")
+        fix = f"needs a package that is not installed: {str(error).splitlines()[0]}"
+        if attention is not None:
+            fix += "; install it, or set attn_implementation to sdpa"
+        raise ConfigError(Problem("model_init_kwargs", options, fix)) from error
     except TypeError as error:  # options that are no settings of its config are given to its constructor
         raise ConfigError(Problem("model_init_kwargs", options, f"cannot be used: {error}")) from error
     return loaded

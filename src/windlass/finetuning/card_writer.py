@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.config.callback_interface import Args, Control, TrainerCallback
+from windlass.core.events import TrainerState
 from windlass.core.logs import get_job_logger
 
 logger = get_job_logger(__name__)
@@ -19,9 +18,7 @@ class CardWriter(TrainerCallback):
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         try:
             self._write()
         except OSError as error:  # a full disk: training goes on

@@ -45,9 +45,7 @@ class DPOConfig(ReferenceConfig):
         choices=("keep_start", "keep_end", "error"),
     )
     padding_free: bool = setting(
-        False,
-        "Join the sequences of a batch into one row without padding.",
-        refused="pairs are padded; TRL 1.16 pads them too, whatever is set",
+        False, "Join the pairs of a batch into one row without padding, and compute each prompt once."
     )
 
     # --- loss ---

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.finetuning.answer_log_probabilities import AnswerLogProbabilities
+from windlass.finetuning.answer_log_probabilities import AnswerLogProbabilities, chosen_tokens_in, pairs_in
 from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.dpo_losses import PairTerms, pair_loss
 
@@ -30,10 +30,10 @@ class UpdateLoss:
 
     def count(self, batch: Any) -> float:
         """The count of a batch in host memory, for the engine."""
-        pairs = len(batch["input_ids"]) // 2
+        pairs = pairs_in(batch)
         if not self.counts_tokens:
             return float(pairs)
-        return pairs * _TOKENS + float(batch["completion_mask"][:pairs, 1:].sum())
+        return pairs * _TOKENS + chosen_tokens_in(batch)
 
     def divisors(self, terms: PairTerms, count: Tensor | int | None) -> tuple[Tensor | float, Tensor | float]:
         """What sums over pairs and sums over tokens are divided by: the counts of the update, or those of the batch if

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.logs import get_job_logger
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.types import EvalLoopOutput, TrainOutput
+from windlass.data.collate_branches import DataCollatorForSharedPrompts
+from windlass.data.collate_preference import DataCollatorForPreference
 from windlass.finetuning.answer_log_probabilities import (
     AnswerLogProbabilities,
     answer_log_probabilities,
@@ -18,10 +22,15 @@ from windlass.finetuning.answer_log_probabilities import (
 from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.dpo_losses import PairTerms
 from windlass.finetuning.dpo_objective import UpdateLoss, figures_of, loss_sums
-from windlass.finetuning.dpo_parts import GivenForDPO, build_dpo_parts
+from windlass.finetuning.peft_adapters import is_peft_model
+from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_trainer import ReferenceTrainer
-
-logger = get_job_logger(__name__)
+from windlass.finetuning.tuned_model import open_tuned_model
+from windlass.finetuning.tuning_arguments import begin_tuning
+from windlass.text.pair_encoder import PairOptions
+from windlass.transforms.branched_check import refuse_unbranched
+from windlass.transforms.document_attention import documents_apart
+from windlass.transforms.model_limits import ModelLimits
 
 _MEANS = (
     "entropy", "mean_token_accuracy", "logits/chosen", "logits/rejected", "logps/chosen", "logps/rejected",
@@ -74,42 +83,78 @@ class DPOTrainer(ReferenceTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
-        given = GivenForDPO(
-            model,
-            ref_model,
-            args,
-            data_collator,
-            train_dataset,
-            processing_class,
-            quantization_config,
-            peft_config,
+        args = begin_tuning(DPOConfig, args, model, train_dataset)
+        if args.padding_free:
+            _check_rows(own_collator=data_collator is not None, has_metrics=compute_metrics is not None)
+        base = open_tuned_model(model, args, processing_class, quantization_config, peft_config)
+        self._choose_reference(base, args, ref_model, had_adapter=is_peft_model(model))
+        options = PairOptions(
+            max_length=args.max_length, truncation_mode=args.truncation_mode, num_proc=args.dataset_num_proc
         )
-        parts = build_dpo_parts(given)
-        self._data, self._router_weight = parts.data, parts.router_weight
-        self._summaries, self._prepare_data = parts.data.summaries, self._prepared
+        limits = ModelLimits.of(base.model)
+        self._data = PreferenceData(base.tokenizer, options, limits, self.REFERENCE_COLUMNS)
         super().__init__(
-            parts.model,
-            parts.args,
-            parts.collator,
-            parts.data.prepare(train_dataset, "train"),
-            None if eval_dataset is None else parts.data.prepare_all(eval_dataset),
-            parts.processing_class,
+            base.model,
+            args,
+            data_collator or self._collator(args, base.tokenizer.pad_token_id),
+            self._data.prepare(train_dataset, "train"),
+            None if eval_dataset is None else self._data.prepare_all(eval_dataset),
+            base.processing_class,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
         )
         self._objective = UpdateLoss(self.args)
-        names = (*_MEANS, *(("aux_loss",) if self._router_weight else ()))
-        self._begin_reports((*names, *(_PARTS if self._objective.counts_tokens else ())))
+        self._begin_reports((*_MEANS, *(_PARTS if self._objective.counts_tokens else ())))
         self.loss_is_scaled_for_ga = self._objective.is_scaled
-        self._begin_reference(parts.reference, own_collator=data_collator is not None)
+        if args.padding_free:
+            self._check_branches()
+        self._begin_reference(own_collator=data_collator is not None)
+
+    # --- rows with shared prompts -----------------------------------------------------------------------------------
+
+    def _collator(self, args: DPOConfig, pad_token_id: int) -> DataCollatorForPreference:
+        options = (pad_token_id, args.max_length, args.truncation_mode, args.padding_step)
+        if not args.padding_free:
+            return DataCollatorForPreference(*options)
+        # The balancing loss of experts is a mean over all tokens that are computed.
+        return DataCollatorForSharedPrompts(*options, shares_prompts=not self._router_weight)
+
+    def _check_branches(self) -> None:
+        """Refuse a model that cannot compute a prompt once for both of its answers."""
+        if self._session.data_ranks.size != self._session.all_ranks.size:
+            fix = "ranks that share the samples of a batch divide its rows; train with data parallelism alone"
+            raise ConfigError(Problem("padding_free", True, fix))
+        with documents_apart(self.model, branched=True):
+            refuse_unbranched(self.model)
+
+    @contextlib.contextmanager
+    def _branched(self) -> Iterator[None]:
+        """Context in which the model and its reference see the groups of a row."""
+        with contextlib.ExitStack() as stack:
+            if self.args.padding_free:
+                for model in filter(None, (self.model, self.ref_model)):
+                    stack.enter_context(documents_apart(model, branched=True))
+            yield
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`; of pairs in one row, answers do not see each other."""
+        with self._branched():
+            return super().train(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As `FineTuner.evaluation_loop`; of pairs in one row, answers do not see each other."""
+        with self._branched():
+            return super().evaluation_loop(*args, **kwargs)
+
+    # --- loss -------------------------------------------------------------------------------------------------------
 
     def count_targets(self, batch: Any) -> float:
         """The pairs of a batch, which its loss is a mean over."""
         return self._objective.count(batch)
 
     def _reference_sums(self, batch: Any) -> Tensor:
-        with self.compute_loss_context_manager():
+        with self._branched(), self.compute_loss_context_manager():
             return self._reference.log_probabilities(
                 self.model, self._prepare_inputs(batch), self.args.ld_alpha
             )
@@ -145,19 +190,25 @@ class DPOTrainer(ReferenceTrainer):
         loss = self._objective.loss((of_pairs, of_tokens), terms, num_items_in_batch)
         with torch.no_grad():
             sums = figures_of(found, terms, self.args.beta)
-            pairs = terms.chosen.new_tensor(len(terms.chosen))
-            if self._router_weight:
-                sums["aux_loss"] = (pairs * 0 if auxiliary is None else auxiliary * pairs), pairs
             if self._objective.counts_tokens:
-                sums["_loss_of_pairs"] = of_pairs, pairs
+                sums["_loss_of_pairs"] = of_pairs, terms.chosen.new_tensor(len(terms.chosen))
                 sums["_loss_of_tokens"] = of_tokens, terms.chosen_tokens.sum()
-            if not self._services.evaluator.filling:
-                self._figures.add(sums, inputs["attention_mask"].sum(), training=self.model.training)
+            self._count(sums, inputs, auxiliary, len(terms.chosen))
         loss = self._services.loss.multiplied(loss, num_items_in_batch) if self._objective.is_scaled else loss
         if not return_outputs:
             return loss
         with torch.no_grad():  # the loss was made without logits
             return loss, model(**model_inputs(inputs))
+
+
+def _check_rows(*, own_collator: bool, has_metrics: bool) -> None:
+    """Raise ConfigError if pairs in one row contradict what a script passes."""
+    if own_collator:
+        fix = "batches are one row without padding, which only the built-in collator makes; leave data_collator out"
+        raise ConfigError(Problem("padding_free", True, fix))
+    if has_metrics:
+        fix = "`compute_metrics` gets the logits of padded batches; leave one of the two out"
+        raise ConfigError(Problem("padding_free", True, fix))
 
 
 def _terms(found: AnswerLogProbabilities, reference: tuple[Tensor, Tensor]) -> PairTerms:

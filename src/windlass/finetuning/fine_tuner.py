@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from windlass.core.logs import get_job_logger
+from windlass.core.types import EvalLoopOutput
 from windlass.finetuning.card_writer import CardWriter
+from windlass.finetuning.mean_figures import Extremes, MeanFigures, Sums, UpdateBorders
 from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
-from windlass.finetuning.token_figures import UpdateBorders
 from windlass.finetuning.tuning_config import TuningConfig
 from windlass.text.summary import TextSummary
+from windlass.trainer.losses import without_gradient
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.activation_offload import ActivationOffload
 
@@ -20,24 +24,41 @@ logger = get_job_logger(__name__)
 
 
 class FineTuner(Trainer):
-    """A `Trainer` of a language model, with figures beside the loss, counts of its data and a model card.
+    """A `Trainer` of a language model: its reports have means over its batches beside the loss, what it evaluates is
+    prepared, and a model card lies beside each checkpoint.
 
-    A subclass calls `_report` after the constructor.
+    A subclass prepares datasets before it calls the constructor, and calls `_begin_reports` after it.
 
     Attributes:
         TAGS: of the model and of its card.
+        COLUMNS: of prepared rows.
     """
 
     args: TuningConfig
     TAGS: ClassVar[tuple[str, ...]] = ("windlass",)
+    COLUMNS: ClassVar[tuple[str, ...]] = ()
 
-    def _report(self, figures: Any) -> None:
-        """Save `figures` with the run and mark its updates for them; write a card with each checkpoint; tag the model,
-        and log which of its parameters are trained.
+    # Prepares datasets: an `SFTData` or a `PreferenceData`.
+    _data: Any
+    # Of the load-balancing loss of experts; 0 if there are none.
+    _router_weight = 0.0
+
+    def _begin_reports(self, names: tuple[str, ...], extremes: tuple[str, ...] = ()) -> None:
+        """Report the means `names` with the losses, and the `extremes`; save them with the run; write a card with each
+        checkpoint; tag the model, and log which of its parameters are trained.
         """
-        self._offload, self._figures = ActivationOffload(), figures
-        self.accelerator.register_for_checkpointing(figures)
-        self.add_callback(UpdateBorders(figures))
+        accelerator = self.accelerator
+        self._offload = ActivationOffload()
+        self._figures = MeanFigures(
+            (*names, *(("aux_loss",) if self._router_weight else ())),
+            accelerator.device,
+            lambda sums: accelerator.reduce(sums, "sum"),
+            accelerator.process_index,
+            Extremes(extremes, accelerator.device, accelerator.gather),
+            counts=self._session.all_ranks.over("model").rank == 0,
+        )
+        accelerator.register_for_checkpointing(self._figures)
+        self.add_callback(UpdateBorders(self._figures))
         self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
         add_tags: Any = getattr(self.model, "add_model_tags", None)
         if add_tags is not None:
@@ -45,9 +66,31 @@ class FineTuner(Trainer):
         if is_peft_model(self.model):
             logger.info(describe_trained(self.model))
 
+    def _count(
+        self,
+        sums: Sums,
+        inputs: Mapping[str, Any],
+        auxiliary: Tensor | None = None,
+        weight: float = 1,
+        extremes: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Add the figures of one batch to the next report, unless it only fills a round that other ranks need.
+
+        Args:
+            auxiliary: the load-balancing loss of experts, a mean over the batch, which counts `weight` times.
+        """
+        if self._services.evaluator.filling:
+            return
+        if self._router_weight:
+            times = torch.full((), float(weight), device=self.accelerator.device)
+            sums = {**sums, "aux_loss": (times * (0 if auxiliary is None else auxiliary), times)}
+        self._figures.add(sums, count_tokens(inputs), training=self.model.training, extremes=extremes)
+
+    # --- data -------------------------------------------------------------------------------------------------------
+
     def data_summaries(self) -> dict[str, TextSummary]:
         """Return the counts of the prepared datasets by name; streams have none."""
-        return {}
+        return dict(self._data.summaries)
 
     def data_facts(self) -> dict[str, Any]:
         """Return counts of the prepared datasets, for a report: rows, tokens, truncated, dropped, lengths."""
@@ -55,12 +98,80 @@ class FineTuner(Trainer):
             f"{n}: {k}": v for n, summary in self.data_summaries().items() for k, v in summary.facts().items()
         }
 
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            self._signature_columns = list(self.COLUMNS)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """As `Trainer.evaluate`; a dataset that is passed, or each of a dict of them, is prepared like those of the
+        constructor. A name selects one of the sets of the constructor.
+        """
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self._prepared(eval_dataset)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def _prepared(self, datasets: Any) -> Any:
+        """One dataset, or each of a dict of them, prepared as those of the constructor."""
+        return self._data.prepare_all(datasets)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """As `Trainer.training_step`, with activations in host memory if `activation_offloading` is set."""
         with self._offload.saving() if self.args.activation_offloading else contextlib.nullcontext():
             return super().training_step(model, inputs, num_items_in_batch)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Loss, predictions and labels of one batch; the last two are None if only the loss is asked for."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            if prediction_loss_only:
+                return without_gradient(self.compute_loss(model, inputs)), None, None
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return without_gradient(loss), *self._evaluated(inputs, outputs)
+
+    def _derived(self, figures: dict[str, float]) -> dict[str, float]:
+        """The figures of a report, with those that are computed from them."""
+        return figures
+
+    def _evaluated(self, inputs: Any, outputs: Any) -> tuple[Any, Any]:
+        """What `compute_metrics` gets of a batch: the logits and the input ids."""
+        return outputs.logits.detach(), inputs["input_ids"]
+
+    # --- reports ----------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """As `Trainer.evaluation_loop`; its metrics also have the means."""
+        self._figures.forget(training=False)
+        output = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        figures = self._derived(self._figures.read(training=False))
+        parts = [value for name, value in figures.items() if name.startswith("_")]
+        if parts:  # means over different things, which the mean of the batches' losses is not
+            output.metrics[f"{metric_key_prefix}_loss"] = sum(parts)
+        output.metrics.update({f"{metric_key_prefix}_{n}": v for n, v in figures.items() if n[0] != "_"})
+        return output
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """As `Trainer.log`; the reports of a run also have the means."""
+        if "loss" in logs or "train_loss" in logs:  # made on all ranks, which the sums need
+            figures = self._derived(self._figures.read(training=True))
+            logs.update({name: value for name, value in figures.items() if name[0] != "_"})
+        super().log(logs, start_time)
 
     def create_model_card(  # type: ignore[override]  # the order is TRL's
         self,
@@ -76,3 +187,17 @@ class FineTuner(Trainer):
         super().create_model_card(
             model_name=model_name, tags=list(dict.fromkeys([*given, *self.TAGS, *known])), **facts
         )
+
+
+def count_tokens(inputs: Mapping[str, Any]) -> Tensor:
+    """The inputs of a batch that are not padding, as a scalar tensor on its device; of a prompt that answers share, for
+    each of them.
+    """
+    if "sequence_lengths" in inputs:
+        lengths: Tensor = inputs["sequence_lengths"]
+        return lengths.sum()
+    mask = inputs.get("attention_mask")
+    if isinstance(mask, Tensor):
+        return mask.sum()
+    ids = inputs["input_ids"]
+    return torch.full((), ids.numel(), dtype=torch.int64, device=ids.device)

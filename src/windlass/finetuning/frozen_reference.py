@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.core.errors import ConfigError, Problem
 from windlass.finetuning.answer_log_probabilities import answer_log_probabilities
 from windlass.finetuning.peft_adapters import is_peft_model
+from windlass.finetuning.reference_config import ReferenceConfig
+from windlass.finetuning.tuned_model import TunedModel
 from windlass.transforms.evaluating import evaluating
 
 REFERENCE_ADAPTER = "ref"
@@ -126,6 +129,34 @@ class ReferenceChoice:
         if self.precomputed and not sharded:
             return FirstModel(self.is_fixed)
         return SecondModel(accelerator.prepare(frozen_copy(self.model)))
+
+
+def choose_reference(
+    ref_model: nn.Module | None, base: TunedModel, args: ReferenceConfig, *, had_adapter: bool
+) -> ReferenceChoice:
+    """Decide what the model is compared with, and set dropout to 0 if that is asked for.
+
+    Args:
+        ref_model: the reference that the script passes, if it does.
+        had_adapter: the script passes a model that has an adapter, which is trained further.
+
+    Raises:
+        ConfigError: the reference is the model itself, or it cannot be moved as `sync_ref_model` asks.
+    """
+    if ref_model is base.model:
+        fix = "`model` and `ref_model` cannot be the same object; leave it out, and a copy of `model` is made for you"
+        raise ConfigError(Problem("ref_model", type(ref_model).__name__, fix))
+    adapted = is_peft_model(base.model) and ref_model is None
+    if args.sync_ref_model and adapted:
+        fix = "needs a reference of its own, and with an adapter it is the model without it; leave it out"
+        raise ConfigError(Problem("sync_ref_model", True, fix))
+    if args.disable_dropout:
+        for model in (base.model, ref_model):
+            if model is not None:
+                without_dropout(model)
+    if adapted and had_adapter:
+        keep_adapter(base.model)
+    return ReferenceChoice(base.model, ref_model, args.disable_dropout, args.precompute_ref_log_probs)
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:

@@ -15,18 +15,14 @@ from windlass.finetuning.answer_log_probabilities import (
     answer_log_probabilities,
     model_inputs,
 )
-from windlass.finetuning.dpo_parts import choose_reference
 from windlass.finetuning.judged_rows import as_judged_rows, warn_of_balance
 from windlass.finetuning.kto_config import KTOConfig
 from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_trainer import ReferenceTrainer
-from windlass.finetuning.sft_checks import router_coefficient, settle_stream
-from windlass.finetuning.sft_data import check_train_dataset
 from windlass.finetuning.tuned_model import open_tuned_model
-from windlass.finetuning.tuning_arguments import tuning_arguments
+from windlass.finetuning.tuning_arguments import begin_tuning
 from windlass.text.pair_encoder import COMPLETION, PairOptions
-from windlass.text.tables import is_stream
 from windlass.transforms.model_limits import ModelLimits
 
 _MEANS = (
@@ -77,21 +73,14 @@ class KTOTrainer(ReferenceTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
-        args = tuning_arguments(KTOConfig, args, model)
-        check_train_dataset(train_dataset)
-        settle_stream(args, is_stream(train_dataset))
-        had_adapter = is_peft_model(model)
+        args = begin_tuning(KTOConfig, args, model, train_dataset)
         base = open_tuned_model(model, args, processing_class, quantization_config, peft_config)
-        self._router_weight = router_coefficient(args.router_aux_loss_coef, base.model)
-        choice = choose_reference(ref_model, base, args, had_adapter=had_adapter)
-        multiple = args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None
+        self._choose_reference(base, args, ref_model, had_adapter=is_peft_model(model))
         options = PairOptions(
             answers=(COMPLETION,), max_length=args.max_length, num_proc=args.dataset_num_proc
         )
-        self._data = PreferenceData(
-            base.tokenizer, options, ModelLimits.of(base.model), ("label", "ref_logps")
-        )
-        self._summaries, self._prepare_data = self._data.summaries, self._prepared
+        numbers = ("label", *self.REFERENCE_COLUMNS)
+        self._data = PreferenceData(base.tokenizer, options, ModelLimits.of(base.model), numbers)
         train = self._data.prepare(as_judged_rows(train_dataset), "train")
         warn_of_balance(train, args)
         super().__init__(
@@ -99,7 +88,7 @@ class KTOTrainer(ReferenceTrainer):
             args,
             data_collator
             or DataCollatorForUnpairedPreference(
-                base.tokenizer.pad_token_id, args.max_length, multiple, args.estimates_divergence
+                base.tokenizer.pad_token_id, args.max_length, args.padding_step, args.estimates_divergence
             ),
             train,
             None if eval_dataset is None else self._data.prepare_all(_judged(eval_dataset)),
@@ -108,8 +97,8 @@ class KTOTrainer(ReferenceTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self._begin_reports((*_MEANS, *(("aux_loss",) if self._router_weight else ())))
-        self._begin_reference(choice, own_collator=data_collator is not None)
+        self._begin_reports(_MEANS)
+        self._begin_reference(own_collator=data_collator is not None)
 
     def _prepared(self, datasets: Any) -> Any:
         return super()._prepared(_judged(datasets))
@@ -143,11 +132,7 @@ class KTOTrainer(ReferenceTrainer):
             loss = loss + self._router_weight * found.auxiliary
         with torch.no_grad():
             sums = _figures_of(found, self.args.beta * ratios, desirable, divergence)
-            if self._router_weight:
-                rows = losses.new_tensor(len(losses))
-                sums["aux_loss"] = (rows * 0 if found.auxiliary is None else found.auxiliary * rows), rows
-            if not self._services.evaluator.filling:
-                self._figures.add(sums, inputs["attention_mask"].sum(), training=self.model.training)
+            self._count(sums, inputs, found.auxiliary, len(losses))
         if not return_outputs:
             return loss
         with torch.no_grad():  # the loss was made without logits

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from windlass.config.callback_interface import Args, Control, TrainerCallback
+from windlass.core.events import TrainerState
 from windlass.core.types import State
 
 Sums = Mapping[str, tuple[Tensor, Tensor]]
@@ -60,6 +63,7 @@ class MeanFigures:
         sum_over_ranks: returns the sum of a tensor over all ranks. Collective.
         rank: of this process in the job.
         extremes: least and greatest values, which are reported too.
+        counts: False if another rank adds the same figures.
     """
 
     def __init__(
@@ -69,7 +73,9 @@ class MeanFigures:
         sum_over_ranks: Callable[[Tensor], Tensor],
         rank: int = 0,
         extremes: Extremes | None = None,
+        counts: bool = True,
     ) -> None:
+        self._counts = counts
         self._extremes = extremes or Extremes((), device, lambda values: values)
         self._kept = {training: self._extremes.empty() for training in (True, False)}
         self.names = tuple(names)
@@ -127,10 +133,8 @@ class MeanFigures:
         """The means over all ranks since the last call, and `num_tokens`, those of the whole run. Collective. A mean
         without weight is left out; an empty dict if no batch was added on any rank.
         """
-        joined = self._sum_over_ranks(
-            torch.cat([self._sums[training].flatten(), self._tokens[None].to(self._dtype)])
-        )
-        *values, tokens = joined.tolist()
+        own = torch.cat([self._sums[training].flatten(), self._tokens[None].to(self._dtype)])
+        *values, tokens = self._sum_over_ranks(own if self._counts else torch.zeros_like(own)).tolist()
         extremes = self._extremes.read(self._kept[training])
         self.forget(training=training)
         count = len(self.names)
@@ -147,21 +151,27 @@ class MeanFigures:
 
     def state_dict(self) -> State:
         extremes = [None if math.isinf(value) else value for value in self._kept[True].tolist()]
-        return {
-            "sums": self._sums[True].flatten().tolist(),
-            "tokens": int(self._tokens),
-            "extremes": extremes,
-        }
+        # Ranks that add the same figures save them once: a run on another number of ranks adds up what is saved.
+        sums, tokens = (
+            (self._sums[True], self._tokens) if self._counts else (self._zeros(), self._no_tokens())
+        )
+        return {"sums": sums.flatten().tolist(), "tokens": int(tokens), "extremes": extremes}
 
     def load_state_dict(self, state: State) -> None:
         self._sums[True], self._kept[True] = self._read(state), self._read_extremes(state)
         self._tokens = torch.tensor(state["tokens"], dtype=torch.int64, device=self._device)
 
     def _read(self, state: State) -> Tensor:
-        return torch.tensor(state["sums"], dtype=self._dtype, device=self._device).view(2, -1)
+        values = state["sums"]
+        if "extremes" not in state:  # written before extremes were: the figures of an SFTTrainer
+            entropy, correct, targets, auxiliary, batches = values
+            values = [entropy, correct, auxiliary, targets, targets, batches]
+            if len(self.names) == 2:  # without experts
+                values = [entropy, correct, targets, targets]
+        return torch.tensor(values, dtype=self._dtype, device=self._device).view(2, -1)
 
     def _read_extremes(self, state: State) -> Tensor:
-        values = [-math.inf if value is None else value for value in state["extremes"]]
+        values = [-math.inf if value is None else value for value in state.get("extremes", ())]
         return torch.tensor(values, dtype=self._dtype, device=self._device)
 
     def adopt(self, states: list[State]) -> None:
@@ -172,3 +182,22 @@ class MeanFigures:
         for state in mine:
             self._sums[True] += self._read(state)
             self._kept[True] = torch.maximum(self._kept[True], self._read_extremes(state))
+
+
+class UpdateBorders(TrainerCallback):
+    """Calls the figures at the borders of updates."""
+
+    def __init__(self, figures: MeanFigures) -> None:
+        self._figures = figures
+
+    def on_step_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
+        self._figures.begin_update()
+
+    def on_log(
+        self, args: Args, state: TrainerState, control: Control, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if logs and "micro_batch_too_large" in logs:  # the update is tried again
+            self._figures.begin_update()
+
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
+        self._figures.end_update()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.text.pair_encoder import PairOptions
 from windlass.text.pair_rows import PairRows
 from windlass.text.prepare_pairs import prepare_pairs, within
@@ -48,13 +47,13 @@ class PreferenceData:
         if isinstance(dataset, PairRows) or self._is_prepared(dataset):
             return dataset
         found = prepare_pairs(
-            dataset, self.tokenizer, self.options, numbers=self.numbers, cache=default_cache()
+            dataset, self.tokenizer, self.options, numbers=self.numbers, cache=default_cache(), name=name
         )
         if is_stream(found):
             return found
         rows, summary = within(found, self.options, name, dataset, whole_sequences=self.options.whole)
         self.summaries[name] = summary
-        self._check(summary, name)
+        self.limits.check_rows(name, summary.largest_id, summary.longest, self.options.max_length)
         return self.finish(rows, name)
 
     def prepare_all(self, datasets: Any) -> Any:
@@ -66,17 +65,3 @@ class PreferenceData:
     def _is_prepared(self, dataset: Any) -> bool:
         names = getattr(dataset, "column_names", None) or []
         return all(f"{name}_ids" in names for name in self.options.answers)
-
-    def _check(self, summary: TextSummary, name: str) -> None:
-        tokens, positions = self.limits.tokens, self.limits.positions
-        if tokens is not None and summary.largest_id >= tokens:
-            raise DataError(
-                f"the {name} dataset has the token {summary.largest_id}, and the embedding of the model has {tokens} "
-                "rows: use the model's own tokenizer, or call model.resize_token_embeddings(len(tokenizer))"
-            )
-        if positions is not None and summary.longest > positions:
-            fix = (
-                f"the longest sequence of the {name} dataset has {summary.longest} tokens, and the model has "
-                f"{positions} positions (max_position_embeddings): set max_length={positions}"
-            )
-            raise ConfigError(Problem("max_length", self.options.max_length, fix))

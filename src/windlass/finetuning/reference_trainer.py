@@ -11,17 +11,18 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.types import State
-from windlass.finetuning.frozen_reference import FirstModel, ReferenceChoice, SecondModel
+from windlass.finetuning.fine_tuner import FineTuner
+from windlass.finetuning.frozen_reference import FirstModel, SecondModel, choose_reference
 from windlass.finetuning.precomputed_reference import ReferencePass, weights_hash
-from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_config import ReferenceConfig
+from windlass.finetuning.sft_checks import router_coefficient
 from windlass.finetuning.sync_reference import SyncRefModelCallback
-from windlass.finetuning.tuning_trainer import TuningTrainer
+from windlass.finetuning.tuned_model import TunedModel
 from windlass.text.pair_rows import PairRows
 
 
-class ReferenceTrainer(TuningTrainer):
-    """A `TuningTrainer` with a reference, whose log-probabilities may be computed once.
+class ReferenceTrainer(FineTuner):
+    """A `FineTuner` with a reference, whose log-probabilities may be computed once.
 
     Attributes:
         ref_model: the reference, if it is a second model.
@@ -31,13 +32,19 @@ class ReferenceTrainer(TuningTrainer):
     args: ReferenceConfig
     REFERENCE_COLUMNS: ClassVar[tuple[str, ...]] = ()
 
-    _data: PreferenceData
+    def _choose_reference(
+        self, base: TunedModel, args: ReferenceConfig, ref_model: nn.Module | None, *, had_adapter: bool
+    ) -> None:
+        """Decide what the model is compared with, before the constructor; see `choose_reference`."""
+        self._router_weight = router_coefficient(args.router_aux_loss_coef, base.model)
+        self._choice = choose_reference(ref_model, base, args, had_adapter=had_adapter)
 
-    def _begin_reference(self, choice: ReferenceChoice, *, own_collator: bool) -> None:
+    def _begin_reference(self, *, own_collator: bool) -> None:
         """Put the reference on the devices of the run, and compute what training needs of it if that is asked for.
         Collective.
         """
-        self._choice, self._key = choice, None if own_collator else self._settings_key()
+        self.can_return_loss, self.label_names = True, []
+        choice, self._key = self._choice, None if own_collator else self._settings_key()
         self._weights = weights_hash(choice.source) if self.args.precompute_ref_log_probs else ""
         divided = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self._reference = choice.prepared(self.accelerator, sharded=divided)
@@ -92,8 +99,7 @@ class ReferenceTrainer(TuningTrainer):
             return self._reference.log_probabilities(self.model, self._prepare_inputs(batch))
 
     def _prepared(self, datasets: Any) -> Any:
-        """Datasets that are passed to `evaluate`, prepared as those of the constructor."""
-        found = self._data.prepare_all(datasets)
+        found = super()._prepared(datasets)
         if not self.args.precompute_ref_log_probs:
             return found
         if isinstance(self._reference, FirstModel) and self.state.global_step:

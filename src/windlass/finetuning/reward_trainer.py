@@ -13,21 +13,18 @@ from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ModelError
 from windlass.data.collate_preference import DataCollatorForPreference
 from windlass.finetuning.answer_log_probabilities import model_inputs
+from windlass.finetuning.fine_tuner import FineTuner
 from windlass.finetuning.frozen_reference import without_dropout
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reward_config import RewardConfig
 from windlass.finetuning.reward_model import reward_model
-from windlass.finetuning.sft_checks import settle_stream
-from windlass.finetuning.sft_data import check_train_dataset
 from windlass.finetuning.tuned_model import open_tuned_model
-from windlass.finetuning.tuning_arguments import tuning_arguments
-from windlass.finetuning.tuning_trainer import TuningTrainer
+from windlass.finetuning.tuning_arguments import begin_tuning
 from windlass.text.pair_encoder import PairOptions
-from windlass.text.tables import is_stream
 from windlass.transforms.model_limits import ModelLimits
 
 
-class RewardTrainer(TuningTrainer):
+class RewardTrainer(FineTuner):
     """Trains a sequence classifier with one output on preferences.
 
     Args:
@@ -69,9 +66,7 @@ class RewardTrainer(TuningTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
-        args = tuning_arguments(RewardConfig, args, model)
-        check_train_dataset(train_dataset)
-        settle_stream(args, is_stream(train_dataset))
+        args = begin_tuning(RewardConfig, args, model, train_dataset)
         opened, head = reward_model(model, args, quantization_config, peft_config)
         base = open_tuned_model(opened, args, processing_class, None, head)
         if args.disable_dropout:
@@ -80,13 +75,11 @@ class RewardTrainer(TuningTrainer):
             max_length=args.max_length, whole=True, eos_token=args.eos_token, num_proc=args.dataset_num_proc
         )
         self._data = PreferenceData(base.tokenizer, options, ModelLimits.of(base.model), ("margin",))
-        self._summaries, self._prepare_data = self._data.summaries, self._data.prepare_all
-        multiple = args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None
         super().__init__(
             base.model,
             args,
             data_collator
-            or DataCollatorForPreference(base.tokenizer.pad_token_id, pad_to_multiple_of=multiple),
+            or DataCollatorForPreference(base.tokenizer.pad_token_id, pad_to_multiple_of=args.padding_step),
             self._data.prepare(train_dataset, "train"),
             None if eval_dataset is None else self._data.prepare_all(eval_dataset),
             base.processing_class,
@@ -99,6 +92,7 @@ class RewardTrainer(TuningTrainer):
             preprocess_logits_for_metrics,
         )
         self._begin_reports(("mean_reward", "accuracy", "margin"), extremes=("min_reward", "max_reward"))
+        self.can_return_loss, self.label_names = True, []
 
     def count_targets(self, batch: Any) -> float:
         """The pairs of a batch, which its loss is a mean over."""
@@ -132,9 +126,7 @@ class RewardTrainer(TuningTrainer):
                 "margin": ((chosen - rejected).sum(), pairs),
             }
             extremes = {"min_reward": rewards.min(), "max_reward": rewards.max()}
-            tokens = inputs["attention_mask"].sum()
-            if not self._services.evaluator.filling:
-                self._figures.add(sums, tokens, training=self.model.training, extremes=extremes)
+            self._count(sums, inputs, extremes=extremes)
         return (loss, {"rewards": torch.stack([chosen, rejected], dim=1)}) if return_outputs else loss
 
     def _evaluated(self, inputs: Any, outputs: Any) -> tuple[Tensor, Tensor]:

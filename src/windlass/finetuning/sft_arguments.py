@@ -9,7 +9,7 @@ from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
 from windlass.core.logs import warn_of_argument
 from windlass.finetuning.sft_config import SFTConfig
-from windlass.finetuning.tuning_arguments import tuning_arguments
+from windlass.finetuning.tuning_arguments import begin_tuning
 
 # Keywords that the constructor of earlier versions of TRL took -> the fields of `SFTConfig` that replaced them.
 _EARLIER = {
@@ -29,8 +29,8 @@ _EARLIER = {
 }
 
 
-def sft_arguments(args: object, model: Any, earlier: dict[str, Any]) -> SFTConfig:
-    """Return the arguments as `SFTConfig`.
+def sft_arguments(args: object, model: Any, train_dataset: Any, earlier: dict[str, Any]) -> SFTConfig:
+    """Return the arguments as `SFTConfig`, after a check of the training dataset.
 
     Args:
         args: an `SFTConfig`; a `TrainingArguments`, whose values are kept; or None: the defaults, with an output folder
@@ -40,7 +40,7 @@ def sft_arguments(args: object, model: Any, earlier: dict[str, Any]) -> SFTConfi
     Raises:
         ConfigError: another type, or an unknown keyword.
     """
-    return tuning_arguments(SFTConfig, args, model, _checked(earlier))
+    return begin_tuning(SFTConfig, args, model, train_dataset, _checked(earlier))
 
 
 def _checked(earlier: dict[str, Any]) -> dict[str, Any]:

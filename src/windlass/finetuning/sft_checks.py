@@ -6,15 +6,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from windlass.config.accelerator_config import AcceleratorConfig
 from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.logs import get_job_logger
 from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.sft_config import SFTConfig
-from windlass.finetuning.tuning_config import TuningConfig
-
-logger = get_job_logger(__name__)
 
 _KNOWN_DATASET_OPTIONS = ("skip_prepare_dataset", "allow_image_urls")
 
@@ -73,16 +68,6 @@ def _loss_problems(args: SFTConfig, own_loss: bool) -> Iterator[Problem]:
     if args.loss_type == "dft" and args.label_smoothing_factor:
         fix = "does not apply to loss_type='dft'; leave it out"
         yield Problem("label_smoothing_factor", args.label_smoothing_factor, fix)
-
-
-def settle_stream(args: TuningConfig, is_stream: bool) -> None:
-    """Turn `dispatch_batches` off for a stream: rank 0 cannot join batches of several lengths."""
-    config = args.accelerator_config
-    if not is_stream or not isinstance(config, AcceleratorConfig):
-        return
-    if config.dispatch_batches:
-        logger.warning("dispatch_batches=True does not apply to an IterableDataset; using False")
-    config.dispatch_batches = False
 
 
 def router_coefficient(given: float | None, model: Any) -> float:

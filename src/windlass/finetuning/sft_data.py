@@ -69,10 +69,10 @@ class SFTData:
         found = prepare_kept(dataset, self.tokenizer, options, name, not self.args.disable_tqdm, self.images)
         if found.summary is not None:
             self.summaries[name] = found.summary
-            self._check_vocabulary(found.summary.largest_id, name)
             # Joined texts have the positions of one, but for those that other packings keep apart.
             joined = packing and self.args.packing_strategy == "wrapped"
-            self._check_length(self.args.max_length or 0 if joined else found.summary.longest, name)
+            longest = self.args.max_length or 0 if joined else found.summary.longest
+            self.limits.check_rows(name, found.summary.largest_id, longest, self.args.max_length)
         prepared = found.dataset
         return prepared.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else prepared
 
@@ -82,27 +82,6 @@ class SFTData:
             return {name: self.prepare(dataset, name, packing) for name, dataset in datasets.items()}
         return self.prepare(datasets, "eval", packing)
 
-    def _check_vocabulary(self, largest_id: int, name: str) -> None:
-        if self.limits.tokens is not None and largest_id >= self.limits.tokens:
-            raise DataError(
-                f"the {name} dataset has the token {largest_id}, and the embedding of the model has "
-                f"{self.limits.tokens} rows: use the model's own tokenizer, or call "
-                f"model.resize_token_embeddings({max(largest_id + 1, len(self.tokenizer))})"
-            )
-
-    def _check_length(self, longest: int, name: str) -> None:
-        """Refuse rows that are longer than a table of positions; warn if the model computes its positions."""
-        positions = self.limits.positions
-        if positions is None or longest <= positions:
-            return
-        fix = (
-            f"the longest row of the {name} dataset has {longest} tokens, and the model has {positions} positions "
-            f"(max_position_embeddings): set max_length={positions}, or take a model that was made for longer rows"
-        )
-        if self.limits.positions_learned:
-            raise ConfigError(Problem("max_length", self.args.max_length, fix))
-        logger.warning("max_length=%s: %s", self.args.max_length, fix)
-
     def _check_skipped(self, dataset: Any, name: str) -> None:
         columns = columns_of(dataset)
         if not self.own_collator and "labels" not in columns and set(_MASKS) & columns:
@@ -111,27 +90,6 @@ class SFTData:
                 "it would train on all tokens. Add a 'labels' column (-100: not a target), or leave out "
                 "skip_prepare_dataset"
             )
-
-
-def check_train_dataset(dataset: Any) -> None:
-    """Raise unless `dataset` can be prepared.
-
-    Raises:
-        ValueError: there is none.
-        TypeError: it is neither a dataset nor a sequence of mappings.
-    """
-    if dataset is None:
-        raise ValueError("`train_dataset` is required")
-    is_dataset = hasattr(dataset, "__iter__") or (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    )
-    if isinstance(dataset, (str, bytes, Mapping)) or not is_dataset:
-        splits = ", ".join(map(repr, dataset)) if isinstance(dataset, Mapping) else ""
-        raise TypeError(
-            "`train_dataset` must be a `Dataset` or `IterableDataset` of the package datasets, or a sequence of "
-            f"mappings, got `{type(dataset).__name__}`"
-            + (f"; pass one of its parts: {splits}" if splits else "")
-        )
 
 
 def columns_of(dataset: Any) -> set[str]:

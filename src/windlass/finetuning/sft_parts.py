@@ -13,13 +13,12 @@ from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.finetuning.answer_checks import check_answers
 from windlass.finetuning.answers import EvaluationAnswers, open_answers
 from windlass.finetuning.sft_arguments import sft_arguments
-from windlass.finetuning.sft_checks import check_settings, router_coefficient, settle_stream
+from windlass.finetuning.sft_checks import check_settings, router_coefficient
 from windlass.finetuning.sft_config import SFTConfig
-from windlass.finetuning.sft_data import SFTData, check_train_dataset, holds_images
+from windlass.finetuning.sft_data import SFTData, holds_images
 from windlass.finetuning.sft_images import open_images
 from windlass.finetuning.tuned_model import open_tuned_model
 from windlass.text.image_rows import ImageCollator
-from windlass.text.tables import is_stream
 from windlass.transforms.model_limits import ModelLimits
 
 
@@ -70,9 +69,7 @@ def build_sft_parts(given: Given) -> SFTParts:
     Raises:
         ConfigError, DataError, ModelError, TypeError, ValueError: as for `SFTTrainer`.
     """
-    args = sft_arguments(given.args, given.model, given.earlier)
-    check_train_dataset(given.train_dataset)
-    settle_stream(args, is_stream(given.train_dataset))
+    args = sft_arguments(given.args, given.model, given.train_dataset, given.earlier)
     formatted, own_collator = given.formatting_func is not None, given.data_collator is not None
     check_settings(args, own_collator=own_collator, own_loss=given.has_own_loss, formatted=formatted)
     with_images = _with_images(given, args)
@@ -88,9 +85,8 @@ def build_sft_parts(given: Given) -> SFTParts:
         scored=given.compute_metrics is not None,
     )
     router_weight = router_coefficient(args.router_aux_loss_coef, base.model)
-    step = args.pad_to_multiple_of if isinstance(args.pad_to_multiple_of, int) else None
     collator: Any = given.data_collator or DataCollatorForCausalLM(
-        base.tokenizer.pad_token_id, args.joins_rows, pad_to_multiple_of=step
+        base.tokenizer.pad_token_id, args.joins_rows, pad_to_multiple_of=args.padding_step
     )
     images = open_images(base, args, formatted) if with_images else None
     if images is not None:

@@ -18,13 +18,11 @@ from windlass.finetuning.fine_tuner import FineTuner
 from windlass.finetuning.peft_adapters import predicts_first_labels
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.sft_images import refuse_unequal
-from windlass.finetuning.sft_loss import sft_loss
 from windlass.finetuning.sft_parts import Given, build_sft_parts
-from windlass.finetuning.token_figures import TokenFigures
 from windlass.metrics.tokens import TargetCounter
-from windlass.text.summary import TextSummary
-from windlass.trainer.losses import without_gradient
+from windlass.trainer.trainer import Trainer
 from windlass.transforms.document_attention import OwnAttention, documents_apart, refuse_leaks
+from windlass.transforms.lean_loss import lean_causal_lm_loss
 from windlass.transforms.linear_cross_entropy import LossOptions
 
 _COLUMNS = ["input_ids", "labels", "seq_lengths", "images"]
@@ -115,18 +113,9 @@ class SFTTrainer(FineTuner):
             preprocess_logits_for_metrics,
         )
         self._own_attention = OwnAttention(self.model)
-        self._report(self._token_figures())
+        self._begin_reports(("entropy", "mean_token_accuracy"))
         self._add_answers()
         self._check_documents()
-
-    def _token_figures(self) -> TokenFigures:
-        """Entropy, token accuracy and the number of tokens, summed over all ranks."""
-        return TokenFigures(
-            self.accelerator.device,
-            lambda sums: self.accelerator.reduce(sums, "sum"),
-            self.accelerator.process_index,
-            counts=self._services.session.all_ranks.over("model").rank == 0,
-        )
 
     def _add_answers(self) -> None:
         if not answers_anything(self.args):
@@ -156,10 +145,6 @@ class SFTTrainer(FineTuner):
 
     # --- data -------------------------------------------------------------------------------------------------------
 
-    def data_summaries(self) -> dict[str, TextSummary]:
-        """Return the counts of the prepared datasets by name; streams have none."""
-        return dict(self._data.summaries)
-
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             self._signature_columns = [*_COLUMNS, *(_FOR_OWN_COLLATORS if self._data.own_collator else ())]
@@ -167,13 +152,12 @@ class SFTTrainer(FineTuner):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """As `Trainer.evaluate`; a dataset that is passed, or each of a dict of them, is prepared like those of the
-        constructor. A name selects one of the sets of the constructor.
-        """
+        """As `FineTuner.evaluate`, and answers are generated for the prompts of this evaluation."""
         with self._answers.during(eval_dataset, metric_key_prefix):
-            if eval_dataset is not None and not isinstance(eval_dataset, str):
-                eval_dataset = self._data.prepare_all(eval_dataset, self.args.packs_evaluation)
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def _prepared(self, datasets: Any) -> Any:
+        return self._data.prepare_all(datasets, self.args.packs_evaluation)
 
     # --- loss -------------------------------------------------------------------------------------------------------
 
@@ -200,9 +184,13 @@ class SFTTrainer(FineTuner):
         smoothing = 0.0 if own_function else self.args.label_smoothing_factor
         options = LossOptions(label_smoothing=smoothing, dynamic=self.args.loss_type == "dft")
         with torch.no_grad() if own_function else contextlib.nullcontext():
-            loss, figures = sft_loss(model, inputs, count, options, self._router_weight)
-        if not self._services.evaluator.filling:
-            self._figures.add(figures, training=self.model.training)
+            divisor = None if count is None else torch.as_tensor(count).clamp(min=1)
+            loss, found = lean_causal_lm_loss(
+                model, inputs, divisor, options=options, router_aux_loss_coef=self._router_weight
+            )
+        targets = found.targets
+        sums = {"entropy": (found.entropy, targets), "mean_token_accuracy": (found.correct, targets)}
+        self._count(sums, inputs, found.auxiliary)
         if own_function:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = self._services.loss.multiplied(loss, count)
@@ -215,15 +203,13 @@ class SFTTrainer(FineTuner):
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """Loss, logits and labels of one batch; the last two are None if only the loss is asked for."""
+        """As `FineTuner.prediction_step`; a batch without labels has predictions alone."""
         if not isinstance(inputs, Mapping) or "labels" not in inputs:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            if prediction_loss_only:
-                return without_gradient(self.compute_loss(model, inputs)), None, None
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        return without_gradient(loss), outputs.logits.detach(), inputs["labels"]
+            return Trainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def _evaluated(self, inputs: Any, outputs: Any) -> tuple[Any, Any]:
+        return outputs.logits.detach(), inputs["labels"]
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
@@ -238,13 +224,10 @@ class SFTTrainer(FineTuner):
         """As `Trainer.evaluation_loop`; its metrics also have entropy, mean token accuracy and the training tokens, and
         the scores of generated answers.
         """
-        self._figures.forget(training=False)
         with self._documents_apart():
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-        figures = self._figures.read(training=False)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         if description == "Evaluation" and answers_anything(self.args):
             output.metrics.update(self._answer(metric_key_prefix))
         return output
@@ -261,9 +244,3 @@ class SFTTrainer(FineTuner):
         )
         with self._services.evaluator.generating(strategy), self._own_attention.used():
             return self._answers.metrics(prefix, self.state.global_step, answerer)
-
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """As `Trainer.log`; the reports of a run also have entropy, mean token accuracy and the number of tokens."""
-        if "loss" in logs or "train_loss" in logs:  # made on all ranks, which the sums need
-            logs.update(self._figures.read(training=True))
-        super().log(logs, start_time)

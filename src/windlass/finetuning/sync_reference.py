@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
+from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import ModelError
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import TrainerState
 
 
 class SyncRefModelCallback(TrainerCallback):
@@ -26,12 +25,7 @@ class SyncRefModelCallback(TrainerCallback):
         self.ref_model, self.accelerator = ref_model, accelerator
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, model: Any = None, **kwargs: Any
     ) -> None:
         steps, alpha = getattr(args, "ref_model_sync_steps", 512), getattr(args, "ref_model_mixup_alpha", 0.6)
         if state.global_step % steps == 0:

@@ -75,6 +75,11 @@ class TuningConfig(TrainingArguments):
         elif isinstance(value, str) and value.isdecimal():
             self.pad_to_multiple_of = int(value)
 
+    @property
+    def padding_step(self) -> int | None:
+        """The number of which lengths of batches are multiples; None: any length."""
+        return self.pad_to_multiple_of if isinstance(self.pad_to_multiple_of, int) else None
+
     @staticmethod
     def _warn_old(message: str) -> None:
         warnings.warn(message, FutureWarning, stacklevel=6)

@@ -17,10 +17,9 @@ from windlass.checkpoint.export import ExportOptions, export_folder, model_files
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from windlass.checkpoint.stored import Folder, open_folder
-from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
+from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import CheckpointError, ConfigError, Problem, WindlassError
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import TrainerState
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.output import one_line
 from windlass.core.redact import HIDDEN
@@ -237,14 +236,10 @@ class HubCallback(TrainerCallback):
     def __init__(self, publisher: Publisher) -> None:
         self.publisher = publisher
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self.publisher.saved(Path(args.output_path) / f"checkpoint-{state.global_step}")
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self.publisher.finish()

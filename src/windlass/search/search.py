@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
+from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import ConfigError, NonFiniteError, Problem, WindlassError
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import TrainerState
 from windlass.core.logs import get_job_logger
 from windlass.core.output import say
 from windlass.core.whole_file import write_whole
@@ -59,17 +59,15 @@ class TrialWatch(TrainerCallback):
         self._trial, self._report = trial, report
         self._step, self._metrics = -1, dict[str, float]()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         state.is_hyper_param_search = True
         state.trial_name, state.trial_params = self._trial.name, dict(self._trial.params)
 
     def on_evaluate(
         self,
-        args: TrainingArguments,
+        args: Args,
         state: TrainerState,
-        control: TrainerControl,
+        control: Control,
         metrics: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -78,9 +76,7 @@ class TrialWatch(TrainerCallback):
             self._step, self._metrics = state.global_step, {}
         self._metrics |= metrics or {}
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if self._metrics and state.is_world_process_zero:
             metrics, self._metrics = self._metrics, {}
             if self._report(metrics, self._step):

@@ -87,7 +87,8 @@ class RowEncoder:
         """Refuse masks that this form has not."""
         options, has_labels = self._options, "labels" in first
         if options.assistant_only_loss and self._kind != "tokens" and not self._chats:
-            fix = f"needs conversations, and the dataset has the form {self._form.value!r}"
+            also = "; the completion alone is trained on then" if self._kind == "pair" else ""
+            fix = f"needs conversations, and the dataset has the form {self._form.value!r}: set it to false{also}"
             raise ConfigError(Problem("assistant_only_loss", True, fix))
         wanted = {"assistant_masks": "assistant_only_loss", "completion_mask": "completion_only_loss"}
         for column, name in wanted.items():

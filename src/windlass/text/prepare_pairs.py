@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
 from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
@@ -32,6 +33,7 @@ def prepare_pairs(
     numbers: Sequence[str] = (),
     cache: str | Path | None = None,
     progress: Callable[[int], None] = lambda done: None,
+    name: str = "train",
 ) -> Any:
     """Tokenize a dataset of preferences. What is kept on the disk does not depend on `max_length`.
 
@@ -42,16 +44,18 @@ def prepare_pairs(
         numbers: columns of numbers that are taken over if the dataset has them; a row must then have one.
         cache: folder in which the result is kept, and looked for.
         progress: called with the number of rows done.
+        name: of the dataset, for the log.
 
     Returns:
-        `PairRows`; a stream of rows with the same columns for a stream.
+        `PairRows`; for a stream a stream of rows with the same columns, without those that have nothing to learn within
+        `options.max_length`, which are counted in the log.
 
     Raises:
         ConfigError: the tokenizer has no end token.
         DataError: a row is invalid (with its number, or its place in a file), or there are none.
     """
     if is_stream(dataset):
-        return _prepared_stream(dataset, tokenizer, options, numbers)
+        return _prepared_stream(dataset, tokenizer, options, numbers, name)
     if not len(dataset):
         raise DataError("the dataset has no rows")
     plain = dataset.with_format(None) if is_table(dataset) else dataset
@@ -90,8 +94,7 @@ def within(
         at = int(np.flatnonzero(longest > most)[0])
         raise RowError(
             int(rows.kept[at]),
-            f"a prompt with an answer has {longest[at]} tokens, more than max_length={most}, and truncation_mode is "
-            '"error". Raise max_length, or set truncation_mode to "keep_start".',
+            _too_long(int(longest[at]), most),
         ).located(dataset)
     if options.truncation_mode == "keep_end":
         return rows, rows.summary(most, 0)
@@ -99,10 +102,9 @@ def within(
     lost = rows.kept[~fits]
     if not len(lost):
         return rows, rows.summary(most, 0)
-    what = "an answer that does not fit into" if whole_sequences else "a prompt that fills"
     shown = ", ".join(_place(dataset, int(at)) for at in lost[:_SHOWN])
     more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
-    message = f"of the {name} dataset have {what} max_length={most}: {shown}{more}"
+    message = f"of the {name} dataset have {_what(whole_sequences)} max_length={most}: {shown}{more}"
     if not fits.any():
         raise DataError(f"all {len(lost)} rows {message}. Raise max_length, or shorten the prompts")
     _logger.warning("dropped %d of %d rows: they %s", len(lost), len(fits), message.partition(" dataset ")[2])
@@ -141,59 +143,109 @@ def _columns(dataset: Any) -> set[str]:
 def _numbers(dataset: Any, name: str) -> Any:
     """A column of numbers, or of true and false."""
     values = dataset[name] if is_table(dataset) else [row.get(name) for row in dataset]
-    for number, value in enumerate(values):
-        if isinstance(value, np.generic):
-            value = value.item()
-        if not isinstance(value, (bool, int, float)):
-            kind = "is missing or null" if value is None else f"must hold numbers, not {type(value).__name__}"
-            raise RowError(number, f"column {name!r} {kind}")
-    return np.asarray(list(values))
+    return np.asarray([_number(value, name, number) for number, value in enumerate(values)])
 
 
-def _prepared_stream(stream: Any, tokenizer: Any, options: PairOptions, numbers: Sequence[str]) -> Any:
+def _number(value: Any, name: str, row: int) -> bool | int | float:
+    """The value of a column of numbers in a row. Raises RowError if it is something else."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if not isinstance(value, (bool, int, float)):
+        kind = "is missing or null" if value is None else f"must hold numbers, not {type(value).__name__}"
+        raise RowError(row, f"column {name!r} {kind}")
+    return value
+
+
+def _prepared_stream(
+    stream: Any, tokenizer: Any, options: PairOptions, numbers: Sequence[str], name: str
+) -> Any:
     example = next(iter(stream), None)
     if example is None:
         raise DataError("the dataset has no rows")
-    step = PairStep(PairEncoder(tokenizer, options, example), options, stream.features)
-    given = set(stream.column_names or example)
-    rows = stream.map(
+    step = PairStep(PairEncoder(tokenizer, options, example), options, stream.features, numbers, name)
+    return stream.map(
         step,
         with_indices=True,
         batched=True,
         batch_size=BATCH,
-        remove_columns=sorted(given - set(numbers)),
+        remove_columns=list(stream.column_names or example),
     )
-    most = options.max_length
-    if most is None or options.truncation_mode == "keep_end":
-        return rows
-    return rows.filter(PairFilter(most, options.answers if options.whole else ()))
 
 
 class PairStep:
-    """Encodes the batches of a stream, for its `map`."""
+    """Encodes the batches of a stream, for its `map`, and leaves out rows with nothing to learn within `max_length`.
 
-    def __init__(self, encoder: PairEncoder, options: PairOptions, features: Any) -> None:
-        self._encoder, self._answers, self._features = encoder, options.answers, features
+    What is left out is counted, and logged at the first such row and whenever its number has doubled, by one reader of
+    the stream of each process.
+
+    Args:
+        features: of the stream's columns, if they are known.
+        numbers: columns of numbers that are taken over if the stream has them.
+        name: of the dataset, for the log.
+    """
+
+    def __init__(
+        self, encoder: PairEncoder, options: PairOptions, features: Any, numbers: Sequence[str], name: str
+    ) -> None:
+        self._encoder, self._options, self._features = encoder, options, features
+        self._numbers, self._name = tuple(numbers), name
+        self._read = self._dropped = 0
+        self._next_message = 1
 
     def __call__(self, columns: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> dict[str, Any]:
         found = self._encoder(as_rows(columns, self._features), numbers[0])
-        made: dict[str, Any] = {name: [] for name in (PROMPT, *(f"{a}_ids" for a in self._answers))}
-        for ids, documents in zip(found.input_ids, found.documents, strict=True):
+        names = (PROMPT, *(f"{answer}_ids" for answer in self._options.answers))
+        taken = [name for name in self._numbers if name in columns]
+        made: dict[str, Any] = {name: [] for name in (*names, *taken)}
+        dropped = []
+        for at, (ids, documents) in enumerate(zip(found.input_ids, found.documents, strict=True)):
+            if not self._fits(documents, numbers[at]):
+                dropped.append(numbers[at])
+                continue
             start = 0
-            for name, length in zip(made, documents, strict=True):
+            for name, length in zip(names, documents, strict=True):
                 made[name].append(ids[start : start + length])
                 start += length
+            for name in taken:
+                made[name].append(_number(columns[name][at], name, numbers[at]))
+        self._count(dropped, numbers[-1] + 1)
         return made
 
+    def _fits(self, documents: Sequence[int], number: int) -> bool:
+        """Whether something of a row is learnt. Raises RowError if it is too long and may not be cut."""
+        most, (prompt, *answers) = self._options.max_length, documents
+        longest = prompt + max(answers)
+        if most is None or longest <= most or self._options.truncation_mode == "keep_end":
+            return True
+        if self._options.truncation_mode == "error":
+            raise RowError(number, _too_long(longest, most))
+        return prompt < most and not self._options.whole
 
-class PairFilter:
-    """Keeps the rows of a stream whose prompt leaves room for an answer, or in which all `whole` answers fit."""
+    def _count(self, dropped: list[int], read: int) -> None:
+        if read <= self._read:  # an earlier pass had these rows
+            return
+        self._read, self._dropped = read, self._dropped + len(dropped)
+        worker = get_worker_info()
+        if self._dropped < self._next_message or (worker is not None and worker.id):
+            return
+        self._next_message = 2 * self._dropped
+        _logger.warning(
+            "dropped %d of the first %d rows of the stream (%s dataset): they have %s max_length=%s, as row %d has",
+            self._dropped,
+            read,
+            self._name,
+            _what(self._options.whole),
+            self._options.max_length,
+            dropped[0],
+        )
 
-    def __init__(self, most: int, whole: Sequence[str]) -> None:
-        self._most, self._whole = most, [f"{name}_ids" for name in whole]
 
-    def __call__(self, row: Mapping[str, Any]) -> bool:
-        prompt = len(row[PROMPT])
-        if self._whole:
-            return all(prompt + len(row[name]) <= self._most for name in self._whole)
-        return prompt < self._most
+def _what(whole: bool) -> str:
+    return "an answer that does not fit into" if whole else "a prompt that fills"
+
+
+def _too_long(tokens: int, most: int) -> str:
+    return (
+        f"a prompt with an answer has {tokens} tokens, more than max_length={most}, and truncation_mode is "
+        '"error". Raise max_length, or set truncation_mode to "keep_start".'
+    )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from windlass.core.errors import DataError, ModelError, WindlassError
 from windlass.core.logs import get_job_logger
+from windlass.dist.wire import dtype_name
 from windlass.metrics.tokens import IGNORE_INDEX
 from windlass.trainer.losses import NoLossError
 from windlass.trainer.wrappers import innermost
@@ -194,8 +195,8 @@ class BatchFaults:
         for name, column in fed.columns.items():
             if isinstance(column, Tensor) and column.dtype == torch.float64 != weights:
                 return (
-                    f"column {name!r} of the {fed.set} set is float64, and the model's weights are {_kind(weights)}: "
-                    "convert it, with array.astype('float32') or tensor.float()"
+                    f"column {name!r} of the {fed.set} set is float64, and the model's weights are "
+                    f"{dtype_name(weights)}: convert it, with array.astype('float32') or tensor.float()"
                 )
         return None
 
@@ -204,8 +205,8 @@ class BatchFaults:
             column = fed.columns.get(name)
             if isinstance(column, Tensor) and column.is_floating_point():
                 return (
-                    f"column {name!r} of the {fed.set} set is {_kind(column.dtype)}, and classes are integers: convert "
-                    "the labels with int(), or use a loss for numbers"
+                    f"column {name!r} of the {fed.set} set is {dtype_name(column.dtype)}, and classes are integers: "
+                    "convert the labels with int(), or use a loss for numbers"
                 )
         return None
 
@@ -360,16 +361,12 @@ def _first_row(where: Tensor) -> int:
     return int(where.reshape(len(where), -1).any(1).nonzero()[0])
 
 
-def _kind(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _described(batch: Any) -> str:
     """The columns of a batch with their types and shapes."""
     if isinstance(batch, Mapping):
         return ", ".join(f"{name} {_described(value)}" for name, value in batch.items())
     if isinstance(batch, Tensor):
-        return f"{_kind(batch.dtype)} {list(batch.shape)}"
+        return f"{dtype_name(batch.dtype)} {list(batch.shape)}"
     if isinstance(batch, (list, tuple)) and len(batch) <= 8:
         return f"[{', '.join(map(_described, batch))}]"
     return type(batch).__name__

@@ -77,7 +77,8 @@ class DueWork:
         if events.control.should_evaluate:
             self._do("evaluate", self._evaluate)
         preempted = interruption.preempted
-        if events.control.should_save or interruption.stopped or self._signals.save_due or preempted:
+        asked = events.control.should_save or interruption.stopped or self._signals.save_due
+        if preempted or (asked and not self._is_left_to_epoch_end()):
             self._do("save", self._save)
         if preempted:
             self.leave()
@@ -164,6 +165,17 @@ class DueWork:
                 yield batch
 
     # --- saving -----------------------------------------------------------------------------------------------------
+
+    def _is_left_to_epoch_end(self) -> bool:
+        """Return True if the end of the epoch follows and saves: of two saves at one step the second would replace the
+        first.
+        """
+        if not self._loop.epoch_ends:
+            return False
+        if self._interruption.stopped:
+            # An epoch that is complete ends with its events; its evaluation is left to the run that resumes.
+            return not self._loop.stops_within_epoch
+        return self._plan.save.cadence.strategy == "epoch"
 
     @property
     def is_saved(self) -> bool:

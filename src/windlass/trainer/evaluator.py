@@ -147,7 +147,7 @@ class Evaluator:
         def noted(batches: Iterable[Placed]) -> Iterator[Placed]:
             nonlocal current
             for ids, batch in batches:
-                self.filling = ids is None
+                self.filling = evaluation.strategy.filling = ids is None
                 current = Fed("evaluation", batch, ids or ())
                 if self._faults.checks_ahead:
                     self._faults.check(current)
@@ -169,7 +169,8 @@ class Evaluator:
             on_batch()
 
         with contextlib.ExitStack() as stack:
-            stack.callback(setattr, self, "filling", False)
+            for each in (self, evaluation.strategy):
+                stack.callback(setattr, each, "filling", False)
             self._enter_evaluation_mode(stack, evaluation)
             # With or without evaluations, a run has the same bits: they draw nothing from its random generators.
             stack.enter_context(preserved_rng(self._session.device))

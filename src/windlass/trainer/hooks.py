@@ -1,4 +1,4 @@
-"""The methods of a Trainer that a script may override and a run calls, bound for one call."""
+"""The methods of a Trainer that a script may override and a run calls."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +28,8 @@ if TYPE_CHECKING:  # the class whose methods are bound here; nothing below knows
 logger = get_logger(__name__)
 
 WriteModel = Callable[[Path, Mapping[str, Any] | None], None]
-_MULTI_LABEL = "multi_label_classification"
-
-
 TrainingStep = Callable[[Any, Tensor | None], None]
-NotingLoss = Callable[[Callable[[Any], None]], AbstractContextManager[None]]
+_MULTI_LABEL = "multi_label_classification"
 
 # Overrides of these methods change the plan.
 WATCHED = (
@@ -96,152 +91,139 @@ def smoothing_of(args: TrainingArguments, model: nn.Module) -> float:
     return factor
 
 
-@dataclass(frozen=True, slots=True)
 class TrainHooks:
-    """The hooks of a run.
+    """The methods of a Trainer that a run calls, for one call of `train()`. What a script overrides, or assigns
+    meanwhile, is called.
+
+    Args:
+        owner: the class whose methods are the defaults.
+        ignore_keys: keys of the model's output that are not predictions.
+        evaluations: how evaluations run.
 
     Attributes:
         model: the bare model.
-        get_train_dataloader, data_facts, evaluate: the methods of these names.
-        create_optimizer: number of updates -> optimizer and scheduler, by `create_optimizer_and_scheduler`.
         training_step: `training_step` on one micro-batch, with the target count that it gets or None.
-        noting_loss: context in which `compute_loss` reports its return values.
-        log: `log`, with the moment at which training began.
-        judge: `_determine_best_metric`: records the metrics of an evaluation; returns True if it is the best so far.
-        rehearse: metrics of the first evaluation batches, for their names; None if a script overrides evaluation.
-        save_checkpoint: `_save_checkpoint`.
-        load_weights: `_load_from_checkpoint`, of a folder.
-        load_best_model: `_load_best_model`.
-        write_model: an overridden `_save`; None: the default.
-        saves_own_way: a script's `_save` or `_save_checkpoint` takes part in saving.
-        may_save_in_background: no code of the script takes part in saving and needs the state of the run at that time.
         overridden: the replaced methods that change the plan.
         has_evaluation_data: there is an evaluation set, or a method of the script's own that may return one.
+        rehearses: evaluation is Windlass's own, so that `rehearse` finds the names of its metrics.
+        writes_model: a script's `_save` writes the model.
+        saves_own_way: a script's `_save` or `_save_checkpoint` takes part in saving.
     """
 
-    model: nn.Module
-    get_train_dataloader: Callable[[], Any]
-    data_facts: Callable[[], Mapping[str, Any]]
-    create_optimizer: Callable[[int], tuple[torch.optim.Optimizer | None, Any]]
-    training_step: TrainingStep
-    noting_loss: NotingLoss
-    log: Callable[[dict[str, Any], Moment | None], None]
-    evaluate: Callable[[], dict[str, float]]
-    judge: Callable[[dict[str, float]], bool]
-    rehearse: Callable[[str, Strategy], dict[str, float]] | None
-    save_checkpoint: Callable[[], None]
-    load_weights: Callable[[str], None]
-    load_training_state: Callable[[str | None], None]
-    load_best_model: Callable[[], None]
-    write_model: WriteModel | None
-    saves_own_way: bool
-    may_save_in_background: Callable[[], bool]
-    overridden: frozenset[str]
-    has_evaluation_data: bool
-
-    @classmethod
-    def of(
-        cls, trainer: Trainer, owner: type, ignore_keys: list[str] | None, evaluator: Evaluator,
+    def __init__(
+        self,
+        trainer: Trainer,
+        owner: type,
+        ignore_keys: list[str] | None,
+        evaluator: Evaluator,
         evaluations: EvaluationPlan,
-    ) -> TrainHooks:  # fmt: skip
-        """Bind the methods of a Trainer.
+    ) -> None:
+        self._trainer, self._owner, self._ignore_keys = trainer, owner, ignore_keys
+        self._evaluator, self._evaluations = evaluator, evaluations
+        self.model = trainer.model
+        self.training_step: TrainingStep = trainer.run_micro_step
+        self.overridden = replaced(trainer, *WATCHED)
+        own_evaluation = self.overridden & {"get_eval_dataloader", "evaluate"}
+        self.has_evaluation_data = trainer.eval_dataset is not None or bool(own_evaluation)
+        self.rehearses = not overrides(trainer, owner, "evaluate", "evaluation_loop")
+        self.writes_model = bool(overrides(trainer, owner, "_save"))
+        self.saves_own_way = bool(overrides(trainer, owner, "_save_checkpoint", "_save"))
+        # Overrides of older scripts take `(model, trial)`, and no time at which training began.
+        self._trial = (None,) * (_required(trainer._save_checkpoint) - 1)
+        self._log_takes_start = len(inspect.signature(trainer.log).parameters) > 1
 
-        Args:
-            owner: the class whose methods are the defaults.
-            ignore_keys: keys of the model's output that are not predictions.
-        """
-        overridden = replaced(trainer, *WATCHED)
-        own_evaluation = overridden & {"get_eval_dataloader", "evaluate"}
+    def get_train_dataloader(self) -> Any:
+        return self._trainer.get_train_dataloader()
 
-        def create_optimizer(steps: int) -> tuple[torch.optim.Optimizer | None, Any]:
-            trainer.create_optimizer_and_scheduler(num_training_steps=steps)
-            return trainer.optimizer, trainer.lr_scheduler
+    def data_facts(self) -> Mapping[str, Any]:
+        return self._trainer.data_facts()
 
-        def write_model(folder: Path, gathered: Mapping[str, Any] | None) -> None:
-            # Overrides written without sharding in mind take only the folder.
-            if gathered is None:
-                trainer._save(str(folder))
-            else:
-                trainer._save(str(folder), state_dict=gathered)
+    def create_optimizer(self, steps: int) -> tuple[torch.optim.Optimizer | None, Any]:
+        """Return optimizer and scheduler for this number of updates."""
+        self._trainer.create_optimizer_and_scheduler(num_training_steps=steps)
+        return self._trainer.optimizer, self._trainer.lr_scheduler
 
-        def rehearse(wanted: str, strategy: Strategy) -> dict[str, float]:
-            metrics: dict[str, float] = {}
-            loss_only = True if trainer.compute_metrics is None else None
-            for name, make_loader in _evaluation_loaders(trainer).items():
-                prefix = f"eval_{name}" if name else "eval"
-                one = evaluation_of(trainer, evaluations, strategy, None, prefix=prefix, loss_only=loss_only)
-                metrics.update(evaluator.rehearse(make_loader(), one, wanted))
-            return metrics
-
-        def may_save_in_background() -> bool:
-            own = overrides(trainer, owner, "_save_checkpoint", "_save", "save_model")
-            return not own and not trainer.callback_handler.listens_outside("on_save")
-
-        return cls(
-            model=trainer.model,
-            get_train_dataloader=trainer.get_train_dataloader,
-            data_facts=trainer.data_facts,
-            create_optimizer=create_optimizer,
-            training_step=trainer.run_micro_step,
-            noting_loss=lambda note: _noting_loss(trainer, note),
-            log=_log(trainer),
-            evaluate=lambda: trainer.evaluate(ignore_keys=ignore_keys),
-            judge=lambda metrics: trainer._determine_best_metric(metrics),
-            rehearse=None if overrides(trainer, owner, "evaluate", "evaluation_loop") else rehearse,
-            save_checkpoint=_save_checkpoint(trainer),
-            load_weights=lambda folder: trainer._load_from_checkpoint(folder),
-            load_training_state=trainer._load_optimizer_and_scheduler,
-            load_best_model=lambda: trainer._load_best_model(),
-            write_model=write_model if overrides(trainer, owner, "_save") else None,
-            saves_own_way=bool(overrides(trainer, owner, "_save_checkpoint", "_save")),
-            may_save_in_background=may_save_in_background,
-            overridden=overridden,
-            has_evaluation_data=trainer.eval_dataset is not None or bool(own_evaluation),
-        )
-
-
-def _save_checkpoint(trainer: Trainer) -> Callable[[], None]:
-    parameters = inspect.signature(trainer._save_checkpoint).parameters.values()
-    required = [
-        p
-        for p in parameters
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    trial = (None,) * (len(required) - 1)  # overrides of older scripts take `(model, trial)`
-
-    return lambda: trainer._save_checkpoint(trainer.model, *trial)
-
-
-def _log(trainer: Trainer) -> Callable[[dict[str, Any], Moment | None], None]:
-    takes_start = len(inspect.signature(trainer.log).parameters) > 1  # older overrides do not
-
-    def log(logs: dict[str, Any], started: Moment | None) -> None:
-        if takes_start and started is not None:
-            trainer.log(logs, started)
+    def log(self, logs: dict[str, Any], started: Moment | None) -> None:
+        """Report `logs` of a training that began at `started`."""
+        if self._log_takes_start and started is not None:
+            self._trainer.log(logs, started)
         else:
-            trainer.log(logs)
+            self._trainer.log(logs)
 
-    return log
+    @contextlib.contextmanager
+    def noting_loss(self, note: Callable[[Any], None]) -> Iterator[None]:
+        """Within the body, call `note` with each value that `compute_loss` returns."""
+        compute_loss, attributes = self._trainer.compute_loss, vars(self._trainer)
+        own = attributes.get("compute_loss")
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = compute_loss(*args, **kwargs)
+            note(result)
+            return result
+
+        attributes["compute_loss"] = noted
+        try:
+            yield
+        finally:
+            del attributes["compute_loss"]
+            if own is not None:
+                attributes["compute_loss"] = own
+
+    # --- evaluations ------------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        return self._trainer.evaluate(ignore_keys=self._ignore_keys)
+
+    def judge(self, metrics: dict[str, float]) -> bool:
+        """Record the metrics of an evaluation; return True if it is the best so far."""
+        return self._trainer._determine_best_metric(metrics)
+
+    def rehearse(self, wanted: str, strategy: Strategy) -> dict[str, float]:
+        """The metrics of the first batch of each evaluation set, for their names; see `Evaluator.rehearse`."""
+        trainer, sets = self._trainer, self._trainer.eval_dataset
+        loss_only = True if trainer.compute_metrics is None else None
+        metrics: dict[str, float] = {}
+        for name in sets if isinstance(sets, Mapping) else [None]:
+            prefix = "eval" if name is None else f"eval_{name}"
+            one = evaluation_of(
+                trainer, self._evaluations, strategy, None, prefix=prefix, loss_only=loss_only
+            )
+            metrics.update(self._evaluator.rehearse(trainer.get_eval_dataloader(name), one, wanted))
+        return metrics
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> None:
+        self._trainer._save_checkpoint(self._trainer.model, *self._trial)
+
+    def may_save_in_background(self) -> bool:
+        """Return True if no code of the script takes part in saving and needs the state of the run at that time."""
+        own = overrides(self._trainer, self._owner, "_save_checkpoint", "_save", "save_model")
+        return not own and not self._trainer.callback_handler.listens_outside("on_save")
+
+    def write_model(self, folder: Path, gathered: Mapping[str, Any] | None) -> None:
+        """Write the model by the script's `_save`, from weights that were gathered if there are any."""
+        # Overrides written without sharding in mind take only the folder.
+        if gathered is None:
+            self._trainer._save(str(folder))
+        else:
+            self._trainer._save(str(folder), state_dict=gathered)
+
+    def load_weights(self, folder: str) -> None:
+        self._trainer._load_from_checkpoint(folder)
+
+    def load_training_state(self, folder: str | None) -> None:
+        self._trainer._load_optimizer_and_scheduler(folder)
+
+    def load_best_model(self) -> None:
+        self._trainer._load_best_model()
 
 
-@contextlib.contextmanager
-def _noting_loss(trainer: Trainer, note: Callable[[Any], None]) -> Iterator[None]:
-    """Within the body, call `note` with each value that `compute_loss` returns."""
-    compute_loss, attributes = trainer.compute_loss, vars(trainer)
-    own = attributes.get("compute_loss")
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        result = compute_loss(*args, **kwargs)
-        note(result)
-        return result
-
-    attributes["compute_loss"] = noted
-    try:
-        yield
-    finally:
-        del attributes["compute_loss"]
-        if own is not None:
-            attributes["compute_loss"] = own
+def _required(method: Callable[..., Any]) -> int:
+    """The number of arguments that a call has to pass by position."""
+    parameters = inspect.signature(method).parameters.values()
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.default is p.empty and p.kind in by_position for p in parameters)
 
 
 def evaluation_of(
@@ -281,13 +263,3 @@ def evaluation_of(
         loss_only=keeps_nothing,
         predicting=predicting,
     )
-
-
-def _evaluation_loaders(trainer: Trainer) -> dict[str, Callable[[], Any]]:
-    """Functions that make the loader of each evaluation set, by name; "" is the only one."""
-    if not isinstance(trainer.eval_dataset, Mapping):
-        return {"": lambda: trainer.get_eval_dataloader(None)}
-    return {
-        name: lambda chosen=name: trainer.get_eval_dataloader(chosen)  # type: ignore[misc]
-        for name in trainer.eval_dataset
-    }

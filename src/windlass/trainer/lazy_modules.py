@@ -30,22 +30,9 @@ if TYPE_CHECKING:
     from windlass.trainer import services as services
     from windlass.trainer import session as session
 else:
-    handler = LazyModule("windlass.callbacks.handler")
-    columns = LazyModule("windlass.data.columns")
-    evaluation = LazyModule("windlass.metrics.evaluation")
-    card = LazyModule("windlass.trainer.card")
-    defaults = LazyModule("windlass.trainer.defaults")
-    evaluator = LazyModule("windlass.trainer.evaluator")
-    hooks = LazyModule("windlass.trainer.hooks")
-    interruption = LazyModule("windlass.trainer.interruption")
-    loading = LazyModule("windlass.trainer.loading")
-    model_writer = LazyModule("windlass.trainer.model_writer")
-    optimization = LazyModule("windlass.trainer.optimization")
-    overview = LazyModule("windlass.trainer.overview")
-    plans = LazyModule("windlass.trainer.plans")
-    preparation = LazyModule("windlass.trainer.preparation")
-    publishing = LazyModule("windlass.trainer.publishing")
-    reports = LazyModule("windlass.trainer.reports")
-    run_folder = LazyModule("windlass.trainer.run_folder")
-    services = LazyModule("windlass.trainer.services")
-    session = LazyModule("windlass.trainer.session")
+    _ELSEWHERE = {"handler": "callbacks", "columns": "data", "evaluation": "metrics"}
+
+    def __getattr__(name: str) -> LazyModule:
+        if name.startswith("_"):  # what the import system asks a module for
+            raise AttributeError(name)
+        return LazyModule(f"windlass.{_ELSEWHERE.get(name, 'trainer')}.{name}")

@@ -65,6 +65,7 @@ class MicroSteps(StepHooks):
             self._accumulation.micro_batches = len(update.batches)
         last = index == len(update.batches) - 1
         share = update.samples[index] / max(update.total_samples, 1.0)
+        self._executor.strategy.filling = filler
         normaliser.scope(update.targets[index], share, last, filler)
         self._accumulation.sync_gradients = last
         count = self._loss.count(divisor) if self._needs_count else None

@@ -9,28 +9,29 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger
-from windlass.core.mesh import Mesh
+from windlass.core.mesh import Axis, Mesh
 from windlass.dist.gang import Gang
 from windlass.proofs.layout import Layout
 from windlass.proofs.record import Claim, arguments_that_matter, describe
 
 logger = get_job_logger(__name__)
 
-# Names of the axes where layouts are written; those of sequences have two.
-_NAMES = {
+# Names of the axes where layouts are written.
+_NAMES: dict[Axis, str] = {
     "replicate": "dp",
     "shard": "dp_shard",
-    "tensor": "tp",
-    "pipeline": "pp",
     "expert": "ep",
+    "tensor": "tp",
+    "context": "cp",
+    "sequence": "sp",
+    "pipeline": "pp",
 }
 _OF_SAMPLES = ("dp", "dp_shard")
 
 
-def layout_of(mesh: Mesh, dist: DistPlan) -> Layout:
+def layout_of(mesh: Mesh) -> Layout:
     """The axes of a run as `windlass prove` names them."""
-    sizes = {name: int(getattr(mesh, axis)) for axis, name in _NAMES.items()}
-    return Layout.of({**sizes, "cp" if dist.attention == "ring" else "sp": mesh.context})
+    return Layout.of({name: mesh.along(axis) for axis, name in _NAMES.items()})
 
 
 def report_proof(args: TrainingArguments, model: Any, all_ranks: Gang, dist: DistPlan) -> None:
@@ -39,7 +40,7 @@ def report_proof(args: TrainingArguments, model: Any, all_ranks: Gang, dist: Dis
     """
     if all_ranks.size == 1 or not all_ranks.world.is_main:
         return
-    layout, config = layout_of(all_ranks.mesh, dist), getattr(model, "config", None)
+    layout, config = layout_of(all_ranks.mesh), getattr(model, "config", None)
     if not layout.axes or dist.strategy == "deepspeed" or not hasattr(config, "attribute_map"):
         return
     divides = any(axis not in _OF_SAMPLES for axis in layout.axes)

@@ -18,7 +18,7 @@ from windlass.checkpoint.manager import Checkpoint
 from windlass.config.plan import UpdateSize
 from windlass.core.clock import Moment
 from windlass.core.events import TrainerState
-from windlass.core.logs import get_job_logger, get_logger
+from windlass.core.logs import SCRIPT_HINTS, get_job_logger, get_logger
 from windlass.core.mesh import Mesh
 from windlass.core.rng import StepSeeder
 from windlass.core.run_clock import SAVE, UPLOAD, run_clock
@@ -143,6 +143,7 @@ class Run(LoopHooks, Interruptible):
             SavedPart("loop", self.loop, rolls_back=False),
             SavedPart("due_work", self._due, rolls_back=False, optional=True, earlier="unfinished"),
             RankPart("ledger", self.ledger, adopt=self._merge_ledgers),
+            *self._reports.parts(),
             RankPart("buffers", buffers, adopt=buffers.adopt),
             *(
                 RankPart(f"registered-{number}", owner, optional=True, adopt=functools.partial(self._take_over, owner))
@@ -201,7 +202,7 @@ class Run(LoopHooks, Interruptible):
             with (
                 context.interruption.taking_ctrl_c(self),
                 telling_where(context.session.world, lambda: state.global_step, context.all_ranks.mesh),
-                self._reports.counting_compilations(),
+                self._reports.counting(),
                 noisy_embeddings(model, context.plan.transforms.neftune_alpha),
                 watching(model, context.plan.stability.watch_forwards),
             ):
@@ -249,11 +250,11 @@ class Run(LoopHooks, Interruptible):
 
     def _check_metric(self) -> None:
         """Check before the first update that evaluation returns the metric that the run needs."""
-        plan, rehearse = self._context.plan, self._context.hooks.rehearse
+        plan, hooks = self._context.plan, self._context.hooks
         metric = plan.save.metric or ("loss" if self.schedule.follows_metric else None)
-        if metric is None or plan.evaluation.strategy == "no" or rehearse is None:
+        if metric is None or plan.evaluation.strategy == "no" or not hooks.rehearses:
             return
-        find_metric(rehearse(metric, self.executor.strategy), metric)
+        find_metric(hooks.rehearse(metric, self.executor.strategy), metric)
 
     def _train(self, started: Moment) -> None:
         context, events = self._context, self._events
@@ -316,7 +317,7 @@ class Run(LoopHooks, Interruptible):
             )
         self.checkpoints.check_last()
         if self._context.interruption.epoch_goes_on:
-            job_logger.warning(
+            get_job_logger(SCRIPT_HINTS).warning(
                 "stopped at step %d of %d; train(resume_from_checkpoint=True) continues from %s",
                 self._events.state.global_step,
                 self._events.state.max_steps,
@@ -430,6 +431,7 @@ class Run(LoopHooks, Interruptible):
 
     def shrink(self) -> int:
         report = self._fitter.shrink()
+        self._reports.experts.start_over()
         self._use_size(self._fitter.size)
         self._context.hooks.log(dict(report), None)
         self.steps.check_division(self._fitter.size.accumulation)

@@ -243,7 +243,8 @@ class RunCheckpoints:
 
     def _with_model(self, own: Content, model: ModelState, target: Path) -> Content:
         """Add the weights that are not saved in parts, and the small files of the model."""
-        files, write = self._context.files, self._context.hooks.write_model
+        files, hooks = self._context.files, self._context.hooks
+        write: WriteModel | None = hooks.write_model if hooks.writes_model else None
         weights = {} if model.in_parts else model.state
         if write is None and files.saves_own_way and not model.in_parts:
             write = files.write

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from windlass.accelerator.saved_parts import RankPart, SavedPart
 from windlass.callbacks.run_record import RunRecord, Trained, has_counts
 from windlass.core.clock import Moment
 from windlass.core.logs import get_logger
 from windlass.core.run_clock import run_clock
 from windlass.core.threads import LoadWatch, processes_and_threads
+from windlass.core.types import State
 from windlass.data.update_batch import UpdateBatch
 from windlass.metrics.ledger import Ledger
 from windlass.metrics.speed import speed_metrics
 from windlass.precision.dtypes import dtypes_of, weights_of
 from windlass.trainer.defaults import multiplied_parameters
+from windlass.trainer.expert_load import ExpertLoad
 from windlass.trainer.run_context import RunContext
 from windlass.trainer.run_rates import RunCounts, RunRates
 from windlass.transforms.compile import CompileCounts
@@ -31,6 +34,7 @@ class RunReports:
         load_watch: warns if other programs use the cores.
         counts: since the step `from_step`: the samples of all calls of `train()`, and the seconds of the earlier ones.
         began: `time.monotonic()` when this call began.
+        experts: the load of the experts of a mixture.
     """
 
     def __init__(self, context: RunContext, ledger: Ledger, record: RunRecord) -> None:
@@ -45,6 +49,21 @@ class RunReports:
         plan = context.plan
         self._compiled = None if plan.transforms.compile is None else CompileCounts()
         self.load_watch = LoadWatch(processes_and_threads(plan.data.workers))
+        self._is_first = context.all_ranks.rank == 0
+        all_ranks, device = context.all_ranks, context.session.device
+        counts, strategy = all_ranks.over("model").rank == 0, context.built.executor.strategy
+        self.experts = ExpertLoad(self._model, device, all_ranks.sum, counts, lambda: bool(strategy.filling))
+
+    def parts(self) -> list[SavedPart]:
+        """What checkpoints have of it."""
+        if not self.experts.layers:
+            return []
+        first = self._is_first
+
+        def adopt(states: list[State]) -> None:
+            self.experts.adopt(states if first else [])
+
+        return [RankPart("expert_load", self.experts, optional=True, adopt=adopt)]
 
     def announce(self, samples: int | None) -> None:
         """Log the size of the run and its dtypes. `samples` is None for a stream."""
@@ -55,15 +74,19 @@ class RunReports:
                     batch.samples, batch.micro, batch.accumulation, batch.ranks)  # fmt: skip
         logger.info("  dtypes: %s", dtypes_of(self._plan.precision, self._plan.dist, weights_of(self._model)))
 
-    def counting_compilations(self) -> AbstractContextManager[None]:
-        """Within the body, compilations are counted for `summary`, if the plan compiles."""
-        return nullcontext() if self._compiled is None else self._compiled.counting()
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Within the body, compilations are counted, if the plan compiles, and the tokens of experts."""
+        with nullcontext() if self._compiled is None else self._compiled.counting(), self.experts.counting():
+            yield
 
     def count(self, batch: UpdateBatch) -> None:
         """Count the data of an update, applied or skipped."""
         self._samples += batch.total_samples
         self.counts["samples"] += batch.total_samples
         self._updates += 1
+        if self.experts.layers:
+            self.experts.end_update()
         self._state.num_input_tokens_seen += int(batch.tokens)
         self._state.total_flos += float(self._flops_per_position * batch.positions)
 
@@ -76,7 +99,7 @@ class RunReports:
         self.load_watch.look(training=True)
         self._events.count_samples(self._samples)
         rates = self._schedule.last_lrs()
-        logs = {**report, "learning_rate": rates[0] if rates else 0.0}
+        logs = {**report, "learning_rate": rates[0] if rates else 0.0, **self.experts.read()}
         if self._ledger.skipped:
             logs["skipped_updates"] = self._ledger.skipped
         return logs
@@ -95,7 +118,8 @@ class RunReports:
         self._record.begin(step, self._state.max_steps, self.counts)
 
     def loss_decided(self, facts: Mapping[str, Any]) -> None:
-        """Record how the loss is computed."""
+        """Record how the loss is computed, which was measured by forwards that are not counted."""
+        self.experts.start_over()
         self._record.add_loss(facts)
 
     def end(self, status: str, trained: Trained, error: BaseException | None = None) -> None:

@@ -425,7 +425,7 @@ class Trainer:
         assert self._folder is not None
         publishing.opened(self.callback_handler, self._services.session.all_ranks)
         evaluations = self._plan.evaluations
-        bound = hooks.TrainHooks.of(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
+        bound = hooks.TrainHooks(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
         self._run, self._writer, checkpoint, place = preparation.prepare_run(
             self.args,
             self._services,
@@ -1034,13 +1034,11 @@ class Trainer:
 
     def get_cp_size(self) -> int:
         """Ranks that divide one sequence, among which keys and values travel."""
-        dist = self._plan.dist
-        return dist.context if dist.attention == "ring" else 1
+        return self._plan.dist.context
 
     def get_sp_size(self) -> int:
         """Ranks that divide one sequence, and exchange heads for the attention."""
-        dist = self._plan.dist
-        return dist.context if dist.attention == "ulysses" else 1
+        return self._plan.dist.sequence
 
     # --- a search over hyperparameters ----------------------------------------------------------------------------
 

@@ -6,20 +6,20 @@ logits are gathered if they are read. So whatever counts, weighs or measures a b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.optional import is_imported, require
 from windlass.core.rng import ForwardRandomness
 from windlass.dist.gang import Gang
-from windlass.transforms.divided_sequences import NAME, divide, divided_attention, divided_mask
+from windlass.transforms.divided_output import DividedOutput, Gatherable
+from windlass.transforms.divided_sequences import NAME, divide, divided_attention, divided_mask, group_of
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.neftune import vocabulary_of
 from windlass.transforms.ulysses import refuse_heads
@@ -41,18 +41,18 @@ class DividedForwards:
 
     Args:
         module: the model of transformers, or a wrapper of it.
-        method: how whole rows are attended: keys and values travel (ring), or heads are exchanged (ulysses).
-        context_ranks: the ranks that divide the rows; each forward needs all of them.
+        context_ranks: the ranks that divide the rows; each forward needs all of them. Keys and values travel among
+            those of its view "ring", and those of "heads" exchange heads.
 
     Raises:
         ConfigError: the heads cannot be divided among the ranks. Collective: a short row is run both ways.
         ModelError: the attention of the model cannot be replaced, or its results on divided rows differ.
     """
 
-    def __init__(self, module: nn.Module, method: Literal["ring", "ulysses"], context_ranks: Gang) -> None:
-        self._model, self._ranks, self._method = _model_of_transformers(module), context_ranks, method
-        self._group = context_ranks.device_group or dist.group.WORLD
-        _refuse_unfit(self._model, method, context_ranks)
+    def __init__(self, module: nn.Module, context_ranks: Gang) -> None:
+        self._model, self._ranks = _model_of_transformers(module), context_ranks
+        self._group = group_of(context_ranks)
+        _refuse_unfit(self._model, context_ranks)
         self._zigzag: Zigzag | None = None
         self._length, self._compared = 0, set[bool]()
         self._randomness = ForwardRandomness(next(self._model.parameters()).device, context_ranks.rank)
@@ -95,7 +95,7 @@ class DividedForwards:
         given = {name: value for name, value in batch.items() if value is not None and name not in known}
         _refuse_columns(given, len(args))
         self._compare(given["input_ids"])
-        part = divide(given, self._method, self._group)
+        part = divide(given, self._ranks)
         self._zigzag, self._length = part["divided"].zigzag, given["input_ids"].shape[1]
         others = {name: value for name, value in given.items() if name not in _COLUMNS}
         if module.training:
@@ -117,7 +117,8 @@ class DividedForwards:
         if "made" in output:  # in place of logits, by `lean_loss.py`
             figures = tuple(self._whole(value, zigzag) for value in output["figures"])
             return {**output, "made": self._whole(output["made"], zigzag), "figures": figures}
-        local = _Local(output["logits"], zigzag, self._length, self._group)
+        logits = output.part if isinstance(output, DividedOutput) else output["logits"]
+        local = _Local(logits, zigzag, self._length, self._group)
         if output.get("loss") is None:
             output["logits"] = local.whole()
             return output
@@ -187,62 +188,18 @@ def has_divided_sequences(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Local:
-    """Logits of this rank's part of rows of `length` tokens."""
+    """Logits of this rank's part of rows of `length` tokens, which may be divided over the vocabulary too."""
 
-    logits: Tensor
+    logits: Tensor | Gatherable
     zigzag: Zigzag
     length: int
     group: Any
 
     def whole(self) -> Tensor:
         """The logits of whole rows, on every rank. Collective, without communication in the backward."""
-        gathered: Tensor = _Gather.apply(self.logits, self.group)  # type: ignore[no-untyped-call]
+        logits = self.logits if isinstance(self.logits, Tensor) else self.logits.whole()
+        gathered: Tensor = _Gather.apply(logits, self.group)  # type: ignore[no-untyped-call]
         return self.zigzag.whole(gathered, 1)[:, : self.length]
-
-
-@dataclass(eq=False)
-class DividedOutput(Mapping[str, Any]):
-    """What a forward with labels returns: the loss of the whole batch, and its logits, gathered when they are read.
-
-    All ranks of the context must read them, or none.
-    """
-
-    loss: Tensor
-    part: Any
-
-    @property
-    def logits(self) -> Tensor:
-        """Shape (rows, tokens, vocabulary), of whole rows."""
-        if isinstance(self.part, _Local):
-            self.part = self.part.whole()
-        whole: Tensor = self.part
-        return whole
-
-    def __getitem__(self, key: Any) -> Any:
-        names = ("loss", "logits")
-        if isinstance(key, int | slice):
-            return self.to_tuple()[key]
-        if key not in names:
-            raise KeyError(key)
-        return getattr(self, key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("loss", "logits"))
-
-    def __len__(self) -> int:
-        return 2
-
-    def to_tuple(self) -> tuple[Tensor, Tensor]:
-        """Loss and logits."""
-        return self.loss, self.logits
-
-
-# PyTorch's wrapper finds the loss in it.
-pytree.register_pytree_node(
-    DividedOutput,
-    lambda output: ([output.loss], output.part),
-    lambda leaves, part: DividedOutput(next(iter(leaves)), part),
-)
 
 
 class _SumOfParts(torch.autograd.Function):
@@ -291,12 +248,13 @@ def _model_of_transformers(module: nn.Module) -> Any:
     )
 
 
-def _refuse_unfit(model: Any, method: str, context_ranks: Gang) -> None:
+def _refuse_unfit(model: Any, context_ranks: Gang) -> None:
     config = model.config.get_text_config()
-    if method == "ulysses":
+    exchanging = context_ranks.over("heads").size
+    if exchanging > 1:
         heads, divided = config.num_attention_heads, context_ranks.over("tensor").size
         keys = getattr(config, "num_key_value_heads", None) or heads
-        refuse_heads(heads // divided, keys // divided, context_ranks.size)
+        refuse_heads(heads // divided, keys // divided, exchanging)
     if getattr(model.config, "is_encoder_decoder", False):
         fix = "has an encoder, whose sequences are not divided; set cp_size=1 and sp_size=1"
         raise ConfigError(Problem("model", type(model).__name__, fix))

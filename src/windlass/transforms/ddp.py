@@ -18,6 +18,7 @@ from windlass.config.plan import DistPlan
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger
 from windlass.core.rng import preserved_rng
+from windlass.dist.sharded import is_sharded
 from windlass.transforms.buffers import (
     ForwardState,
     broadcast,
@@ -165,7 +166,7 @@ class _Parameters(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._trained = [p for p in module.parameters() if p.requires_grad and not is_sharded(p)]
 
     def forward(self, _: None) -> Tensor:
         sums = [(torch.view_as_real(p) if p.is_complex() else p).sum().float() for p in self._trained]
@@ -223,19 +224,31 @@ def _searches(module: nn.Module, plan: DistPlan) -> bool:
     return plan.find_unused_parameters
 
 
+@contextlib.contextmanager
+def leaving_out(module: nn.Module, names: list[str]) -> Iterator[None]:
+    """Within the body, wrappers of `module` leave these parameters as they are."""
+    kept = getattr(module, _IGNORED, None)
+    setattr(module, _IGNORED, [*(kept or ()), *names])
+    try:
+        yield
+    finally:
+        delattr(module, _IGNORED) if kept is None else setattr(module, _IGNORED, kept)
+
+
 def _wrap(module: nn.Module, options: dict[str, Any]) -> Replicated:
     """Wrap `module`. Tensors that DDP cannot send are ignored by it and get rank 0's values here."""
-    odd = [name for name, p in module.named_parameters() if not p.requires_grad and not is_ordinary(p)]
+    odd = [
+        name
+        for name, p in module.named_parameters()
+        if not (p.requires_grad or is_ordinary(p) or is_sharded(p))
+    ]
     odd_buffers = [name for name, buffer in module.named_buffers() if not is_ordinary(buffer)]
     if not odd and not odd_buffers:
         return Replicated(module, **options)
     broadcast([*map(module.get_parameter, odd), *map(module.get_buffer, odd_buffers)])
     kept = getattr(module, _IGNORED, None)
-    setattr(module, _IGNORED, [*(kept or ()), *odd, *odd_buffers])
-    try:
+    with leaving_out(module, [*odd, *odd_buffers]):
         wrapper = Replicated(module, **options)
-    finally:
-        delattr(module, _IGNORED) if kept is None else setattr(module, _IGNORED, kept)
     if wrapper.broadcast_buffers:
         wrapper.shared_apart = [name for name in odd_buffers if name not in (kept or ())]
     return wrapper

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
-from windlass.transforms.document_attention import DocumentMask, document_attention, document_mask
+from windlass.dist.gang import Gang
+from windlass.transforms.document_attention import document_attention, document_mask
+from windlass.transforms.document_mask import DocumentMask
 from windlass.transforms.ring_attention import Sight, ring_attention
 from windlass.transforms.ulysses import ulysses_attention
 from windlass.transforms.zigzag import Zigzag
@@ -31,16 +33,26 @@ class Division:
     """The rows of one batch, and how they are attended.
 
     Attributes:
-        method: "ring" or "ulysses".
-        group: the ranks that have the parts.
-        zigzag: which rank has which tokens.
+        ring: the ranks among which keys and values travel; None if that is one.
+        heads: the ranks that exchange heads; None if that is one.
+        zigzag: which rank has which tokens. Ranks that exchange heads have neighbouring parts.
         documents: of all tokens of the rows; see `Sight`.
     """
 
-    method: Literal["ring", "ulysses"]
-    group: Any
+    ring: Any
+    heads: Any
     zigzag: Zigzag
     documents: Tensor | None
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None
+    ) -> Tensor:
+        """See `ring_attention`."""
+        parts = 1 if self.ring is None else dist.get_world_size(self.ring)
+        sight = Sight(Zigzag(parts, self.zigzag.length), self.documents, window)
+        if self.heads is None:
+            return ring_attention(query, key, value, sight, self.ring, scale)
+        return ulysses_attention(query, key, value, sight, self.heads, self.ring, scale)
 
 
 class DividedMask:
@@ -60,10 +72,8 @@ class DividedMask:
         return self._make()
 
 
-def divide(
-    batch: Mapping[str, Any], method: Literal["ring", "ulysses"], group: Any, padding: int = 0
-) -> dict[str, Any]:
-    """This rank's part of a batch that all ranks of `group` have: the arguments of a forward.
+def divide(batch: Mapping[str, Any], context_ranks: Gang, padding: int = 0) -> dict[str, Any]:
+    """This rank's part of a batch that all `context_ranks` have: the arguments of a forward.
 
     Rows are padded to a multiple of twice the number of ranks. Labels are shifted before rows are divided, so that the
     last token of a part has the first one of the next as its target. The loss of the forward is this rank's sum divided
@@ -75,7 +85,8 @@ def divide(
             (rows, tokens); `num_items_in_batch`. Positions that start again begin a document.
         padding: the token for padding.
     """
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    size, rank = context_ranks.size, context_ranks.rank
+    ring, heads = (group_of(context_ranks.over(view)) for view in ("ring", "heads"))
     ids, length = batch["input_ids"], batch["input_ids"].shape[1]
     missing = -length % (2 * size)
     zigzag = Zigzag(size, length + missing)
@@ -88,7 +99,7 @@ def divide(
     part = {
         "input_ids": zigzag.part(nn.functional.pad(ids, (0, missing), value=padding), rank),
         "position_ids": zigzag.part(nn.functional.pad(positions, (0, missing)), rank),
-        "divided": Division(method, group, zigzag, documents),
+        "divided": Division(ring, heads, zigzag, documents),
         "use_cache": False,
     }
     targets = batch.get("shift_labels")
@@ -102,6 +113,11 @@ def divide(
         if batch.get("labels") is not None:
             part["labels"] = targets
     return part
+
+
+def group_of(context_ranks: Gang) -> Any:
+    """The process group in which they exchange activations; None for a rank alone."""
+    return None if context_ranks.size == 1 else context_ranks.device_group or dist.group.WORLD
 
 
 def _documents(positions: Tensor, mask: Tensor | None, packed: bool) -> Tensor | None:
@@ -151,6 +167,5 @@ def divided_attention(
             f"{type(module).__name__} asks for {', '.join(extra) or f'attention dropout {dropout}'}, which attention "
             "on divided sequences does not have. Set attention_dropout=0, or train with cp_size=1 and sp_size=1."
         )
-    attend = ring_attention if divided.method == "ring" else ulysses_attention
-    sight = Sight(divided.zigzag, divided.documents, attention_mask.window)
-    return attend(query, key, value, sight, divided.group, scaling).transpose(1, 2).contiguous(), None
+    attended = divided.attend(query, key, value, attention_mask.window, scaling)
+    return attended.transpose(1, 2).contiguous(), None

@@ -17,27 +17,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from windlass.core.errors import ModelError
 from windlass.core.optional import is_available, is_imported, require
+from windlass.transforms.branches import current_row
+from windlass.transforms.document_mask import DocumentMask, document_lengths, masks_of
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.neftune import vocabulary_of
 
 NAME = "windlass_documents"
 
 
-class DocumentMask(NamedTuple):
-    """What the layers of a model get instead of a mask.
-
-    Attributes:
-        lengths: tokens of each document of all rows, in order.
-        masks: for each document None if its attention is causal, else which keys a query sees: bool, (tokens, tokens).
-    """
-
-    lengths: list[int]
-    masks: list[Tensor | None]
-
-
 @contextlib.contextmanager
-def documents_apart(model: nn.Module) -> Iterator[None]:
+def documents_apart(model: nn.Module, *, branched: bool = False) -> Iterator[None]:
     """Within the context `model` keeps the documents of packed rows apart; its attention is restored at the end.
+
+    Args:
+        branched: documents may share a prefix, which kernels for documents do not know; see `branches.py`.
 
     A model whose attention is "eager" or "sdpa" gets flash or flex attention on a GPU that has it, and attention
     document by document elsewhere. Rows that are not packed give the same results as before. Models that are not of
@@ -46,7 +39,7 @@ def documents_apart(model: nn.Module) -> Iterator[None]:
     changed = []
     for part in _models_of_transformers(model):
         before = part.config._attn_implementation
-        chosen = _chosen(part, before)
+        chosen = _chosen(part, before, branched)
         if chosen != before:
             part.set_attn_implementation(chosen)
             changed.append((part.config, before))
@@ -121,12 +114,12 @@ def _models_of_transformers(model: nn.Module) -> Iterator[Any]:
         yield from _models_of_transformers(child)
 
 
-def _chosen(model: Any, before: str | None) -> str | None:
+def _chosen(model: Any, before: str | None, branched: bool) -> str | None:
     """The attention for packed rows."""
-    if before not in ("eager", "sdpa"):
+    if before not in ("eager", "sdpa") and not branched:
         return before
     parameter = next(model.parameters())
-    if parameter.is_cuda:
+    if parameter.is_cuda and not branched:
         if is_available("flash_attn") and parameter.dtype in (torch.float16, torch.bfloat16):
             return "flash_attention_2"
         if getattr(model, "_supports_flex_attn", False):
@@ -152,52 +145,17 @@ def document_mask(
     from transformers.masking_utils import sdpa_mask
 
     device = options.get("device", "cpu")
+    row = current_row(batch_size, q_length)
+    if row is not None:
+        return row.mask(mask_function, device, own_pattern=bool(options.get("use_vmap")))
     plain = options.get("attention_mask") is None and not options.get("use_vmap") and q_length == kv_length
     if plain and q_length > 1:
-        lengths = _document_lengths(mask_function, batch_size, q_length, device)
+        lengths = document_lengths(mask_function, batch_size, q_length, device)
         if lengths is not None and len(lengths) > batch_size:
-            return DocumentMask(lengths, _masks(mask_function, lengths, q_length, device))
+            return DocumentMask(lengths, masks_of(mask_function, lengths, q_length, device))
     return sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function, **options
     )
-
-
-def _document_lengths(function: Callable[..., Any], rows: int, length: int, device: Any) -> list[int] | None:
-    """Lengths of the stretches in which each token sees the one before it; None if some token sees the one after it."""
-    row = torch.arange(rows, device=device)[:, None]
-    head = torch.zeros_like(row)
-    earlier, later = (
-        torch.arange(length - 1, device=device)[None],
-        torch.arange(1, length, device=device)[None],
-    )
-    if _seen(function, row, head, earlier, later, (rows, length - 1)).any():
-        return None
-    joined = _seen(function, row, head, later, earlier, (rows, length - 1))
-    starts = torch.cat([torch.ones_like(joined[:, :1]), ~joined], dim=1).flatten().nonzero().flatten()
-    return torch.diff(starts, append=starts.new_tensor([rows * length])).tolist()
-
-
-def _masks(function: Callable[..., Any], lengths: list[int], length: int, device: Any) -> list[Tensor | None]:
-    """The mask of each document that is more than causal: its last token does not see its first one."""
-    sizes = torch.tensor(lengths, device=device)
-    ends = sizes.cumsum(0)
-    rows, starts = (ends - sizes) // length, (ends - sizes) % length
-    whole = _seen(function, rows, torch.zeros_like(rows), starts + sizes - 1, starts, sizes.shape).tolist()
-    return [
-        None if causal else _mask(function, row, start, size, device)
-        for causal, row, start, size in zip(whole, rows.tolist(), starts.tolist(), lengths, strict=True)
-    ]
-
-
-def _mask(function: Callable[..., Any], row: int, start: int, size: int, device: Any) -> Tensor:
-    places = torch.arange(start, start + size, device=device)
-    at = torch.full((1, 1), row, device=device)
-    return _seen(function, at, torch.zeros_like(at), places[:, None], places[None], (size, size))
-
-
-def _seen(function: Callable[..., Any], row: Any, head: Any, query: Any, key: Any, shape: Any) -> Tensor:
-    """Which queries see which keys: bool of `shape`. Indices are broadcast."""
-    return torch.as_tensor(function(row, head, query, key)).expand(shape)
 
 
 def document_attention(
@@ -247,11 +205,13 @@ def document_attention(
             "not support. Train the model without packing and padding_free."
         )
     rows = query.shape[0]
-    parts = [_split(states, attention_mask.lengths) for states in (query, key, value)]
+    lengths = attention_mask.lengths
+    queries = _split(query, lengths)
+    keys, values = (attention_mask.with_prefixes(_split(states, lengths)) for states in (key, value))
     joined = torch.cat(
         [
             attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, mask is None)
-            for q, k, v, mask in zip(*parts, attention_mask.masks, strict=True)
+            for q, k, v, mask in zip(queries, keys, values, attention_mask.masks, strict=True)
         ],
         dim=1,
     )

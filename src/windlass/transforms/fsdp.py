@@ -26,13 +26,16 @@ from windlass.config.refusal import refuse
 from windlass.core import host
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import state_of
-from windlass.dist.device_mesh import loss_device_mesh
+from windlass.dist.device_mesh import fsdp_device_meshes
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import copies, is_sharded, locals_of, whole_on_first
 from windlass.transforms.buffers import buffers_of_first_rank, check_sparse, share_buffers
+from windlass.transforms.expert_layers import divide_experts, expert_parameters
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
 from windlass.transforms.recompute import apply_recompute
 from windlass.transforms.strategy import Strategy, device_of, options_of_ddp, squared_norm
+from windlass.transforms.tensor_layers import undivided
+from windlass.transforms.tensor_parallel import TensorDivision
 from windlass.transforms.unused import SameOnAllRanks
 from windlass.transforms.wrapping import ignored_parameters, units_of
 
@@ -42,7 +45,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 class FullyShardedModel(Strategy):
     """The module itself, with its parameters replaced by sharded ones.
 
-    A module that was sharded before is not changed.
+    A module that was sharded before is not changed. If the loss ranks have a tensor gang each, the layers that its plan
+    names are divided among its ranks first, and the parts are sharded.
 
     Args:
         module: the same on every rank, with the weights of rank 0; other ranks may have it on the meta device.
@@ -59,12 +63,16 @@ class FullyShardedModel(Strategy):
         self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device | None = None
     ) -> None:
         self._loss_ranks, self._device = loss_ranks, device or device_of(module)
+        # Those that have parts of the model, of which a tensor gang has different ones.
+        self._stage_ranks, self._tensor_ranks = loss_ranks.over("stage"), loss_ranks.over("tensor")
         self._plan = plan.shard or ShardPlan()
         self.saves_parts = self._plan.state == "sharded"
         if isinstance(module, FSDPModule):
             _check_same_plan(module, self._plan)
-        else:
-            shard_(module, self._device, plan, loss_ranks)
+        division = TensorDivision(module, self._tensor_ranks) if self._tensor_ranks.size > 1 else None
+        if not isinstance(module, FSDPModule):
+            shard_(module, self._device, plan, loss_ranks, division)
+        self._division = division
         _free_after_evaluations(module)
         # FSDP2 prepares itself in its first forward. That may be one of a measurement, which undoes what a forward does
         # to a module: hooks that free gathered parameters before a state dict would be gone.
@@ -73,13 +81,15 @@ class FullyShardedModel(Strategy):
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._plain = _PlainGradients(module, loss_ranks)
         # Under `find_unused_parameters` zeros replace gradients that the backward of a rank did not reach.
-        differing = loss_ranks.size > 1 and not plan.find_unused_parameters
-        self._same = SameOnAllRanks(module, loss_ranks) if differing else None
+        differing = self._stage_ranks.size > 1 and not plan.find_unused_parameters
+        self._same = SameOnAllRanks(module, self._stage_ranks) if differing else None
         # The norm of gradients on the host is computed there.
         self._on_host = self._plan.cpu_offload and self._device.type != "cpu"
         self._norm_on_host = self._on_host or self._device.type == "cpu"
         self._copies: dict[Any, int] = {}
         self._forwards = self._seen = 0
+        if division is not None:
+            division.finish()
         self._hook = module.register_forward_pre_hook(self._count)
 
     def _count(self, module: nn.Module, arguments: Any) -> None:
@@ -101,6 +111,9 @@ class FullyShardedModel(Strategy):
         finally:
             if not last:
                 self._reduce(True)
+        if last and self._division is not None:
+            total = self._tensor_ranks.sum if self._on_host else self._tensor_ranks.sum_on_device
+            self._division.average_shared(total, self._tensor_ranks.size)
 
     def _abandon(self) -> None:
         """Reset after an interrupted forward or backward, whose partial sums would corrupt the next one."""
@@ -152,16 +165,16 @@ class FullyShardedModel(Strategy):
 
     def _copies_of(self, gradient: Tensor) -> int:
         if not is_sharded(gradient):
-            return self._loss_ranks.size
+            return self._stage_ranks.size
         layout = gradient.device_mesh, gradient.placements
         if layout not in self._copies:
             # Ranks outside its mesh hold copies of it too, on a mesh like it.
-            self._copies[layout] = self._loss_ranks.size // gradient.device_mesh.size() * copies(gradient)
+            self._copies[layout] = self._stage_ranks.size // gradient.device_mesh.size() * copies(gradient)
         return self._copies[layout]
 
     def _sum_of_norm(self, square: Tensor) -> Tensor:
         """The sum over ranks. On the host, what the backwards of ranks reached is compared in the same exchange."""
-        exchange = self._loss_ranks.sum if self._on_host else self._loss_ranks.sum_on_device
+        exchange = self._stage_ranks.sum if self._on_host else self._stage_ranks.sum_on_device
         if self._same is None or not square.is_cpu:
             return exchange(square)
         numbers = torch.tensor([0.0, *self._same.numbers()], dtype=torch.float64)
@@ -190,8 +203,8 @@ class FullyShardedModel(Strategy):
         return locals_of(gradients)
 
     def max_over_ranks(self, flag: Tensor) -> Tensor:
-        if self._loss_ranks.size > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._loss_ranks.device_group)
+        if self._stage_ranks.size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._stage_ranks.device_group)
         return flag
 
     def check_reached(self) -> None:
@@ -212,15 +225,15 @@ class FullyShardedModel(Strategy):
     # --- buffers and weights ----------------------------------------------------------------------------------------
 
     def share_buffers(self) -> None:
-        if self._loss_ranks.size > 1:
+        if self._stage_ranks.size > 1:
             share_buffers(self._module)
 
     def own_buffers(self) -> dict[str, Tensor]:
         """All of them: forwards do not share buffers between ranks."""
-        return super().own_buffers() if self._loss_ranks.size == 1 else self._buffers.all()
+        return super().own_buffers() if self._stage_ranks.size == 1 else self._buffers.all()
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
-        return buffers_of_first_rank(self._module) if self._loss_ranks.size > 1 else contextlib.nullcontext()
+        return buffers_of_first_rank(self._module) if self._stage_ranks.size > 1 else contextlib.nullcontext()
 
     def whole_state(self) -> dict[str, Any]:
         """Gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
@@ -250,8 +263,10 @@ class FullyShardedModel(Strategy):
             unit.unshard()
         self._free_after_forward(False)
         self._module._is_gathered = True  # type: ignore[assignment]
+        layers = undivided(self._module) if self._division is not None else contextlib.nullcontext()
         try:
-            yield
+            with layers:
+                yield
         finally:
             self._module._is_gathered = False  # type: ignore[assignment]
             for unit in self._units:
@@ -284,21 +299,32 @@ def shard(module: nn.Module, device: torch.device, plan: DistPlan, loss_ranks: G
     return FullyShardedModel(module, plan, loss_ranks, device)
 
 
-def shard_(module: nn.Module, device: torch.device, plan: DistPlan, loss_ranks: Gang) -> None:
-    """Replace the parameters by sharded ones with rank 0's values, inner units first. Collective."""
+def shard_(
+    module: nn.Module,
+    device: torch.device,
+    plan: DistPlan,
+    loss_ranks: Gang,
+    division: TensorDivision | None = None,
+) -> None:
+    """Replace the parameters by sharded ones with rank 0's values, inner units first; those of layers that `division`
+    names by this rank's parts of them before. Collective.
+    """
     chosen = plan.shard or ShardPlan()
     _check(plan, device)
-    mesh = loss_device_mesh(loss_ranks.mesh.with_replicas(chosen.replicas), device)
-    if chosen.ram_efficient and loss_ranks.rank != 0:
+    mesh, tensor_mesh = fsdp_device_meshes(loss_ranks.mesh.with_replicas(chosen.replicas), device)
+    stage_ranks = loss_ranks.over("stage")
+    if chosen.ram_efficient and stage_ranks.rank != 0:
         to_meta(module)
-    check_same_structure(module, loss_ranks)
-    check_sparse(module, loss_ranks)
-    first = FirstRank(module, device, loss_ranks)
+    check_same_structure(module, stage_ranks)
+    check_sparse(module, stage_ranks)
+    first = FirstRank(module, device, stage_ranks)
     first.place(module.buffers())
     ignored = ignored_parameters(module, chosen.ignored)
     # In the order of the module: that of a set differs between ranks.
     first.place(parameter for parameter in module.parameters() if parameter in ignored)
-    ignored = ignored_parameters(module, chosen.ignored)
+    if loss_ranks.mesh.expert > 1:
+        divide_experts(module, first, loss_ranks, device)
+    ignored = ignored_parameters(module, chosen.ignored) | set(expert_parameters(module))
     units = units_of(module, chosen, ignored)
     if chosen.recompute:
         apply_recompute(module, {"offload": chosen.recompute_offload}, units)
@@ -306,6 +332,8 @@ def shard_(module: nn.Module, device: torch.device, plan: DistPlan, loss_ranks: 
         own = [p for p in unit.parameters() if p not in ignored and not is_sharded(p)]
         _check_one_dtype(unit, own, chosen)
         first.place(own)
+        if division is not None and tensor_mesh is not None:
+            division.apply(unit, tensor_mesh)
         fully_shard(
             unit,
             mesh=mesh,

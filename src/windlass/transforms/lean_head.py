@@ -28,6 +28,7 @@ from windlass.transforms.linear_cross_entropy import (
 )
 from windlass.transforms.linear_log_probabilities import TokenLogProbabilities, linear_log_probabilities
 from windlass.transforms.neftune import vocabulary_of
+from windlass.transforms.tensor_split import TensorSplit, mine, split_of
 
 # What a head makes: what is differentiated, and figures.
 Made = tuple[Tensor, tuple[Tensor, ...]]
@@ -83,7 +84,8 @@ class LeanHead:
             InexactLossError: only the model's own loss is exact.
         """
         head = head_of(core)
-        if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        plain = type(head).forward is nn.Linear.forward or split_of(head) is not None
+        if not plain or "forward" in vars(head):
             kind = type(head)
             raise InexactLossError(
                 f"its head is a {kind.__module__}.{kind.__qualname__}, not a plain linear layer"
@@ -115,10 +117,12 @@ class LeanHead:
         targets = self._targets(inputs)
         options = replace(options, scale=self.scale, softcap=self.softcap)
 
-        def loss_of(hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
+        def loss_of(
+            hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, split: TensorSplit
+        ) -> Made:
             places = _places(targets.flatten())
             states, wanted = hidden.flatten(0, -2)[places], targets.flatten()[places]
-            loss, *figures = linear_cross_entropy(states, weight, bias, wanted, options)
+            loss, *figures = linear_cross_entropy(states, weight, bias, wanted, options, split)
             return loss.reshape((1,) * hidden.ndim), tuple(figures)
 
         loss, figures, auxiliary = self._forward(model, inputs, targets, loss_of)
@@ -133,11 +137,13 @@ class LeanHead:
         """
         targets = self._targets(inputs)
 
-        def chosen(hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Made:
+        def chosen(
+            hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, split: TensorSplit
+        ) -> Made:
             places = _places(targets.flatten())
             states, wanted = hidden.flatten(0, -2)[places], targets.flatten()[places]
             found = linear_log_probabilities(
-                states, weight, bias, wanted, scale=self.scale, softcap=self.softcap
+                states, weight, bias, wanted, scale=self.scale, softcap=self.softcap, split=split
             )
             first, *figures = (_spread(values, places, targets) for values in found)
             return first, tuple(figures)
@@ -156,10 +162,10 @@ class LeanHead:
         model: nn.Module,
         inputs: Mapping[str, Any],
         targets: Tensor,
-        make: Callable[[Tensor, Tensor, Tensor, Tensor | None], Made],
+        make: Callable[[Tensor, Tensor, Tensor, Tensor | None, TensorSplit], Made],
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """A forward of `model` in which `make` replaces the head. It is given hidden states and targets, and weight and
-        bias of the head. Returns what it made, and the auxiliary loss.
+        bias of the head, or of this rank's part of it. Returns what it made, and the auxiliary loss.
         """
         core, head = self._alive()
         inputs, divided = unlabelled(core, inputs), has_divided_sequences(core)
@@ -173,9 +179,7 @@ class LeanHead:
                 raise InexactLossError(
                     f"its head gets {tuple(hidden.shape)} for targets of {tuple(targets.shape)}"
                 )
-            if is_sharded(head.weight):
-                raise InexactLossError("its head is divided among processes in its forward")
-            result, others = make(hidden, targets, head.weight, _bias_of(core, head))
+            result, others = make(hidden, targets, *_parts_of(core, head))
             figures.append(others)
             return result
 
@@ -339,11 +343,20 @@ def _offset_of(core: nn.Module) -> Tensor | None:
     return None if found is None else found[0]
 
 
-def _bias_of(core: nn.Module, head: nn.Linear) -> Tensor | None:
+def _parts_of(core: nn.Module, head: nn.Linear) -> tuple[Tensor, Tensor | None, TensorSplit]:
+    """Weight and bias of the head, or of the part that this rank of a tensor gang has."""
+    weight: Tensor = head.weight
+    bias: Tensor | None = head.bias
+    split = split_of(head) or TensorSplit(head.out_features)
+    if split.ranks > 1:
+        weight, bias = mine(weight), None if bias is None else mine(bias)
+    if is_sharded(weight) or len(weight) != len(split.mine):
+        raise InexactLossError("its head is divided among processes in its forward")
     offset = _offset_of(core)
-    if offset is None:
-        return head.bias
-    return offset if head.bias is None else head.bias + offset
+    if offset is not None:
+        offset = offset[split.mine.start : split.mine.stop]
+        bias = offset if bias is None else bias + offset
+    return weight, bias, split
 
 
 def _is_precise(head: nn.Linear) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
+from windlass.transforms.tensor_split import TensorSplit
 
 IGNORED = -100
 # Logits that are made at once: on a CPU as many as its caches hold, elsewhere as many as keep the device busy.
@@ -70,7 +71,12 @@ class LinearLoss(NamedTuple):
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LossOptions | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    options: LossOptions | None = None,
+    split: TensorSplit | None = None,
 ) -> LinearLoss:
     """The summed cross entropy of `hidden @ weight.T + bias`.
 
@@ -79,6 +85,8 @@ def linear_cross_entropy(
         weight: shape (classes, size).
         bias: shape (classes,).
         targets: int64, shape (targets,); -100 is left out.
+        split: how the classes are divided among ranks, which have the same hidden states and targets: `weight` and
+            `bias` are this rank's part. Collective. None: they are whole.
 
     Its gradients are made in the forward, and given away by a backward that does not keep the graph.
     """
@@ -89,7 +97,9 @@ def linear_cross_entropy(
     with torch.autocast(kind, enabled=False):
         learning = torch.is_grad_enabled()
         fused: Any = _Fused  # `apply` has no types
-        return LinearLoss(*fused.apply(hidden, weight, bias, targets, options or LossOptions(), learning))
+        return LinearLoss(
+            *fused.apply(hidden, weight, bias, targets, options or LossOptions(), split, learning)
+        )
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -109,12 +119,15 @@ class _Fused(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         options: LossOptions,
+        split: TensorSplit | None,
         learning: bool,
     ) -> tuple[Tensor, ...]:
         needed = tuple(learning and wanted for wanted in ctx.needs_input_grad[:3])
-        sums = _Sums(hidden, weight, bias, options, needed)
+        split = split or TensorSplit(len(weight))
+        gradients = HeadGradients(hidden, weight, bias, needed, split)
+        sums = _Sums(hidden, ChunkLogits(weight, bias, options, split), options, gradients)
         sums.add_all(targets)
-        ctx.gradients = sums.gradients()
+        ctx.gradients = gradients.made()
         results = sums.results
         ctx.mark_non_differentiable(*results[1:])
         return results
@@ -132,7 +145,7 @@ class _Fused(torch.autograd.Function):
         if not kept:
             ctx.gradients = None
         scale = torch.mul if kept else Tensor.mul_  # in place, no second copy of the weight's gradient exists
-        return *(None if g is None else scale(g, gradient.to(g.dtype)) for g in made), None, None, None
+        return *(None if g is None else scale(g, gradient.to(g.dtype)) for g in made), None, None, None, None
 
 
 class ChunkLogits:
@@ -142,17 +155,18 @@ class ChunkLogits:
         weight: shape (classes, size).
         bias: shape (classes,), or None.
         options: `scale` and `softcap` are applied.
+        split: of the classes.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, options: LossOptions) -> None:
-        self._weight, self._bias, self._options = weight, bias, options
+    def __init__(self, weight: Tensor, bias: Tensor | None, options: LossOptions, split: TensorSplit) -> None:
+        self._weight, self._bias, self._options, self.split = weight, bias, options, split
         self.precise = torch.promote_types(weight.dtype, torch.float32)
         self._buffers: tuple[Tensor, Tensor] | None = None
 
     def chunks(self, targets: int) -> Iterator[slice]:
         """The rows of each chunk of `targets` targets."""
         at_once = _AT_ONCE if self._weight.is_cpu else _AT_ONCE_ON_DEVICES
-        step = max(_FEWEST, at_once // max(len(self._weight), 1))
+        step = max(_FEWEST, at_once // max(self.split.chunk, 1))  # the same on every rank
         return (slice(start, start + step) for start in range(0, targets, step))
 
     def of(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,10 +204,18 @@ class HeadGradients:
     Args:
         hidden, weight, bias: the tensors.
         needed: which of them need a gradient.
+        split: of the classes.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
-        self._own = hidden, weight, bias
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needed: tuple[bool, ...],
+        split: TensorSplit,
+    ) -> None:
+        self._own, self._split = (hidden, weight, bias), split
         precise = torch.promote_types(hidden.dtype, torch.float32)
         self.needed = any(needed)
         self._of_hidden = torch.empty_like(hidden) if needed[0] else None
@@ -217,6 +239,8 @@ class HeadGradients:
 
     def made(self) -> tuple[Tensor | None, ...]:
         """The gradients in the dtypes of their tensors; None for those that are not needed."""
+        if self._of_hidden is not None:
+            self._split.sum(self._of_hidden)
         made = self._of_hidden, self._of_weight, self._of_bias
         return tuple(
             None if gradient is None or tensor is None else gradient.to(tensor.dtype)
@@ -225,25 +249,17 @@ class HeadGradients:
 
 
 class _Sums:
-    """The loss, the figures and the gradients, added up over chunks of targets. `needed` says which: of the hidden
-    states, of the weight, of the bias.
-    """
+    """The loss, the figures and the gradients, added up over chunks of targets."""
 
     def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        options: LossOptions,
-        needed: tuple[bool, ...],
+        self, hidden: Tensor, logits: ChunkLogits, options: LossOptions, gradients: HeadGradients
     ) -> None:
-        self._hidden, self._classes, self._options = hidden, len(weight), options
-        self._logits = ChunkLogits(weight, bias, options)
-        self._gradients = HeadGradients(hidden, weight, bias, needed)
-        precise = self._logits.precise
+        self._hidden, self._options, self._logits, self._gradients = hidden, options, logits, gradients
+        self._split, precise = logits.split, logits.precise
         self.results = tuple(torch.zeros((), dtype=precise, device=hidden.device) for _ in range(4))
         weights = options.class_weights
         self._class_weights = None if weights is None else weights.to(hidden.device, precise)
+        self._mine = slice(self._split.mine.start, self._split.mine.stop)
 
     def add_all(self, targets: Tensor) -> None:
         """Add all chunks."""
@@ -254,29 +270,34 @@ class _Sums:
         options = self._options
         logits, shares = self._logits.of(self._hidden[rows])
         real = targets != IGNORED
-        classes = torch.where(real, targets, 0)[:, None]
-        largest = logits.amax(dim=1)
-        chosen = logits.gather(1, classes)[:, 0]
+        classes = torch.where(real, targets, 0)
+        here, places = self._split.located(classes)
+        largest = self._split.max(logits.amax(dim=1))
         torch.sub(logits, largest[:, None], out=shares).exp_()
-        total = shares.sum(dim=1)
-        log_total = largest + total.log()
-        weight, of_total, of_chosen = self._factors(classes[:, 0], chosen - log_total, log_total)
-        losses = (
-            of_total[0] * log_total - of_chosen * chosen - self._smoothed(logits) + of_total[1] * log_total
+        total, chosen, expected, smoothed = self._split.sum(
+            torch.stack(
+                [
+                    shares.sum(dim=1),
+                    torch.where(here, logits.gather(1, places[:, None])[:, 0], 0),
+                    # As a product of matrices: a product of vectors would be as large as the logits.
+                    torch.bmm(shares[:, None], logits[:, :, None])[:, 0, 0],
+                    self._smoothed(logits),
+                ]
+            )
         )
-        # As a product of matrices: a product of vectors would be as large as the logits.
-        expected = torch.bmm(shares[:, None], logits[:, :, None])[:, 0, 0] / total
-        for result, values in zip(
-            self.results, (losses, log_total - expected, (chosen >= largest).to(losses), weight), strict=True
-        ):
+        log_total = largest + total.log()
+        weight, of_total, of_chosen = self._factors(classes, chosen - log_total, log_total)
+        losses = of_total[0] * log_total - of_chosen * chosen - smoothed + of_total[1] * log_total
+        figures = (losses, log_total - expected / total, (chosen >= largest).to(losses), weight)
+        for result, values in zip(self.results, figures, strict=True):
             result.add_(torch.where(real, values, 0).sum())
         if not self._gradients.needed:
             return
         shares.mul_(((of_total[0] + 2 * of_total[1]) / total)[:, None])
-        shares.scatter_add_(1, classes, -of_chosen[:, None])
+        shares.scatter_add_(1, places[:, None], -torch.where(here, of_chosen, 0)[:, None])
         if options.label_smoothing:
-            spread = options.label_smoothing / self._classes
-            shares.sub_(spread if self._class_weights is None else spread * self._class_weights)
+            spread = options.label_smoothing / self._split.size
+            shares.sub_(spread if self._class_weights is None else spread * self._class_weights[self._mine])
         self._gradients.add(rows, self._logits.back_through(logits, shares, real.to(shares)))
 
     def _factors(
@@ -295,15 +316,11 @@ class _Sums:
             of_chosen = of_chosen * log_share.exp()
         return weight, (of_chosen + smoothing * mean, options.z_loss * log_total), of_chosen
 
-    def _smoothed(self, logits: Tensor) -> Tensor | float:
-        """The logits' part in the smoothed loss, shape (targets,)."""
-        smoothing = self._options.label_smoothing
-        if not smoothing:
-            return 0.0
+    def _smoothed(self, logits: Tensor) -> Tensor:
+        """The part of these logits in the smoothed loss, shape (targets,)."""
+        spread = self._options.label_smoothing / self._split.size
+        if not spread:
+            return logits.new_zeros(len(logits))
         if self._class_weights is None:
-            return logits.mean(dim=1) * smoothing
-        return torch.mv(logits, self._class_weights) * (smoothing / self._classes)
-
-    def gradients(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the hidden states, the weight and the bias."""
-        return self._gradients.made()
+            return logits.sum(dim=1) * spread
+        return torch.mv(logits, self._class_weights[self._mine]) * spread

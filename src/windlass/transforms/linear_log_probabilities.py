@@ -19,6 +19,7 @@ from windlass.transforms.linear_cross_entropy import (
     LossOptions,
     autocast_dtype,
 )
+from windlass.transforms.tensor_split import TensorSplit
 
 
 class TokenLogProbabilities(NamedTuple):
@@ -49,6 +50,7 @@ def linear_log_probabilities(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    split: TensorSplit | None = None,
 ) -> TokenLogProbabilities:
     """The log-probability of each target under `softmax(hidden @ weight.T + bias)`.
 
@@ -62,12 +64,15 @@ def linear_log_probabilities(
         targets: int64, shape (targets,); -100 is left out.
         scale: factor of the logits (Cohere, Granite).
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2); None: they stay.
+        split: of the classes, as in `linear_cross_entropy`.
     """
     options = LossOptions(scale=scale, softcap=softcap)
     dtype = autocast_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         chosen: Any = _Chosen  # `apply` has no types
-        return TokenLogProbabilities(*chosen.apply(hidden, weight, bias, targets, options, dtype))
+        return TokenLogProbabilities(
+            *chosen.apply(hidden, weight, bias, targets, options, split or TensorSplit(len(weight)), dtype)
+        )
 
 
 def log_probabilities_of(logits: Tensor, targets: Tensor) -> TokenLogProbabilities:
@@ -99,18 +104,19 @@ class _Chosen(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         options: LossOptions,
+        split: TensorSplit,
         dtype: torch.dtype | None,
     ) -> tuple[Tensor, ...]:
         states, matrix, offsets = _as_type(dtype, hidden, weight, bias)
-        logits_of = ChunkLogits(matrix, offsets, options)
+        logits_of = ChunkLogits(matrix, offsets, options, split)
         results = [
             states.new_zeros(len(targets), dtype=logits_of.precise) for _ in TokenLogProbabilities._fields
         ]
         log_totals = torch.zeros_like(results[0])
         for rows in logits_of.chunks(len(targets)):
-            log_totals[rows] = _add_chunk(results, rows, targets[rows], *logits_of.of(states[rows]))
+            log_totals[rows] = _add_chunk(results, rows, targets[rows], logits_of, states[rows])
         ctx.save_for_backward(hidden, weight, bias, targets, log_totals)
-        ctx.options, ctx.dtype = options, dtype
+        ctx.options, ctx.split, ctx.dtype = options, split, dtype
         ctx.mark_non_differentiable(*results[1:])
         return tuple(results)
 
@@ -120,44 +126,54 @@ class _Chosen(torch.autograd.Function):
         hidden, weight, bias, targets, log_totals = ctx.saved_tensors
         states, matrix, offsets = _as_type(ctx.dtype, hidden, weight, bias)
         with torch.autocast(hidden.device.type, enabled=False):
-            logits_of = ChunkLogits(matrix, offsets, ctx.options)
-            gradients = HeadGradients(states, matrix, offsets, ctx.needs_input_grad[:3])
+            logits_of = ChunkLogits(matrix, offsets, ctx.options, ctx.split)
+            gradients = HeadGradients(states, matrix, offsets, ctx.needs_input_grad[:3], ctx.split)
             for rows in logits_of.chunks(len(targets)):
                 logits, shares = logits_of.of(states[rows])
                 real = targets[rows] != IGNORED
-                classes = torch.where(real, targets[rows], 0)[:, None]
+                here, places = ctx.split.located(torch.where(real, targets[rows], 0))
                 torch.sub(logits, log_totals[rows, None], out=shares).exp_().neg_()
-                shares.scatter_add_(1, classes, torch.ones_like(logits[:, :1]))
+                shares.scatter_add_(1, places[:, None], here.to(logits)[:, None])
                 outer = torch.where(real, gradient[rows], 0)
                 gradients.add(rows, logits_of.back_through(logits, shares, outer))
         made = (
             None if found is None else found.to(own.dtype)
             for found, own in zip(gradients.made(), (hidden, weight, bias), strict=True)
         )
-        return *made, None, None, None
+        return *made, None, None, None, None
 
 
 def _as_type(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Any]:
     return [tensor if tensor is None or dtype is None else tensor.to(dtype) for tensor in tensors]
 
 
-def _add_chunk(results: list[Tensor], rows: slice, targets: Tensor, logits: Tensor, shares: Tensor) -> Tensor:
+def _add_chunk(
+    results: list[Tensor], rows: slice, targets: Tensor, logits_of: ChunkLogits, states: Tensor
+) -> Tensor:
     """Write the figures of a chunk into `results`; return the logarithms of the softmax's denominators."""
-    real = targets != IGNORED
-    classes = torch.where(real, targets, 0)[:, None]
-    largest = logits.amax(dim=1)
-    chosen = logits.gather(1, classes)[:, 0]
+    logits, shares = logits_of.of(states)
+    split, real = logits_of.split, targets != IGNORED
+    here, places = split.located(torch.where(real, targets, 0))
+    largest = split.max(logits.amax(dim=1))
     torch.sub(logits, largest[:, None], out=shares).exp_()
-    total = shares.sum(dim=1)
-    log_total = largest + total.log()
-    # As products of matrices: products of vectors would be as large as the logits.
-    expected = torch.bmm(shares[:, None], logits[:, :, None])[:, 0, 0] / total
-    squares = torch.bmm(shares[:, None], shares[:, :, None])[:, 0, 0]
+    total, chosen, expected, squares, summed = split.sum(
+        torch.stack(
+            [
+                shares.sum(dim=1),
+                torch.where(here, logits.gather(1, places[:, None])[:, 0], 0),
+                # As products of matrices: products of vectors would be as large as the logits.
+                torch.bmm(shares[:, None], logits[:, :, None])[:, 0, 0],
+                torch.bmm(shares[:, None], shares[:, :, None])[:, 0, 0],
+                logits.sum(dim=1),
+            ]
+        )
+    )
+    log_total: Tensor = largest + total.log()
     figures = (
         chosen - log_total,
-        log_total - expected,
+        log_total - expected / total,
         (chosen >= largest).to(logits),
-        logits.mean(dim=1),
+        summed / split.size,
         squares.log() - 2 * total.log(),
     )
     for result, values in zip(results, figures, strict=True):

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.logs import get_job_logger
 from windlass.transforms.neftune import vocabulary_of
+
+logger = get_job_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,32 @@ class ModelLimits:
             default=0,
         )
         return cls(tokens, classes, is_classifier, positions - padding, bool(tables))
+
+    def check_rows(self, name: str, largest_id: int, longest: int, max_length: int | None) -> None:
+        """Check the tokens and the longest row of a prepared dataset. Raises DataError for a token without an
+        embedding, ConfigError for a row that is longer than a table of positions; warns if the model computes its
+        positions.
+
+        Args:
+            name: of the dataset.
+            max_length: the argument that limits rows, for messages.
+        """
+        if self.tokens is not None and largest_id >= self.tokens:
+            raise DataError(
+                f"the {name} dataset has the token {largest_id}, and the embedding of the model has {self.tokens} "
+                "rows: use the model's own tokenizer, or call "
+                f"model.resize_token_embeddings({largest_id + 1})"
+            )
+        positions = self.positions
+        if positions is None or longest <= positions:
+            return
+        fix = (
+            f"the longest row of the {name} dataset has {longest} tokens, and the model has {positions} positions "
+            f"(max_position_embeddings): set max_length={positions}, or take a model that was made for longer rows"
+        )
+        if self.positions_learned:
+            raise ConfigError(Problem("max_length", max_length, fix))
+        logger.warning("max_length=%s: %s", max_length, fix)
 
 
 def _output_tokens(model: nn.Module) -> int | None:

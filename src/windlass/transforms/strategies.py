@@ -36,7 +36,7 @@ def spread(
         from windlass.transforms.context import DividedForwards
 
         try:
-            strategy.at_release.append(DividedForwards(module, plan.attention, context_ranks).release)
+            strategy.at_release.append(DividedForwards(module, context_ranks).release)
         except BaseException:
             strategy.release()
             raise
@@ -50,21 +50,29 @@ def _spread(
         from windlass.transforms.spmd import SplitOverDevices
 
         return SplitOverDevices(module, plan.shard if plan.strategy == "fsdp" else None)
-    if plan.tensor > 1:
-        if in_backward:
+    stages = 1 if plan.pipeline is None else plan.pipeline.size
+    for field, size in (("tp_size", plan.tensor), ("ep_size", plan.expert), ("pp_size", stages)):
+        if in_backward and size > 1:
             fix = "is not built for optimizers that update in the backward: use adamw_torch, or set it to 1"
-            raise ConfigError(Problem("tp_size", plan.tensor, fix))
-        from windlass.transforms.tensor_parallel import TensorParallel, is_divided
+            raise ConfigError(Problem(field, size, fix))
+    if plan.pipeline is not None:
+        from windlass.transforms.pipeline import Pipeline
 
-        if any(map(is_sharded, module.parameters())) and not is_divided(module):
-            _check_divided(module, plan)
-        return TensorParallel(module, loss_ranks, device)
+        return Pipeline(module, plan.pipeline, loss_ranks, device)
+    if plan.expert > 1:
+        from windlass.transforms.expert_parallel import divided
+
+        return divided(module, plan, loss_ranks, device)
     if any(map(is_sharded, module.parameters())):
         _check_divided(module, plan)
     if plan.strategy == "fsdp":
         from windlass.transforms.fsdp import shard
 
         return shard(module, device, plan, loss_ranks)
+    if plan.tensor > 1:
+        from windlass.transforms.tensor_parallel import TensorParallel
+
+        return TensorParallel(module, loss_ranks, device)
     if loss_ranks.size == 1:
         return Alone(module)
     check_sparse(module, loss_ranks)
@@ -78,18 +86,24 @@ def _spread(
 
 
 def _check_divided(module: nn.Module, plan: DistPlan) -> None:
-    """Raise ConfigError for a model whose weights are divided already, unless FSDP2 did that and the plan uses it."""
+    """Raise ConfigError for a model whose weights are divided already, unless that was done here, as the plan says."""
     from torch.distributed.fsdp import FSDPModule
 
+    from windlass.transforms.tensor_layers import is_divided
+
     name = type(module).__name__
-    if not any(isinstance(part, FSDPModule) for part in module.modules()):
+    divided, sharded = is_divided(module), any(isinstance(part, FSDPModule) for part in module.modules())
+    if (divided or sharded) and (divided, sharded) != (plan.tensor > 1, plan.strategy == "fsdp"):
+        was = " and ".join(["tp_size above 1"] * divided + ["fsdp=True"] * sharded)
+        raise ConfigError(
+            Problem("model", name, f"was divided with {was} and stays so; set that, or build it again")
+        )
+    if divided:
+        return
+    if not sharded:
         fix = (
             "its weights are divided among the processes by tensor parallelism (a tp_plan of transformers, or "
             "parallelize_module), which is not trained here; load it without tp_plan and tp_size, and set fsdp=True to "
             "divide it"
         )
         raise ConfigError(Problem("model", name, fix))
-    if plan.strategy != "fsdp":
-        raise ConfigError(
-            Problem("model", name, "FSDP2 has sharded it already; set fsdp=True, or build it again")
-        )

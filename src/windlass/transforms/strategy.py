@@ -33,10 +33,12 @@ class Strategy:
             same number of them.
         saves_parts: checkpoints have the parts of each rank (`checkpoint/sharded.py`) instead of whole tensors.
         at_release: what else ends with it.
+        filling: the batch of the next forward has no weight: it is run because other ranks have one.
     """
 
     sharded = False
     saves_parts = False
+    filling = False
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

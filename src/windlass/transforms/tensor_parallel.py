@@ -8,8 +8,7 @@ is whole on every rank, and computes the same.
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,22 +16,70 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.logs import get_job_logger
+from windlass.core.errors import ModelError
 from windlass.core.module_state import state_of
 from windlass.dist.device_mesh import tensor_device_mesh
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import is_sharded, local, locals_of, whole, whole_on_first
+from windlass.dist.sharded import is_sharded, local, locals_of, whole_on_first
 from windlass.transforms.buffers import broadcast, buffers_of_first_rank, check_sparse, share_buffers
 from windlass.transforms.first_rank import check_same_structure
+from windlass.transforms.split_loss import split_loss
 from windlass.transforms.strategy import Strategy, squared_norm
+from windlass.transforms.tensor_layers import divide, is_divided, undivided
+from windlass.transforms.tensor_plan import SUMMED, chosen_layers
 
-_log = get_job_logger(__name__)
-STYLES = ("colwise", "rowwise", "colwise_gather_output", "replicated_with_grad_allreduce")
-# Styles of layers that have no weights to divide, or whose division only saves memory: whole here.
-_WHOLE = ("replicate", "embedding_rowwise", "sequence_parallel")
+
+class TensorDivision:
+    """The division of the layers of a module among the ranks of a tensor gang.
+
+    Args:
+        module: whole, or divided before: it is not changed then.
+
+    Raises:
+        ConfigError: the plan of the model names nothing, or sizes cannot be divided.
+    """
+
+    def __init__(self, module: nn.Module, tensor_ranks: Gang) -> None:
+        self._module, self._ranks = module, tensor_ranks
+        self.chosen = {} if is_divided(module) else chosen_layers(module, tensor_ranks.size)
+
+    def apply(self, within: nn.Module, mesh: DeviceMesh) -> None:
+        """Divide those of the layers that are part of `within`, and whole. See `divide`."""
+        parts = {id(part) for part in within.modules()}
+        own = [
+            (layer, style)
+            for layer, style in self.chosen.values()
+            if id(layer) in parts and not hasattr(layer, "tensor_style")
+        ]
+        divide(own, mesh, self._ranks)
+
+    def finish(self) -> None:
+        """After all layers were divided, and forwards can be made. Collective."""
+        if self.chosen:
+            split_loss(self._module)
+
+    def average_shared(self, total: Callable[[Tensor], Tensor], ranks: int) -> None:
+        """Average the gradients of what is not divided over `ranks`, whose sum `total` makes in place: all have the
+        same, except those of layers that compute with some of the heads, which have a part each.
+        """
+        summed = {id(p) for layer in self._module.modules() for p in _summed_parameters(layer)}
+        for of_parts in (True, False):
+            members = [
+                p
+                for p in self._module.parameters()
+                if p.requires_grad and not is_cut(p) and (id(p) in summed) == of_parts
+            ]
+            _average(members, total, ranks // self._ranks.size if of_parts else ranks)
+
+
+def _summed_parameters(layer: nn.Module) -> list[nn.Parameter]:
+    return list(layer.parameters()) if getattr(layer, "tensor_style", None) == SUMMED else []
+
+
+def is_cut(tensor: Any) -> bool:
+    """Return True if the ranks of a tensor gang have different parts of `tensor`."""
+    return is_sharded(tensor) and "tensor" in (tensor.device_mesh.mesh_dim_names or ())
 
 
 class TensorParallel(Strategy):
@@ -51,16 +98,15 @@ class TensorParallel(Strategy):
 
     def __init__(self, module: nn.Module, loss_ranks: Gang, device: torch.device) -> None:
         self._loss_ranks, self._tensor_ranks = loss_ranks, loss_ranks.over("tensor")
-        self._all_ranks = loss_ranks.over("all")
-        chosen = {} if is_divided(module) else chosen_layers(module, self._tensor_ranks.size)
-        check_same_structure(module, self._all_ranks)
-        check_sparse(module, self._all_ranks)
+        self._stage_ranks = loss_ranks.over("stage")
+        self._division = TensorDivision(module, self._tensor_ranks)
+        check_same_structure(module, self._stage_ranks)
+        check_sparse(module, self._stage_ranks)
         broadcast(p.detach() for p in module.parameters() if not is_sharded(p))
         share_buffers(module)
-        mesh = tensor_device_mesh(loss_ranks.mesh, device)
-        for layer, style in chosen.values():
-            _divide(layer, style, mesh, self._tensor_ranks.device_group)
+        self._division.apply(module, tensor_device_mesh(loss_ranks.mesh, device))
         super().__init__(module)
+        self._division.finish()
 
     @contextlib.contextmanager
     def micro(self, last: bool) -> Iterator[None]:
@@ -72,12 +118,10 @@ class TensorParallel(Strategy):
         """Average gradients: those of parts over the loss ranks, the others, which are equal in a tensor gang, over all
         ranks, so that rounding cannot make them differ.
         """
-        trained = [p for p in self._module.parameters() if p.requires_grad]
-        parts: list[Any] = [p for p in trained if is_sharded(p)]
-        others: list[nn.Parameter] = [p for p in trained if not is_sharded(p)]
         if self._loss_ranks.size > 1:
+            parts = [p for p in self._module.parameters() if p.requires_grad and is_cut(p)]
             _average(parts, self._loss_ranks.sum_on_device, self._loss_ranks.size)
-        _average(others, self._all_ranks.sum_on_device, self._all_ranks.size)
+        self._division.average_shared(self._stage_ranks.sum_on_device, self._stage_ranks.size)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Count every element once: whole gradients are divided by the number of ranks that have them."""
@@ -103,7 +147,7 @@ class TensorParallel(Strategy):
         return locals_of(gradients)
 
     def max_over_ranks(self, flag: Tensor) -> Tensor:
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._all_ranks.device_group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._stage_ranks.device_group)
         return flag
 
     def share_buffers(self) -> None:
@@ -116,21 +160,9 @@ class TensorParallel(Strategy):
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         return buffers_of_first_rank(self._module)
 
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self) -> AbstractContextManager[Any]:
         """Forwards inside do not communicate. Changes to parameters are lost."""
-        layers = [layer for layer in self._module.modules() if isinstance(layer, ColumnLinear | RowLinear)]
-        kept = [(layer, type(layer), layer.weight, layer.bias) for layer in layers]
-        for layer in layers:
-            layer.weight = nn.Parameter(whole(layer.weight), requires_grad=False)
-            if layer.bias is not None:
-                layer.bias = nn.Parameter(whole(layer.bias), requires_grad=False)
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            for layer, kind, weight, bias in kept:
-                layer.weight, layer.bias, layer.__class__ = weight, bias, kind
+        return undivided(self._module)
 
     def generating(self) -> AbstractContextManager[Any]:
         """Whole parameters: parts compute with nothing but their own."""
@@ -141,217 +173,9 @@ class TensorParallel(Strategy):
         state: dict[str, Any] = {}
         for name, value in state_of(self._module).items():
             found = whole_on_first(value.detach()) if isinstance(value, Tensor) else value
-            if self._all_ranks.world.is_main:
+            if self._stage_ranks.world.is_main:
                 state[name] = found
         return state
-
-
-def is_divided(module: nn.Module) -> bool:
-    """Return True if layers of `module` are divided by this strategy."""
-    return any(isinstance(layer, ColumnLinear | RowLinear) for layer in module.modules())
-
-
-# --- the plan ---------------------------------------------------------------------------------------------------------
-
-
-def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, str]]:
-    """The layers that the plan of `module` divides among `ranks`, with their style, by name.
-
-    The plan is the attribute `tp_plan`, which models of transformers have: pattern of names, in which * is a number or
-    a name -> style.
-    """
-    name = type(module).__name__
-    plan = getattr(module, "tp_plan", None)
-    if not isinstance(plan, Mapping) or not plan:
-        fix = "has no plan for tensor parallelism: set module.tp_plan = {'layers.*.up': 'colwise', ...}, or tp_size=1"
-        raise ConfigError(Problem("model", name, fix))
-    unknown = sorted({style for style in plan.values() if style not in (*STYLES, *_WHOLE)})
-    if unknown:
-        fix = (
-            f"its plan has the style {unknown[0]!r}, and these are built: {', '.join(STYLES)}; set tp_size=1"
-        )
-        raise ConfigError(Problem("model", name, fix))
-    _refuse_heads(module, ranks)
-    patterns = {
-        re.compile(re.escape(pattern).replace(r"\*", "[^.]+")): style for pattern, style in plan.items()
-    }
-    shared = _shared_parameters(module)
-    found = {}
-    for path, layer in module.named_modules():
-        style = next((style for pattern, style in patterns.items() if pattern.fullmatch(path)), None)
-        if style is None or style in _WHOLE:
-            continue
-        if style == "colwise_gather_output" and _stays_whole(layer, ranks, shared):
-            continue
-        _check_layer(path, layer, style, ranks)
-        found[path] = layer, style
-    if not found:
-        raise ConfigError(Problem("model", name, "none of its layers has a name of its plan; set tp_size=1"))
-    return found
-
-
-def _refuse_heads(module: nn.Module, ranks: int) -> None:
-    config: Any = getattr(module, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for field in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(text, field, None)
-        if isinstance(heads, int) and heads % ranks:
-            raise ConfigError(Problem("tp_size", ranks, f"must divide {field}, which is {heads}"))
-
-
-def _shared_parameters(module: nn.Module) -> set[int]:
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for part in module.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None:
-                (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared
-
-
-def _stays_whole(layer: nn.Module, ranks: int, shared: set[int]) -> bool:
-    """Return True for a head that is tied to the embedding, or of a vocabulary that cannot be divided evenly."""
-    weight: Any = getattr(layer, "weight", None)
-    return id(weight) in shared or weight.shape[0] % ranks != 0
-
-
-def _check_layer(path: str, layer: nn.Module, style: str, ranks: int) -> None:
-    if style == "replicated_with_grad_allreduce":
-        return
-    if type(layer) is not nn.Linear:
-        fix = f"is a {type(layer).__name__}, and only nn.Linear is divided; set tp_size=1"
-        raise ConfigError(Problem(f"model.{path}", style, fix))
-    size = layer.in_features if style == "rowwise" else layer.out_features
-    if size % ranks:
-        raise ConfigError(Problem("tp_size", ranks, f"must divide the size of {path}, which is {size}"))
-
-
-# --- layers -----------------------------------------------------------------------------------------------------------
-
-
-def _divide(layer: nn.Module, style: str, mesh: DeviceMesh, group: Any) -> None:
-    if style == "replicated_with_grad_allreduce":
-        # Each rank computes with some of the heads, so that gradients are sums over ranks.
-        for parameter in layer.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(_summing(group))  # type: ignore[no-untyped-call]
-        return
-    dim = 1 if style == "rowwise" else 0
-    _spread(layer, "weight", mesh, dim)
-    if layer.bias is not None and dim == 0:
-        _spread(layer, "bias", mesh, 0)
-    layer.__class__ = _KINDS[style]
-    layer.tensor_group = group
-
-
-def _summing(group: Any) -> Callable[[Tensor], Tensor]:
-    def total(gradient: Tensor) -> Tensor:
-        summed = gradient.clone()
-        dist.all_reduce(summed, group=group)
-        return summed
-
-    return total
-
-
-def _spread(layer: nn.Module, name: str, mesh: DeviceMesh, dim: int) -> None:
-    """Replace a parameter by this rank's part of it, which all ranks with the same part hold."""
-    parameter = layer.get_parameter(name)
-    ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    mine = parameter.detach().chunk(ranks, dim)[rank].clone(memory_format=torch.contiguous_format)
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(dim)]
-    part = DTensor.from_local(
-        mine, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    layer.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
-
-
-class ColumnLinear(nn.Linear):
-    """A linear layer with some of the rows of its weight, that is, some of its outputs."""
-
-    tensor_group: Any
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Shape (..., this rank's outputs)."""
-        own: Tensor = _Copied.apply(input, self.tensor_group)  # type: ignore[no-untyped-call]
-        return nn.functional.linear(own, _mine(self.weight), None if self.bias is None else _mine(self.bias))
-
-
-class GatheredLinear(ColumnLinear):
-    """A column-wise layer whose outputs are whole on every rank."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Shape (..., all outputs)."""
-        gathered: Tensor = _Gathered.apply(super().forward(input), self.tensor_group)  # type: ignore[no-untyped-call]
-        return gathered
-
-
-class RowLinear(nn.Linear):
-    """A linear layer with some of the columns of its weight: it gets some of the inputs, and results are summed."""
-
-    tensor_group: Any
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Shape (..., all outputs), from (..., this rank's inputs)."""
-        product = nn.functional.linear(input, _mine(self.weight))
-        total: Tensor = _Summed.apply(product, self.tensor_group)  # type: ignore[no-untyped-call]
-        return total if self.bias is None else total + self.bias
-
-
-_KINDS: dict[str, type[nn.Linear]] = {
-    "colwise": ColumnLinear, "rowwise": RowLinear, "colwise_gather_output": GatheredLinear,
-}  # fmt: skip
-
-
-def _mine(parameter: Any) -> Tensor:
-    part: Tensor = parameter.to_local()
-    return part
-
-
-class _Copied(torch.autograd.Function):
-    """The input of all ranks, whose gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return states.view_as(states)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over ranks, whose gradient each of them gets."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        total = part.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Gathered(torch.autograd.Function):
-    """The parts of all ranks along the last axis. All compute the same with them."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.ranks, ctx.rank = dist.get_world_size(group), dist.get_rank(group)
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ctx.ranks)]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(ctx.ranks, -1)[ctx.rank].contiguous(), None
-
-
-# --- gradients --------------------------------------------------------------------------------------------------------
 
 
 def _average(parameters: list[nn.Parameter], total: Callable[[Tensor], Tensor], count: int) -> None:

@@ -1,12 +1,12 @@
 """Causal attention over sequences that are divided among ranks: heads travel instead of keys.
 
 Each rank exchanges its tokens of all heads for all tokens of its heads, attends them as one process would, and
-exchanges back (Jacobs et al., "DeepSpeed Ulysses", 2023).
+exchanges back (Jacobs et al., "DeepSpeed Ulysses", 2023). If the ranks have a part of the rows between them, the keys
+of the other parts travel to them in rings, one for each rank (Fang and Zhao, "USP", arXiv:2405.07719).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,24 +19,35 @@ from windlass.transforms.zigzag import Zigzag
 
 
 def ulysses_attention(
-    query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Any, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sight: Sight,
+    group: Any,
+    ring: Any = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """Attend over whole rows, of which each rank of `group` has a part: arguments and result as `ring_attention`.
+    """Attend over whole rows: arguments and result as `ring_attention`.
 
     If there are fewer heads of keys than ranks, each is sent to several ranks. Raises ConfigError if the heads cannot
     be divided among the ranks.
+
+    Args:
+        sight: its division is that of the ring; `group` divides each of its parts like a row.
+        group: the ranks that exchange heads.
+        ring: the ranks that have the same heads of the other parts; None if there is one part, the whole row.
     """
-    size = sight.division.size
+    size = dist.get_world_size(group)
     refuse_heads(query.shape[1], key.shape[1], size)
     if key.shape[1] % size:
         copies = size // key.shape[1]
         key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
+    division = Zigzag(size, sight.division.length // sight.division.size)
     queries, keys, values = (
-        sight.division.whole(_exchange(states, group, 1, 2), 2) for states in (query, key, value)
+        division.whole(_exchange(states, group, 1, 2), 2) for states in (query, key, value)
     )
-    alone = replace(sight, division=Zigzag(1, sight.division.length))
-    attended = ring_attention(queries, keys, values, alone, None, scale)
-    return _exchange(sight.division.parts(attended, 2), group, 2, 1)
+    attended = ring_attention(queries, keys, values, sight, ring, scale)
+    return _exchange(division.parts(attended, 2), group, 2, 1)
 
 
 def refuse_heads(heads: int, key_heads: int, size: int) -> None:

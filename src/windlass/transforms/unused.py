@@ -27,7 +27,8 @@ class ReachedParameters:
     """
 
     def __init__(self, module: nn.Module, wrapper: DistributedDataParallel) -> None:
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        left_out = wrapper.parameters_to_ignore
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad and n not in left_out}
         self._names = {id(p): name for name, p in trained.items()}
         self._wrapper = wrapper
         self._reached: set[int] = set()

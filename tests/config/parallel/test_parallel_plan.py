@@ -99,11 +99,17 @@ def axes(**sizes: int) -> dict[str, str]:
     ("flags", "mesh"),
     [
         (axes(cp=2), Mesh(replicate=2, context=2)),
-        (axes(sp=4), Mesh(context=4)),
+        (axes(sp=4), Mesh(sequence=4)),
+        (axes(cp=2, sp=2), Mesh(context=2, sequence=2)),
         (axes(tp=2, cp=2), Mesh(context=2, tensor=2)),
         (axes(tp=2, dp_replicate=2), Mesh(replicate=2, tensor=2)),
         ({**axes(cp=2), "use_fsdp": True}, Mesh(shard=2, context=2)),
         (axes(cp=2, dp_shard=2), Mesh(shard=2, context=2)),
+        (axes(ep=2), Mesh(replicate=2, expert=2)),
+        (axes(ep=2, dp_replicate=4), Mesh(replicate=2, expert=2)),
+        (axes(ep=4, dp_shard=4), Mesh(expert=4)),
+        (axes(ep=2, dp_shard=2, dp_replicate=2), Mesh(replicate=2, expert=2)),
+        (axes(tp=2, dp_shard=2), Mesh(shard=2, tensor=2)),
         (
             {**axes(cp=2), "use_fsdp": True, "fsdp_sharding_strategy": "NO_SHARD"},
             Mesh(replicate=2, context=2),
@@ -113,7 +119,6 @@ def axes(**sizes: int) -> dict[str, str]:
 def test_axes_of_a_model_leave_the_other_processes_to_data(flags: dict[str, Any], mesh: Mesh) -> None:
     dist = planned(FOUR, **flags).dist
     assert dist.mesh(FOUR.size) == mesh
-    assert dist.attention == ("ulysses" if "parallelism_config_sp_size" in flags else "ring")
 
 
 @pytest.mark.parametrize(
@@ -121,12 +126,10 @@ def test_axes_of_a_model_leave_the_other_processes_to_data(flags: dict[str, Any]
     [
         (axes(cp=3), "cp_size=3: must divide the number of processes, which is 4: start a multiple of 3"),
         (axes(cp=4, tp=2), r"tp_size=2: times --parallelism_config_cp_size=4 must divide"),
-        (axes(cp=2, sp=2), "sp_size=2: contradicts --parallelism_config_cp_size=2"),
         (
             axes(cp=2, dp_replicate=4),
             "4 replicas of 1 shards make 4 processes, and there are 4, 2 to each batch",
         ),
-        (axes(tp=2, dp_shard=2), "tp_size=2: is not built together with FSDP"),
         ({**axes(cp=2), "use_deepspeed": True}, "cp_size=2: is not built together with DeepSpeed"),
         (
             {**axes(sp=2), "dynamo_backend": "inductor"},
@@ -134,7 +137,13 @@ def test_axes_of_a_model_leave_the_other_processes_to_data(flags: dict[str, Any]
         ),
         ({**axes(tp=2), "mixed_precision": "fp8"}, "tp_size=2: is not built together with float8"),
         (axes(pp=2), "pp_size=.2.: pipelines are not built"),
-        (axes(ep=2), "ep_size=.2.: experts that are divided among processes are not built"),
+        (axes(ep=3), "ep_size=3: must divide the number of processes, which is 4"),
+        (
+            axes(ep=4, dp_shard=2, dp_replicate=2),
+            "ep_size=4: must divide the processes of a replica, which are 2",
+        ),
+        (axes(ep=2, cp=2), "ep_size=2: is not built together with --parallelism_config_cp_size=2"),
+        ({**axes(ep=2), "use_deepspeed": True}, "ep_size=2: is not built together with DeepSpeed"),
     ],
 )
 def test_axes_that_are_not_combined_are_refused(flags: dict[str, Any], words: str) -> None:

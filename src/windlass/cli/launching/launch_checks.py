@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from windlass.config.parallel import rows_launch as rows
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Settings
 from windlass.core.errors import Problem
+from windlass.dist.listening import can_listen
 
 # Engine -> (reason, settings that it decides itself), which are refused with it.
 _PLACES = "it decides itself where the processes connect"
@@ -52,13 +52,7 @@ _TEE = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 
 
 def _port_in_use(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return True
-    return False
+    return not can_listen("", port)
 
 
 @dataclass(frozen=True, slots=True)

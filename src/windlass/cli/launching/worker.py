@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from windlass.core.activity import Opening
 from windlass.core.errors import Preempted
 from windlass.core.output import say, shown
 from windlass.core.parent import end_with_parent
@@ -51,10 +52,11 @@ def main(words: Sequence[str]) -> None:
     if not os.environ.get("PYTHONSAFEPATH"):  # the flag is set in any case
         sys.path.insert(0, os.getcwd() if as_module else str(Path(script).resolve().parent))
     try:
-        if as_module:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
+        with Opening(f"starting {shown(Path(script).name)}"):  # its imports alone take seconds
+            if as_module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
     except Preempted as leaving:
         beacon().step(leaving.step)
         beacon().call(LEFT)

@@ -120,18 +120,10 @@ def _layout(args: TrainingArguments) -> Layout:
     """The layout that arguments ask for; what only the number of processes decides is 2."""
     settings = from_arguments(args)
     if uses_deepspeed(settings):
-        fix = "is not proven: give the layout that DeepSpeed is to compute, such as --layout dp_shard=2"
+        fix = "is not proven, for DeepSpeed computes it; leave it out, or use fsdp"
         raise ConfigError(Problem("training.deepspeed", "set", fix))
-    sizes = {
-        axis: int(settings.value(key))
-        for axis, key in (
-            ("dp", rows.MESH_REPLICAS),
-            ("dp_shard", rows.MESH_SHARDS),
-            ("tp", rows.MESH_TENSOR),
-            ("cp", rows.MESH_CONTEXT),
-            ("sp", rows.MESH_SEQUENCE),
-        )
-    }
-    if is_sharded(settings):
-        sizes["dp_shard"] = max(2, sizes["dp_shard"])
-    return Layout.of(sizes)
+    keys = (rows.MESH_REPLICAS, rows.MESH_SHARDS, rows.MESH_EXPERT, *rows.MODEL_AXES)
+    layout = Layout.parse(",".join(f"{key.words[-1]}={settings.value(key)}" for key in keys), "parallel")
+    if is_sharded(settings) and "dp_shard" not in layout.axes:
+        return Layout.of({**dict(layout.sizes), "dp_shard": 2})
+    return layout

@@ -34,7 +34,9 @@ def read_section(settings: Settings, given: Any, section: str, origin: str) -> N
         settings.problems.append(Problem(origin, given, "must be a mapping, or an object with these fields"))
         return
     known = SECTIONS[section]
-    for word, raw in given.items():
+    handler = given.get("pp_handler")
+    options = stated(handler) if dataclasses.is_dataclass(handler) and not isinstance(handler, type) else {}
+    for word, raw in {**given, **options}.items():
         if word in known:
             settings.record(known[word], raw, f"{origin}.{word}", "script", implicit)
         else:

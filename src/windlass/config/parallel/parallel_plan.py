@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from windlass.config.deepspeed import precision_of, stage_of, unfit, without_effect
-from windlass.config.parallel import rows_compile
+from windlass.config.parallel import rows_compile, rows_pipeline
 from windlass.config.parallel import rows_deepspeed as deepspeed
 from windlass.config.parallel import rows_float8 as float8
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.settings import Setting, Settings, contradiction
 from windlass.config.parallel.table import values_for
 from windlass.config.parallel.xla_checks import xla_problems
+from windlass.config.pipeline_plan import SCHEDULES, PipelinePlan, Schedule, unfit_stages, usual_stages
 from windlass.config.plan import CompilePlan, DistPlan, Float8Plan, PrecisionPlan, ShardPlan, ZeroPlan
 from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
@@ -107,6 +108,8 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
     yield from _float8_objections(settings)
     sharded = is_sharded(settings)
     yield from _axes_objections(settings)
+    yield from _pipeline_objections(settings)
+    yield from _expert_objections(settings)
     yield from _mesh_fits(settings, world, settings.value(rows.MESH_SHARDS) if sharded else 1)
     yield from xla_problems(settings, world, sharded)
     if not sharded:
@@ -202,19 +205,25 @@ def _axes(settings: Settings) -> list[Setting]:
 
 
 def _axes_objections(settings: Settings) -> Iterator[Problem]:
-    """Combinations of those axes, and with other settings, that are not built."""
-    axes = _axes(settings)
-    match [found for found in axes if found.key != rows.MESH_TENSOR.name]:
-        case [one, other]:
-            fix = f"contradicts {one.origin}={one.value}: one of the two divides the sequences; set the other to 1"
-            yield Problem(other.origin, other.value, fix)
-    for axis in axes:
-        for what in _apart_from_axes(settings, axis.key == rows.MESH_TENSOR.name):
+    """Combinations of those axes with other settings that are not built."""
+    for axis in _axes(settings):
+        for what in _apart_from_axes(settings):
             yield Problem(axis.origin, axis.value, f"is not built together with {what}, or set it to 1")
 
 
-def _apart_from_axes(settings: Settings, tensor: bool) -> Iterator[str]:
-    """The settings that are not built together with an axis: that of tensors, or one of sequences."""
+def _expert_objections(settings: Settings) -> Iterator[Problem]:
+    expert = settings.get(rows.MESH_EXPERT.name)
+    if expert is None or expert.value == 1:
+        return
+    for axis in _axes(settings):
+        fix = f"is not built together with {axis.origin}={axis.value}: set one of the two to 1"
+        yield Problem(expert.origin, expert.value, fix)
+    for what in _apart_from_axes(settings):
+        yield Problem(expert.origin, expert.value, f"is not built together with {what}, or set it to 1")
+
+
+def _apart_from_axes(settings: Settings) -> Iterator[str]:
+    """The settings that are not built together with an axis."""
     if settings.value(rows.STRATEGY) == "xla":
         yield "PyTorch/XLA, where one process drives all devices: use one process"
     if _asks_for_deepspeed(settings):
@@ -223,8 +232,34 @@ def _apart_from_axes(settings: Settings, tensor: bool) -> Iterator[str]:
         yield "float8 in linear layers: use bf16"
     if _compiled(settings) is not None:
         yield "compiled models: leave torch_compile out"
-    if tensor and is_sharded(settings):
-        yield "FSDP: leave fsdp out"
+
+
+def _pipeline_objections(settings: Settings) -> Iterator[Problem]:
+    """What is not built together with a pipeline, and options that have no effect without one."""
+    size = settings.get(rows.MESH_PIPELINE.name)
+    options = settings.explicit(
+        rows_pipeline.PP_SCHEDULE, rows_pipeline.PP_STAGES, rows_pipeline.PP_SPLIT_POINTS
+    )
+    if size is None or size.value == 1:
+        for found in options:
+            if found.source in ("script", "flag"):
+                yield Problem(
+                    found.origin,
+                    found.value,
+                    "has no effect without a pipeline: set pp_size, or leave it out",
+                )
+        return
+    others = [found for found in _axes(settings) if found.key != rows.MESH_PIPELINE.name]
+    for other in others:
+        fix = f"is not built together with {other.origin}={other.value}: set one of the two to 1"
+        yield Problem(size.origin, size.value, fix)
+    if is_sharded(settings):
+        yield Problem(
+            size.origin, size.value, "is not built together with FSDP: leave fsdp out, or set it to 1"
+        )
+    stages = settings.get(rows_pipeline.PP_STAGES.name)
+    if stages is not None and (fix := unfit_stages(_schedule(settings), stages.value)):
+        yield Problem(stages.origin, stages.value, fix)
 
 
 def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Problem]:
@@ -237,6 +272,12 @@ def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Proble
         return
     sizes = settings.explicit(rows.MESH_REPLICAS, rows.MESH_SHARDS)
     replicas, data_ranks = settings.value(rows.MESH_REPLICAS), all_ranks // together
+    copies = _replicas(settings, world) if is_sharded(settings) else 1
+    expert = settings.value(rows.MESH_EXPERT)
+    if expert > 1 and data_ranks % copies == 0 and data_ranks // copies % expert:
+        whose = "the processes of a replica" if copies > 1 else "the number of processes"
+        fix = f"must divide {whose}, which {'are' if copies > 1 else 'is'} {data_ranks // copies}"
+        yield Problem(settings[rows.MESH_EXPERT.name].origin, expert, fix)
     if not sizes:
         return
     there_are = f"there are {all_ranks}" + (f", {together} to each batch" if axes else "")
@@ -319,10 +360,26 @@ def _dist(settings: Settings, world: World) -> DistPlan:
         strategy="deepspeed" if zero else "fsdp" if sharded else "ddp",
         shard=_shard(settings, world) if sharded else None,
         zero=_zero(settings) if zero else None,
-        context=settings.value(rows.MESH_CONTEXT) * settings.value(rows.MESH_SEQUENCE),
+        context=settings.value(rows.MESH_CONTEXT),
+        sequence=settings.value(rows.MESH_SEQUENCE),
         tensor=settings.value(rows.MESH_TENSOR),
-        attention="ulysses" if settings.value(rows.MESH_SEQUENCE) > 1 else "ring",
+        pipeline=_pipeline(settings),
+        expert=settings.value(rows.MESH_EXPERT),
     )
+
+
+def _pipeline(settings: Settings) -> PipelinePlan | None:
+    size = settings.value(rows.MESH_PIPELINE)
+    if size == 1:
+        return None
+    schedule = _schedule(settings)
+    stages = settings.value(rows_pipeline.PP_STAGES) or usual_stages(schedule)
+    return PipelinePlan(size, schedule, stages, tuple(settings.value(rows_pipeline.PP_SPLIT_POINTS)))
+
+
+def _schedule(settings: Settings) -> Schedule:
+    word = settings.value(rows_pipeline.PP_SCHEDULE)
+    return next(name for name in SCHEDULES if name.lower() == word)
 
 
 def _zero(settings: Settings) -> ZeroPlan:

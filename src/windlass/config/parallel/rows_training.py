@@ -364,19 +364,26 @@ MESH_SEQUENCE = _mesh(
     "sp",
     written=1,
 )
-for _axis, _what in (("pp", "pipelines"), ("ep", "experts that are divided among processes")):
-    _mesh(
-        _axis,
-        kinds.positive,
-        1,
-        f"Processes of {_what}.",
-        f"{_axis}_size",
-        _axis,
-        written=1,
-        refused=f"{_what} are not built yet; set it to 1",
-    )
+MESH_PIPELINE = _mesh(
+    "pp",
+    kinds.positive,
+    1,
+    "Processes that divide the layers of a model; micro-batches pass from one to the next (pipeline).",
+    "pp_size",
+    "pp",
+    written=1,
+)
+MESH_EXPERT = _mesh(
+    "ep",
+    kinds.positive,
+    1,
+    "Processes that divide the experts of a mixture; they train on different samples.",
+    "ep_size",
+    "ep",
+    written=1,
+)
 # The axes whose processes compute the same samples together.
-MODEL_AXES = (MESH_TENSOR, MESH_CONTEXT, MESH_SEQUENCE)
+MODEL_AXES = (MESH_TENSOR, MESH_CONTEXT, MESH_SEQUENCE, MESH_PIPELINE)
 _RING = "does not change the exchange: keys and values travel round a ring, with the same results"
 _ROWS = "has no effect: rows of any length are padded and divided"
 _mesh("cp_backend", kinds.choice("torch"), "torch", "Implementation of context parallelism.")
@@ -404,7 +411,7 @@ def _nothing(raw: object) -> None:
     """An object of options, whose fields have settings of their own."""
 
 
-for _word in ("tp_handler", "cp_handler", "sp_handler"):
+for _word in ("tp_handler", "cp_handler", "sp_handler", "pp_handler"):
     _mesh(_word, _nothing, None, "An object of options.")
 MESH = (
     *_mesh,

@@ -6,7 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from windlass.config.parallel import rows_compile, rows_deepspeed, rows_float8, rows_launch, rows_training
+from windlass.config.parallel import (
+    rows_compile,
+    rows_deepspeed,
+    rows_float8,
+    rows_launch,
+    rows_pipeline,
+    rows_training,
+)
 from windlass.config.parallel.keys import FAMILIES, Key
 from windlass.config.parallel.rows_deepspeed import FIELDS, config_of, fields_in_config
 from windlass.config.parallel.settings import Settings
@@ -15,6 +22,7 @@ TRAINING = (
     *rows_training.RUN,
     *rows_training.FSDP,
     *rows_training.MESH,
+    *rows_pipeline.PIPELINE,
     *rows_training.DDP,
     *rows_compile.COMPILE,
     *rows_float8.FLOAT8,

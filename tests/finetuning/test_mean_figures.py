@@ -5,29 +5,37 @@ from __future__ import annotations
 import torch
 
 from windlass.core.events import TrainerControl, TrainerState
-from windlass.finetuning.token_figures import BatchSums, TokenFigures, UpdateBorders
+from windlass.finetuning.mean_figures import MeanFigures, Sums, UpdateBorders
+
+NAMES = ("entropy", "mean_token_accuracy", "aux_loss")
+Batch = tuple[Sums, torch.Tensor]
 
 
-def batch(entropy: float, correct: int, targets: int, tokens: int, aux: float | None = None) -> BatchSums:
-    values = (torch.tensor(float(v)) for v in (entropy, correct, targets))
-    return BatchSums(*values, torch.tensor(tokens), None if aux is None else torch.tensor(aux))
+def batch(entropy: float, correct: int, targets: int, tokens: int, aux: float | None = None) -> Batch:
+    values = {
+        NAMES[0]: (entropy, targets),
+        NAMES[1]: (correct, targets),
+        NAMES[2]: (aux or 0, aux is not None),
+    }
+    sums = {name: (torch.tensor(float(a)), torch.tensor(float(b))) for name, (a, b) in values.items()}
+    return sums, torch.tensor(tokens)
 
 
-def figures(rank: int = 0) -> TokenFigures:
-    return TokenFigures(torch.device("cpu"), lambda sums: sums, rank)
+def figures(rank: int = 0, *, counts: bool = True) -> MeanFigures:
+    return MeanFigures(NAMES, torch.device("cpu"), lambda sums: sums, rank, counts=counts)
 
 
-def update(made: TokenFigures, *batches: BatchSums) -> None:
+def update(made: MeanFigures, *batches: Batch) -> None:
     made.begin_update()
     for one in batches:
-        made.add(one, training=True)
+        made.add(*one, training=True)
     made.end_update()
 
 
 def test_means_are_over_targets() -> None:
     made = figures()
     update(made, batch(6.0, 1, 2, 5), batch(2.0, 3, 6, 7))
-    made.add(batch(9.0, 1, 1, 100), training=False)
+    made.add(*batch(9.0, 1, 1, 100), training=False)
     assert made.read(training=True) == {"entropy": 1.0, "mean_token_accuracy": 0.5, "num_tokens": 12}
     assert made.read(training=True) == {}
     assert made.read(training=False) == {"entropy": 9.0, "mean_token_accuracy": 1.0, "num_tokens": 12}
@@ -35,7 +43,7 @@ def test_means_are_over_targets() -> None:
 
 def test_batches_outside_of_updates_are_not_counted() -> None:
     made = figures()
-    made.add(batch(6.0, 1, 2, 5), training=True)
+    made.add(*batch(6.0, 1, 2, 5), training=True)
     assert made.read(training=True) == {}
 
 
@@ -43,10 +51,10 @@ def test_an_update_that_is_tried_again_is_counted_once() -> None:
     made = figures()
     borders, about = UpdateBorders(made), (None, TrainerState(), TrainerControl())
     borders.on_step_begin(*about)
-    made.add(batch(6.0, 1, 2, 5), training=True)
+    made.add(*batch(6.0, 1, 2, 5), training=True)
     borders.on_log(*about, logs={"micro_batch_too_large": 4})
     for _ in range(2):
-        made.add(batch(3.0, 1, 1, 3), training=True)
+        made.add(*batch(3.0, 1, 1, 3), training=True)
     borders.on_step_end(*about)
     assert made.read(training=True) == {"entropy": 3.0, "mean_token_accuracy": 1.0, "num_tokens": 6}
 
@@ -75,3 +83,26 @@ def test_the_first_rank_adopts_the_sums_of_all() -> None:
     second.adopt(states)
     assert first.read(training=True) == {"entropy": 1.0, "mean_token_accuracy": 0.5, "num_tokens": 12}
     assert second.read(training=True) == {}
+
+
+def test_ranks_that_share_their_batches_count_once() -> None:
+    states = []
+    for counts in (True, False):
+        made = figures(counts=counts)
+        update(made, batch(2.0, 1, 2, 5))
+        states.append(made.state_dict())
+        assert bool(made.read(training=True)) == counts
+    alone = figures()
+    alone.adopt(states)
+    assert alone.read(training=True) == {"entropy": 1.0, "mean_token_accuracy": 0.5, "num_tokens": 5}
+
+
+def test_a_state_that_was_written_before_extremes_were_is_read() -> None:
+    made = figures()
+    made.load_state_dict({"sums": [6.0, 1.0, 2.0, 3.0, 2.0], "tokens": 5})
+    assert made.read(training=True) == {
+        "entropy": 3.0,
+        "mean_token_accuracy": 0.5,
+        "aux_loss": 1.5,
+        "num_tokens": 5,
+    }

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from windlass.core.errors import ConfigError
-from windlass.transforms.tensor_parallel import chosen_layers
+from windlass.transforms.tensor_plan import chosen_layers
 
 
 class Net(nn.Module):
@@ -27,15 +27,26 @@ class Net(nn.Module):
 PLAN = {"layers.*.up": "colwise", "head": "colwise_gather_output", "embed": "embedding_rowwise"}
 
 
-@pytest.mark.parametrize(
-    ("tied", "ranks", "head"),
-    [(False, 2, True), (True, 2, False), (False, 4, False)],
-    ids=["divided", "tied", "a vocabulary of 6 for 4 ranks"],
-)
-def test_a_plan_names_the_layers(tied: bool, ranks: int, head: bool) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("ranks", "vocabulary"), [(2, True), (4, False)], ids=["3 + 3", "2 + 2 + 2 + 0"])
+def test_a_plan_names_the_layers(tied: bool, ranks: int, vocabulary: bool) -> None:
     found = {name: style for name, (_, style) in chosen_layers(Net(PLAN, tied), ranks).items()}
+    split = {"embed": "embedding_rowwise", "head": "colwise_gather_output"}
     # The blocks are one module, of which names are counted once.
-    assert found == {"layers.0.up": "colwise", **({"head": "colwise_gather_output"} if head else {})}
+    assert found == {"layers.0.up": "colwise", **(split if vocabulary else {})}
+
+
+def test_tied_layers_are_divided_together_or_not_at_all() -> None:
+    head_alone = {name: style for name, style in PLAN.items() if name != "embed"}
+    assert set(chosen_layers(Net(head_alone, tied=True), 2)) == {"layers.0.up"}
+    assert set(chosen_layers(Net(head_alone), 2)) == {"layers.0.up", "head"}
+    net = Net({"layers.*.up": "colwise", "other": "colwise"})
+    net.other = nn.Linear(4, 8)
+    assert set(chosen_layers(net, 2)) == {"layers.0.up", "other"}
+    net.third = nn.Linear(4, 8)
+    net.third.weight = net.layers[0]["up"].weight  # type: ignore[index,union-attr]
+    with pytest.raises(ConfigError, match="is tied to a layer that is not divided in the same way"):
+        chosen_layers(net, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,42 @@
+"""Schedules of pipelines, as `torch.distributed.pipelining` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from windlass.config.pipeline_plan import PipelinePlan
+from windlass.core.errors import ConfigError, Problem
+from windlass.transforms.pipeline_stage import PipelineStage
+
+
+def build_schedule(
+    plan: PipelinePlan, stages: Sequence[PipelineStage], micro_batches: int
+) -> tuple[Any, int]:
+    """The schedule of an update, and the micro-batches that it makes: at least so many, and as many as it needs.
+
+    Raises:
+        ConfigError: the schedule takes no such number.
+    """
+    name = plan.schedule
+    if name == "1F1B" and micro_batches < plan.size:
+        name = "GPipe"  # with so few the order of 1F1B is the same
+    kind: Any = get_schedule_class(name)
+    given = stages[0] if issubclass(kind, PipelineScheduleSingle) else list(stages)
+    problem: Exception | None = None
+    for count in range(micro_batches, micro_batches + 2 * plan.size + 1):
+        if not issubclass(kind, PipelineScheduleSingle) and count < plan.size:
+            continue
+        try:
+            return kind(given, count, loss_fn=_loss_itself, scale_grads=False), count
+        except ValueError as error:
+            problem = error
+    fix = f"{name} does not take this number of micro-batches ({problem}): use a multiple of {plan.size}"
+    raise ConfigError(Problem("gradient_accumulation_steps", micro_batches, fix))
+
+
+def _loss_itself(output: Any, target: Any) -> Any:
+    """The last stage returns the loss of its micro-batch."""
+    return output

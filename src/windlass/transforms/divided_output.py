@@ -1,0 +1,64 @@
+"""What a forward returns whose logits are divided among ranks: by rows, or by the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Gatherable(Protocol):
+    """A rank's part of a tensor."""
+
+    def whole(self) -> Tensor:
+        """All of it, on every rank. Collective."""
+
+
+@dataclass(eq=False)
+class DividedOutput(Mapping[str, Any]):
+    """What a forward with labels returns: the loss of the whole batch, and its logits, gathered when they are read.
+
+    All ranks that divide them must read them, or none.
+
+    Attributes:
+        part: what this rank has of the logits, until they are read.
+    """
+
+    loss: Tensor
+    part: Gatherable | Tensor
+
+    @property
+    def logits(self) -> Tensor:
+        """Shape (rows, tokens, vocabulary), of whole rows."""
+        if not isinstance(self.part, Tensor):
+            self.part = self.part.whole()
+        return self.part
+
+    def __getitem__(self, key: Any) -> Any:
+        names = ("loss", "logits")
+        if isinstance(key, int | slice):
+            return self.to_tuple()[key]
+        if key not in names:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("loss", "logits"))
+
+    def __len__(self) -> int:
+        return 2
+
+    def to_tuple(self) -> tuple[Tensor, Tensor]:
+        """Loss and logits."""
+        return self.loss, self.logits
+
+
+# PyTorch's wrapper finds the loss in it.
+pytree.register_pytree_node(
+    DividedOutput,
+    lambda output: ([output.loss], output.part),
+    lambda leaves, part: DividedOutput(next(iter(leaves)), part),
+)

@@ -1,0 +1,73 @@
+"""Which tokens of packed rows see which: the documents of the rows, and what within each is not simply causal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class DocumentMask(NamedTuple):
+    """What the layers of a model get instead of a mask.
+
+    Attributes:
+        lengths: tokens of each document of all rows, in order.
+        masks: for each document None if its attention is causal, else which keys a query sees: bool, (queries, keys).
+        prefixes: for each document the number of an earlier one, and how many of its first tokens come before this
+            one's own keys; None: no document has any.
+    """
+
+    lengths: list[int]
+    masks: list[Tensor | None]
+    prefixes: list[tuple[int, int]] | None = None
+
+    def with_prefixes(self, documents: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The keys or values of documents, (1, tokens, heads, size), after those of their prefixes."""
+        if self.prefixes is None:
+            return documents
+        return [
+            torch.cat([documents[first][:, :tokens], own], dim=1) if tokens else own
+            for own, (first, tokens) in zip(documents, self.prefixes, strict=True)
+        ]
+
+
+def document_lengths(function: Callable[..., Any], rows: int, length: int, device: Any) -> list[int] | None:
+    """Lengths of the stretches in which each token sees the one before it; None if some token sees the one after it."""
+    row = torch.arange(rows, device=device)[:, None]
+    head = torch.zeros_like(row)
+    earlier, later = (
+        torch.arange(length - 1, device=device)[None],
+        torch.arange(1, length, device=device)[None],
+    )
+    if seen(function, row, head, earlier, later, (rows, length - 1)).any():
+        return None
+    joined = seen(function, row, head, later, earlier, (rows, length - 1))
+    starts = torch.cat([torch.ones_like(joined[:, :1]), ~joined], dim=1).flatten().nonzero().flatten()
+    return torch.diff(starts, append=starts.new_tensor([rows * length])).tolist()
+
+
+def masks_of(
+    function: Callable[..., Any], lengths: list[int], length: int, device: Any
+) -> list[Tensor | None]:
+    """The mask of each document that is more than causal: its last token does not see its first one."""
+    sizes = torch.tensor(lengths, device=device)
+    ends = sizes.cumsum(0)
+    rows, starts = (ends - sizes) // length, (ends - sizes) % length
+    whole = seen(function, rows, torch.zeros_like(rows), starts + sizes - 1, starts, sizes.shape).tolist()
+    return [
+        None if causal else _mask(function, row, start, size, device)
+        for causal, row, start, size in zip(whole, rows.tolist(), starts.tolist(), lengths, strict=True)
+    ]
+
+
+def _mask(function: Callable[..., Any], row: int, start: int, size: int, device: Any) -> Tensor:
+    places = torch.arange(start, start + size, device=device)
+    at = torch.full((1, 1), row, device=device)
+    return seen(function, at, torch.zeros_like(at), places[:, None], places[None], (size, size))
+
+
+def seen(function: Callable[..., Any], row: Any, head: Any, query: Any, key: Any, shape: Any) -> Tensor:
+    """Which queries see which keys: bool of `shape`. Indices are broadcast."""
+    return torch.as_tensor(function(row, head, query, key)).expand(shape)

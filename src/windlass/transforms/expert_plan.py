@@ -1,0 +1,93 @@
+"""Which layers of a model are experts of a mixture: those of its attribute `ep_plan`.
+
+Models of transformers have one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from windlass.core.errors import ConfigError, Problem
+
+# A layer whose tokens are sent to the ranks of their experts, and a parameter whose first dimension counts experts.
+_LAYER, _PARAMETER = "ep_dispatch_experts", "grouped_gemm"
+
+
+def chosen_experts(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
+    """The layers of experts that `ranks` divide, with the names of their parameters, by path.
+
+    They are those of the attribute `ep_plan`, which models of transformers have: the path of a layer, in which * is a
+    number or a name -> "ep_dispatch_experts", and of each of its parameters -> "grouped_gemm".
+    """
+    name = type(module).__name__
+    owner = _owner_of_plan(module)
+    if owner is None:
+        fix = "has no plan for dividing experts (ep_plan): set ep_size=1"
+        raise ConfigError(Problem("model", name, fix))
+    found: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
+    parameters = {path for path, _ in owner.named_parameters() if _style(owner, path) == _PARAMETER}
+    for path, layer in owner.named_modules():
+        if _style(owner, path) != _LAYER:
+            continue
+        names = tuple(
+            each for each, _ in layer.named_parameters(recurse=False) if f"{path}.{each}" in parameters
+        )
+        _check(path, layer, names, ranks)
+        found[path] = layer, names
+    if not found:
+        raise ConfigError(
+            Problem("model", name, "none of its layers has a name of its ep_plan; set ep_size=1")
+        )
+    return found
+
+
+def expert_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of experts of a model with a plan for them (`chosen_experts`), with their adapters."""
+    owner = _owner_of_plan(module)
+    if owner is None:
+        return []
+    return [layer for path, layer in owner.named_modules() if _style(owner, path) == _LAYER]
+
+
+def number_of_experts(layer: nn.Module) -> int:
+    """How many experts a layer has, over all ranks that divide them."""
+    base: Any = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer  # type: ignore[operator]
+    return int(getattr(base, "all_experts", base.num_experts))
+
+
+def _owner_of_plan(module: nn.Module) -> nn.Module | None:
+    return next((part for part in module.modules() if _plan_of(part)), None)
+
+
+def _plan_of(part: nn.Module) -> Mapping[str, str]:
+    """The plan of this module itself: wrappers pass on the attributes of what they wrap."""
+    plan: Any = part.ep_plan if {"ep_plan", "_ep_plan"} & vars(part).keys() else None
+    return plan if isinstance(plan, Mapping) else {}
+
+
+def _style(owner: nn.Module, path: str) -> str | None:
+    for pattern, style in _plan_of(owner).items():
+        if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), path):
+            return style
+    return None
+
+
+def _check(path: str, layer: nn.Module, names: tuple[str, ...], ranks: int) -> None:
+    if not names:
+        fix = (
+            "has no parameters of its plan there: adapters on experts are not built together with ep_size; leave the "
+            "experts out of target_modules and target_parameters, or set ep_size=1"
+        )
+        raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
+    experts = getattr(layer, "num_experts", None)
+    if not isinstance(experts, int) or any(len(layer.get_parameter(name)) != experts for name in names):
+        fix = "has no num_experts that is the first size of its parameters; set ep_size=1"
+        raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
+    if experts % ranks:
+        raise ConfigError(
+            Problem("ep_size", ranks, f"must divide the experts of {path}, which are {experts}")
+        )

@@ -1,0 +1,72 @@
+"""How the ranks of a pipeline send activations to each other, whose shapes only the sender knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from windlass.core.errors import ModelError
+from windlass.dist.gang import Gang
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_HEADER = 10  # dtype, axes, and up to eight sizes
+_TAG = 1  # of headers; torch's schedules send tensors with 0
+_FAILED = -1
+
+
+class StageLink:
+    """Messages between the ranks of a pipeline, by their index in it.
+
+    A header of few numbers, which travels over the host, precedes each activation: rows may differ in length from one
+    micro-batch to the next, and no shape is inferred.
+
+    Args:
+        pipeline_ranks: those of the pipeline.
+    """
+
+    def __init__(self, pipeline_ranks: Gang, device: torch.device) -> None:
+        self.ranks, self.device = pipeline_ranks, device
+        self._under_way: list[tuple[Any, Tensor]] = []
+
+    def announce(self, tensor: Tensor | None, to: int) -> None:
+        """Send the header of a tensor that follows; None: this stage failed, and nothing follows."""
+        numbers = [_FAILED] if tensor is None else self._described(tensor)
+        header = torch.tensor([*numbers, *[0] * (_HEADER - len(numbers))])
+        work = dist.isend(header, self.ranks.members[to], self.ranks.host_group, _TAG)
+        self._under_way.append((work, header))
+
+    def expect(self, source: int) -> Tensor | None:
+        """Memory for the tensor that is announced next; None if its stage failed. Waits for the header."""
+        header = torch.empty(_HEADER, dtype=torch.int64)
+        dist.recv(header, self.ranks.members[source], self.ranks.host_group, _TAG)
+        kind, axes, *sizes = header.tolist()
+        return None if kind == _FAILED else torch.empty(sizes[:axes], dtype=_DTYPES[kind], device=self.device)
+
+    def sending(self, tensor: Tensor, to: int) -> dist.P2POp:
+        """The operation that sends a tensor."""
+        return dist.P2POp(dist.isend, tensor, self.ranks.members[to], self.ranks.device_group)
+
+    def receiving(self, tensor: Tensor, source: int) -> dist.P2POp:
+        """The operation that receives a tensor into memory."""
+        return dist.P2POp(dist.irecv, tensor, self.ranks.members[source], self.ranks.device_group)
+
+    def run(self, *operations: dist.P2POp) -> None:
+        """Start the operations together, and wait for all."""
+        for work in dist.batch_isend_irecv(list(operations)):
+            work.wait()
+
+    def settle(self) -> None:
+        """Wait for the headers that are under way."""
+        while self._under_way:
+            self._under_way.pop()[0].wait()
+
+    def _described(self, tensor: Tensor) -> list[int]:
+        if tensor.dtype not in _DTYPES or tensor.dim() > _HEADER - 2:
+            raise ModelError(
+                f"a stage of the pipeline ends with a tensor of type {tensor.dtype} and shape {list(tensor.shape)}, "
+                "and only floating-point ones of up to 8 axes are sent on: name other modules in pp_split_points"
+            )
+        return [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]

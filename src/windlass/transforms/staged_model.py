@@ -1,0 +1,331 @@
+"""A model whose parameters are divided among the stages of a pipeline: it keeps its modules, names and forward.
+
+A forward outside of a training step is a collective of the pipeline: one stage after the other computes, and all ranks
+get the result of the last. In a training step the executor runs one stage at a time (`run`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.core.errors import ModelError
+from windlass.core.module_state import ElsewhereState
+from windlass.core.rng import PlacedRandomness
+from windlass.dist.absent import Absent, Held, absent_like, held
+from windlass.dist.gang import Gang
+from windlass.transforms.pipeline_cut import Cut
+from windlass.transforms.stage_link import StageLink
+from windlass.transforms.stage_views import StageEnd, StageView
+
+_BUILT_IN = {kind.__name__: kind for kind in (TypeError, ValueError, KeyError, IndexError)}
+
+
+@dataclass(slots=True)
+class _Step:
+    """A micro-batch that runs on one stage of this rank.
+
+    Attributes:
+        calls: of the model.
+    """
+
+    stage: int
+    index: int
+    calls: int = 0
+
+
+class StagedModel(ElsewhereState):
+    """The stages of a model that this rank computes.
+
+    Args:
+        module: whole, on the host; its parameters of other stages are replaced, and the others moved to `device`.
+        placement: for each stage the rank that computes it, as an index in the pipeline.
+        pipeline_ranks: the pipeline of this rank.
+
+    Attributes:
+        local: the stages of this rank.
+        copies: parameters of this rank that an earlier stage updates with it (tied ones), and the index of its rank.
+        lent: parameters of this rank of which a later stage has a copy, and the index of its rank.
+    """
+
+    in_stages = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        cut: Cut,
+        placement: Sequence[int],
+        pipeline_ranks: Gang,
+        device: torch.device,
+    ) -> None:
+        self.module, self.placement, self.link = module, placement, StageLink(pipeline_ranks, device)
+        self.local = [stage for stage, rank in enumerate(placement) if rank == pipeline_ranks.rank]
+        self.randomness = PlacedRandomness(device)
+        self.copies: dict[nn.Parameter, int] = {}
+        self.lent: dict[nn.Parameter, int] = {}
+        self._owners: dict[nn.Parameter, int] = {}
+        self._of_stage: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.local}
+        self._divide(cut, device)
+        self._views = {stage: StageView(module, cut, stage) for stage in self.local}
+        self._step: _Step | None = None
+        self._forward = module.forward
+        module.forward = self._new_forward()
+
+    def _new_forward(self) -> Callable[..., Any]:
+        @functools.wraps(self._forward)  # whose parameters are read: they name the columns of a batch
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._run_or_share(args, kwargs)
+
+        return forward
+
+    @property
+    def stages(self) -> int:
+        """The stages of the whole pipeline."""
+        return len(self.placement)
+
+    def parameters_of(self, stage: int) -> list[nn.Parameter]:
+        """The parameters that a stage of this rank computes with."""
+        return self._of_stage[stage]
+
+    # --- parameters -------------------------------------------------------------------------------------------------
+
+    def _divide(self, cut: Cut, device: torch.device) -> None:
+        """Replace the parameters of other ranks, and move the rest to the device."""
+        users: dict[nn.Parameter, set[int]] = {}
+        modules, number = dict(self.module.named_modules()), cut.stage_of()
+        for name, stage in number.items():
+            for parameter in modules[name].parameters():
+                users.setdefault(parameter, set()).add(stage)
+        taken: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter, stages in users.items():
+            taken[parameter] = self._take(parameter, sorted(stages), device)
+        for module in self.module.modules():
+            for name, old in module._parameters.items():
+                if old is not None:
+                    module._parameters[name] = taken[old]
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+
+    def _take(self, parameter: nn.Parameter, stages: Sequence[int], device: torch.device) -> nn.Parameter:
+        ranks = list(dict.fromkeys(self.placement[stage] for stage in stages))
+        me = self.link.ranks.rank
+        if len(ranks) > 2:
+            raise ModelError(
+                f"a parameter of shape {list(parameter.shape)} is used on {len(ranks)} ranks of the pipeline, and ties "
+                "are built between two: set pp_size=2 or less"
+            )
+        if me in ranks:
+            with torch.no_grad():
+                parameter.data = parameter.data.to(device).contiguous()
+            mine: nn.Parameter = parameter
+            for stage in set(stages) & set(self.local):
+                self._of_stage[stage].append(mine)
+            if len(ranks) == 2:
+                (self.lent if me == ranks[0] else self.copies)[mine] = ranks[me == ranks[0]]
+        else:
+            mine = absent_like(parameter, device)
+        self._owners[mine] = ranks[0]
+        return mine
+
+    @property
+    def values(self) -> Mapping[Tensor, Tensor]:
+        """Each parameter as one rank of the job writes it."""
+        each = self.link.ranks.mesh.size("stage")  # the pipeline is the outermost axis
+        return {p: held(p, owner * each, not isinstance(p, Absent)) for p, owner in self._owners.items()}
+
+    def loaded(self) -> None:
+        """Nothing to do: parameters were filled in place."""
+
+    def let_go(self) -> None:
+        """Nothing to do: the model stays divided."""
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Context in which every rank has all parameters, and computes forwards by itself. Collective."""
+        values = dict(self.whole_parameters())
+        taken: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for module in self.module.modules():
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, Absent):
+                    taken.append((module, name, parameter))
+                    module._parameters[name] = nn.Parameter(values[parameter], requires_grad=False)
+        divided, self.module.forward = self.module.forward, self._forward
+        try:
+            yield
+        finally:
+            self.module.forward = divided
+            for module, name, parameter in taken:
+                module._parameters[name] = parameter
+
+    def whole_parameters(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Every parameter with its values, one at a time. Collective over all ranks."""
+        for parameter, value in self.values.items():
+            assert isinstance(parameter, nn.Parameter)
+            assert isinstance(value, Held)
+            yield parameter, value.whole()
+
+    # --- a stage of a training step ---------------------------------------------------------------------------------
+
+    def run(self, stage: int, index: int, received: Tensor | None, body: Callable[[], Tensor]) -> Tensor:
+        """Run a micro-batch on a stage of this rank: `body`, which calls the model.
+
+        Args:
+            index: of the micro-batch, by which random numbers are drawn.
+            received: from the stage before; None on the first.
+
+        Returns:
+            The tensor with which the stage ends; on the last stage what `body` returns.
+        """
+        self._step = step = _Step(stage, index)
+        self.randomness.at(index)
+        self._views[stage].enter(received)
+        try:
+            result = body()
+        except StageEnd as end:
+            result = end.tensor
+        finally:
+            self._views[stage].leave()
+            self._step = None
+        if not step.calls:
+            raise ModelError(
+                "the training step did not call the model, whose layers a pipeline divides among processes: call "
+                "`model(**inputs)` in it once, or set pp_size=1"
+            )
+        return result
+
+    def _run_or_share(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        step = self._step
+        if step is None:
+            return self._together(args, kwargs)
+        step.calls += 1
+        if step.calls > 1:
+            raise ModelError(
+                "the training step calls the model twice, and a pipeline computes it once for each micro-batch: join "
+                "the batches into one call, or set pp_size=1"
+            )
+        self.randomness.at(step.index, 1 + step.stage)
+        result = self._forward(*args, **kwargs)
+        self.randomness.at(step.index, 0)
+        return result
+
+    # --- a forward of all stages ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _together(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the last stage, on every rank. Collective, without gradients."""
+        result: Any = None
+        error: Exception | None = None
+        for stage in self.local:
+            received, ok = self._received(stage)
+            if ok and error is None:
+                try:
+                    result = self._forward_of(stage, received, args, kwargs)
+                except Exception as raised:
+                    error = raised
+            self._pass_on(stage, result if ok and error is None else None)
+        self.link.settle()
+        last = self.link.ranks.rank == self.placement[-1]
+        described = _described(result) if last and error is None and ok else None
+        found = self.link.ranks.gather_objects([_named(error), described])
+        if error is not None:
+            raise error
+        for failed, _ in found:
+            if failed is not None:
+                raise _BUILT_IN.get(failed[0], ModelError)(failed[1])
+        return self._shared(result, found[self.placement[-1]][1])
+
+    def _forward_of(
+        self, stage: int, received: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._views[stage].enter(received)
+        try:
+            return self._forward(*args, **kwargs)
+        except StageEnd as end:
+            return end.tensor
+        finally:
+            self._views[stage].leave()
+
+    def _received(self, stage: int) -> tuple[Tensor | None, bool]:
+        """What a stage begins with; False if an earlier one failed."""
+        if stage == 0:
+            return None, True
+        if stage - 1 in self.local:
+            return self._handed, self._handed is not None
+        source = self.placement[stage - 1]
+        room = self.link.expect(source)
+        if room is not None:
+            self.link.run(self.link.receiving(room, source))
+        return room, room is not None
+
+    _handed: Tensor | None = None  # from one stage of this rank to the next
+
+    def _pass_on(self, stage: int, tensor: Tensor | None) -> None:
+        if stage == self.stages - 1:
+            return
+        if stage + 1 in self.local:
+            self._handed = tensor
+            return
+        to = self.placement[stage + 1]
+        self.link.announce(tensor, to)
+        if tensor is not None:
+            self.link.run(self.link.sending(tensor.contiguous(), to))
+
+    def _shared(self, result: Any, described: Any) -> Any:
+        kind, entries = described
+        last, ranks = self.placement[-1], self.link.ranks
+        values: dict[Any, Tensor] = {}
+        for key, dtype, shape in entries:
+            if ranks.rank == last:
+                value = output_tensors(result)[key].contiguous()
+            else:
+                value = torch.empty(shape, dtype=getattr(torch, dtype), device=self.link.device)
+            torch.distributed.broadcast(value, ranks.members[last], group=ranks.device_group)
+            values[key] = value
+        if kind == "tensor":
+            return values[0]
+        return tuple(values.values()) if kind == "tuple" else StageOutput(values)
+
+
+def _named(error: Exception | None) -> list[str] | None:
+    return None if error is None else [type(error).__name__, str(error)]
+
+
+def output_tensors(result: Any) -> dict[Any, Tensor]:
+    """The tensors of an output, by name or position."""
+    if isinstance(result, Tensor):
+        return {0: result}
+    pairs = result.items() if isinstance(result, Mapping) else enumerate(result)
+    return {key: value for key, value in pairs if isinstance(value, Tensor)}
+
+
+def _described(result: Any) -> list[Any]:
+    """The kind of an output, and name, dtype and shape of its tensors. What is not a tensor, as caches, is left out."""
+    kind = "tensor" if isinstance(result, Tensor) else "mapping" if isinstance(result, Mapping) else "tuple"
+    described = [
+        [key, str(value.dtype)[6:], list(value.shape)] for key, value in output_tensors(result).items()
+    ]
+    return [kind, described]
+
+
+class StageOutput(dict[Any, Tensor]):
+    """The tensors of a model's output by name, as attributes and by position too."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            found: Tensor = self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+        return found
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.to_tuple()[key] if isinstance(key, int | slice) else super().__getitem__(key)
+
+    def to_tuple(self) -> tuple[Tensor, ...]:
+        """The tensors in order."""
+        return tuple(self.values())

@@ -1,0 +1,120 @@
+"""A dimension that is divided among the ranks of a tensor gang: the vocabulary of a head, or columns of a weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSplit:
+    """How a dimension is divided: each rank has a chunk, of which the last may be shorter.
+
+    Attributes:
+        size: of the whole dimension.
+        ranks, rank: how many there are, and which one this is. A single rank has all.
+        group: the process group of the ranks.
+    """
+
+    size: int
+    ranks: int = 1
+    rank: int = 0
+    group: Any = None
+
+    @property
+    def chunk(self) -> int:
+        """The length of the first part."""
+        return -(-self.size // self.ranks)
+
+    @property
+    def mine(self) -> range:
+        """The indices of this rank's part."""
+        start = self.rank * self.chunk
+        return range(start, min(start + self.chunk, self.size))
+
+    def located(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of these indices are in this rank's part, and where; 0 for the others."""
+        here = (indices >= self.mine.start) & (indices < self.mine.stop)
+        return here, torch.where(here, indices - self.mine.start, 0)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        if self.ranks > 1:
+            dist.all_reduce(value, group=self.group)
+        return value
+
+    def max(self, value: Tensor) -> Tensor:
+        """The largest value of any rank, in place."""
+        if self.ranks > 1:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.group)
+        return value
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The parts of all ranks along the last dimension. All must compute the same with them."""
+        gathered: Tensor = _Gathered.apply(part, self)  # type: ignore[no-untyped-call]
+        return gathered
+
+
+def split_of(layer: nn.Module) -> TensorSplit | None:
+    """How a divided layer is divided; None for a whole one."""
+    found = getattr(layer, "split", None)
+    return found if isinstance(found, TensorSplit) else None
+
+
+def mine(parameter: Any) -> Tensor:
+    """This rank's part of a parameter of a divided layer, with a gradient."""
+    part: Tensor = parameter.to_local()
+    return part
+
+
+class _Gathered(torch.autograd.Function):
+    """The parts of all ranks along the last axis. All compute the same with them."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, split: TensorSplit) -> Tensor:
+        ctx.split = split
+        even = nn.functional.pad(part, (0, split.chunk - part.shape[-1])).contiguous()
+        parts = [torch.empty_like(even) for _ in range(split.ranks)]
+        dist.all_gather(parts, even, group=split.group)
+        return torch.cat(parts, -1)[..., : split.size]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        own = ctx.split.mine
+        return gradient[..., own.start : own.stop].contiguous(), None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy of each target, from the logits of this rank's classes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int, split: TensorSplit) -> Tensor:
+        real = targets != ignored
+        here, places = split.located(torch.where(real, targets, 0))
+        largest = split.max(logits.amax(1))
+        shares = (logits - largest[:, None]).exp_()
+        chosen = torch.where(here, logits.gather(1, places[:, None])[:, 0], 0)
+        total, chosen = split.sum(torch.stack([shares.sum(1), chosen]))
+        ctx.save_for_backward(shares.div_(total[:, None]), places, here, real)
+        return torch.where(real, largest + total.log() - chosen, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        shares, places, here, real = ctx.saved_tensors
+        of_logits = shares.scatter_add(1, places[:, None], -here.to(shares)[:, None])
+        return of_logits * torch.where(real, gradient, 0)[:, None], None, None, None
+
+
+def split_cross_entropy(logits: Tensor, targets: Tensor, split: TensorSplit, ignored: int = -100) -> Tensor:
+    """The cross entropy of each target; 0 for ignored ones. Collective.
+
+    Args:
+        logits: of this rank's classes, shape (targets, classes).
+        targets: int64, shape (targets,), the same on every rank.
+    """
+    losses: Tensor = _CrossEntropy.apply(logits, targets, ignored, split)  # type: ignore[no-untyped-call]
+    return losses

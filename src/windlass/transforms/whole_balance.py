@@ -1,0 +1,147 @@
+"""The balancing loss of a mixture of experts over the batches of all ranks together (Fedus et al., "Switch
+Transformers", arXiv:2101.03961, equations 4 to 6).
+
+It is a product of two means over tokens: the share of tokens that an expert gets, and its probability. The product of
+means over all ranks is not the mean of their products, so that the means are taken over all ranks first.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from windlass.core.errors import ModelError
+from windlass.dist.gang import Gang
+
+_NAME = "load_balancing_loss_func"
+
+
+class WholeBalance:
+    """While it is in force, forwards of `module` compute the balancing loss of the batches of all ranks. A model of
+    transformers computes it by a function of its file, which is replaced during its forwards.
+
+    Args:
+        module: a mixture of transformers, or any other, whose forwards are left as they are.
+        loss_ranks: each forward, and its backward, needs all of them.
+        is_filling: returns True if the batch of this rank does not count.
+
+    Raises:
+        ModelError: the model defines the balancing loss in another way.
+    """
+
+    def __init__(self, module: nn.Module, loss_ranks: Gang, is_filling: Callable[[], bool]) -> None:
+        self._group, self._is_filling = loss_ranks.device_group, is_filling
+        self._hooks: list[Any] = []
+        for part in module.modules():
+            namespace = _namespace_of(part)
+            if namespace is not None:
+                own = namespace[_NAME]
+                _check_same(part, own)
+                self._during_forwards(part, namespace, own)
+
+    def _during_forwards(self, part: nn.Module, namespace: dict[str, Any], own: Any) -> None:
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            namespace[_NAME] = self._balance
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            namespace[_NAME] = own
+
+        self._hooks += [
+            part.register_forward_pre_hook(enter),
+            part.register_forward_hook(leave, always_call=True),
+        ]
+
+    def _balance(
+        self,
+        gate_logits: Any,
+        num_experts: int | None = None,
+        top_k: int = 2,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor | int:
+        if not isinstance(gate_logits, tuple):
+            return 0
+        sums = router_sums(gate_logits, top_k, attention_mask)
+        if self._is_filling():
+            sums = sums * 0.0
+        total: Tensor = _SumOverRanks.apply(sums, self._group)  # type: ignore[no-untyped-call]
+        return balance(total)
+
+    def release(self) -> None:
+        """Restore the model's own loss."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def router_sums(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> Tensor:
+    """Sums over the tokens of all layers, for each expert: how often it was chosen, its probability, and 1.
+
+    Args:
+        logits: of each layer, shape (tokens, experts).
+        mask: 1 for each token that is not padding, of any shape with as many elements.
+
+    Returns:
+        Shape (3, experts), at least in fp32.
+    """
+    dtype = torch.promote_types(logits[0].dtype, torch.float32)
+    device = logits[0].device
+    sums = torch.zeros(3, logits[0].shape[-1], dtype=dtype, device=device)
+    kept = None if mask is None else mask.reshape(-1, 1).to(device, dtype)
+    for layer in logits:
+        probabilities = layer.to(device).softmax(-1)
+        chosen = torch.zeros_like(probabilities, dtype=dtype)
+        chosen.scatter_(1, probabilities.topk(top_k, dim=-1).indices, 1)
+        each = torch.stack([chosen, probabilities.to(dtype), torch.ones_like(chosen)])
+        sums = sums + (each if kept is None else each * kept).sum(1)
+    return sums
+
+
+def balance(sums: Tensor) -> Tensor:
+    """The loss of `router_sums`: 1 per chosen expert of a token if all experts are chosen equally often. In fp32."""
+    chosen, probability, tokens = sums
+    loss: Tensor = ((chosen / tokens) * (probability / tokens)).sum() * len(tokens)
+    return loss.float()
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks. Each rank's loss depends on it, so that its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _summed(share, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradient, ctx.group), None
+
+
+def _summed(share: Tensor, group: Any) -> Tensor:
+    total = share.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _namespace_of(part: nn.Module) -> dict[str, Any] | None:
+    """The names of the file whose balancing loss the forward of `part` calls; None if it calls none."""
+    forward = inspect.unwrap(type(part).forward)
+    names = getattr(forward, "__globals__", {})
+    calls = _NAME in getattr(getattr(forward, "__code__", None), "co_names", ())
+    return names if calls and _NAME in names else None
+
+
+def _check_same(part: nn.Module, own: Any) -> None:
+    """Raise ModelError if the model's function has another result than the one here, on four tokens of two layers."""
+    generator = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(4, 3, generator=generator) for _ in range(2))
+    for mask in (None, torch.tensor([[1, 1], [1, 0]])):
+        expected, found = own(logits, 3, 2, mask), balance(router_sums(logits, 2, mask))
+        if not torch.allclose(torch.as_tensor(expected), found, rtol=1e-5):
+            raise ModelError(
+                f"{type(part).__name__} defines the balancing loss of its experts in a way that is not known here, so "
+                "that it cannot be computed over the batches of all ranks. Train it with ep_size=1"
+            )

@@ -1,0 +1,152 @@
+"""Runs of small models in float64, the same on one process and on ranks that divide their layers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tests.trainer import context_cases
+from tests.trainer.context_cases import KEPT, Noted, arguments, collate, first_logits, samples, token_loss
+from torch import Tensor, nn
+
+from windlass import LossTerms, ParallelismConfig
+
+# Of four layers each.
+for _options in context_cases.MODELS.values():
+    for _key in ("num_hidden_layers", "n_layer"):
+        if _key in _options[1]:
+            _options[1][_key] = 4
+    if "layer_types" in _options[1]:
+        _options[1]["layer_types"] = _options[1]["layer_types"] * 2
+context_cases.MODELS["dropping"] = (
+    "LlamaConfig",
+    context_cases.MODELS["llama"][1] | {"attention_dropout": 0.2},
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return states + torch.tanh(self.inner(states))
+
+
+class Plain(nn.Module):
+    """A model of layers that no library knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(23, 16)
+        self.first, self.second, self.third = Block(), Block(), Block()
+        self.head = nn.Linear(16, 23)
+        self.dummy_inputs = {"input_ids": torch.arange(6)[None]}
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        states = self.third(self.second(self.first(self.table(input_ids)) * 0.5))
+        logits = self.head(states)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": token_loss({"logits": logits}, labels), "logits": logits}
+
+
+class OwnLoss(Noted):
+    """Overrides `compute_loss`, with a loss whose weight is known afterwards."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        total = nn.functional.cross_entropy(logits, targets, reduction="sum")
+        terms = LossTerms(total, (targets != -100).sum() * 2)
+        return (terms, outputs) if return_outputs else terms
+
+
+def made(name: str) -> Any:
+    if name in context_cases.MODELS:
+        return context_cases.model(name)
+    torch.manual_seed(0)
+    if name == "plain":
+        return Plain().double()
+    layers = [nn.Embedding(23, 16), Block(), nn.ReLU(), Block(), nn.Linear(16, 23)]
+    return nn.Sequential(*layers).double()
+
+
+class OfSequence(Noted):
+    """Trains a model that takes one tensor, and has no loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        logits = model(inputs["input_ids"])
+        loss = token_loss({"logits": logits}, inputs["labels"])
+        return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
+
+
+_TRAINERS: dict[str, type[Noted]] = {"own": OwnLoss, "sequence": OfSequence}
+
+
+def train(
+    name: str,
+    folder: Path,
+    *,
+    trainer: str = "",
+    own_loss: bool = False,
+    resume: bool = False,
+    before: Callable[[Any], None] | None = None,
+    **changes: Any,
+) -> dict[str, list[float]]:
+    """Train, evaluate and save; return what was reported, and the weights that were saved."""
+    kind = _TRAINERS.get(trainer, Noted)
+    run = kind(
+        made(name),
+        arguments(folder, **{"remove_unused_columns": name != "sequence", **changes}),
+        data_collator=collate,
+        train_dataset=samples(),
+        eval_dataset=samples(7),
+        compute_loss_func=None
+        if own_loss or trainer or changes.get("label_smoothing_factor")
+        else token_loss,
+        compute_metrics=first_logits,
+    )
+    if before is not None:
+        before(run)
+    result = run.train(resume_from_checkpoint=resume)
+    run.evaluate()
+    run.save_model(str(folder / "saved"))
+    saved = load_file(folder / "saved" / "model.safetensors")
+    reported = [[one[key] for key in KEPT if key in one] for one in run.noted]
+    return {
+        "reported": [value for one in reported for value in one] + [result.training_loss],
+        "weights": torch.cat([saved[key].flatten() for key in sorted(saved)]).tolist(),
+    }
+
+
+def layout(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a layout: sizes, and options of a pipeline beside them."""
+    return (
+        {"parallelism_config": given if "pp_schedule" in given else ParallelismConfig(**given)}
+        if given
+        else {}
+    )
+
+
+def main() -> None:
+    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    found = {}
+    for case, (name, parallel, changes) in cases.items():
+        with contextlib.redirect_stdout(sys.stderr):
+            found[case] = train(name, folder / case, **layout(parallel), **changes)
+    (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Ranks that divide the experts of a mixture train, report and evaluate as one process does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.dist.launch import launch
+from tests.trainer.test_context_runs import CASES, Case, Results, Run, check_continued, check_equal
+
+pytest.importorskip("transformers")
+EXPERTS, ONE, TWO = {"ep_size": 2}, {"per_device_train_batch_size": 1}, {"per_device_train_batch_size": 2}
+# The routers of DeepSeek compute in single precision, as do balancing losses and the models' own losses.
+SINGLE = 2e-6
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    def run(world: int, cases: dict[str, Case], folder: Path | None = None) -> Results:
+        folder = folder or tmp_path_factory.mktemp("experts")
+        folder.mkdir(exist_ok=True)
+        launch(world, CASES, folder, json.dumps(cases))
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+
+    return run
+
+
+@pytest.mark.dist
+def test_two_ranks_with_half_of_the_experts_equal_one_process(run: Run) -> None:
+    cases: dict[str, Case] = {
+        "replicated": ("mixtral", EXPERTS, ONE),
+        "sharded": ("mixtral", EXPERTS, {**ONE, "fsdp": True, "gradient_checkpointing": True}),
+        "balanced": ("balanced", EXPERTS, {**ONE, "own_loss": True}),
+    }
+    check_equal(run, 2, cases, {"balanced": SINGLE}, TWO)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_families_of_mixtures(run: Run) -> None:
+    single = ("deepseek_v2", "deepseek_v3")
+    cases: dict[str, Case] = {
+        f"{model} {layout}": (model, EXPERTS, {**ONE, **changes})
+        for model in ("qwen3_moe", "gpt_oss", *single)
+        for layout, changes in (("replicated", {}), ("sharded", {"fsdp": True}))
+    }
+    cases["balanced shards"] = ("balanced", EXPERTS, {**ONE, "own_loss": True, "fsdp": True})
+    check_equal(run, 2, cases, {name: SINGLE for name in cases if name.startswith((*single, "bal"))}, TWO)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_experts_with_replicas_and_shards(run: Run) -> None:
+    cases: dict[str, Case] = {
+        "replicas": ("mixtral", EXPERTS, ONE),
+        "shards": ("qwen3_moe", EXPERTS, {**ONE, "fsdp": True}),
+        "replicas of shards": ("mixtral", {**EXPERTS, "dp_shard_size": 2, "dp_replicate_size": 2}, ONE),
+        "one expert each": ("gpt_oss", {"ep_size": 4}, ONE),
+    }
+    check_equal(run, 4, cases, {}, {"per_device_train_batch_size": 4})
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_divided_experts_are_continued_on_any_layout(run: Run, tmp_path: Path, ranks: int) -> None:
+    # All together train on 12 samples in an update.
+    def changes(batch: int) -> dict[str, object]:
+        return {
+            "save_strategy": "steps",
+            "save_steps": 3,
+            "max_steps": 6,
+            "per_device_train_batch_size": batch,
+        }
+
+    other = changes(4 // ranks)
+    check_continued(
+        run,
+        tmp_path,
+        {
+            "mixtral": ("mixtral", EXPERTS, changes(2)),
+            "sharded": ("mixtral", EXPERTS, {**changes(2), "fsdp": True}),
+        },
+        {
+            "mixtral": ("mixtral", {"ep_size": ranks}, {**other, "fsdp": True}),
+            "sharded": ("mixtral", {"ep_size": ranks}, other),
+        },
+        ranks,
+    )
