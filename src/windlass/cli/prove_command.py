@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from windlass.proofs.layout import Layout
 from windlass.proofs.record import SCHEMA, Claim, versions, write_record
 
 EXIT_DIFFERS, EXIT_REFUSED = 1, 2
+_WRONG = ("differs", "failed")
 _HELP = """\
 Prove that a layout of processes computes what one process computes. The recipe's model is made small, with the same
 kinds of layers. One process trains it, and so do processes on the CPU in the layout, in float64; tokens, losses,
@@ -94,7 +95,7 @@ class Proof:
     @property
     def smallest(self) -> Any:
         """The verdict of the smallest layout that is wrong; None if none is."""
-        wrong = [one for one in (*self.parts, self.verdict) if one.status in ("differs", "failed")]
+        wrong = [one for one in (*self.parts, self.verdict) if one.status in _WRONG]
         return wrong[0] if wrong else None
 
     def facts(self, subject: Subject, layout: Layout) -> dict[str, Any]:
@@ -144,27 +145,46 @@ def prove(subject: Subject, layout: Layout, quiet: bool = False) -> Proof:
         quiet: print nothing on the way.
     """
     from windlass.cli.proving.proving_processes import ProvingProcesses
-    from windlass.cli.proving.verdict import judge
 
     claim = Claim.of(subject.config, layout, subject.facts)
     report = _silent if quiet else say
     report(subject.describe(claim))
     with tempfile.TemporaryDirectory(prefix="windlass-prove-") as folder:
-        ranks = ProvingProcesses(Path(folder), subject.module)
+        processes = ProvingProcesses(Path(folder), subject.module)
+        trials = _Trials(subject, claim, processes, report)
         try:
-            one, whole = (ranks.start(subject.trial(claim, each)) for each in (Layout(()), claim.layout))
-            expected = one.wait()
-            verdict = judge(expected, whole.wait())
-            report(_row(verdict))
-            parts: list[Any] = []
-            for part in claim.layout.parts() if verdict.status in ("differs", "failed") else ():
-                parts.append(judge(expected, ranks.start(subject.trial(claim, part)).wait()))
-                report(_row(parts[-1]))
-                if parts[-1].status in ("differs", "failed"):
+            verdict, parts = trials.judged(claim.layout), list[Any]()
+            for part in claim.layout.parts() if verdict.status in _WRONG else ():
+                parts.append(trials.judged(part))
+                if parts[-1].status in _WRONG:
                     break
         finally:
-            ranks.close()
+            processes.close()
     return Proof(claim, verdict, tuple(parts))
+
+
+class _Trials:
+    """Tries layouts, each against one process, which trains alike for all layouts that do not divide experts."""
+
+    def __init__(self, subject: Subject, claim: Claim, processes: Any, report: Callable[..., None]) -> None:
+        self._subject, self._claim, self._processes, self._report = subject, claim, processes, report
+        self._alone: dict[bool, Any] = {}
+
+    def judged(self, layout: Layout) -> Any:
+        """The verdict on a layout."""
+        from windlass.cli.proving.verdict import judge
+
+        joined = "ep" in layout.axes
+        alone = None if joined in self._alone else self._start(Layout(()), joined)
+        started = self._start(layout, joined)
+        if alone is not None:
+            self._alone[joined] = alone.wait()
+        verdict = judge(self._alone[joined], started.wait())
+        self._report(_row(verdict))
+        return verdict
+
+    def _start(self, layout: Layout, joined: bool) -> Any:
+        return self._processes.start(self._subject.trial(self._claim, layout, joined))
 
 
 def _silent(*words: object) -> None:

@@ -77,7 +77,10 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as place:
                 ranks = ProvingProcesses(Path(place), subject.module)
                 try:
-                    one, whole = (ranks.start(subject.trial(claim, each)) for each in (Layout(()), layout))
+                    one, whole = (
+                        ranks.start(subject.trial(claim, each, "ep" in layout.axes))
+                        for each in (Layout(()), layout)
+                    )
                     verdict = judge(one.wait(), whole.wait())
                 finally:
                     ranks.close()

@@ -34,6 +34,7 @@ from windlass.config.callback_interface import TrainerCallback
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.optional import require
+from windlass.dist.absent import Absent
 from windlass.dist.gang import leave
 from windlass.dist.sharded import whole
 from windlass.trainer.trainer import Trainer
@@ -170,13 +171,13 @@ def _arguments(
         sizes["dp_replicate_size"] = layout.along("dp")
     return kind(
         str(folder / "run"),
-        per_device_train_batch_size=ROWS,
-        per_device_eval_batch_size=ROWS,
-        gradient_accumulation_steps=trial.batches // layout.data_ranks,
+        per_device_train_batch_size=trial.micro,
+        per_device_eval_batch_size=trial.micro,
+        gradient_accumulation_steps=trial.accumulation,
         max_steps=UPDATES,
         learning_rate=0.02,
         weight_decay=0.1,
-        adam_epsilon=1e-6,
+        adam_epsilon=1e-4,  # gradients that should be 0 are rounding, which Adam would divide by itself
         max_grad_norm=MAX_NORM if "clips" in trial.facts else 0.0,
         label_smoothing_factor=0.1 if "smoothing" in trial.facts else 0.0,
         gradient_checkpointing="recompute" in trial.facts,
@@ -221,8 +222,10 @@ class _Noted(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         model: nn.Module = kwargs["model"]
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, value in model.state_dict().items():
-            self._keep(f"weight/{state.global_step}/{name}", value)
+            if not isinstance(parameters.get(name), Absent):  # of another stage of a pipeline
+                self._keep(f"weight/{state.global_step}/{name}", value)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

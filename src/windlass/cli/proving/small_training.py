@@ -21,9 +21,22 @@ class SmallTraining:
         batches: micro-batches of `ROWS` samples in an update over all ranks: the same ones in every layout that is
             compared, for a loss that is not a sum over tokens depends on them.
         facts: the arguments of the recipe on which it depends what is computed; see `arguments_that_matter`.
+        joined: the micro-batches that ranks compute at once are one on a single process. The balancing loss of experts
+            that are divided is that of all of them; others have the mean of those of ranks.
     """
 
     config: dict[str, Any]
     layout: Layout
     batches: int
     facts: dict[str, Any]
+    joined: bool = False
+
+    @property
+    def micro(self) -> int:
+        """Samples of a micro-batch of each rank with samples of its own."""
+        return ROWS * self.batches // (ACCUMULATION * self.layout.data_ranks) if self.joined else ROWS
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of an update."""
+        return ACCUMULATION if self.joined else self.batches // self.layout.data_ranks

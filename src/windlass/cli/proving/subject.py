@@ -45,10 +45,10 @@ class Subject:
         package, _, name = type(self.config).__module__.rpartition(".")
         return f"{package}.{name.replace('configuration_', 'modeling_')}"
 
-    def trial(self, claim: Claim, layout: Layout) -> SmallTraining:
-        """The training of the small model on some of the axes of the claim."""
+    def trial(self, claim: Claim, layout: Layout, joined: bool) -> SmallTraining:
+        """The training of the small model on some of the axes of the claim; see `SmallTraining.joined`."""
         batches = ACCUMULATION * claim.layout.data_ranks
-        return SmallTraining(claim.config, layout, batches, self.facts)
+        return SmallTraining(claim.config, layout, batches, self.facts, joined)
 
     def describe(self, claim: Claim) -> str:
         """A line about the small model."""
