@@ -3,7 +3,7 @@
 Both trainers train the same small Llama (two layers, tied embeddings, `--vocabulary` classes) on the same pairs, with a
 copy of it as the reference, in float32 without recomputation. Memory is the highest during updates, above what is
 in use before them. Contenders run in fresh processes of one thread and take turns for `--rounds` rounds; the best of
-each counts.
+each counts. Seconds are processor time, which other programs on the machine change least.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def contender(name: str, options: argparse.Namespace) -> dict[str, float]:
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == _SKIPPED:
                 memory.reset()
-                moments.append(time.perf_counter())
+                moments.append(time.process_time())
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            moments.append(time.perf_counter())
+            moments.append(time.process_time())
 
     config = library.DPOConfig(
         tempfile.mkdtemp(), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", optim="sgd",

@@ -12,7 +12,6 @@ __version__ = "0.1.0"
 _OF_TRL = "a script that imports TRL's own trains on this engine when it is started by `windlass run`"
 _TRAINERS_OF_TRL = ("GRPO", "RLOO", "Distillation")
 _REFUSED = {
-    "prepare_pippy": "pipelines are not built; shard the model with fsdp_plugin",
     **{f"{method}{part}": _OF_TRL for method in _TRAINERS_OF_TRL for part in ("Trainer", "Config")},
 }
 install()

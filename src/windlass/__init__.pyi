@@ -33,6 +33,7 @@ from windlass.compat.big_models.meta import (
     init_empty_weights as init_empty_weights, init_on_device as init_on_device,
 )
 from windlass.compat.parser import HfArgumentParser as HfArgumentParser
+from windlass.compat.pipeline_inference import prepare_pippy as prepare_pippy
 from windlass.compat.plugin_engines import DeepSpeedPlugin as DeepSpeedPlugin
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from windlass.compat.plugin_parallelism import ParallelismConfig as ParallelismConfig

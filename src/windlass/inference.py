@@ -1,5 +1,6 @@
-"""Names that scripts import from here: pipelines of several devices. They are refused, each with its reason."""
+"""Names that scripts import from here: inference through a pipeline. Its parts are refused, each with its reason."""
 
+from windlass.compat.pipeline_inference import prepare_pippy as prepare_pippy
 from windlass.compat.refused_names import WHY
 from windlass.core.lazy import loader_of
 

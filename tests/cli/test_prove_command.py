@@ -91,6 +91,32 @@ def test_a_fault_is_found_with_its_axis(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
+@pytest.mark.parametrize(
+    ("family", "layout"), [("mixtral-balanced", "ep=2"), ("qwen3", "pp=2"), ("llama", "cp=2,sp=2")]
+)
+def test_other_axes_are_proven(tmp_path: Path, family: str, layout: str) -> None:
+    words = ["prove", recipe(tmp_path, family), "--layout", layout]
+    assert "proven: layout" in run_script(
+        "windlass", *words, cwd=tmp_path, environ={"WINDLASS_HOME": str(tmp_path)}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_no_family_is_reported_falsely(tmp_path: Path) -> None:
+    script = ROOT / "tests" / "cli" / "proving" / "families.py"
+    run_script(
+        script, tmp_path, "tp=2;cp=2;dp=2;sp=2;dp_shard=2", environ={"PYTHONPATH": str(ROOT)}, timeout=3600
+    )
+    found = json.loads((tmp_path / "found.json").read_text())
+    states = {(family, layout): state for family, of in found.items() for layout, (state, _) in of.items()}
+    assert len(found) >= 20
+    assert set(states.values()) == {"equal", "refused"}, states
+    assert sum(state == "equal" for state in states.values()) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.dist
 @pytest.mark.parametrize("fault", sorted(FOUND))
 def test_faults_planted_by_hand_are_found(tmp_path: Path, fault: str) -> None:
     find(tmp_path, fault)

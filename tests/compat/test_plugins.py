@@ -113,7 +113,7 @@ def test_scripts_find_their_fields(name: str) -> None:
 
 
 def test_parallelism_has_the_peers_fields_and_axes() -> None:
-    further = {"pp_size": None, "ep_size": None}
+    further = {"pp_size": None, "pp_handler": None, "ep_size": None}
     assert defaults(ParallelismConfig) == defaults(PeerParallelism) | further
     names = {n for n, v in vars(PeerParallelism).items() if isinstance(v, property)}
     for sizes in ({}, {"dp_shard_size": 4}, {"dp_replicate_size": 2, "dp_shard_size": 3, "cp_size": 2}):

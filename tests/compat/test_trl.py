@@ -30,7 +30,8 @@ def results(*command: str) -> dict[str, Any]:
 def check(found: dict[str, Any], names: tuple[str, ...], processes: int) -> None:
     assert tuple(found) == names
     for row in found.values():
-        assert row["engine"][:1] + row["engine"][2:3] == ["trl", "windlass"], row["engine"]
+        assert "trl" in row["engine"], row["engine"]
+        assert row["engine"][-2:] == ["windlass", "builtins"], row["engine"]
         assert (row["steps"], row["processes"]) == (4, processes)
         assert len(row["losses"]) == 2
         assert all(map(math.isfinite, row["losses"]))
@@ -45,19 +46,25 @@ def test_every_trainer_trains_and_saves() -> None:
 
 def test_what_their_trainers_ask_of_an_engine_beside_training() -> None:
     """State that a callback reads, a stream without a sampler, labels that `prediction_step` alone returns."""
-    names = ("dpo_sync", "dpo_metrics", "grpo_stream")
+    names = ("dpo_sync", "dpo_metrics", "reward_metrics", "grpo_stream")
     found = results("run", str(SCRIPT), *names)
     check(found, names, processes=1)
     assert found["dpo_sync"]["reference_moved"]
     assert not found["dpo_metrics"]["reference_moved"]
     assert found["dpo_metrics"]["evaluated"] == [48.0, 48.0], "the two texts of each of 24 pairs"
+    assert found["reward_metrics"]["evaluated"] == [24.0, 24.0]
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_they_train_in_two_processes() -> None:
-    names = ("sft", "dpo", "grpo")
-    check(results("launch", "--compat", "--use_cpu", "--num_processes", "2", str(SCRIPT), *names), names, 2)
+@pytest.mark.parametrize("flags", [(), ("--use_fsdp", "--fsdp_version", "2")], ids=["replicated", "sharded"])
+def test_they_train_in_two_processes(flags: tuple[str, ...]) -> None:
+    """GRPO and RLOO have a reference model, which they divide themselves."""
+    names = ("sft", "dpo", "grpo", "rloo")
+    command = ("launch", "--compat", "--use_cpu", "--num_processes", "2", *flags, str(SCRIPT))
+    found = results(*command, *names)
+    check(found, names, 2)
+    assert not found["grpo"]["reference_moved"]
 
 
 @pytest.mark.slow

@@ -114,6 +114,28 @@ def reward() -> Any:
     return RewardTrainer(judge, RewardConfig(**options()), train_dataset=pairs, processing_class=tokenizer())
 
 
+class Judged(RewardTrainer):
+    """Returns the two rewards of each pair, and labels that are in no column of a batch."""
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        rewards = torch.stack(outputs.logits.squeeze(-1).chunk(2), dim=1)
+        return loss.detach(), rewards, torch.zeros(len(rewards), dtype=torch.int64)
+
+
+def reward_metrics() -> Any:
+    pairs = Dataset.from_dict({name: PREFERENCES[name] for name in ("chosen", "rejected")})
+    config = RewardConfig(**options(eval_strategy="steps", eval_steps=2))
+    return Judged(
+        model(LlamaForSequenceClassification), config, train_dataset=pairs, eval_dataset=pairs,
+        processing_class=tokenizer(), compute_metrics=lambda found: {"rows": float(len(found.label_ids))},
+    )  # fmt: skip
+
+
 def kto() -> Any:
     rows = {"prompt": ["a b", "c d"] * 8, "completion": [" c d", " f"] * 8, "label": [True, False] * 8}
     data = Dataset.from_dict(rows)
@@ -121,7 +143,7 @@ def kto() -> Any:
 
 
 def _sampling(trainer: Any, config: Any, stream: bool = False) -> Any:
-    args = config(**options(num_generations=2, max_completion_length=6))
+    args = config(**options(num_generations=2, max_completion_length=6, beta=0.04))
     prompts = Dataset.from_dict({"prompt": PREFERENCES["prompt"]})
     prompts = prompts.to_iterable_dataset() if stream else prompts
     return trainer(
@@ -143,7 +165,7 @@ def grpo_stream() -> Any:
 
 TRAINERS: dict[str, Callable[[], Any]] = {
     function.__name__: function
-    for function in (sft, dpo, reward, kto, grpo, rloo, dpo_sync, dpo_metrics, grpo_stream)
+    for function in (sft, dpo, reward, kto, grpo, rloo, dpo_sync, dpo_metrics, reward_metrics, grpo_stream)
 }
 
 
@@ -153,7 +175,8 @@ def _moved(trainer: Any) -> bool | None:
     if reference is None:
         return None
     loaded = model().state_dict()
-    return any(not torch.equal(tensor, loaded[name]) for name, tensor in reference.state_dict().items())
+    now = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in reference.state_dict().items()}
+    return any(not torch.equal(tensor, loaded[name.removeprefix("module.")]) for name, tensor in now.items())
 
 
 def main(names: list[str]) -> None:

@@ -115,7 +115,7 @@ scheduler_unit
 SAFETENSORS = "safe_serialization=False is mapped to True, with one warning: pickle is never written"
 MEMBERS = """
 prepare prepare_model prepare_data_loader prepare_optimizer prepare_scheduler unwrap_model
-context_parallel_rank tensor_parallel_rank
+context_parallel_rank tensor_parallel_rank pipeline_parallel_rank
 accumulate no_sync trigger_sync_in_backward join_uneven_inputs backward lomo_backward
 clip_grad_norm_ clip_grad_value_ unscale_gradients optimizer_step_was_skipped sync_gradients
 gradient_accumulation_steps autocast profile
@@ -144,7 +144,6 @@ MEMBERS_MAPPED = {
 }
 
 MEMBERS_REFUSED = {
-    "pipeline_parallel_rank": "pipelines are not built",
     "deepspeed_ulysses_dl_adapter": "it is for DeepSpeed's sequence parallelism, which ZeRO does not need; prepare "
     "the loader",
 }

@@ -147,9 +147,7 @@ class Stop(TrainerCallback):
 
 
 def reports(trainer: Any) -> list[dict[str, float]]:
-    """The reports of four updates of eight rows, and of an evaluation, whose estimated divergence depends on its
-    batches.
-    """
+    """The reports of four updates of eight rows, and of an evaluation, unless it estimates a divergence by batches."""
     found = [row for row in trainer.state.log_history if "loss" in row]
     estimates = getattr(trainer.args, "loss_type", "") == "kto"
     evaluated = {} if estimates else trainer.evaluate()

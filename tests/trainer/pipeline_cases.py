@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ def train(
     trainer: str = "",
     own_loss: bool = False,
     resume: bool = False,
-    before: Callable[[Any], None] | None = None,
+    evaluate_first: bool = False,
     **changes: Any,
 ) -> dict[str, list[float]]:
     """Train, evaluate and save; return what was reported, and the weights that were saved."""
@@ -117,8 +116,8 @@ def train(
         else token_loss,
         compute_metrics=first_logits,
     )
-    if before is not None:
-        before(run)
+    if evaluate_first:
+        run.evaluate()
     result = run.train(resume_from_checkpoint=resume)
     run.evaluate()
     run.save_model(str(folder / "saved"))

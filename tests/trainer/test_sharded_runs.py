@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.dist.launch import launch
 from tests.trainer.elastic_ranks import SAMPLES, stretch
-from tests.trainer.full_eval_ranks import WAYS, evaluated
+from tests.trainer.full_eval_ranks import WAYS, evaluated, reread
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer, TrainerCallback, load_weights
@@ -130,9 +130,13 @@ def test_an_evaluation_in_few_bits_after_a_sharded_run(tmp_path: Path) -> None:
             assert found["sharded"] == (way != "replicated")
             assert found["dtypes"] == alone["dtypes"] == [dtype]
             assert found["losses"][0] == found["losses"][1]
+            # A run in bf16 ends with other weights than one process: they are evaluated in one.
+            trained_alike = "bf16" not in WAYS[way]
+            wanted = alone if trained_alike else reread(tmp_path / f"{way} {cast}", cast, bf16=True)
+            # Layers that compute in bf16 round weights in fp16 a second time: by 2e-4 with six seeds.
+            tolerance = 1e-6 if trained_alike or cast == "bf16" else 5e-4
             for name in ("losses", "predicted"):
-                # Adam turns rounding of small gradients in bf16 into whole steps.
-                assert found[name] == pytest.approx(alone[name], rel=1e-2), (way, name)
+                assert found[name] == pytest.approx(wanted[name], rel=tolerance), (way, name)
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------

@@ -97,9 +97,7 @@ def test_submodules(name: str) -> None:
 
 def test_top_level_names_of_the_peer() -> None:
     names = {n for n, v in vars(accelerate).items() if n[0] != "_" and not isinstance(v, types.ModuleType)}
-    assert names - set(windlass.__all__) == {"prepare_pippy"}
-    with pytest.raises(ImportError, match="windlass has no prepare_pippy: pipelines are not built"):
-        from windlass import prepare_pippy  # noqa: F401
+    assert names <= set(windlass.__all__)
 
 
 @pytest.mark.parametrize("word", ["yes", "On", "1", "n", "FALSE", "0"])

@@ -412,7 +412,7 @@ class Accelerator(Ranks):
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of processes over which models are sharded; None if they are not."""
+        """The mesh over which models are sharded; None if they are not, or without `parallelism_config`."""
         return self._setup.torch_device_mesh
 
     @property
@@ -437,8 +437,8 @@ class Accelerator(Ranks):
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Refused: there is no pipeline."""
-        raise ConfigError(Problem("pipeline_parallel_rank", None, "pipelines are not built"))
+        """Index of this process in its pipeline."""
+        return self._setup.pipeline_parallel_rank
 
     # --- loaders and folders ------------------------------------------------------------------------------------------
 

@@ -146,6 +146,12 @@ class Preparer:
 
     def _spread(self, model: nn.Module, place: bool, evaluation_mode: bool) -> Strategy:
         plan = self._plan_for(model)
+        if plan.pipeline is not None:
+            fix = (
+                "needs all micro-batches of an update at once, and a loop of your own gives one at a time: use "
+                "Trainer, or windlass.prepare_pippy for inference"
+            )
+            raise ConfigError(Problem("pp_size", plan.pipeline.size, fix))
         sharding = plan.strategy == "fsdp" and not evaluation_mode
         float8 = self._settings.precision.float8
         if float8 is not None and not evaluation_mode and any(p.requires_grad for p in model.parameters()):

@@ -142,9 +142,11 @@ class Setup:
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of processes over which models are sharded; None if they are not."""
+        """The mesh of processes over which models are sharded; None if they are not, or if the script gave no sizes of
+        axes: code that finds a mesh reads `parallelism_config` for its axes.
+        """
         shard = self.dist.shard if self.is_fsdp2 else None
-        if shard is None:
+        if shard is None or self.settings.parallelism is None:
             return None
         return loss_device_mesh(self.all_ranks.mesh.with_replicas(shard.replicas), self.device)
 
@@ -169,6 +171,11 @@ class Setup:
     def tensor_parallel_rank(self) -> int:
         """Index of the part of each divided layer that this process computes."""
         return self._rank_in("tensor")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Index of the process in its pipeline."""
+        return self._rank_in("pipeline")
 
     @property
     def context_parallel_rank(self) -> int:

@@ -67,6 +67,7 @@ COMMANDS = {
     "chat": ("chat_command", "chat_command", "talk to a trained model"),
     "launch": ("launch_command", "launch_command", "start a script in many processes"),
     "run": ("run_command", "run_command", "run a script of transformers or accelerate on this engine"),
+    "compare": ("compare_command", "compare_command", "compare a script's first updates with those on this engine"),
     "config": ("config_command", "config_command", "write the file that a launch reads"),
     "convert-config": ("convert_config", "convert_command", "turn a TRL, Axolotl or LLaMA-Factory file into a recipe"),
     "explain": ("explain", "explain_command", "print what an argument means, its value and its source"),

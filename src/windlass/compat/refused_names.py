@@ -16,7 +16,7 @@ _EIGHT_BIT = (
     "weights of few bits are loaded by from_pretrained(quantization_config=...), and mixed_precision='fp8' converts "
     "layers to torchao's float8"
 )
-_PIPELINE = "pipelines are not built; shard the model with fsdp_plugin"
+_PIPELINE = "it is a part of prepare_pippy, which is built otherwise; call prepare_pippy"
 TPU = "one process drives all devices of PyTorch/XLA, with the loaders and the sums of any other device"
 _PODS = "jobs on pods of TPUs are not started; start the script itself on one machine with TPUs"
 SAGEMAKER = "SageMaker's own way to split models is not built; shard the model with fsdp_plugin"
@@ -63,10 +63,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "has_transformer_engine_layers", "load_and_quantize_model",
         "torchao_required",
     ),
-    _PIPELINE: (
-        "build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward",
-        "prepare_pippy",
-    ),
+    _PIPELINE: ("build_pipeline", "find_pippy_batch_size", "generate_device_map", "pippy_forward"),
     TPU: (
         "IS_XLA_FSDPV2_POST_2_2", "MpDeviceLoaderWrapper", "get_tpu_sampler", "install_xla", "nested_xla_mesh_reduce",
     ),

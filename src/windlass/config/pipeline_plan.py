@@ -27,6 +27,12 @@ class PipelinePlan:
     stages_per_rank: int = 1
     split_points: tuple[str, ...] = ()
 
+    @property
+    def placement(self) -> list[int]:
+        """For each stage the rank that computes it: in turn, or there and back (a V) for a schedule that needs it."""
+        there = list(range(self.size))
+        return there + there[::-1] if self.schedule == "ZBVZeroBubble" else there * self.stages_per_rank
+
 
 def usual_stages(schedule: str) -> int:
     """The stages of each rank unless they are set."""

@@ -55,7 +55,7 @@ class FineTuner(Trainer):
             lambda sums: accelerator.reduce(sums, "sum"),
             accelerator.process_index,
             Extremes(extremes, accelerator.device, accelerator.gather),
-            counts=self._session.all_ranks.over("model").rank == 0,
+            counts=self._session.counts_figures(self._engine.dist),
         )
         accelerator.register_for_checkpointing(self._figures)
         self.add_callback(UpdateBorders(self._figures))

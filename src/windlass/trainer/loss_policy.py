@@ -314,8 +314,6 @@ class LossPolicy:
         hooks, saved = self.hooks, self._saved
         if not hooks.lean:
             return "lean_loss=False"
-        if self._model_ranks.mesh.pipeline > 1:
-            return "its head is on one stage of a pipeline"
         if hooks.of_script:
             return "compute_loss or compute_loss_func computes it"
         if saved and not saved.get("without_logits", False):

@@ -13,6 +13,7 @@ from windlass.accelerator.engine import TrainerEngine
 from windlass.callbacks.handler import CallbackHandler
 from windlass.config.accelerator_config import read
 from windlass.config.arguments import TrainingArguments
+from windlass.core.module_state import kept_elsewhere
 from windlass.precision.autocast import autocast_context
 from windlass.precision.check import check_precision
 from windlass.trainer.batch_faults import BatchFaults
@@ -23,6 +24,7 @@ from windlass.trainer.loss_policy import LossPolicy
 from windlass.trainer.plans import Plans
 from windlass.trainer.run_events import Events
 from windlass.trainer.session import Session
+from windlass.transforms.strategies import spread
 from windlass.transforms.strategy import Strategy
 from windlass.zero.library import is_divided
 from windlass.zero.zero_model import frozen_model
@@ -72,6 +74,16 @@ def open_accelerator(
     return engine, Accelerator.of_run(
         session.all_ranks, session.device, precision, accumulation, loader, engine
     )
+
+
+def spread_in_stages(model: nn.Module, engine: TrainerEngine, session: Session) -> Strategy | None:
+    """The strategy for evaluating a model before it is trained by a pipeline; None: there is no pipeline, or the model
+    is divided already. Collective.
+    """
+    dist = engine.dist
+    if dist.pipeline is None or kept_elsewhere(model) is not None:
+        return None
+    return spread(model, dist, session.loss_ranks, session.device)
 
 
 def spread_untrained(

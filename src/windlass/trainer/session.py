@@ -10,6 +10,7 @@ import torch
 
 from windlass.assemble.resolve import resolve_mesh
 from windlass.config.arguments import TrainingArguments
+from windlass.config.plan import DistPlan
 from windlass.core.device import make_current
 from windlass.core.errors import CheckpointError
 from windlass.core.world import World, world_from_environment
@@ -41,6 +42,14 @@ class Session:
     def loss_ranks(self) -> Gang:
         """The processes with different targets, over which gradients are averaged."""
         return self.all_ranks.over("loss")
+
+    def counts_figures(self, dist: DistPlan) -> bool:
+        """Return True on the one process of those with the same samples that counts figures beside the loss: where the
+        last stage of a pipeline runs, else on the first.
+        """
+        if dist.pipeline is None:
+            return self.all_ranks.over("model").rank == 0
+        return self.all_ranks.over("pipeline").rank == dist.pipeline.placement[-1]
 
     @classmethod
     def open(cls, args: TrainingArguments) -> Session:

@@ -216,7 +216,8 @@ class Trainer:
         return model
 
     def _take_model(self, model: nn.Module) -> None:
-        if self.place_model_on_device:
+        # No device need hold all layers of a pipeline.
+        if self.place_model_on_device and self._session.all_ranks.mesh.pipeline == 1:
             defaults.place_model(model, self._session.device)
         self.model = self.model_wrapped = model
         self._writer = self._new_writer(None)
@@ -773,6 +774,8 @@ class Trainer:
             description: "Evaluation" or "Prediction", for the log.
             prediction_loss_only: keep nothing but the loss; None: as in the arguments.
         """
+        if (staged := services.spread_in_stages(self.model, self._engine, self._session)) is not None:
+            self._writer = self._new_writer(staged)
         described = hooks.evaluation_of(
             self,
             self._plan.evaluations,

@@ -16,6 +16,7 @@ from windlass.transforms.lean_head import InexactLossError, LeanHead, coefficien
 from windlass.transforms.lean_loss import is_compiled, whole_loss
 from windlass.transforms.linear_cross_entropy import LossOptions
 from windlass.transforms.short_sample import short_sample
+from windlass.transforms.staged_model import staged_of
 
 logger = get_logger(__name__)
 
@@ -90,8 +91,14 @@ class WithoutLogits:
         try:
             if not isinstance(inputs, Mapping) or not isinstance(inputs.get("labels"), Tensor):
                 raise InexactLossError("the batch has no labels")
-            with undisturbed(model, self._device):
-                self._head = LeanHead.measured(model, core, short_sample(inputs))
+            staged = staged_of(core)
+            if staged is not None:  # measured when it was whole
+                self._head = staged.lean_head
+                if self._head is None:
+                    raise InexactLossError("on eight tokens another loss differs")
+            else:
+                with undisturbed(model, self._device):
+                    self._head = LeanHead.measured(model, core, short_sample(inputs))
         except InexactLossError as error:
             found = str(error)
         failed = float(self._sum_over_ranks(torch.tensor([float(found is not None)], dtype=torch.float64)))
@@ -127,6 +134,9 @@ class WithoutLogits:
             return None
         if not isinstance(inputs, Mapping) or inputs.get("labels") is None or not _wraps(model, self._core):
             return None
+        staged = staged_of(self._core)
+        if staged is not None and not staged.in_step:
+            return None  # a forward of all stages returns logits
         reason = self._read_by(model)
         try:
             if reason is not None:

@@ -39,9 +39,9 @@ def is_ordinary(tensor: Tensor) -> bool:
     )
 
 
-def broadcast(tensors: Iterable[Tensor]) -> None:
+def broadcast(tensors: Iterable[Tensor], group: Any = None) -> None:
     """Send rank 0's values to all ranks, in place, for tensors of any dtype and strides. Sparse ones are skipped (see
-    `check_sparse`). Collective.
+    `check_sparse`). Collective. `group`: a process group of all ranks; None is the default one.
     """
     with torch.no_grad():
         for tensor in tensors:
@@ -50,7 +50,7 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
             own = distinct(tensor.detach())
             bits = bits_of(own)  # a dtype that the backend cannot send is sent as bytes
             if bits.numel():
-                torch.distributed.broadcast(bits, 0)
+                torch.distributed.broadcast(bits, 0, group=group)
                 if bits.data_ptr() != own.data_ptr():
                     own.copy_(bits.view(own.dtype).view(own.shape))
 

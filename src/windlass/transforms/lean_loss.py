@@ -26,6 +26,7 @@ from windlass.transforms.lean_head import (
 )
 from windlass.transforms.linear_cross_entropy import IGNORED, LossOptions
 from windlass.transforms.linear_log_probabilities import TokenLogProbabilities, log_probabilities_of
+from windlass.transforms.staged_model import staged_of
 
 logger = get_logger(__name__)
 Found = TypeVar("Found")
@@ -167,9 +168,14 @@ def _without_logits(model: nn.Module, core: nn.Module, run: Callable[[LeanHead],
     """What `run` returns with the model's head, which is measured once; None, after one line in the log, if only the
     model's own loss is exact.
     """
+    staged = staged_of(core)
+    if staged is not None and (staged.lean_head is None or not staged.in_step):
+        return None  # the result of a forward of all stages has logits, and no rank but one has the head
     head = head_of(core)
     key = head if isinstance(head, nn.Module) else core
     try:
+        if staged is not None:
+            _known[key] = staged.lean_head  # of the whole model: a stage cannot be measured
         known = _known.get(key)
         if key not in _known or (known is not None and not known.is_of(core)):
             _known[key] = None

@@ -18,24 +18,19 @@ from torch import Tensor, nn
 
 from windlass.config.pipeline_plan import PipelinePlan
 from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.module_state import keep_elsewhere, kept_elsewhere, state_of
+from windlass.core.module_state import keep_elsewhere, state_of
+from windlass.core.trees import send_to_device
 from windlass.dist.absent import Absent
 from windlass.dist.gang import Gang
 from windlass.transforms.averaging import average_gradients
 from windlass.transforms.buffers import broadcast, buffers_of_first_rank, check_sparse, share_buffers
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.first_rank import check_same_structure
+from windlass.transforms.lean_head import InexactLossError, LeanHead, head_of
 from windlass.transforms.pipeline_cut import example_of, find_cut
-from windlass.transforms.staged_model import StagedModel, output_tensors
+from windlass.transforms.stage_forwards import output_tensors
+from windlass.transforms.staged_model import StagedModel, staged_of
 from windlass.transforms.strategy import Strategy, squared_norm
-
-
-def placement_of(plan: PipelinePlan) -> list[int]:
-    """For each stage the rank that computes it: in turn, or there and back (a V) for a schedule that needs it."""
-    there = list(range(plan.size))
-    if plan.schedule == "ZBVZeroBubble":
-        return there + there[::-1]
-    return there * plan.stages_per_rank
 
 
 class Pipeline(Strategy):
@@ -59,29 +54,27 @@ class Pipeline(Strategy):
     def __init__(self, module: nn.Module, plan: PipelinePlan, loss_ranks: Gang, device: torch.device) -> None:
         self._loss_ranks, self._all_ranks = loss_ranks, loss_ranks.over("all")
         self._ranks, self._device = loss_ranks.over("pipeline"), device
-        earlier = kept_elsewhere(module)
-        if isinstance(earlier, StagedModel):
-            self.staged = earlier
-        else:
-            self.staged = self._divided(module, plan)
+        self.staged = staged_of(module) or self._divided(module, plan)
         super().__init__(module)
 
     def _divided(self, module: nn.Module, plan: PipelinePlan) -> StagedModel:
         _refuse_unfit(module)
         check_same_structure(module, self._all_ranks)
         check_sparse(module, self._all_ranks)
-        broadcast(p.detach() for p in module.parameters())
-        share_buffers(module)
-        placement = placement_of(plan)
-        cut, whole = find_cut(module, len(placement), plan.split_points)
-        args, kwargs = example_of(module)
+        # Usually on the host still: no device need hold all of it.
+        on_host = all(tensor.is_cpu for tensor in (*module.parameters(), *module.buffers()))
+        group = self._all_ranks.host_group if on_host else self._all_ranks.device_group
+        broadcast((tensor.detach() for tensor in (*module.parameters(), *module.buffers())), group)
+        placement = plan.placement
+        example = example_of(module)
+        cut, whole = find_cut(module, len(placement), plan.split_points, example)
+        lean_head = _lean_head(module)
         staged = StagedModel(module, cut, placement, self._ranks, self._device)
-        with evaluating(module):
-            self._refuse_difference(
-                type(module).__name__,
-                whole,
-                module(*_moved(args, self._device), **_moved(kwargs, self._device)),
-            )
+        staged.lean_head = lean_head
+        if example is not None:
+            args, kwargs = send_to_device(example, self._device)
+            with evaluating(module):
+                self._refuse_difference(type(module).__name__, whole, module(*args, **kwargs))
         keep_elsewhere(module, staged)
         return staged
 
@@ -191,6 +184,17 @@ class Pipeline(Strategy):
         raise ConfigError(Problem("bf16_full_eval", str(dtype), fix))
 
 
+def _lean_head(module: nn.Module) -> LeanHead | None:
+    """What makes the loss of the whole model without logits; None if only its own loss is exact, or it has no head."""
+    getter = getattr(module, "get_output_embeddings", None)
+    if not callable(getter) or head_of(module) is None:
+        return None
+    try:
+        return LeanHead.measured(module, module)
+    except InexactLossError:
+        return None
+
+
 def _refuse_unfit(module: nn.Module) -> None:
     if hasattr(module, "peft_config"):
         fix = "an adapter is not divided among the stages of a pipeline: train the whole model, or set pp_size=1"
@@ -198,11 +202,3 @@ def _refuse_unfit(module: nn.Module) -> None:
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         fix = "has an encoder and a decoder, which are not cut into stages; set pp_size=1"
         raise ConfigError(Problem("model", type(module).__name__, fix))
-
-
-def _moved(nest: Any, device: torch.device) -> Any:
-    if isinstance(nest, dict):
-        return {
-            name: value.to(device) if isinstance(value, Tensor) else value for name, value in nest.items()
-        }
-    return tuple(value.to(device) if isinstance(value, Tensor) else value for value in nest)

@@ -22,6 +22,8 @@ from windlass.transforms.evaluating import evaluating
 from windlass.transforms.neftune import vocabulary_of
 
 _WHOLE = "or set pp_size=1"
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and named arguments of a forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +63,21 @@ class Cut:
         return {name: number for number, names in enumerate(self.stages) for name in names}
 
 
-def find_cut(model: nn.Module, stages: int, split_points: Sequence[str] = ()) -> tuple[Cut, Any]:
-    """Cut `model`, which is whole, into `stages` stages. Runs one forward of it.
+def find_cut(
+    model: nn.Module,
+    stages: int,
+    split_points: Sequence[str],
+    example: Example,
+) -> tuple[Cut, Any]:
+    """Cut `model`, which is whole, into `stages` stages. Runs one forward of it, unless it is a plain sequence.
 
     Args:
+        example: arguments of that forward; None for a sequence.
         split_points: the names of the modules with which all stages but the first begin; by default its repeated blocks
             are shared out evenly.
 
     Returns:
-        The cut, and what the forward of `example_of(model)` returned.
+        The cut, and what the forward returned; None of a sequence.
 
     Raises:
         ConfigError: the model cannot be cut so.
@@ -85,12 +93,15 @@ def find_cut(model: nn.Module, stages: int, split_points: Sequence[str] = ()) ->
         raise ConfigError(Problem("pp_split_points", points, fix))
     units = dict(_units(model, points))
     _refuse_between(model, units)
-    calls, result = _traced(model, units)
+    if example is None:
+        return _cut_of([_Call(name) for name in units], points, units), None
+    calls, result = _traced(model, units, example)
     return _cut_of(calls, points, units), result
 
 
-def example_of(model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A small input of the model: a short row for models of text, and the attribute `dummy_inputs` of any other.
+def example_of(model: Any) -> Example | None:
+    """A small input of the model: a short row for models of text, and the attribute `dummy_inputs` of any other. None
+    of a plain sequence, whose order is known.
 
     Raises:
         ConfigError: the model has none.
@@ -104,6 +115,8 @@ def example_of(model: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), {str(name): value for name, value in own.items()}
     if isinstance(own, tuple | Tensor):
         return (own if isinstance(own, tuple) else (own,)), {}
+    if type(model).forward is nn.Sequential.forward:
+        return None
     fix = (
         "has no example of its input, by which it is cut: set model.dummy_inputs to a dict of arguments of its "
         f"forward, or to one tensor, {_WHOLE}"
@@ -162,8 +175,8 @@ def _refuse_between(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
 @dataclass(slots=True)
 class _Call:
     name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
     output: Any = None
 
     @property
@@ -193,8 +206,8 @@ class _Trace:
         ]
 
 
-def _traced(model: nn.Module, units: Mapping[str, nn.Module]) -> tuple[list[_Call], Any]:
-    args, kwargs = example_of(model)
+def _traced(model: nn.Module, units: Mapping[str, nn.Module], example: Example) -> tuple[list[_Call], Any]:
+    args, kwargs = example
     trace = _Trace()
     hooks = [hook for name, unit in units.items() for hook in trace.watch(name, unit)]
     try:
@@ -217,12 +230,13 @@ def _cut_of(calls: list[_Call], points: Sequence[str], units: Mapping[str, nn.Mo
     if missing or places != sorted(places):
         fix = "the forward calls its modules in another order, or not at all: name them in the order of their calls"
         raise ConfigError(Problem("pp_split_points", list(points), fix))
-    last = [_last_before(calls, place, trained) for place in places]
+    traced = any(call.output is not None for call in calls)
+    last = [_last_before(calls, place, trained) if traced else names[place - 1] for place in places]
     stages: list[list[str]] = [[] for _ in range(len(points) + 1)]
     for number, name in enumerate(names):
         stages[sum(place <= number for place in places)].append(name)
     stages[0] += [name for name in units if name not in names]
-    outputs = {call.name: found for call in calls if (found := _output_of(call)) is not None}
+    outputs = {call.name: found for call in calls if (found := _output_of(call, traced)) is not None}
     return Cut(stages, last, outputs)
 
 
@@ -239,7 +253,9 @@ def _last_before(calls: list[_Call], place: int, trained: Set[str]) -> str:
     raise ConfigError(Problem("pp_split_points", after.name, fix))
 
 
-def _output_of(call: _Call) -> Output | None:
+def _output_of(call: _Call, traced: bool) -> Output | None:
+    if not traced:
+        return Output(None, None, torch.float32)
     tensor = call.tensor
     first = next(iter(tensors_in([call.args, call.kwargs])), None)
     if tensor is None or first is None:

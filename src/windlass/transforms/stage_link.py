@@ -53,13 +53,17 @@ class StageLink:
         """The operation that receives a tensor into memory."""
         return dist.P2POp(dist.irecv, tensor, self.ranks.members[source], self.ranks.device_group)
 
-    def run(self, *operations: dist.P2POp) -> None:
-        """Start the operations together, and wait for all."""
-        for work in dist.batch_isend_irecv(list(operations)):
+    def run(self, operation: dist.P2POp) -> None:
+        """Start an operation, and wait for it."""
+        for work in dist.batch_isend_irecv([operation]):
             work.wait()
 
+    def start(self, operation: dist.P2POp) -> None:
+        """Start an operation; `settle` waits for it."""
+        self._under_way += [(work, operation.tensor) for work in dist.batch_isend_irecv([operation])]
+
     def settle(self) -> None:
-        """Wait for the headers that are under way."""
+        """Wait for all that is under way."""
         while self._under_way:
             self._under_way.pop()[0].wait()
 

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
-from windlass.core.module_state import ElsewhereState
+from windlass.core.module_state import ElsewhereState, kept_elsewhere
 from windlass.core.rng import PlacedRandomness
 from windlass.dist.absent import Absent, Held, absent_like, held
 from windlass.dist.gang import Gang
+from windlass.transforms.lean_head import LeanHead
 from windlass.transforms.pipeline_cut import Cut
+from windlass.transforms.stage_forwards import Call, StageForwards
 from windlass.transforms.stage_link import StageLink
 from windlass.transforms.stage_views import StageEnd, StageView
-
-_BUILT_IN = {kind.__name__: kind for kind in (TypeError, ValueError, KeyError, IndexError)}
 
 
 @dataclass(slots=True)
@@ -40,6 +40,12 @@ class _Step:
     calls: int = 0
 
 
+def staged_of(module: nn.Module) -> StagedModel | None:
+    """The stages of `module`; None if its layers are not divided among ranks."""
+    found = kept_elsewhere(module)
+    return found if isinstance(found, StagedModel) else None
+
+
 class StagedModel(ElsewhereState):
     """The stages of a model that this rank computes.
 
@@ -52,6 +58,7 @@ class StagedModel(ElsewhereState):
         local: the stages of this rank.
         copies: parameters of this rank that an earlier stage updates with it (tied ones), and the index of its rank.
         lent: parameters of this rank of which a later stage has a copy, and the index of its rank.
+        lean_head: makes the loss of a training step without logits; None if only the model's own loss is exact.
     """
 
     in_stages = True
@@ -69,10 +76,12 @@ class StagedModel(ElsewhereState):
         self.randomness = PlacedRandomness(device)
         self.copies: dict[nn.Parameter, int] = {}
         self.lent: dict[nn.Parameter, int] = {}
+        self.lean_head: LeanHead | None = None
         self._owners: dict[nn.Parameter, int] = {}
         self._of_stage: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.local}
         self._divide(cut, device)
         self._views = {stage: StageView(module, cut, stage) for stage in self.local}
+        self._forwards = StageForwards(self.link, placement, self._compute)
         self._step: _Step | None = None
         self._forward = module.forward
         module.forward = self._new_forward()
@@ -88,6 +97,11 @@ class StagedModel(ElsewhereState):
     def stages(self) -> int:
         """The stages of the whole pipeline."""
         return len(self.placement)
+
+    @property
+    def in_step(self) -> bool:
+        """Return True while a stage runs a training step."""
+        return self._step is not None
 
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
         """The parameters that a stage of this rank computes with."""
@@ -202,7 +216,7 @@ class StagedModel(ElsewhereState):
     def _run_or_share(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         step = self._step
         if step is None:
-            return self._together(args, kwargs)
+            return self.together([(args, kwargs)])[0]
         step.calls += 1
         if step.calls > 1:
             raise ModelError(
@@ -217,115 +231,15 @@ class StagedModel(ElsewhereState):
     # --- a forward of all stages ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _together(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of the last stage, on every rank. Collective, without gradients."""
-        result: Any = None
-        error: Exception | None = None
-        for stage in self.local:
-            received, ok = self._received(stage)
-            if ok and error is None:
-                try:
-                    result = self._forward_of(stage, received, args, kwargs)
-                except Exception as raised:
-                    error = raised
-            self._pass_on(stage, result if ok and error is None else None)
-        self.link.settle()
-        last = self.link.ranks.rank == self.placement[-1]
-        described = _described(result) if last and error is None and ok else None
-        found = self.link.ranks.gather_objects([_named(error), described])
-        if error is not None:
-            raise error
-        for failed, _ in found:
-            if failed is not None:
-                raise _BUILT_IN.get(failed[0], ModelError)(failed[1])
-        return self._shared(result, found[self.placement[-1]][1])
+    def together(self, calls: Sequence[Call]) -> list[Any]:
+        """The results of forwards with these arguments, on every rank. Collective, without gradients."""
+        return self._forwards.run(calls)
 
-    def _forward_of(
-        self, stage: int, received: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _compute(self, stage: int, received: Tensor | None, call: Call) -> Any:
         self._views[stage].enter(received)
         try:
-            return self._forward(*args, **kwargs)
+            return self._forward(*call[0], **call[1])
         except StageEnd as end:
             return end.tensor
         finally:
             self._views[stage].leave()
-
-    def _received(self, stage: int) -> tuple[Tensor | None, bool]:
-        """What a stage begins with; False if an earlier one failed."""
-        if stage == 0:
-            return None, True
-        if stage - 1 in self.local:
-            return self._handed, self._handed is not None
-        source = self.placement[stage - 1]
-        room = self.link.expect(source)
-        if room is not None:
-            self.link.run(self.link.receiving(room, source))
-        return room, room is not None
-
-    _handed: Tensor | None = None  # from one stage of this rank to the next
-
-    def _pass_on(self, stage: int, tensor: Tensor | None) -> None:
-        if stage == self.stages - 1:
-            return
-        if stage + 1 in self.local:
-            self._handed = tensor
-            return
-        to = self.placement[stage + 1]
-        self.link.announce(tensor, to)
-        if tensor is not None:
-            self.link.run(self.link.sending(tensor.contiguous(), to))
-
-    def _shared(self, result: Any, described: Any) -> Any:
-        kind, entries = described
-        last, ranks = self.placement[-1], self.link.ranks
-        values: dict[Any, Tensor] = {}
-        for key, dtype, shape in entries:
-            if ranks.rank == last:
-                value = output_tensors(result)[key].contiguous()
-            else:
-                value = torch.empty(shape, dtype=getattr(torch, dtype), device=self.link.device)
-            torch.distributed.broadcast(value, ranks.members[last], group=ranks.device_group)
-            values[key] = value
-        if kind == "tensor":
-            return values[0]
-        return tuple(values.values()) if kind == "tuple" else StageOutput(values)
-
-
-def _named(error: Exception | None) -> list[str] | None:
-    return None if error is None else [type(error).__name__, str(error)]
-
-
-def output_tensors(result: Any) -> dict[Any, Tensor]:
-    """The tensors of an output, by name or position."""
-    if isinstance(result, Tensor):
-        return {0: result}
-    pairs = result.items() if isinstance(result, Mapping) else enumerate(result)
-    return {key: value for key, value in pairs if isinstance(value, Tensor)}
-
-
-def _described(result: Any) -> list[Any]:
-    """The kind of an output, and name, dtype and shape of its tensors. What is not a tensor, as caches, is left out."""
-    kind = "tensor" if isinstance(result, Tensor) else "mapping" if isinstance(result, Mapping) else "tuple"
-    described = [
-        [key, str(value.dtype)[6:], list(value.shape)] for key, value in output_tensors(result).items()
-    ]
-    return [kind, described]
-
-
-class StageOutput(dict[Any, Tensor]):
-    """The tensors of a model's output by name, as attributes and by position too."""
-
-    def __getattr__(self, name: str) -> Tensor:
-        try:
-            found: Tensor = self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-        return found
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.to_tuple()[key] if isinstance(key, int | slice) else super().__getitem__(key)
-
-    def to_tuple(self) -> tuple[Tensor, ...]:
-        """The tensors in order."""
-        return tuple(self.values())

@@ -55,7 +55,8 @@ from windlass.compat.plugin_engines import (
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from windlass.compat.plugin_parallelism import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
-    ParallelismConfig as ParallelismConfig, TorchContextParallelConfig as TorchContextParallelConfig,
+    ParallelismConfig as ParallelismConfig, PipelineParallelConfig as PipelineParallelConfig,
+    TorchContextParallelConfig as TorchContextParallelConfig,
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )

@@ -92,7 +92,6 @@ def test_variables_without_their_switch_are_not_read() -> None:
     ({"ACCELERATE_USE_SAGEMAKER": "true"}, "SageMaker"),
     ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}, "Transformer Engine"),
     ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_OPT_LEVEL": "O1"}, "MS-AMP"),
-    ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_PP_SIZE": "2"}, "pipelines"),
     ({"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"},
      "CHECKPOINTING_OFFLOAD.*only with activation_checkpointing"),
     ({"ACCELERATE_USE_CPU": "perhaps"}, "ACCELERATE_USE_CPU"),

@@ -102,7 +102,7 @@ def test_meshes_give_copies_and_shards() -> None:
     ({"fsdp": True, "fsdp_config": {"state_dict_type": "LOCAL_STATE_DICT"}}, "fsdp_config.state_dict_type", "SHARDED"),
     ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": True},
      "fsdp_config.activation_checkpointing", "twice"),
-    ({"parallelism_config": {"pp_size": 2}}, "parallelism_config.pp_size", "pipelines"),
+    ({"parallelism_config": {"pp_size": 2, "pp_schedule": "1f2b"}}, "parallelism_config.pp_schedule", "1f1b"),
     ({"parallelism_config": 5}, "parallelism_config", "mapping"),
 ])  # fmt: skip
 def test_refused_when_arguments_are_made(arguments: dict[str, Any], field: str, words: str) -> None:

@@ -136,7 +136,14 @@ def test_axes_of_a_model_leave_the_other_processes_to_data(flags: dict[str, Any]
             "sp_size=2: is not built together with compiled models",
         ),
         ({**axes(tp=2), "mixed_precision": "fp8"}, "tp_size=2: is not built together with float8"),
-        (axes(pp=2), "pp_size=.2.: pipelines are not built"),
+        (axes(pp=2, tp=2), "pp_size=2: is not built together with --parallelism_config_tp_size=2"),
+        (axes(pp=2, dp_shard=2), "pp_size=2: is not built together with FSDP"),
+        ({**axes(pp=2), "use_deepspeed": True}, "pp_size=2: is not built together with DeepSpeed"),
+        (
+            {**axes(pp=2), "parallelism_config_pp_stages_per_process": "2"},
+            "pp_stages_per_process=2: must be 1 with 1F1B",
+        ),
+        (axes(pp=3), "pp_size=3: must divide the number of processes, which is 4"),
         (axes(ep=3), "ep_size=3: must divide the number of processes, which is 4"),
         (
             axes(ep=4, dp_shard=2, dp_replicate=2),

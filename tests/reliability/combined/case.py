@@ -42,6 +42,8 @@ class Case:
 
     def recipe(self) -> Recipe:
         made = Recipe(kind=self.kind, ragged=self.kind != "loop")
+        if self.kind == "dpo":  # whose loss is not one of `losses.py`
+            made.by_hand = None
         for feature, value in self.features:
             feature.ask(made, value)
         return made
@@ -62,9 +64,9 @@ def parse(spec: str) -> Case:
 def draw(seed: int, number: int) -> Case:
     """The case of this number: the same for the same seed."""
     chance = random.Random(f"{seed} {number}")
-    kind = chance.choices(KINDS, (5, 3, 3))[0]
+    kind = chance.choices(KINDS, (5, 3, 3, 2))[0]
     asked = dict[str, str]()
-    if kind == "sft" or chance.random() < _TRANSFORMERS:
+    if kind in ("sft", "dpo") or chance.random() < _TRANSFORMERS:
         asked["model"] = "llama"
     if chance.random() < _SPREAD:
         asked["ranks"] = chance.choice(BY_NAME["ranks"].values)

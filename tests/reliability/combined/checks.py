@@ -29,6 +29,18 @@ def losses_are_the_same(effect: Effect) -> None:
     assert effect.whole.series("loss") == effect.without.series("loss"), "the losses are not those without it"
 
 
+def losses_are_close(effect: Effect) -> None:
+    """The same up to rounding, which layers in single precision amplify."""
+    ours, theirs = effect.whole.series("loss"), effect.without.series("loss")
+    assert close(ours, theirs, max(1e-5, effect.recipe.tolerance)), f"{ours}, not {theirs}"
+
+
+def rows_are_shorter(effect: Effect) -> None:
+    losses_are_close(effect)
+    ours, theirs = effect.whole.series("num_tokens"), effect.without.series("num_tokens")
+    assert ours == theirs, "other tokens are counted"
+
+
 def weights_are_spread(effect: Effect) -> None:
     share, sharded = effect.whole.seen["share"], effect.recipe.strategy in ("fsdp2", "zero3")
     assert len(effect.whole.bits) == effect.recipe.world

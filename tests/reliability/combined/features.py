@@ -11,11 +11,13 @@ from typing import Any
 
 from tests.reliability.combined import checks
 from tests.reliability.combined.losses import OF_FUNCTIONS, OF_METHODS
-from tests.reliability.combined.recipe import Feature, Recipe
+from tests.reliability.combined.recipe import Effect, Feature, Recipe
 
 from windlass.core.optional import is_available
 
 TRAINERS = ("trainer", "sft")
+ALL_TRAINERS = (*TRAINERS, "dpo")
+NOT_OF_PAIRS = (*TRAINERS, "loop")
 LOW_RANK = ("galore_adamw", "apollo_adamw")
 # Rounding decides about the sign of an update, or is part of the method.
 SIGNS = ("lion_32bit", "lion_8bit", "adamw_8bit", "muon", "grokadamw", "adafactor", *LOW_RANK)
@@ -172,7 +174,38 @@ def _dft(recipe: Recipe, value: str) -> None:
     recipe.by_hand = None
 
 
+def _pair_loss(recipe: Recipe, value: str) -> None:
+    recipe.arguments["loss_type"] = value.split("+")
+
+
+def _in_a_row(recipe: Recipe, value: str) -> None:
+    recipe.arguments[value] = True
+    recipe.approximate(1e-5)
+
+
+def _reference(recipe: Recipe, value: str) -> None:
+    if value == "adapter":
+        recipe.adapter = "lora"
+    recipe.arguments |= {
+        "precomputed": {"precompute_ref_log_probs": True},
+        "moving": {"sync_ref_model": True, "ref_model_sync_steps": 2},
+    }.get(value, {})
+    recipe.approximate(1e-6)
+
+
+def _of_reference(effect: Effect) -> None:
+    """What is computed before is the same; what moves, or is the model without an adapter, is another."""
+    (checks.losses_are_close if effect.value == "precomputed" else checks.losses_are_others)(effect)
+
+
 FEATURES = (
+    Feature("pair_loss", ("ipo", "hinge", "sigmoid+sft"), _pair_loss, checks.losses_are_others, ("dpo",),
+            compared=True),
+    Feature("pairs_in_a_row", ("padding_free",), _in_a_row, checks.rows_are_shorter, ("dpo",), compared=True),
+    Feature("reference", ("precomputed", "moving", "adapter"), _reference, _of_reference, ("dpo",), compared=True,
+            apart={"accumulation": ("adapter",)}),  # whose reference runs the same layers
+    Feature("answers", ("prompts",), argument("eval_prompts", ["2 5 8", "4"]), checks.losses_are_the_same, ("sft",),
+            compared=True, needs={"evaluation": "steps"}, apart={"best": ANY, "plateau": ANY, "prompts": ANY}),
     Feature("model", ("llama",), _model, checks.nothing),
     Feature(
         "ranks",
@@ -195,7 +228,7 @@ FEATURES = (
     Feature("schedule", SCHEDULES, _schedule, checks.rates_are_those_of_the_formula),
     Feature("plateau", ("loss",), _plateau, checks.rates_fall, TRAINERS, needs={"evaluation": "steps"},
             apart={"schedule": ANY, "warmup": ANY}),
-    Feature("warmup", ("2", "0.25"), _warmup, checks.rates_are_those_of_the_formula, TRAINERS),
+    Feature("warmup", ("2", "0.25"), _warmup, checks.rates_are_those_of_the_formula, ALL_TRAINERS),
     Feature(
         "length", ("epochs-2", "epochs-1.5"), _length, checks.updates_are_those_of_the_rows, TRAINERS,
         apart={"data": ANY, "packing": ANY},  # a stream has no length; packed rows are fewer
@@ -206,10 +239,10 @@ FEATURES = (
         "full_eval", ("bf16_full_eval",), _full_eval, checks.evaluation_is_coarser, TRAINERS, compared=True,
         apart={"evaluation": ANY, "best": ANY, "precision": ANY},
     ),
-    Feature("adapter", ("lora", "dora", "ia3", "lora_and_head"), _adapter, checks.base_is_frozen),
+    Feature("adapter", ("lora", "dora", "ia3", "lora_and_head"), _adapter, checks.base_is_frozen, NOT_OF_PAIRS),
     Feature("prompts", PROMPTS, _adapter, checks.base_is_frozen, TRAINERS, needs={"model": "llama"},
             apart={"adapter": ANY, "packing": ANY, "recompute": ANY, "groups": ANY}),
-    Feature("dropout", ("0.2",), _dropout, checks.losses_are_others, compared=True),
+    Feature("dropout", ("0.2",), _dropout, checks.losses_are_others, NOT_OF_PAIRS, compared=True),
     Feature(
         "packing", ("bfd", "bfd_split", "wrapped", "padding_free"), _packing, checks.rows_are_joined, ("sft",),
         compared=True, apart={"data": ANY},
@@ -237,7 +270,7 @@ FEATURES = (
             gradient_checkpointing={"gradient_checkpointing": True},
         ),
         checks.layers_run_again,
-        TRAINERS,
+        ALL_TRAINERS,
         compared=True,
     ),
     Feature("neftune", ("5",), _neftune, checks.losses_are_others, TRAINERS, compared=True,
@@ -261,7 +294,7 @@ FEATURES = (
             start={"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True},
         ),
         checks.evaluations_are_logged,
-        TRAINERS,
+        ALL_TRAINERS,
     ),
     Feature(
         "saving",
@@ -274,7 +307,7 @@ FEATURES = (
             no={"save_strategy": "no"},
         ),
         checks.checkpoints_are_there,
-        TRAINERS,
+        ALL_TRAINERS,
         apart={"best": ("no", "epoch", "each", "one")},
     ),
     Feature("save_best", ("loss",), chosen(loss={"save_strategy": "best", "metric_for_best_model": "loss"}),
@@ -295,7 +328,7 @@ FEATURES = (
         lambda recipe, value: recipe.arguments.update(fsdp_config={"state_dict_type": value}),
         checks.nothing, needs={"ranks": "fsdp2-2"},
     ),
-    Feature("weight_decay", ("0.1",), argument("weight_decay", 0.1), checks.losses_are_others, TRAINERS,
+    Feature("weight_decay", ("0.1",), argument("weight_decay", 0.1), checks.losses_are_others, ALL_TRAINERS,
             compared=True),
     Feature("drop_last", ("yes",), argument("dataloader_drop_last", True), checks.losses_are_others, TRAINERS,
             compared=True, apart={"data": ANY, "datasets": ANY, "packing": ANY, "fitting": ANY}),
@@ -306,6 +339,6 @@ FEATURES = (
     Feature("loss_type", ("dft",), _dft, checks.losses_are_others, ("sft",), compared=True,
             apart={"loss": ANY, "smoothing": ANY}),
     Feature("logging", ("3",), argument("logging_steps", 3),
-            checks.losses_are_means, TRAINERS, compared=True, apart={"best": ANY, "evaluation": ANY}),
+            checks.losses_are_means, ALL_TRAINERS, compared=True, apart={"best": ANY, "evaluation": ANY}),
 )  # fmt: skip
 BY_NAME = {feature.name: feature for feature in FEATURES}

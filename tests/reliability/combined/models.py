@@ -99,6 +99,19 @@ def evaluation_rows(ragged: bool) -> list[dict[str, list[int]]]:
     return [row(1000 + index, ragged) for index in range(EVAL_ROWS)]
 
 
+def pairs(rows: Sequence[dict[str, list[int]]]) -> list[dict[str, str]]:
+    """Preferences: of each row the first two tokens are a prompt, and its end is better than that of the next row."""
+    texts = [[str(token) for token in row["input_ids"]] for row in rows]
+    return [
+        {
+            "prompt": " ".join(own[:2]),
+            "chosen": " " + " ".join(own[2:]),
+            "rejected": " " + " ".join(other[1:]),
+        }
+        for own, other in zip(texts, [*texts[1:], texts[0]], strict=True)
+    ]
+
+
 def pad(rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
     """Return tensors (rows, longest row) of int64."""
     longest = max(len(row["input_ids"]) for row in rows)

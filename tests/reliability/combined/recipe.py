@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-KINDS = ("trainer", "sft", "loop")
+KINDS = ("trainer", "sft", "loop", "dpo")
 GLOBAL_BATCH = 12  # samples of a micro-batch over all processes: one, two and three share it evenly
 
 
@@ -15,7 +15,7 @@ class Recipe:
     """How to train. Features change it; `training.py` carries it out.
 
     Attributes:
-        kind: of KINDS: `Trainer`, `SFTTrainer`, or a loop with `Accelerator`.
+        kind: of KINDS: `Trainer`, `SFTTrainer`, a loop with `Accelerator`, or `DPOTrainer`.
         strategy: alone, ddp, fsdp2, zero1, zero2 or zero3.
         arguments: of `TrainingArguments` and `SFTConfig`; a loop reads those that it has.
         model: plain or llama.

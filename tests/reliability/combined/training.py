@@ -18,7 +18,16 @@ from tests.reliability.combined.watch import Instants, Watch
 from tests.trainer.resume_cases import rows
 from torch import Tensor, nn
 
-from windlass import EMACallback, SFTConfig, SFTTrainer, SWACallback, Trainer, TrainingArguments
+from windlass import (
+    DPOConfig,
+    DPOTrainer,
+    EMACallback,
+    SFTConfig,
+    SFTTrainer,
+    SWACallback,
+    Trainer,
+    TrainingArguments,
+)
 from windlass.core.module_state import state_of
 from windlass.core.types import State
 from windlass.dist.sharded import local
@@ -51,7 +60,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
         **_STEPS,
         "per_device_train_batch_size": GLOBAL_BATCH // recipe.world,
         "gradient_accumulation_steps": recipe.accumulation,
-        **(_SFT if recipe.kind == "sft" else {}),
+        **(_SFT if recipe.kind in ("sft", "dpo") else {}),
         **recipe.arguments,
     }
     if recipe.strategy == "fsdp2":
@@ -111,6 +120,8 @@ def data_of(recipe: Recipe) -> Any:
 
 def trainer_of(recipe: Recipe, folder: Path, watch: Watch) -> Trainer:
     callbacks: list[Any] = [watch]
+    if recipe.kind == "dpo":
+        return pair_trainer(recipe, folder, callbacks)
     if recipe.average:
         averages = {"ema": lambda: EMACallback(decay=DECAY), "swa": lambda: SWACallback(2, 1)}
         callbacks.insert(0, averages[recipe.average]())
@@ -132,6 +143,28 @@ def trainer_of(recipe: Recipe, folder: Path, watch: Watch) -> Trainer:
         TrainingArguments(str(folder), **settings(recipe)),
         data_collator=models.pad,
         **common,
+    )
+
+
+def pair_trainer(recipe: Recipe, folder: Path, callbacks: list[Any]) -> Trainer:
+    rows, evaluated = (
+        models.pairs(made(recipe.ragged)) for made in (models.training_rows, models.evaluation_rows)
+    )
+    reference = bare(recipe)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(1.1)
+    adapter = adapter_config(recipe) if recipe.adapter else None
+    torch.manual_seed(8)
+    return DPOTrainer(
+        bare(recipe),
+        None if recipe.adapter else reference,
+        DPOConfig(str(folder), **settings(recipe)),
+        train_dataset=rows,
+        eval_dataset=evaluated,
+        processing_class=models.tokenizer(),
+        callbacks=callbacks,
+        peft_config=adapter,
     )
 
 

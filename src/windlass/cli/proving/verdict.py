@@ -15,7 +15,6 @@ from windlass.cli.proving.small_training import UPDATES, VALUES
 from windlass.core.errors import ModelError
 from windlass.core.optional import require
 
-TOLERANCE = 1e-10
 # A tensor whose values should be 0 has rounding of the others in it: it is compared with their size.
 _SHARE = 1e-2
 # Figures that are compared after the gradients of an update, if it has them.
@@ -98,7 +97,7 @@ def judge(expected: EndedTraining, found: EndedTraining) -> Verdict:
         if detail:
             return Verdict(layout, status, detail)
     differences = list(_differences(expected, found))
-    beyond = [one for one in differences if not one.relative <= TOLERANCE]
+    beyond = [one for one in differences if not one.relative <= found.trial.tolerance]
     largest = max((one.relative for one in differences), default=0.0)
     status = "differs" if beyond else "equal"
     first = beyond[0] if beyond else None

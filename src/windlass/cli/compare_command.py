@@ -1,0 +1,209 @@
+"""`windlass compare`: the first updates of a script with its own libraries, and on this engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from windlass import __version__
+from windlass.cli.command_line import CommandParser
+from windlass.cli.comparing.verdict import (
+    FirstDifference,
+    ScriptRecord,
+    differences,
+    farthest_weight,
+    reason,
+    same_rows_otherwise,
+)
+from windlass.cli.estimate_memory import print_table
+from windlass.core.activity import Activity
+from windlass.core.errors import ConfigError, Problem, WindlassError
+from windlass.core.output import say, say_json
+from windlass.core.outside import load_outside
+
+SCHEMA = "windlass-compare/1"
+RECORDER = Path(__file__).parent / "comparing" / "recorder.py"
+PEERS = ("trl", "transformers", "accelerate")
+"""Packages whose versions are printed beside the results of the script's own libraries."""
+
+_HELP = """\
+Run the first updates of a script twice, with the libraries that it imports and on Windlass's engine (`windlass run`),
+and compare rows, learning rate, loss, gradients, weights, time and memory. One process; the script is not changed.
+
+Both runs begin from the same seed, take rows in the order of the dataset, and have no dropout, so that what differs is
+not chance. A Trainer writes into a temporary folder, saves after the second update, and reports to no tracker.
+"""
+
+
+def compare_command(words: Sequence[str]) -> int:
+    """Run a script both ways and print what differs; return the exit code.
+
+    Raises:
+        ConfigError: there is no such script, or the number of updates is not positive.
+        WindlassError: a run failed, or ended before its first update.
+    """
+    options = build_parser().parse_args(words)
+    if not Path(options.script).is_file():
+        raise ConfigError(Problem("SCRIPT", options.script, "there is no such file"))
+    if options.updates < 1:
+        raise ConfigError(Problem("--updates", options.updates, "must be at least 1"))
+    answered = load_outside("imports of other libraries").environment(os.environ)
+    with tempfile.TemporaryDirectory(prefix="windlass-compare-") as folder:
+        own = _run(options, Path(folder) / "own", os.environ, "its own libraries")
+        ours = _run(options, Path(folder) / "windlass", {**os.environ, **answered}, "Windlass")
+        found = differences(own, ours)
+        why = reason(found, same_rows_otherwise(own, ours))
+        farthest = farthest_weight(own, ours)
+    if options.json:
+        say_json({"schema": SCHEMA, "script": options.script, **_facts(own, ours, found, why, farthest)})
+        return 0
+    versions = ", ".join(_versions())
+    updates = min(len(own.updates), len(ours.updates))
+    say(f"{updates} updates of {options.script}\nown: {versions}; Windlass {__version__}\n")
+    print_table([("", "own", "Windlass", "difference"), *_rows(own, ours, found, farthest)], str.ljust)
+    say("\n" + textwrap.fill(f"First difference: {why}.", 80))
+    if farthest is not None:
+        say(f"Largest difference of the weights at the end: {farthest[1]:.1e}, in {farthest[0]}")
+    for name, record in (("its own libraries", own), ("Windlass", ours)):
+        if record.unread:
+            say(f"Arguments that were set and that {name} did not read: {', '.join(record.unread)}")
+    return 0
+
+
+def build_parser() -> CommandParser:
+    """Return the parser of the command."""
+    parser = CommandParser(
+        prog="windlass compare",
+        description=_HELP,
+        example="windlass compare train.py --learning_rate 3e-4",
+    )
+    add = parser.add_argument
+    add("--updates", type=int, default=5, metavar="N", help="optimizer updates of each run (default: 5)")
+    add("--own-order", action="store_true", help="keep each library's order of the samples")
+    add(
+        "--dropout", action="store_true", help="keep dropout; each library draws it from other random numbers"
+    )
+    add("--json", action="store_true", help=f"as one JSON object of the form {SCHEMA}")
+    add("script", metavar="SCRIPT", help="a Python file")
+    rest = add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
+    rest.required = False  # argparse would report it as missing with the script
+    return parser
+
+
+def _run(
+    options: argparse.Namespace, folder: Path, environment: Mapping[str, str], name: str
+) -> ScriptRecord:
+    """Run the script once in a process of its own, and read what the recorder wrote."""
+    folder.mkdir()
+    settings = {
+        "updates": options.updates,
+        "folder": str(folder),
+        "own_order": options.own_order,
+        "dropout": options.dropout,
+    }
+    (folder / "settings.json").write_text(json.dumps(settings), "utf-8")
+    command = [
+        sys.executable,
+        str(RECORDER),
+        str(folder / "settings.json"),
+        options.script,
+        *options.arguments,
+    ]
+    with Activity(f"running {options.script} with {name}"), open(folder / "log", "wb") as output:
+        code = subprocess.run(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    written = folder / "record.json"
+    if code or not written.is_file():
+        last = (folder / "log").read_text("utf-8", "replace").strip().splitlines()[-15:]
+        raise WindlassError("\n".join([f"{options.script} with {name} ended with exit code {code}:", *last]))
+    record = json.loads(written.read_text("utf-8"))
+    if not record["updates"]:
+        raise WindlassError(f"{options.script} with {name} ended without an update of a PyTorch optimizer")
+    return ScriptRecord(**record, weights=folder / "weights.safetensors")
+
+
+def _versions() -> Iterator[str]:
+    for name in PEERS:
+        try:
+            yield f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+
+
+def _rows(
+    own: ScriptRecord,
+    ours: ScriptRecord,
+    found: dict[str, FirstDifference],
+    farthest: tuple[str, float] | None,
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the lines of the table."""
+    pairs = list(zip(own.updates, ours.updates, strict=False))
+    counts = [
+        sum(len(rows) for update in record.updates for rows in update["rows"]) for record in (own, ours)
+    ]
+    yield "rows", str(counts[0]), str(counts[1]), _apart(found.get("rows"))
+    for name, key in (("learning rate", "rates"), ("loss", "loss"), ("gradient norm", "norm")):
+        last = [
+            _number(update[key][0] if key == "rates" and update[key] else update[key]) for update in pairs[-1]
+        ]
+        yield f"{name}, last", last[0], last[1], _apart(found.get(key))
+    yield "weights", "", "", _apart(found.get("digests"))
+    yield "s per update", f"{own.seconds:.3g}", f"{ours.seconds:.3g}", f"x {ours.seconds / own.seconds:.2f}"
+    if own.pause and ours.pause:
+        yield "longest pause, s", f"{own.pause:.3g}", f"{ours.pause:.3g}", f"x {ours.pause / own.pause:.2f}"
+    if own.memory and ours.memory:
+        memory = [f"{record.memory / 2**20:.0f} MiB" for record in (own, ours) if record.memory]
+        yield "memory growth", memory[0], memory[1], f"x {ours.memory / own.memory:.2f}"
+
+
+def _apart(difference: FirstDifference | None) -> str:
+    if difference is None:
+        return "none, same bits"
+    size = ""
+    if isinstance(difference.own, float) and isinstance(difference.ours, float) and difference.own:
+        size = f" (relative {abs(difference.ours - difference.own) / abs(difference.own):.1e})"
+    return f"from update {difference.update}{size}"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else "-"
+
+
+def _facts(
+    own: ScriptRecord,
+    ours: ScriptRecord,
+    found: dict[str, FirstDifference],
+    why: str,
+    farthest: tuple[str, float] | None,
+) -> dict[str, Any]:
+    """Return the comparison for programs."""
+    names = {"rates": "learning_rate", "norm": "gradient_norm", "digests": "weights"}
+    return {
+        "first_difference": why,
+        "from_update": {names.get(name, name): one.update for name, one in found.items()},
+        "farthest_weight": None if farthest is None else {"name": farthest[0], "difference": farthest[1]},
+        "own": _figures(own),
+        "windlass": _figures(ours),
+    }
+
+
+def _figures(record: ScriptRecord) -> dict[str, Any]:
+    kept = ("rows", "rates", "loss", "norm", "seconds", "pause")
+    return {
+        "updates": [{name: update[name] for name in kept} for update in record.updates],
+        "seconds": record.seconds,
+        "longest_pause": record.pause,
+        "memory_growth": record.memory,
+        "device_memory": record.device_memory,
+        "set_and_not_read": record.unread,
+    }

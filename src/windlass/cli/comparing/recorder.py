@@ -1,0 +1,364 @@
+"""Run a script as Python does, and record its first updates: rows, learning rates, losses, gradients and weights.
+
+    python recorder.py SETTINGS SCRIPT [ARGUMENT ...]
+
+`windlass compare` starts this file by its path, once with the libraries that the script imports and once under
+`windlass run`. It watches PyTorch alone (forwards, backwards and optimizer steps), so it measures every library alike,
+and it imports nothing of Windlass: the first of the two runs must not have it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import resource
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+"""Parts that wrappers of PyTorch add to the names of parameters."""
+
+
+class Recorder:
+    """What PyTorch did since the script started, one record for each optimizer update.
+
+    Attributes:
+        arguments: those of the Trainer that the script made last.
+        inside_backward: a backward is under way; what is called in it is computed again.
+        pending_rows: digests of the rows of the update under way, by backward.
+        updates: of each finished update: `rows` (digests of samples, by backward), `rates`, `loss` (the sum of what
+            backwards were started from), `norm` (of the gradients that the optimizer got), `digests` (weights after
+            the update, by parameter), `seconds` (from its first forward to its last step) and `pause` (from the
+            update before to that forward).
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.updates: list[dict[str, Any]] = []
+        self.arguments: Any = None
+        self._read: set[str] = set()
+        self._known: WeakSet[nn.Module] = WeakSet()
+        self._model: nn.Module | None = None
+        self._names: dict[int, str] = {}
+        self.inside_backward = False
+        self._seen: list[str] = []  # rows of the last forward
+        self.pending_rows: list[list[str]] = []
+        self._losses: list[Tensor] = []
+        self._started: float | None = None
+        self._ended: float | None = None
+        self._own = 0.0  # seconds of this recorder since the update began
+        self._resident = 0
+        self._finished = False
+
+    # --- what PyTorch calls -----------------------------------------------------------------------------------------
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the rows that the model gets in a forward that gradients flow from."""
+        now = time.perf_counter()
+        if self._started is None:
+            self._started, self._own = now, 0.0
+            self._resident = self._resident or _resident_bytes()
+        self._seen = list(_digests_of_rows(args, kwargs))
+        self._own += time.perf_counter() - now
+
+    def backward(self, root: Tensor, gradient: Tensor | None) -> None:
+        """Note the loss that a backward starts from, and the rows of the forward before it."""
+        value = root.detach() if gradient is None else root.detach() * gradient
+        self._losses.append(value.double().sum())
+        self.pending_rows.append(self._seen)
+        self._seen = []
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Begin the record of an update, or add a second optimizer to it: no backward lies between their steps."""
+        now = time.perf_counter()
+        if self.pending_rows or not self.updates:
+            pause = None if self._ended is None or self._started is None else self._started - self._ended
+            self.updates.append(
+                {"rows": self.pending_rows, "rates": [], "squares": [], "digests": {}, "pause": pause}
+            )
+            self.updates[-1]["loss"] = torch.stack(self._losses).sum() if self._losses else None
+            self.pending_rows, self._losses = [], []
+        update = self.updates[-1]
+        update["rates"] += [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        gradients = [p.grad for p in _parameters(optimizer) if p.grad is not None]
+        update["squares"] += [gradient.detach().double().norm() ** 2 for gradient in gradients]
+        self._own += time.perf_counter() - now
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note the weights, and leave the process after the last update that was asked for."""
+        now = time.perf_counter()
+        update = self.updates[-1]
+        update["seconds"] = now - (self._started or now) - self._own
+        for parameter in _parameters(optimizer):
+            update["digests"][self._name(parameter)] = _digest(parameter)
+        self._started, self._ended, self._own = None, time.perf_counter(), 0.0
+        if len(self.updates) == self.settings["updates"]:
+            self.write()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # a library's own end (a save, a card, an upload) is not compared
+
+    def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a call of a module that no other module makes. The one with most parameters is the model."""
+        if module not in self._known:
+            self._known.add(module)
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            if len(names) > len(self._names):
+                self._model, self._names = module, names
+        if torch.is_grad_enabled() and module.training and not self.inside_backward:
+            self.forward(args, kwargs)
+
+    def watch_reads(self, kind: type) -> None:
+        """Note the fields of a configuration class that are read of any of its objects, from their creation on."""
+        read: Callable[..., Any] = kind.__getattribute__
+        known = {one.name for one in dataclasses.fields(kind)}
+
+        def watched(this: Any, name: str) -> Any:
+            if name in known:
+                self._read.add(name)
+            return read(this, name)
+
+        replace(kind, "__getattribute__", watched)
+
+    def _unread(self) -> list[str]:
+        """Return the arguments that the script has set to another value than the default and that were not read."""
+        if self.arguments is None:
+            return []
+        fields = [one for one in dataclasses.fields(self.arguments) if one.default is not dataclasses.MISSING]
+        values = vars(self.arguments)
+        return sorted(
+            one.name
+            for one in fields
+            if one.name not in self._read and values.get(one.name, one.default) != one.default
+        )
+
+    # --- the result -------------------------------------------------------------------------------------------------
+
+    def write(self) -> None:
+        """Write the records as JSON, and the last weights beside them. Later calls do nothing."""
+        if self._finished:
+            return
+        self._finished = True
+        for update in self.updates:
+            squares = update.pop("squares")
+            update["norm"] = float(torch.stack(squares).sum().sqrt()) if squares else None
+            update["loss"] = None if update["loss"] is None else float(update["loss"])
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        record: dict[str, Any] = {
+            "updates": self.updates,
+            "memory": max(0, peak - self._resident) if self._resident else None,
+        }
+        record["unread"] = self._unread()
+        if torch.cuda.is_available():
+            record["device_memory"] = torch.cuda.max_memory_allocated()
+        place = Path(self.settings["folder"])
+        if self._model is not None:
+            weights = {
+                _plain(name): p.detach().cpu().contiguous().clone()
+                for name, p in self._model.named_parameters()
+                if p.requires_grad
+            }
+            save_file(weights, place / "weights.safetensors")
+        (place / "record.json").write_text(json.dumps(record), "utf-8")
+
+    def _name(self, parameter: Tensor) -> str:
+        return _plain(self._names.get(id(parameter), f"parameter of shape {tuple(parameter.shape)}"))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _plain(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
+
+
+def _digests_of_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
+    """Return a digest of each row of a batch: of its tokens without padding, or else of all its tensors."""
+    tokens, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    if isinstance(tokens, Tensor) and isinstance(mask, Tensor) and mask.shape == tokens.shape:
+        yield from (_digest(row[kept.bool()].long()) for row, kept in zip(tokens, mask, strict=True))
+        return
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
+    if isinstance(tokens, Tensor):
+        tensors = [tokens.long()]
+    for row in range(len(tensors[0]) if tensors else 0):
+        parts = [_digest(tensor[row]) for tensor in tensors if len(tensor) > row]
+        yield hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
+
+
+# --- how PyTorch is watched -------------------------------------------------------------------------------------------
+
+
+def replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Put a function in the place of one of PyTorch or of a library, for the rest of this process."""
+    setattr(owner, name, function)
+
+
+def watch(recorder: Recorder) -> None:
+    """Have PyTorch call the recorder."""
+    register_optimizer_step_pre_hook(recorder.before_step)
+    register_optimizer_step_post_hook(recorder.after_step)
+    _watch_backward(recorder)
+    _watch_calls(recorder)
+
+
+def _watch_backward(recorder: Recorder) -> None:
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def watched(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        given = (
+            (grad_tensors,)
+            if grad_tensors is None or isinstance(grad_tensors, Tensor)
+            else tuple(grad_tensors)
+        )
+        for index, root in enumerate(roots):
+            recorder.backward(root, given[index] if index < len(given) else None)
+        recorder.inside_backward = True  # what is recomputed there are no new rows
+        try:
+            original(tensors, grad_tensors, *args, **kwargs)
+        finally:
+            recorder.inside_backward = False
+
+    replace(torch.autograd, "backward", watched)
+
+
+def _watch_calls(recorder: Recorder) -> None:
+    original, inside = nn.Module.__call__, False
+
+    @functools.wraps(original)
+    def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return original(self, *args, **kwargs)
+        inside = True
+        try:
+            recorder.called(self, args, kwargs)
+            return original(self, *args, **kwargs)
+        finally:
+            inside = False
+
+    replace(nn.Module, "__call__", watched)
+
+
+def keep_order() -> None:
+    """Have loaders take samples in the order of the dataset."""
+    from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+    build = DataLoader.__init__
+
+    @functools.wraps(build)
+    def in_order(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("shuffle"):
+            kwargs["shuffle"] = False
+        if isinstance(sampler := kwargs.get("sampler"), RandomSampler):
+            kwargs["sampler"] = SequentialSampler(sampler.data_source)
+        build(self, *args, **kwargs)
+
+    replace(DataLoader, "__init__", in_order)
+
+
+def prepare_trainer(recorder: Recorder) -> None:
+    """Have the Trainer that the script gets write into the folder of the comparison, and save after the second update.
+
+    Under `windlass run` it is Windlass's. Trackers and uploads are off: a comparison is not a run to keep.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return
+    from transformers import Trainer, TrainingArguments
+
+    build, settings = Trainer.__init__, recorder.settings
+
+    @functools.wraps(build)
+    def prepared(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments)]
+        for arguments in given:
+            if not settings["own_order"] and arguments.train_sampling_strategy == "random":
+                arguments.train_sampling_strategy = "sequential"
+            arguments.output_dir = str(Path(settings["folder"]) / "output")
+            arguments.report_to, arguments.push_to_hub = [], False
+            arguments.save_strategy, arguments.save_steps = "steps", 2
+            recorder.arguments = arguments
+        build(self, *args, **kwargs)
+
+    replace(Trainer, "__init__", prepared)
+    recorder.watch_reads(TrainingArguments)
+
+
+def without_dropout() -> None:
+    """Switch dropout off: no two libraries draw the same random numbers for it."""
+    attention = functional.scaled_dot_product_attention
+
+    def kept(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return input
+
+    @functools.wraps(attention)
+    def whole(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any
+    ) -> Tensor:
+        return attention(query, key, value, attn_mask, 0.0, **rest)
+
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        replace(functional, name, kept)
+    replace(functional, "scaled_dot_product_attention", whole)
+
+
+def seed_everything(seed: int) -> None:
+    """Begin both runs from the same random numbers, for weights that the script draws before it sets a seed."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if importlib.util.find_spec("numpy") is not None:
+        import numpy as np
+
+        np.random.seed(seed)  # the generator that scripts of the libraries draw from
+
+
+def main() -> None:
+    settings, script, *arguments = sys.argv[1:]
+    recorder = Recorder(json.loads(Path(settings).read_text("utf-8")))
+    atexit.register(recorder.write)
+    seed_everything(0)
+    prepare_trainer(recorder)
+    if not recorder.settings["own_order"]:
+        keep_order()
+    if not recorder.settings["dropout"]:
+        without_dropout()
+    watch(recorder)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).absolute().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

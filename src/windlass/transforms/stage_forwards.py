@@ -1,0 +1,143 @@
+"""Forwards without gradients through all stages of a pipeline: every rank gets what the last stage returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.core.errors import ModelError
+from windlass.transforms.stage_link import StageLink
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a forward, which all ranks have."""
+
+_BUILT_IN = {kind.__name__: kind for kind in (TypeError, ValueError, KeyError, IndexError)}
+
+
+class StageForwards:
+    """Runs forwards. A rank goes on to the next one while later stages compute the last.
+
+    Args:
+        placement: for each stage the rank that computes it, as an index in the pipeline.
+        compute: stage, what it begins with, arguments of the model -> what the stage ends with.
+    """
+
+    def __init__(
+        self,
+        link: StageLink,
+        placement: Sequence[int],
+        compute: Callable[[int, Tensor | None, Call], Any],
+    ) -> None:
+        self._link, self._placement, self._compute = link, placement, compute
+        self._local = [stage for stage, rank in enumerate(placement) if rank == link.ranks.rank]
+        self._handed: Tensor | None = None  # from one stage of this rank to the next
+
+    def run(self, calls: Sequence[Call]) -> list[Any]:
+        """The results of the last stage, as plain tensors and nests of them. Collective. An error of a stage is raised
+        on all ranks.
+        """
+        results: list[Any] = []
+        error: Exception | None = None
+        for call in calls:
+            result: Any = None
+            for stage in self._local:
+                result, error = self._stage(stage, call, error)
+            results.append(result)
+        self._link.settle()
+        ranks, last = self._link.ranks, self._placement[-1]
+        described = None
+        if ranks.rank == last and error is None and not any(result is None for result in results):
+            described = [_described(result) for result in results]
+        found = ranks.gather_objects(
+            [None if error is None else [type(error).__name__, str(error)], described]
+        )
+        if error is not None:
+            raise error
+        for failed, _ in found:
+            if failed is not None:
+                raise _BUILT_IN.get(failed[0], ModelError)(failed[1])
+        return [self._shared(*pair) for pair in zip(results, found[last][1], strict=True)]
+
+    def _stage(self, stage: int, call: Call, error: Exception | None) -> tuple[Any, Exception | None]:
+        received, result = self._received(stage), None
+        if error is None and (stage == 0 or received is not None):
+            try:
+                result = self._compute(stage, received, call)
+            except Exception as raised:
+                error = raised
+        self._pass_on(stage, result)
+        return result, error
+
+    def _received(self, stage: int) -> Tensor | None:
+        """What a stage begins with; None if an earlier one failed."""
+        if stage == 0 or stage - 1 in self._local:
+            return self._handed
+        source = self._placement[stage - 1]
+        room = self._link.expect(source)
+        if room is not None:
+            self._link.run(self._link.receiving(room, source))
+        return room
+
+    def _pass_on(self, stage: int, tensor: Tensor | None) -> None:
+        if stage == len(self._placement) - 1:
+            return
+        if stage + 1 in self._local:
+            self._handed = tensor
+            return
+        to = self._placement[stage + 1]
+        self._link.announce(tensor, to)
+        if tensor is not None:
+            self._link.start(self._link.sending(tensor.contiguous(), to))
+
+    def _shared(self, result: Any, described: Any) -> Any:
+        kind, entries = described
+        last, ranks = self._placement[-1], self._link.ranks
+        values: dict[Any, Tensor] = {}
+        for key, dtype, shape in entries:
+            if ranks.rank == last:
+                value = output_tensors(result)[key].contiguous()
+            else:
+                value = torch.empty(shape, dtype=getattr(torch, dtype), device=self._link.device)
+            torch.distributed.broadcast(value, ranks.members[last], group=ranks.device_group)
+            values[key] = value
+        if kind == "tensor":
+            return values[0]
+        return tuple(values.values()) if kind == "tuple" else StageOutput(values)
+
+
+def output_tensors(result: Any) -> dict[Any, Tensor]:
+    """The tensors of an output, by name or position. What is not a tensor, as caches, is left out."""
+    if isinstance(result, Tensor):
+        return {0: result}
+    pairs = result.items() if isinstance(result, Mapping) else enumerate(result)
+    return {key: value for key, value in pairs if isinstance(value, Tensor)}
+
+
+def _described(result: Any) -> list[Any]:
+    """The kind of an output, and name, dtype and shape of its tensors."""
+    kind = "tensor" if isinstance(result, Tensor) else "mapping" if isinstance(result, Mapping) else "tuple"
+    described = [
+        [key, str(value.dtype)[6:], list(value.shape)] for key, value in output_tensors(result).items()
+    ]
+    return [kind, described]
+
+
+class StageOutput(dict[Any, Tensor]):
+    """The tensors of a model's output by name, as attributes and by position too."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            found: Tensor = self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+        return found
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.to_tuple()[key] if isinstance(key, int | slice) else super().__getitem__(key)
+
+    def to_tuple(self) -> tuple[Tensor, ...]:
+        """The tensors in order."""
+        return tuple(self.values())

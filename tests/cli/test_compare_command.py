@@ -1,0 +1,102 @@
+"""`windlass compare` on real scripts: both runs, what is measured, and what is answered to wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from windlass.cli.main import main
+
+LOOP = """
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+rows = [(x, x.sum().unsqueeze(0)) for x in torch.randn(64, 8)]
+loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for _ in range(4):
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+TRAINER = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+rows = [{"input_ids": (row := torch.randint(3, 64, (9,))), "labels": row} for _ in range(64)]
+args = TrainingArguments(
+    "kept", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=20, use_cpu=True, seed=7
+)
+Trainer(LlamaForCausalLM(config), args, train_dataset=rows).train()
+print("never reached")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path / "train.py"
+
+
+def test_a_loop_of_accelerate_has_the_same_bits(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(LOOP)
+    assert main(["compare", "--updates", "3", "--json", "train.py"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == "windlass-compare/1"
+    assert found["first_difference"] == "same bits in every update"
+    assert found["from_update"] == {}
+    for run in (found["own"], found["windlass"]):
+        assert [len(rows) for update in run["updates"] for rows in update["rows"]] == [8] * 6
+        assert [update["rates"] for update in run["updates"]] == [[1e-2]] * 3
+    assert sorted(path.name for path in script.parent.iterdir()) == ["train.py"]
+
+
+@pytest.mark.slow
+def test_a_trainer_of_transformers_differs_by_rounding_and_keeps_no_files(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(TRAINER)
+    assert main(["compare", "--updates", "4", "train.py"]) == 0
+    text = capsys.readouterr().out
+    assert "learning rate, last  4.25e-05" in text
+    assert "First difference: from update 1 the loss differs by rounding" in text
+    assert sorted(path.name for path in script.parent.iterdir()) == ["train.py"]
+
+
+def test_a_script_that_trains_nothing_and_one_that_fails_are_named(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text("print('hello')\n")
+    assert main(["compare", "train.py"]) == 2
+    assert "train.py with its own libraries ended without an update" in capsys.readouterr().err
+    script.write_text("raise ValueError('what went wrong')\n")
+    assert main(["compare", "train.py"]) == 2
+    error = capsys.readouterr().err
+    assert "train.py with its own libraries ended with exit code 1:" in error
+    assert "ValueError: what went wrong" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["absent.py"], "SCRIPT='absent.py': there is no such file"),
+        (["--updates", "0", "train.py"], "--updates=0: must be at least 1"),
+    ],
+)
+def test_wrong_input_is_answered_before_anything_runs(
+    script: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text("")
+    assert main(["compare", *words]) == 2
+    assert message in capsys.readouterr().err

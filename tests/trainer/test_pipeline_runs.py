@@ -1,0 +1,107 @@
+"""Ranks that divide the layers of a model train, report, evaluate and save as one process does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.dist.launch import launch
+from tests.trainer.test_context_runs import Case, Results, Run, check_continued, check_equal
+
+pytest.importorskip("transformers")
+CASES = Path(__file__).with_name("pipeline_cases.py")
+TWO: dict[str, Any] = {"pp_size": 2}
+V: dict[str, Any] = {"pp_size": 2, "pp_schedule": "ZBVZeroBubble"}
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+
+
+def of_schedule(name: str, size: int = 2) -> dict[str, Any]:
+    return {"pp_size": size, "pp_schedule": name}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    def run(world: int, cases: dict[str, Case], folder: Path | None = None) -> Results:
+        folder = folder or tmp_path_factory.mktemp("pipeline")
+        folder.mkdir(exist_ok=True)
+        launch(world, CASES, folder, json.dumps(cases))
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+
+    return run
+
+
+@pytest.mark.dist
+def test_two_stages_equal_one_process(run: Run) -> None:
+    """The order of forwards and backwards, a tie of two stages, a loss of the script's, a model of the script's."""
+    cases: dict[str, Case] = {
+        "one forward, one backward": ("llama", TWO, {}),
+        "tied": ("tied", TWO, {}),
+        "there and back": ("tied", V, {}),
+        "a loss of the script's": ("llama", TWO, {"trainer": "own"}),
+        "a model of the script's": ("plain", {**of_schedule("GPipe"), "pp_split_points": ["second"]}, {}),
+    }
+    check_equal(run, 2, cases, {})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_every_schedule_equals_one_process(run: Run) -> None:
+    names = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    cases: dict[str, Case] = {name: ("llama", of_schedule(name), {}) for name in names}
+    for name in names[2:4]:
+        cases[f"{name} of a tie"] = ("tied", of_schedule(name), {})
+    cases["few micro-batches"] = ("llama", of_schedule(names[3]), {"gradient_accumulation_steps": 1})
+    check_equal(run, 2, cases, {})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_other_models_and_losses_in_stages(run: Run) -> None:
+    cases: dict[str, Case] = {
+        "gpt2, evaluated before": ("gpt2", TWO, {"evaluate_first": True}),
+        "gemma3": ("gemma3", of_schedule("Interleaved1F1B"), {}),
+        "qwen3": ("qwen3", TWO, {"gradient_checkpointing": True}),
+        "recomputed zero bubble": ("llama", V, {"gradient_checkpointing": True}),
+        "a sequence of layers": ("sequence", TWO, {"trainer": "sequence"}),
+        "smoothed": ("llama", TWO, {"label_smoothing_factor": 0.1}),
+        "the loss without logits": ("llama", TWO, {"own_loss": True}),
+        "the model's own loss": ("llama", TWO, {"own_loss": True, "lean_loss": False}),
+    }
+    check_equal(run, 2, cases, {"gemma3": 2e-6, "the model's own loss": 2e-6})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_replicas_of_pipelines_and_four_stages(run: Run) -> None:
+    one = {"per_device_train_batch_size": 1}
+    replicas: dict[str, Case] = {"replicas": ("llama", TWO, one), "tied replicas": ("tied", V, one)}
+    check_equal(run, 4, replicas, {}, {"per_device_train_batch_size": 2})
+    check_equal(run, 4, {"four": ("tied", of_schedule("1F1B", 4), {})}, {})
+
+
+@pytest.mark.dist
+def test_stages_are_continued_to_the_bit_and_on_one_process(run: Run, tmp_path: Path) -> None:
+    check_continued(run, tmp_path, {"tied": ("tied", TWO, SAVING)}, {"tied": ("tied", V, SAVING)})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "changes"), [(of_schedule("GPipe", 4), {}), (TWO, {"per_device_train_batch_size": 1})]
+)
+def test_stages_are_continued_as_more_stages_and_as_replicas(
+    run: Run, tmp_path: Path, layout: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    cases: dict[str, Case] = {"tied": ("tied", V, SAVING)}
+    check_continued(run, tmp_path, cases, {"tied": ("tied", layout, {**SAVING, **changes})}, ranks=4)
+
+
+@pytest.mark.dist
+def test_dropout_is_the_same_after_a_resume(run: Run, tmp_path: Path) -> None:
+    whole = run(2, {"drops": ("dropping", V, SAVING)}, tmp_path)[0]["drops"]
+    shutil.rmtree(tmp_path / "drops" / "checkpoint-6")
+    again = run(2, {"drops": ("dropping", V, {**SAVING, "resume": True})}, tmp_path)[0]["drops"]
+    assert again["weights"] == whole["weights"]
