@@ -3,7 +3,8 @@
 Windlass, transformers and a loop written by hand train the same model on the same random tokens, with and without
 `torch.compile`, each in a process of its own. Timed between two synchronised updates, after a warm-up. MFU counts
 6 operations per parameter and token plus causal attention's 6 * layers * width * length, over the device's dense peak.
-`--tiny` runs the same code on a toy model on the CPU, to show that it runs; its figures mean nothing.
+`--tiny` runs the same code on a toy model on the CPU, to show that it runs; its figures mean nothing. `--axes 4` trains
+with Windlass on four accelerators instead, which divide the layers or the rows of 8k to 128k tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from common import caption, facts, report, table
 
 HERE = Path(__file__).resolve().parent
 LOOPS = ("raw", "windlass", "transformers")
+# How accelerators divide the model, and the lengths of the rows that they train on.
+AXES = {"tp_size": "layers", "cp_size": "rows, ring", "sp_size": "rows, heads"}
+LENGTHS = (8_192, 32_768, 131_072)
 LABELS = {"raw": "PyTorch, written by hand"}
 # Dense bf16 peak in TFLOP/s, from the makers' data sheets; the first name that the device's name contains counts.
 PEAKS = {
@@ -38,13 +42,19 @@ def peak_tflops(device: str) -> float | None:
     return next((peak for name, peak in PEAKS.items() if name in device), None)
 
 
-def train(loop: str, compiled: bool, options: argparse.Namespace) -> dict[str, Any]:
-    """One loop in a fresh process: its figures, or the last line of its error."""
+def train(
+    loop: str, compiled: bool, options: argparse.Namespace, layout: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """One loop in a fresh process, or in one for each part of a layout: its figures, or the last line of its error."""
     asked = {
         "loop": loop, "compile": compiled, "tiny": options.tiny, "micro_batch": options.micro_batch,
-        "length": options.length, "steps": options.steps, "warmup": options.warmup,
+        "length": options.length, "steps": options.steps, "warmup": options.warmup, "layout": layout or {},
     }  # fmt: skip
-    command = [sys.executable, str(HERE / "gpu_worker.py"), json.dumps(asked)]
+    processes = sum((layout or {}).values())
+    several = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if layout else []
+    )
+    command = [sys.executable, *several, str(HERE / "gpu_worker.py"), json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"stopped with code {done.returncode}"]
@@ -82,6 +92,34 @@ def render(figures: dict[str, Any], command: str) -> str:
     return f"{table(head, rows)}\n\n{shape}{caption(figures, command)}"
 
 
+def render_axes(figures: dict[str, Any], command: str) -> str:
+    head = ["divided", "tokens in a row", "tokens/s", "MFU of each", "peak memory of each, GB"]
+    lengths = figures["lengths"]
+    if figures["device"] is None:
+        rows = [[label, f"{length:,}", "", "", ""] for label in AXES.values() for length in lengths]
+        note = "No accelerators were there when this page was made, so these rows are empty."
+        return f"{table(head, rows)}\n\n{note} The command: `{command}`."
+    rows = []
+    for it in figures["runs"]:
+        if "error" in it:
+            rows.append([it["label"], f"{it['length']:,}", "failed: " + it["error"], "", ""])
+            continue
+        each = {**it, "tokens_per_second": it["tokens_per_second"] / figures["axes"]}
+        memory = f"{it['peak_bytes'] / 1e9:.1f}" if it["peak_bytes"] else ""
+        share = mfu(each, figures["peak_tflops"])
+        rows.append([it["label"], f"{it['length']:,}", f"{it['tokens_per_second']:,.0f}", share, memory])
+    return f"{table(head, rows)}\n\n{figures['axes']} x {figures['device']}. {caption(figures, command)}"
+
+
+def divided(figures: dict[str, Any], options: argparse.Namespace) -> None:
+    """One row of each length, divided in each way, with recomputed blocks."""
+    options.micro_batch = 1
+    for name, label in AXES.items():
+        for options.length in figures["lengths"]:
+            found = train("windlass", False, options, {name: options.axes})
+            figures["runs"].append({**found, "label": label, "length": options.length})
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a toy model on the CPU: does the code run?")
@@ -94,7 +132,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--peak-tflops", type=float, help="dense bf16 peak of a device that is not in the list"
     )
-    parser.add_argument("--write", type=Path, help="a page with a section `gpu` to rewrite")
+    parser.add_argument("--axes", type=int, default=0, help="accelerators that divide layers or rows")
+    parser.add_argument("--write", type=Path, help="a page with a section `gpu`, or `gpu-axes`, to rewrite")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     options = parser.parse_args()
     if options.tiny:
@@ -111,14 +150,22 @@ def main() -> None:
         **facts(), "device": device, "micro_batch": options.micro_batch, "length": options.length, "runs": [],
     }  # fmt: skip
     figures["peak_tflops"] = options.peak_tflops or peak_tflops(device or "")
+    if options.axes:
+        figures |= {"axes": options.axes, "lengths": (64,) if options.tiny else LENGTHS}
     if device is None:
         print("No accelerator here: nothing to measure. `--tiny` shows on the CPU that the benchmark runs.\n")
+    elif options.axes:
+        divided(figures, options)
     else:
         variants = [False] if options.no_compile else [False, True]
         loops = options.only.split(",")
         figures["runs"] = [train(loop, compiled, options) for compiled in variants for loop in loops]
     command = "python benchmarks/gpu.py" + (" --tiny" if options.tiny else "")
-    report("gpu", render(figures, command), figures, options.write, options.json)
+    if options.axes:
+        command += f" --axes {options.axes}"
+        report("gpu-axes", render_axes(figures, command), figures, options.write, options.json)
+    else:
+        report("gpu", render(figures, command), figures, options.write, options.json)
     if any("error" in it for it in figures["runs"]):
         raise SystemExit(1)
 

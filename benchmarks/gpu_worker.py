@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import tempfile
 import time
@@ -53,13 +54,13 @@ class Clock:
         return (end - start) / (self._last - self._first)
 
 
-def build(tiny: bool) -> nn.Module:
+def build(tiny: bool, length: int) -> nn.Module:
     """A Llama of about 1.04 B parameters (tied embeddings), or a toy of the same make; weights in fp32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 32_000, "max_position_embeddings": 8192,
+        "num_key_value_heads": 8, "vocab_size": 32_000, "max_position_embeddings": max(length, 8192),
     }  # fmt: skip
     if tiny:
         sizes.update(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
@@ -99,12 +100,15 @@ def raw(model: nn.Module, data: Tokens, asked: dict[str, Any], device: torch.dev
 
 
 def trainer(library: Any, model: nn.Module, data: Tokens, asked: dict[str, Any]) -> list[float]:
+    more: dict[str, Any] = {}
+    if asked["layout"]:
+        more = {"parallelism_config": asked["layout"], "gradient_checkpointing": True}
     with tempfile.TemporaryDirectory() as folder:
         arguments = library.TrainingArguments(
             output_dir=folder, max_steps=asked["steps"], per_device_train_batch_size=asked["micro_batch"], bf16=True,
             learning_rate=LEARNING_RATE, lr_scheduler_type="constant", optim="adamw_torch_fused", max_grad_norm=CLIP,
             torch_compile=asked["compile"], logging_steps=asked["steps"] - 1, logging_first_step=True,
-            save_strategy="no", disable_tqdm=True, use_cpu=asked["tiny"], report_to="none",
+            save_strategy="no", disable_tqdm=True, use_cpu=asked["tiny"], report_to="none", **more,
         )  # fmt: skip
         made = library.Trainer(model, arguments, train_dataset=data, data_collator=default_collate)
         made.train()
@@ -115,7 +119,7 @@ def trainer(library: Any, model: nn.Module, data: Tokens, asked: dict[str, Any])
 def run(asked: dict[str, Any]) -> dict[str, Any]:
     device = torch.device("cpu" if asked["tiny"] else "cuda")
     torch.set_float32_matmul_precision("high")
-    model = build(asked["tiny"])
+    model = build(asked["tiny"], asked["length"])
     config: Any = model.config
     data = Tokens(max(64, 4 * asked["micro_batch"]), asked["length"], config.vocab_size)
     clock = Clock(asked["warmup"], asked["steps"] - 1, device)
@@ -137,7 +141,8 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         figures = run(json.loads(sys.argv[1]))
-    print(json.dumps(figures))
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(figures))
 
 
 if __name__ == "__main__":

@@ -81,6 +81,8 @@ def test_the_page_has_every_section() -> None:
         "resume",
         "preparation",
         "gpu",
+        "gpu-axes",
+        "axes",
         "sft",
         "sft-images",
         "loss-memory",
@@ -173,6 +175,34 @@ def test_contention_times_every_policy(tmp_path: Path) -> None:
     assert set(measured) == {"default", "passive", "windlass"}
     assert all(cell["ms"] > 0 for cells in measured.values() for cell in cells.values())
     assert "| 1 | " in done.stdout
+
+
+@pytest.mark.slow
+def test_gpu_divides_rows_and_layers_of_a_toy_model(tmp_path: Path) -> None:
+    raw = tmp_path / "raw.json"
+    _run(str(FOLDER / "gpu.py"), "--tiny", "--axes", "2", "--json", str(raw))
+    runs = json.loads(raw.read_text())["runs"]
+    assert [(it["label"], it["length"]) for it in runs] == [
+        ("layers", 64),
+        ("rows, ring", 64),
+        ("rows, heads", 64),
+    ]
+    first = runs[0]["first_loss"]
+    assert all(it["first_loss"] == pytest.approx(first, rel=1e-2) for it in runs)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_gpu_divides_a_long_row(tmp_path: Path) -> None:
+    gpu, raw = _load("gpu"), tmp_path / "raw.json"
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two accelerators")
+    _run(str(FOLDER / "gpu.py"), "--axes", "2", "--steps", "4", "--warmup", "1", "--json", str(raw))
+    runs = json.loads(raw.read_text())["runs"]
+    assert len(runs) == len(gpu.AXES) * len(gpu.LENGTHS)
+    assert not any("error" in it for it in runs)
 
 
 @pytest.mark.slow

@@ -50,6 +50,49 @@ def test_any_part_is_put_together(tmp_path: Path) -> None:
                 assert torch.equal(parts.read("weight", wanted), ROWS[begin : begin + size, 1:])
 
 
+def four_ranks(folder: Path) -> dict[str, Any]:
+    """As four ranks leave it, each of which holds a block of rows and columns."""
+    blocks = [[rank, [3 * (rank // 2), 2 * (rank % 2)], [3 - rank // 2, 2 - rank % 2]] for rank in range(4)]
+    for rank, offsets, sizes in blocks:
+        block = Part(tuple(offsets), tuple(sizes)).of(ROWS).contiguous()  # type: ignore[arg-type]
+        write_tensors(folder / rank_file("model", rank), {"weight": block}, files=Files())  # type: ignore[arg-type]
+    entry = {"dtype": "F32", "shape": [5, 3], "blocks": blocks}
+    index = {"version": 2, "ranks": 4, "aliases": {}, "tensors": {"weight": entry}}
+    (folder / "model.parts.json").write_text(json.dumps(index))
+    return index
+
+
+def test_any_part_is_put_together_from_blocks(tmp_path: Path) -> None:
+    four_ranks(tmp_path)
+    with open_parts(tmp_path, "model") as parts:
+        assert torch.equal(parts.read("weight"), ROWS)
+        for begin in range(4):
+            assert torch.equal(parts.read("weight", Part((begin, 1), (2, 2))), ROWS[begin : begin + 2, 1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda blocks: blocks.pop(), "overlap or leave rows out"),
+        (lambda blocks: blocks.append(blocks[0]), "overlap or leave rows out"),
+        (lambda blocks: blocks[3][1].__setitem__(1, 1), "overlap or leave rows out"),
+        (lambda blocks: blocks[3][2].__setitem__(1, 2), "overlap or leave rows out"),
+        (lambda blocks: blocks[3][1].append(0), "outside its range"),
+        (lambda blocks: blocks[3].__setitem__(0, 4), "outside its range"),
+        (lambda blocks: blocks[3][1].__setitem__(0, -1), "whole numbers"),
+        (lambda blocks: blocks[3].__setitem__(1, 3), "malformed"),
+    ],
+)
+def test_blocks_that_do_not_cover_a_tensor_once_are_refused(
+    change: Callable[[list[Any]], Any], said: str, tmp_path: Path
+) -> None:
+    index = four_ranks(tmp_path)
+    change(weight(index)["blocks"])
+    (tmp_path / "model.parts.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=said), open_parts(tmp_path, "model"):
+        pass
+
+
 def test_plain_tensors_are_written_by_the_main_process(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(2, 3))
     module[2].weight = module[0].weight

@@ -141,6 +141,16 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path, text: Path) -> None:
     assert line.startswith(f"{path}:3: data.train=")
 
 
+def test_the_folder_of_a_run_is_not_a_model(tmp_path: Path, text: Path) -> None:
+    for step in (4, 12):
+        (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)
+        (tmp_path / "run" / f"checkpoint-{step}" / "config.json").write_text("{}")
+    problems = complaint(None, [f"data.train={text}", f"model={tmp_path / 'run'}"])
+    assert len(problems) == 1
+    assert "the folder of a run, not of a model" in problems[0]
+    assert problems[0].endswith("checkpoint-12")
+
+
 def test_broken_yaml_and_missing_recipe_name_the_file(tmp_path: Path) -> None:
     assert "recipe.yaml:2" in complaint(write(tmp_path, "task: x\n  data: [\n"))[0]
     assert "given twice" in complaint(write(tmp_path, "task: causal-lm\ntask: causal-lm\n"))[0]

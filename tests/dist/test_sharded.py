@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from windlass.checkpoint.sharded import parts_of_rank
@@ -68,6 +69,38 @@ def test_parts_are_cut_as_pytorch_cuts_them(dim: int) -> None:
             assert torch.equal(local(like), mine + 1)
             assert copies(like) == 1
             assert sum(torch.Size(found.sizes).numel() for _, found in holders(like)) == tensor.numel()
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((24, 2), 0), ((23, 2), 0), ((8, 6), 1), ((7, 4), 1)])
+def test_the_part_of_a_tensor_gang_is_cut_again_by_shards(shape: tuple[int, ...], dim: int) -> None:
+    """As FSDP2 does it: on a mesh of 3 shards and a gang of 2, which was cut first."""
+    entries = []
+    for rank, mesh in on_every_rank((3, 2)):
+        whole_one = numbered(shape)
+        expected = held(held(whole_one, rank % 2, 2, dim), rank // 2, 3, 0)
+        first = _StridedShard(0, split_factor=2) if dim == 0 else Shard(0)
+        tensor = DTensor.from_local(
+            expected,
+            mesh,
+            [first, Shard(dim)],
+            run_check=False,
+            shape=whole_one.shape,
+            stride=whole_one.stride(),
+        )
+        assert torch.equal(part(tensor).of(whole_one), expected), (shape, rank)
+        assert copies(tensor) == 1
+        assert torch.equal(local(shard_like(whole_one, tensor)), expected)
+        entries.append(sorted((held.offsets, held.sizes) for _, held in holders(tensor)))
+    assert all(entry == entries[0] for entry in entries)
+    assert sum(torch.Size(sizes).numel() for _, sizes in entries[0]) == torch.Size(shape).numel()
+
+
+def test_a_strided_shard_that_is_not_the_last_cut_is_refused() -> None:
+    for _, mesh in on_every_rank((2, 2)):
+        placements = [_StridedShard(0, split_factor=4), Shard(0)]
+        tensor = DTensor.from_local(torch.zeros(2, 2), mesh, placements, run_check=False)
+        with pytest.raises(ValueError, match="can be neither cut nor put together"):
+            part(tensor)
 
 
 def test_copies_are_held_by_several_and_named_once() -> None:

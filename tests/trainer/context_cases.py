@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from tests.trainer.resume_cases import kill
 from torch import Tensor, nn
 
 from windlass import ParallelismConfig, Trainer, TrainingArguments
@@ -121,9 +122,17 @@ KEPT = (
 
 
 def train(
-    name: str, folder: Path, *, own_loss: bool = False, resume: bool = False, **changes: Any
+    name: str,
+    folder: Path,
+    *,
+    own_loss: bool = False,
+    resume: bool | str = False,
+    killed_at: int = 0,
+    **changes: Any,
 ) -> dict[str, list[float]]:
-    """Train and evaluate; return what was reported, and the weights."""
+    """Train and evaluate; return what was reported, and the weights. The last of four ranks is killed at the end of
+    update `killed_at`.
+    """
     trainer = Noted(
         model(name),
         arguments(folder, **changes),
@@ -132,6 +141,7 @@ def train(
         eval_dataset=samples(7),
         compute_loss_func=None if own_loss else token_loss,
         compute_metrics=first_logits,
+        callbacks=[kill("on_step_end", killed_at, only_rank=3)] if killed_at else None,
     )
     result = trainer.train(resume_from_checkpoint=resume)
     trainer.evaluate()

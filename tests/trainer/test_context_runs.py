@@ -224,6 +224,22 @@ def test_shards_of_divided_layers_are_continued_on_any_layout_and_back(run: Run,
 
 @pytest.mark.slow
 @pytest.mark.dist
+def test_a_killed_run_of_shards_of_divided_layers_ends_with_the_same_bits(run: Run, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "fsdp": True, "resume": "auto"}
+    case: Case = ("tied", {"tp_size": 2, "dp_shard_size": 2}, saving)
+    whole = run(4, {"x": case}, tmp_path / "whole")
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    for step in (3, 5):
+        killed: Case = (case[0], case[1], {**saving, "killed_at": step})
+        said = launch(4, CASES, folder, json.dumps({"x": killed}), expect=1)
+        assert "eval_loss" not in said
+    found = run(4, {"x": case}, folder)
+    assert [one["x"]["weights"] for one in found] == [one["x"]["weights"] for one in whole]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
 def test_divided_layers_with_other_axes(run: Run) -> None:
     cases: dict[str, Case] = {name: (name, TENSOR, {}) for name in ("llama", "tied", "gemma3")}
     check_equal(

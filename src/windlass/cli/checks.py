@@ -117,6 +117,9 @@ def _out_of_place(recipe: Recipe) -> Iterator[Conflict]:
             yield f"data.{name}", getattr(data, name), fix
 
 
+_MODEL_FILES = ("config.json", "adapter_config.json")
+
+
 def _names(recipe: Recipe, opens_files: bool) -> Iterator[Conflict]:
     model, tokenizer = recipe.model, recipe.tokenizer
     if tokenizer.name is not None and tokenizer.train is not None:
@@ -127,6 +130,24 @@ def _names(recipe: Recipe, opens_files: bool) -> Iterator[Conflict]:
     for dotted, name in named:
         if name is not None and is_folder_name(name) and not Path(name).expanduser().exists():
             yield dotted, name, "no such folder"
+        checkpoints = _checkpoints_of_run(name)
+        if checkpoints:
+            yield (
+                dotted,
+                name,
+                f"is the folder of a run, not of a model; name one of its checkpoints: {checkpoints[-1]}",
+            )
+
+
+def _checkpoints_of_run(name: str | None) -> list[Path]:
+    """The checkpoints with a model in a folder that holds none itself, in order."""
+    folder = Path(name or "").expanduser()
+    if name is None or not folder.is_dir() or any((folder / file).is_file() for file in _MODEL_FILES):
+        return []
+    found = [
+        path for path in folder.glob("checkpoint-*") if any((path / file).is_file() for file in _MODEL_FILES)
+    ]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def evaluates(training: Mapping[str, Any]) -> bool:

@@ -51,15 +51,17 @@ def rebind(
 
 
 def update_singly(optimizer: torch.optim.Optimizer) -> None:
-    """Have torch's optimizers update one tensor at a time in groups with both sharded parameters and whole ones.
+    """Have torch's optimizers update one tensor at a time in groups with both sharded parameters and whole ones, or
+    with ones that are sharded over different ranks.
 
-    Of both in one list `DTensor` makes an error. Scalars are no problem, and Windlass's optimizers take the parts of
+    Of these in one list `DTensor` makes an error. Scalars are no problem, and Windlass's optimizers take the parts of
     this rank.
     """
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
     for group in optimizer.param_groups:
-        if len({is_sharded(parameter) for parameter in group["params"] if parameter.dim()}) > 1:
+        tensors = [parameter for parameter in group["params"] if parameter.dim()]
+        if len({tensor.device_mesh if is_sharded(tensor) else None for tensor in tensors}) > 1:
             group.update(dict.fromkeys(group.keys() & {"foreach", "fused"}, False))
 
 

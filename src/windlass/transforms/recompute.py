@@ -19,12 +19,14 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.transforms.activation_offload import ActivationOffload
 from windlass.transforms.blocks import repeated_blocks
 from windlass.transforms.strategy import device_of
+from windlass.transforms.tiles import tile_layers
 
 _FIELD = "activation_checkpointing_kwargs"
 _PLAIN_OPTIONS = (
     "every_n_layers",
     "offload",
     "selective",
+    "tiles",
     "use_reentrant",
     "preserve_rng_state",
     "determinism_check",
@@ -45,8 +47,9 @@ def apply_recompute(
     Args:
         options: `every_n_layers` (1: each block; n: the first of every n), `offload` (keep inputs of blocks on the
             host), `selective` (True: keep the results of matrix products and attention, which take longest to
-            recompute; or names of the operators whose results are kept) and arguments of
-            `torch.utils.checkpoint.checkpoint`; `use_reentrant` is False by default.
+            recompute; or names of the operators whose results are kept), `tiles` (names of layers within blocks ->
+            tokens that they compute at a time; see `tiles.py`) and arguments of `torch.utils.checkpoint.checkpoint`;
+            `use_reentrant` is False by default.
         blocks: the blocks of a module without such a method; empty: its repeated blocks.
     """
     if device_of(model).type == "xla":
@@ -60,6 +63,9 @@ def apply_recompute(
     offload = chosen.pop("offload", False)
     if not isinstance(offload, bool):
         raise ConfigError(Problem(f"{_FIELD}.offload", offload, "must be True or False"))
+    tiles = chosen.pop("tiles", None)
+    if tiles is not None:
+        tile_layers(model, tiles)
     selective = chosen.pop("selective", False)
     if selective:
         if chosen["use_reentrant"]:

@@ -7,7 +7,7 @@ embedding has the rows of some tokens, and a head makes their logits.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -18,19 +18,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import whole
-from windlass.transforms.tensor_plan import SUMMED
+from windlass.transforms.tensor_plan import ADAPTED, SUMMED
 from windlass.transforms.tensor_split import TensorSplit, mine, split_of
 
 
-def divide(layers: Iterable[tuple[nn.Module, str]], mesh: DeviceMesh, tensor_ranks: Gang) -> None:
+def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor_ranks: Gang) -> None:
     """Replace the weights of layers by this rank's parts of them. Tied ones stay tied.
 
     Args:
-        layers: each with its style in the plan.
+        layers: each with its style in the plan, by name.
         mesh: its last axis is that of the tensor gang; along the others ranks have the same parts.
     """
     parts: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    for layer, style in layers:
+    siblings: dict[str, list[Any]] = {}
+    for path, (layer, style) in layers.items():
         found: Any = layer
         found.tensor_style = style
         if style == SUMMED:
@@ -45,8 +46,39 @@ def divide(layers: Iterable[tuple[nn.Module, str]], mesh: DeviceMesh, tensor_ran
             if id(parameter) not in parts:  # with the whole one, whose identity would be given to another
                 parts[id(parameter)] = parameter, _part(parameter, mesh, dim)
             layer.register_parameter(name, parts[id(parameter)][1])
+        if dim == 0 and isinstance(layer, nn.Linear):
+            siblings.setdefault(path.removesuffix(ADAPTED).rpartition(".")[0], []).append(layer)
         kind: Any = type(layer)
         found.split, found.undivided, found.__class__ = split, kind, _kind_of(kind, style)
+    for group in siblings.values():
+        shared = _SharedInput(len(group))
+        for layer in group:
+            layer.shared_input = shared
+
+
+class _SharedInput:
+    """The input of column-wise layers of one module, such as queries, keys and values: the gradients that each of them
+    has for it are added up before they are summed over ranks, so that they are sent once.
+
+    Args:
+        layers: their number.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers, self._left = layers, 0
+        self._given: Tensor | None = None
+        self._copied: Tensor | None = None
+
+    def of(self, given: Tensor, split: TensorSplit) -> Tensor:
+        """`given`, whose gradient is the sum over ranks."""
+        if self._copied is None or self._given is not given:
+            self._given, self._copied = given, _Copied.apply(given, split)  # type: ignore[no-untyped-call]
+            self._left = self._layers
+        copied, self._left = self._copied, self._left - 1
+        if not self._left:  # it is not kept beyond the last of them
+            self._given = self._copied = None
+        assert copied is not None
+        return copied
 
 
 def _part(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
@@ -63,10 +95,11 @@ class ColumnLinear(nn.Linear):
     """A linear layer with some of the rows of its weight, that is, some of its outputs."""
 
     split: TensorSplit
+    shared_input: _SharedInput
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., this rank's outputs)."""
-        own: Tensor = _Copied.apply(input, self.split)  # type: ignore[no-untyped-call]
+        own = self.shared_input.of(input, self.split)
         return nn.functional.linear(own, mine(self.weight), None if self.bias is None else mine(self.bias))
 
 

@@ -47,11 +47,11 @@ class TensorDivision:
     def apply(self, within: nn.Module, mesh: DeviceMesh) -> None:
         """Divide those of the layers that are part of `within`, and whole. See `divide`."""
         parts = {id(part) for part in within.modules()}
-        own = [
-            (layer, style)
-            for layer, style in self.chosen.values()
+        own = {
+            path: (layer, style)
+            for path, (layer, style) in self.chosen.items()
             if id(layer) in parts and not hasattr(layer, "tensor_style")
-        ]
+        }
         divide(own, mesh, self._ranks)
 
     def finish(self) -> None:

@@ -7,7 +7,7 @@ name -> style.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,8 @@ SUMMED = "replicated_with_grad_allreduce"
 """The style of layers that are whole, and compute with some of the heads: their gradients are sums over ranks."""
 VOCABULARY = ("colwise_gather_output", "embedding_rowwise")
 STYLES = ("colwise", "rowwise", *VOCABULARY, SUMMED)
+ADAPTED = ".base_layer"
+"""The end of the name of a layer that has an adapter of peft."""
 # Styles of layers that have no weights to divide, or whose division only saves memory: whole here.
 _WHOLE = ("replicate", "sequence_parallel")
 
@@ -26,8 +28,8 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
     """The layers that the plan of `module` divides among `ranks`, with their style, by name. Raises ConfigError for a
     model without a plan, or a plan that cannot be followed.
     """
-    name = type(module).__name__
-    plan = getattr(module, "tp_plan", None)
+    name, base = type(module).__name__, _without_adapters(module)
+    plan = getattr(base, "tp_plan", None)
     if not isinstance(plan, Mapping) or not plan:
         fix = "has no plan for tensor parallelism: set module.tp_plan = {'layers.*.up': 'colwise', ...}, or tp_size=1"
         raise ConfigError(Problem("model", name, fix))
@@ -42,18 +44,44 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
         re.compile(re.escape(pattern).replace(r"\*", "[^.]+")): style for pattern, style in plan.items()
     }
     found = {}
-    for path, layer in module.named_modules():
+    for path, layer in base.named_modules():
         style = next((style for pattern, style in patterns.items() if pattern.fullmatch(path)), None)
         if style is None or style in _WHOLE:
             continue
         if style in VOCABULARY and not _is_divisible(layer, ranks):
             continue
-        _check_layer(path, layer, style, ranks)
-        found[path] = layer, style
+        for name_of_part, part in _with_adapters(path, layer, style):
+            _check_layer(name_of_part, part, style, ranks)
+            found[name_of_part] = part, style
     _drop_tied(module, found)
     if not any(style != SUMMED for _, style in found.values()):
         raise ConfigError(Problem("model", name, "none of its layers has a name of its plan; set tp_size=1"))
     return found
+
+
+def _without_adapters(module: nn.Module) -> nn.Module:
+    """The model that adapters of peft were added to, in which layers have the names of its plan; else the module."""
+    base: Callable[[], nn.Module] | None = getattr(module, "get_base_model", None)
+    return module if base is None else base()
+
+
+def _with_adapters(path: str, layer: nn.Module, style: str) -> Iterator[tuple[str, nn.Module]]:
+    """The layer; of one with low-rank adapters (arXiv:2106.09685) the layer itself, and the factor of each adapter that
+    has the divided dimension: B makes the outputs, A takes the inputs. The other factor is whole.
+    """
+    own = getattr(layer, "base_layer", None)
+    if not isinstance(own, nn.Module):
+        yield path, layer
+        return
+    factor = "lora_A" if style == "rowwise" else "lora_B"
+    factors = getattr(layer, factor, None)
+    more = ("lora_embedding_A", "lora_magnitude_vector", "lora_variant")
+    if style not in ("colwise", "rowwise") or not factors or any(getattr(layer, name, None) for name in more):
+        fix = "has an adapter that is not divided: use plain LoRA, or set tp_size=1"
+        raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
+    yield path + ADAPTED, own
+    for name, part in factors.items():
+        yield f"{path}.{factor}.{name}", part
 
 
 def _refuse_heads(module: nn.Module, ranks: int) -> None:
@@ -67,8 +95,10 @@ def _refuse_heads(module: nn.Module, ranks: int) -> None:
 
 def _is_divisible(layer: nn.Module, ranks: int) -> bool:
     """Return True for a head or embedding of whose vocabulary each rank gets a part."""
-    weight: Any = getattr(layer, "weight", None)
-    if weight is None or (isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse)):
+    if type(layer) is not nn.Linear and not isinstance(layer, nn.Embedding):
+        return False  # as one of which peft trains a copy
+    weight: Any = layer.weight
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
         return False
     return bool(-(-weight.shape[0] // ranks) * (ranks - 1) < weight.shape[0])
 
@@ -94,9 +124,8 @@ def _drop_tied(module: nn.Module, found: dict[str, tuple[nn.Module, str]]) -> No
 def _check_layer(path: str, layer: nn.Module, style: str, ranks: int) -> None:
     if style == SUMMED:
         return
-    kind = nn.Embedding if style == "embedding_rowwise" else nn.Linear
-    if type(layer) is not kind and not (kind is nn.Embedding and isinstance(layer, kind)):
-        fix = f"is a {type(layer).__name__}, and only nn.{kind.__name__} is divided so; set tp_size=1"
+    if style not in VOCABULARY and type(layer) is not nn.Linear:
+        fix = f"is a {type(layer).__name__}, and only nn.Linear is divided; set tp_size=1"
         raise ConfigError(Problem(f"model.{path}", style, fix))
     if style in VOCABULARY:
         return

@@ -1,0 +1,70 @@
+"""Layers that are computed for some tokens at a time (Bekman et al., "Arctic Long Sequence Training",
+arXiv:2506.13996).
+
+A feed-forward layer computes each token alone, and needs several times the memory of its input: in tiles, that of one
+tile at a time, which is computed again in the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from windlass.core.errors import ConfigError, ModelError, Problem
+
+_FIELD = "activation_checkpointing_kwargs.tiles"
+
+
+def tile_layers(model: nn.Module, tiles: Mapping[str, int]) -> None:
+    """Have layers compute tiles of tokens, in place.
+
+    Args:
+        tiles: the last part of the name of layers, such as "mlp" -> tokens of a tile. A layer gets hidden states of
+            shape (rows, tokens, size) first, and returns such; each token must depend on itself alone.
+
+    Raises:
+        ConfigError: there are no layers of a name, or a size is not a whole number.
+    """
+    if not isinstance(tiles, Mapping):
+        raise ConfigError(Problem(_FIELD, tiles, 'must name layers and tokens, such as {"mlp": 4096}'))
+    for name, size in tiles.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(Problem(f"{_FIELD}.{name}", size, "must be a whole number of tokens from 1 on"))
+        found: list[Any] = [m for path, m in model.named_modules() if path.rpartition(".")[2] == name]
+        if not found:
+            fix = f"{type(model).__name__} has no layers of that name; give the last part of theirs"
+            raise ConfigError(Problem(f"{_FIELD}.{name}", size, fix))
+        for layer in found:
+            if not hasattr(layer, "tile_size"):  # a second `train()` has a prepared model
+                kind: Any = type(layer)
+                layer.__class__ = _tiled_class(kind)
+            layer.tile_size = size
+
+
+@functools.cache
+def _tiled_class(cls: Any) -> type[nn.Module]:
+    """A subclass of `cls` whose forward computes tiles; see `_recomputed_class` in `recompute.py`."""
+
+    def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden.dim() != 3 or hidden.shape[1] <= self.tile_size:
+            return cls.forward(self, hidden, *args, **kwargs)
+
+        def run(tile: Tensor) -> Tensor:
+            made = cls.forward(self, tile, *args, **kwargs)
+            if not isinstance(made, Tensor) or made.shape[:2] != tile.shape[:2]:
+                raise ModelError(
+                    f"{cls.__name__} does not return a state for each token: leave it out of {_FIELD}"
+                )
+            return made
+
+        tiles = torch.split(hidden, self.tile_size, 1)
+        if not torch.is_grad_enabled():
+            return torch.cat([run(tile) for tile in tiles], 1)
+        return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], 1)
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
