@@ -151,7 +151,7 @@ def prove(subject: Subject, layout: Layout, quiet: bool = False) -> Proof:
     report(subject.describe(claim))
     with tempfile.TemporaryDirectory(prefix="windlass-prove-") as folder:
         processes = ProvingProcesses(Path(folder), subject.module)
-        trials = _Trials(subject, claim, processes, report)
+        trials = _ProvingTrials(subject, claim, processes, report)
         try:
             verdict, parts = trials.judged(claim.layout), list[Any]()
             for part in claim.layout.parts() if verdict.status in _WRONG else ():
@@ -163,7 +163,7 @@ def prove(subject: Subject, layout: Layout, quiet: bool = False) -> Proof:
     return Proof(claim, verdict, tuple(parts))
 
 
-class _Trials:
+class _ProvingTrials:
     """Tries layouts, each against one process, which trains alike for all layouts that do not divide experts."""
 
     def __init__(self, subject: Subject, claim: Claim, processes: Any, report: Callable[..., None]) -> None:

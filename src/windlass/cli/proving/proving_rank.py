@@ -172,7 +172,7 @@ def _arguments(
     return kind(
         str(folder / "run"),
         per_device_train_batch_size=trial.micro,
-        per_device_eval_batch_size=trial.micro,
+        per_device_eval_batch_size=ROWS,
         gradient_accumulation_steps=trial.accumulation,
         max_steps=UPDATES,
         learning_rate=0.02,

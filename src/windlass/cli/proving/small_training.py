@@ -35,7 +35,12 @@ class SmallTraining:
     def tolerance(self) -> float:
         """The largest difference, as a share of the values, that is rounding."""
         # The models' own balancing losses count tokens in float32, and that of divided experts does not.
-        return 1e-6 if self.joined and self.config.get("output_router_logits") else 1e-10
+        return 1e-6 if self.balances_all else 1e-10
+
+    @property
+    def balances_all(self) -> bool:
+        """True if a balancing loss over the batches of all ranks is trained. Evaluations have one of each batch."""
+        return self.joined and bool(self.config.get("output_router_logits"))
 
     @property
     def micro(self) -> int:

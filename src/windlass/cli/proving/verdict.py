@@ -116,7 +116,8 @@ def _differences(expected: EndedTraining, found: EndedTraining) -> Iterator[Mism
         for what, key in _FIGURES.items():
             yield from _figures(one, others, update, what, key)
         yield from _tensors(one, others, update, "weight", divided)
-    yield from _figures(one, others, 0, "evaluation", "eval_loss")
+    if not found.trial.balances_all:
+        yield from _figures(one, others, 0, "evaluation", "eval_loss")
 
 
 class _RankValues:
