@@ -172,7 +172,7 @@ class _ProvingTrials:
 
     def judged(self, layout: Layout) -> Any:
         """The verdict on a layout."""
-        from windlass.cli.proving.verdict import judge
+        from windlass.cli.proving.proof_verdict import judge
 
         joined = "ep" in layout.axes
         alone = None if joined in self._alone else self._start(Layout(()), joined)

@@ -55,9 +55,9 @@ def config_of(family: str) -> Any:
 
 
 def main() -> None:
+    from windlass.cli.proving.proof_verdict import judge
     from windlass.cli.proving.proving_processes import ProvingProcesses
     from windlass.cli.proving.subject import Subject
-    from windlass.cli.proving.verdict import judge
     from windlass.core.errors import ModelError
     from windlass.proofs.layout import Layout
     from windlass.proofs.record import Claim

@@ -59,7 +59,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ProofVerdict:
     """What came of one layout.
 
     Attributes:
@@ -88,20 +88,20 @@ class Verdict:
         return asdict(self)
 
 
-def judge(expected: EndedTraining, found: EndedTraining) -> Verdict:
+def judge(expected: EndedTraining, found: EndedTraining) -> ProofVerdict:
     """Compare what each rank of a layout has with what one process has. Raises ModelError if that could not train."""
     layout = str(found.trial.layout)
     if reason := expected.refused or expected.failed:
         raise ModelError(f"the small model cannot be trained on one process: {reason}")
     for status, detail in (("refused", found.refused), ("failed", found.failed)):
         if detail:
-            return Verdict(layout, status, detail)
+            return ProofVerdict(layout, status, detail)
     differences = list(_differences(expected, found))
     beyond = [one for one in differences if not one.relative <= found.trial.tolerance]
     largest = max((one.relative for one in differences), default=0.0)
     status = "differs" if beyond else "equal"
     first = beyond[0] if beyond else None
-    return Verdict(layout, status, "", len(differences), largest, first, len(beyond))
+    return ProofVerdict(layout, status, "", len(differences), largest, first, len(beyond))
 
 
 def _differences(expected: EndedTraining, found: EndedTraining) -> Iterator[Mismatch]:
