@@ -10,6 +10,9 @@ import torch
 from tests.finetuning import small
 from tests.finetuning.trainers import trainer_of
 
+from windlass.core.errors import ConfigError
+from windlass.finetuning.peft_adapters import add_adapter
+
 peft = pytest.importorskip("peft")
 
 
@@ -28,6 +31,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "gaussian": {"init_lora_weights": "gaussian"},
     "pissa": {"init_lora_weights": "pissa"},
     "olora": {"init_lora_weights": "olora"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "dora": {"use_dora": True},
     "rslora": {"use_rslora": True},
     "whole modules": {"modules_to_save": ["lm_head"]},
     "experts": {"target_modules": "all-linear"},
@@ -74,3 +79,81 @@ def test_it_resumes_to_the_bit_and_merges(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(again(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-4)
     merged = whole.model.merge_and_unload()
     torch.testing.assert_close(merged(input_ids=ids).logits, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({"init_lora_weights": "pissa_niter_2"}, "draws the base that is left at random"),
+        ({"init_lora_weights": "eva", "eva_config": peft.EvaConfig()}, "initialize_lora_eva_weights"),
+    ],
+)
+def test_a_beginning_that_would_be_lost_is_refused(options: Any, fix: str) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], **options)
+    with pytest.raises(ConfigError, match=fix):
+        add_adapter(small.model(), config, [])
+
+
+def _from_batches(kind: str) -> Any:
+    """A model of peft, made and begun by the script."""
+    torch.manual_seed(3)
+    config = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    if kind == "eva":
+        eva = peft.LoraConfig(**config, init_lora_weights="eva", eva_config=peft.EvaConfig())
+        model = peft.get_peft_model(small.model(), eva)
+        ids = torch.arange(3, 15)[None]
+        peft.initialize_lora_eva_weights(model, [{"input_ids": ids + shift} for shift in range(4)])
+        return model
+    model = peft.get_peft_model(small.model(), peft.LoraConfig(**config))
+    model.add_adapter("second", peft.LoraConfig(**{**config, "target_modules": ["v_proj"]}))
+    model.base_model.set_adapter("second" if kind == "one of two" else ["default", "second"])
+    return model
+
+
+@pytest.mark.parametrize("kind", ["eva", "one of two", "both of two"])
+def test_a_model_of_peft_resumes_to_the_bit(kind: str, tmp_path: Path) -> None:
+    def trainer() -> Any:
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+        return trainer_of(tmp_path, small.texts(12), model=_from_batches(kind), **options)
+
+    begun = {name: weight.detach().clone() for name, weight in _from_batches(kind).named_parameters()}
+    whole = trainer()
+    whole.train()
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    found = dict(resumed.model.named_parameters())
+    changed = {name for name, weight in found.items() if not torch.equal(weight, begun[name])}
+    assert {name.split(".")[-2] for name in changed} == {
+        "eva": {"default"}, "one of two": {"second"}, "both of two": {"default", "second"},
+    }[kind]  # fmt: skip
+    for name, weight in whole.model.named_parameters():
+        assert torch.equal(weight, found[name]), name
+    if kind == "one of two":
+        again = _from_batches(kind)
+        again.load_adapter(str(tmp_path / "checkpoint-4"), "saved")
+        again.base_model.set_adapter("saved")
+        ids = torch.arange(3, 15)[None]
+        torch.testing.assert_close(
+            again.eval()(input_ids=ids).logits, whole.model.eval()(input_ids=ids).logits
+        )
+
+
+def test_loraplus_trains_b_faster_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    from peft.optimizers import create_loraplus_optimizer
+
+    def trainer() -> Any:
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(small.model(), config)
+        optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        return trainer_of(tmp_path, small.texts(12), model=model, optimizers=(optimizer, None), **options)
+
+    whole = trainer()
+    whole.train()
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    rates = {group["initial_lr"] for group in resumed.optimizer.param_groups if group["params"]}
+    assert rates == {1e-3, 16e-3}
+    for name, weight in _trained(whole).items():
+        assert torch.equal(weight, _trained(resumed)[name]), name

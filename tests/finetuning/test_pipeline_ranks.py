@@ -19,7 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"lora": False, "packing": True},
     "completions": {"lora": False, "packing": False, "completion_only_loss": True},
 }
-SCHEDULES = {"packed": "1F1B", "completions": "ZBVZeroBubble"}
+SCHEDULES = {"packed": "1F1B", "completions": "GPipe"}
 
 
 @pytest.mark.dist

@@ -13,7 +13,14 @@ from windlass import SFTTrainer
 def trainer_of(folder: Path, rows: Any, model: Any = None, **changes: Any) -> SFTTrainer:
     ours = {
         name: changes.pop(name)
-        for name in ("eval_dataset", "formatting_func", "peft_config", "data_collator", "compute_loss_func")
+        for name in (
+            "eval_dataset",
+            "formatting_func",
+            "peft_config",
+            "data_collator",
+            "compute_loss_func",
+            "optimizers",
+        )
         if name in changes
     }
     rows = small.table(rows) if isinstance(rows, list) else rows

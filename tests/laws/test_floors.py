@@ -19,7 +19,7 @@ FLOORS = [
     {"assemble"},
     {"accelerator"},
     {"trainer"},
-    {"compat", "finetuning"},
+    {"compat", "finetuning", "forecast"},
     {"cli"},
     {
         # what scripts import by the names of their old library

@@ -25,6 +25,7 @@ HOMES: dict[str, set[str]] = {
         "transforms",
         "text",
         "finetuning",
+        "forecast",
         "zero",
     },
     "tokenizers": {"cli"},

@@ -26,6 +26,7 @@ _ARGPARSE = "argparse has no public name for this type, or for the list of flags
 _NAMED_TUPLE = "a public method of named tuples, whose names begin so lest they clash with fields"
 _LAYOUT = "transformers' models keep there what save_pretrained looks at, and nowhere else"
 _SCRIPTS = "a name that scripts know from their old library"
+_FAKE = "PyTorch states only there what a tensor without memory is, and what an operation does with it"
 _MARK = "a mark on a module of the user's, kept apart from the attributes that its author gave it"
 
 THIRD_PARTY = {
@@ -79,8 +80,17 @@ THIRD_PARTY = {
         _SCRIPTS,
     ),
     "_checkpoint_offset": "torch.load notes there where the bytes of a tensor are, as its documentation says",
+    **dict.fromkeys(
+        (
+            "_get_dispatch_mode", "_TorchDispatchModeKey", "_cdata", "_local_tensor", "_to_copy", "_local_scalar_dense",
+            "_get_sequence_nr", "_current_autograd_node", "_sequence_nr", "_schema", "_overloadpacket",
+            "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward",
+            "_resolve_process_group", "_chunk_with_empty", "_apply",
+        ),
+        _FAKE,
+    ),
     "_make_wrapper_subclass": "PyTorch makes tensors without memory under no other name",
-    **dict.fromkeys(("_is_gathered", "_sharded_by", "_recompute"), _MARK),
+    **dict.fromkeys(("_is_gathered", "_sharded_by", "_recompute", "_without_memory"), _MARK),
 }  # fmt: skip
 
 # What scripts override under these names, and a run therefore calls.

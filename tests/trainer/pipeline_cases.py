@@ -16,6 +16,7 @@ from tests.trainer.context_cases import KEPT, Noted, arguments, collate, first_l
 from torch import Tensor, nn
 
 from windlass import LossTerms, ParallelismConfig
+from windlass.core.errors import ConfigError, ModelError
 
 # Of four layers each.
 for _options in context_cases.MODELS.values():
@@ -26,7 +27,7 @@ for _options in context_cases.MODELS.values():
         _options[1]["layer_types"] = _options[1]["layer_types"] * 2
 context_cases.MODELS["dropping"] = (
     "LlamaConfig",
-    context_cases.MODELS["llama"][1] | {"attention_dropout": 0.2},
+    context_cases.MODELS["tied"][1] | {"attention_dropout": 0.2},
 )
 
 
@@ -59,6 +60,17 @@ class Plain(nn.Module):
         return {"loss": token_loss({"logits": logits}, labels), "logits": logits}
 
 
+class Skipping(Plain):
+    """Its last layer reads what the first one gets, which a stage does not pass on."""
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        first = self.table(input_ids)
+        logits = self.head(self.third(self.second(self.first(first))) + first)
+        return {"loss": logits.mean(), "logits": logits}
+
+
 class OwnLoss(Noted):
     """Overrides `compute_loss`, with a loss whose weight is known afterwards."""
 
@@ -75,8 +87,8 @@ def made(name: str) -> Any:
     if name in context_cases.MODELS:
         return context_cases.model(name)
     torch.manual_seed(0)
-    if name == "plain":
-        return Plain().double()
+    if name in ("plain", "skipping"):
+        return (Plain() if name == "plain" else Skipping()).double()
     layers = [nn.Embedding(23, 16), Block(), nn.ReLU(), Block(), nn.Linear(16, 23)]
     return nn.Sequential(*layers).double()
 
@@ -122,10 +134,12 @@ def train(
     run.evaluate()
     run.save_model(str(folder / "saved"))
     saved = load_file(folder / "saved" / "model.safetensors")
+    head = run.model.get_parameter("lm_head.weight") if name == "dropping" else torch.zeros(1)
     reported = [[one[key] for key in KEPT if key in one] for one in run.noted]
     return {
         "reported": [value for one in reported for value in one] + [result.training_loss],
         "weights": torch.cat([saved[key].flatten() for key in sorted(saved)]).tolist(),
+        "head": head.flatten().tolist(),
     }
 
 
@@ -140,10 +154,13 @@ def layout(given: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
-    found = {}
+    found: dict[str, Any] = {}
     for case, (name, parallel, changes) in cases.items():
         with contextlib.redirect_stdout(sys.stderr):
-            found[case] = train(name, folder / case, **layout(parallel), **changes)
+            try:
+                found[case] = train(name, folder / case, **layout(parallel), **changes)
+            except (ConfigError, ModelError) as error:
+                found[case] = {"error": str(error)}
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 

@@ -46,6 +46,23 @@ def test_two_stages_equal_one_process(run: Run) -> None:
     check_equal(run, 2, cases, {})
 
 
+@pytest.mark.dist
+def test_models_that_cannot_be_cut_are_refused_on_all_ranks(run: Run) -> None:
+    named = {**of_schedule("1F1B"), "pp_split_points": ["second"]}
+    cases: dict[str, Case] = {
+        "computes something else when it is cut into stages; different: logits": ("skipping", named, {}),
+        "is more than the 4 layers": (
+            "llama",
+            {**V, "pp_schedule": "Interleaved1F1B", "pp_stages_per_process": 3},
+            {},
+        ),
+        "has no such module": ("plain", {**named, "pp_split_points": ["fourth"]}, {}),
+    }
+    for found in run(2, cases):
+        for words in cases:
+            assert words in str(found[words]["error"])
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_every_schedule_equals_one_process(run: Run) -> None:
@@ -100,8 +117,9 @@ def test_stages_are_continued_as_more_stages_and_as_replicas(
 
 
 @pytest.mark.dist
-def test_dropout_is_the_same_after_a_resume(run: Run, tmp_path: Path) -> None:
-    whole = run(2, {"drops": ("dropping", V, SAVING)}, tmp_path)[0]["drops"]
+def test_dropout_and_a_tie_are_the_same_after_a_resume(run: Run, tmp_path: Path) -> None:
+    whole, last = (found["drops"] for found in run(2, {"drops": ("dropping", TWO, SAVING)}, tmp_path))
+    assert whole["head"] == last["head"], "both stages have the bits of the tie"
     shutil.rmtree(tmp_path / "drops" / "checkpoint-6")
-    again = run(2, {"drops": ("dropping", V, {**SAVING, "resume": True})}, tmp_path)[0]["drops"]
+    again = run(2, {"drops": ("dropping", TWO, {**SAVING, "resume": True})}, tmp_path)[0]["drops"]
     assert again["weights"] == whole["weights"]

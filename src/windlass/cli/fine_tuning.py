@@ -24,6 +24,7 @@ from windlass.core.rng import set_seed
 from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
 from windlass.data.collate_default import default_data_collator
+from windlass.trainer.instead import in_place_of_run
 
 logger = get_job_logger(__name__)
 
@@ -46,6 +47,9 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     check_model_type(recipe.model)
     if holds_images(parts.train):
         name, processing_class = image_model(recipe, parts.tokenizer, args.seed)
+    elif name is None and in_place_of_run() is not None:
+        # Nothing is trained, so weights are not needed.
+        name = new_base(recipe.base or BaseSpec(), parts.tokenizer)
     elif name is None:
         name = str(trained_base(recipe, parts.tokenizer, parts.train, args))
     options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
@@ -82,6 +86,12 @@ def quantization_of(recipe: Recipe) -> Any:
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type=recipe.quantization, bnb_4bit_compute_dtype=recipe.model.dtype
     )
+
+
+def new_base(spec: BaseSpec, tokenizer: Any) -> Any:
+    """The small base with new weights."""
+    text, config = TextShape(tokenizer, spec.block_size, "base.block_size"), base_config(spec.config)
+    return build_model(ModelSpec(config=config), "AutoModelForCausalLM", [], text.implied_config(), text)
 
 
 # --- the base ---------------------------------------------------------------------------------------------------------
@@ -125,8 +135,6 @@ def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArgume
     logger.warning(
         "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
     )
-    config = base_config(spec.config)
-    text = TextShape(tokenizer, spec.block_size, "base.block_size")
     set_seed(args.seed)
     base_args = TrainingArguments(
         str(folder),
@@ -145,7 +153,7 @@ def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArgume
         log_level="warning",
     )
     with DividedBuilding.paused():
-        model = build_model(ModelSpec(config=config), "AutoModelForCausalLM", [], text.implied_config(), text)
+        model = new_base(spec, tokenizer)
     trainer = Trainer(
         model,
         base_args,

@@ -72,6 +72,7 @@ COMMANDS = {
     "convert-config": ("convert_config", "convert_command", "turn a TRL, Axolotl or LLaMA-Factory file into a recipe"),
     "explain": ("explain", "explain_command", "print what an argument means, its value and its source"),
     "prove": ("prove_command", "prove_command", "prove that a layout computes what one process does"),
+    "plan": ("plan_command", "plan_command", "predict memory, traffic and time of a run before it starts"),
     "test": ("selftest", "selftest_command", "check that this installation trains in two processes"),
     "estimate-memory": ("estimate_memory", "estimate_memory_command", "estimate the memory that a model needs"),
     "checkpoint": ("checkpoint", "checkpoint_command", "list, verify, compare, export and remove checkpoints"),
@@ -90,7 +91,7 @@ COMMANDS = {
 _ACTIVITIES = {
     "checkpoint": "reading checkpoints", "data": "reading the data", "env": "looking at packages and devices",
     "estimate-memory": "building the model without its weights", "report": "drawing the report",
-    "merge-weights": "merging weights",
+    "merge-weights": "merging weights", "plan": "running one update without weights",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from windlass.core import xla
+from windlass.core.tensors import makes_fakes
 from windlass.core.types import State
 
 _MASK = (1 << 64) - 1
@@ -149,16 +150,20 @@ def load_rng_state(state: State, device: torch.device) -> None:
 
 
 class preserved_rng:  # noqa: N801 (a context manager, used like a function)
-    """Leave the generators exactly as they were found: `with preserved_rng(device): ...`."""
+    """Leave the generators exactly as they were found: `with preserved_rng(device): ...`. Nothing is drawn where new
+    tensors have no memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._state: State | None = None
 
     def __enter__(self) -> None:
-        self._state = rng_state(self._device)
+        self._state = None if makes_fakes() else rng_state(self._device)
 
     def __exit__(self, *_: object) -> None:
-        load_rng_state(self._state, self._device)
+        if self._state is not None:
+            load_rng_state(self._state, self._device)
 
 
 class ForwardRandomness:

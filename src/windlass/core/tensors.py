@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor
 
@@ -38,3 +40,14 @@ def distinct(tensor: Tensor, like: Tensor | None = None) -> Tensor:
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return True for a tensor that has no memory, of PyTorch's `FakeTensorMode`: what a forecast computes with."""
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is not None and isinstance(tensor, fakes.FakeTensor)
+
+
+def makes_fakes() -> bool:
+    """Return True where new tensors have no memory: within PyTorch's `FakeTensorMode`."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -88,7 +88,10 @@ class Gang:
         mesh: the axes of all ranks of the job.
         members: ranks in the job of the processes in this gang, in ascending order.
         rank, size: of this process among the members, and their number.
+        exists: the other members are processes; False if they are only imagined.
     """
+
+    exists = True
 
     def __init__(
         self,
@@ -408,6 +411,18 @@ def _open_store(world: World, timeout: timedelta, address: str, port: str) -> An
     if launchers and attempt != "0" and not store.check([ONE_ATTEMPT]):
         return PrefixStore(f"attempt-{attempt}", store)
     return store
+
+
+@contextlib.contextmanager
+def in_place_of_joined(gang: ProcessGang) -> Iterator[None]:
+    """Within the body, `join` and `current` return `gang`, whose process group is open."""
+    global _joined
+    _joined = gang
+    try:
+        yield
+    finally:
+        gang.close()
+        _joined = None
 
 
 def current() -> Gang:

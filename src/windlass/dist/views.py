@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from windlass.core.tensors import address
+from windlass.core.tensors import address, is_fake
 from windlass.dist.sharded import is_in_parts
 
 
@@ -32,8 +32,11 @@ def overlapping(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """The address of its memory. Views on XLA devices have memory of their own."""
-    return address(tensor) if tensor.device.type == "xla" else tensor.untyped_storage().data_ptr()
+    """The address of its memory. Views on XLA devices have memory of their own, and fake tensors have none."""
+    if tensor.device.type == "xla":
+        return address(tensor)
+    storage = tensor.untyped_storage()
+    return storage._cdata if is_fake(tensor) else storage.data_ptr()
 
 
 def end_of(view: Tensor) -> int:

@@ -55,7 +55,7 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
     Raises:
         TypeError: it is not a `PeftConfig`.
         ValueError: the model has adapters already.
-        ConfigError: its target modules are not in the model.
+        ConfigError: its target modules are not in the model, or the way in which it begins would be lost.
     """
     peft = peft_library(_PURPOSE)
     if not isinstance(peft_config, peft.PeftConfig):
@@ -68,6 +68,7 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
             "You passed a `PeftModel` instance together with a `peft_config` to the trainer. First merge and unload "
             "the existing adapter, save the resulting base model, and pass that with the new `peft_config`"
         )
+    _refuse_beginnings(peft_config)
     if new_tokens:
         _train_new_tokens(peft_config, new_tokens)
     _target_fused_parameters(model, peft_config)
@@ -78,6 +79,25 @@ def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn
     given = copy.deepcopy(peft_config)
     adapted = _adapted(model, peft_config)
     return _reach_experts(adapted, given) if every_layer else adapted
+
+
+def _refuse_beginnings(peft_config: Any) -> None:
+    """Refuse initial weights that need data, which peft would replace by others without an error, and those that leave
+    a base that no other process has.
+    """
+    begins = getattr(peft_config, "init_lora_weights", None)
+    if begins == "eva":
+        fix = (
+            "needs activations of the model: model = peft.get_peft_model(model, peft_config), then "
+            "peft.initialize_lora_eva_weights(model, batches), and pass the model without peft_config"
+        )
+        raise ConfigError(Problem("peft_config.init_lora_weights", begins, fix))
+    if isinstance(begins, str) and begins.startswith("pissa_niter_"):
+        fix = (
+            "draws the base that is left at random, so that the saved adapter would be loaded onto another one; use "
+            "'pissa', whose decomposition is exact"
+        )
+        raise ConfigError(Problem("peft_config.init_lora_weights", begins, fix))
 
 
 def _adapted(model: nn.Module, peft_config: Any) -> nn.Module:

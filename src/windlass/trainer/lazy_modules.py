@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from windlass.trainer import defaults as defaults
     from windlass.trainer import evaluator as evaluator
     from windlass.trainer import hooks as hooks
+    from windlass.trainer import instead as instead
     from windlass.trainer import interruption as interruption
     from windlass.trainer import loading as loading
     from windlass.trainer import model_writer as model_writer

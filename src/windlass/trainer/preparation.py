@@ -116,7 +116,7 @@ def prepare_run(
     events.begin_run()
     services.loss.begin_run()
     loader = hooks.get_train_dataloader()
-    plan, source, place = _plan_run(args, services, hooks, loader, checkpoint)
+    plan, source, place = plan_run(args, services, hooks, loader, checkpoint)
     align_special_tokens(hooks.model, tokenizer)
     created: tuple[Any, Any] = (None, None)
 
@@ -150,7 +150,7 @@ def prepare_run(
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def _plan_run(
+def plan_run(
     args: TrainingArguments, services: Services, hooks: TrainHooks, loader: Any, checkpoint: Checkpoint | None
 ) -> tuple[RunPlan, GroupSource, ForeignPlace | None]:
     """Plan a run over `loader`, from the beginning or from a checkpoint. Collective."""

@@ -27,6 +27,7 @@ from windlass.trainer.lazy_modules import (
     evaluator,
     handler,
     hooks,
+    instead,
     interruption,
     loading,
     model_writer,
@@ -397,6 +398,7 @@ class Trainer:
             self.lr_scheduler, self._made_scheduler = None, False
         # Before any other collective.
         preparation.begin_call(self, Trainer, self._services, "train", "train()", resume)
+        self._give_way(ignore_keys_for_eval)
         earlier, self._run = self._run, None
         self._folder = run_folder.RunFolder(self.args, self._session.all_ranks)
         self._folder.take()
@@ -421,6 +423,19 @@ class Trainer:
                 self._run.release()
             if timed:
                 run_clock().end()
+
+    def _give_way(self, ignore_keys: list[str] | None) -> None:
+        """Call what takes the place of a run, if something does."""
+        planned = instead.in_place_of_run()
+        if planned is None:
+            return
+        evaluations = self._plan.evaluations
+        bound = hooks.TrainHooks(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
+        planned(
+            instead.RunRequest(
+                self.args, self._services, bound, self.optimizer, self.processing_class, self._new_writer
+            )
+        )
 
     def _train(self, signals: Interruption, resume: Any, ignore_keys: list[str] | None) -> TrainOutput:
         assert self._folder is not None

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from windlass.dist.device_mesh import expert_device_mesh
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import local, whole
+from windlass.dist.sharded import whole
 from windlass.transforms.expert_plan import chosen_experts
 from windlass.transforms.first_rank import FirstRank
 
@@ -32,6 +32,7 @@ class DividedExperts(nn.Module):
         num_experts: those of this rank.
         all_experts: those of all ranks.
         expert_group: the ranks that have the others.
+        loss_ranks: gradients are averages over their targets.
         expert_names: the parameters that are divided.
         holds_all: every rank has all experts for now, so that tokens stay.
     """
@@ -39,6 +40,7 @@ class DividedExperts(nn.Module):
     num_experts: Any
     all_experts: int
     expert_group: Any
+    loss_ranks: Gang
     expert_names: tuple[str, ...]
     holds_all = False
 
@@ -49,32 +51,37 @@ class DividedExperts(nn.Module):
             return whole_result
         count, width = chosen.shape[-1], hidden_states.shape[-1]
         routes = Routes.of(chosen, self.num_experts, self.expert_group)
-        parts = {name: self.get_parameter(name) for name in self.expert_names}
-        # Every rank must take part in the backward of both exchanges, even one that received no token.
-        trained = hidden_states.requires_grad or any(part.requires_grad for part in parts.values())
+        parts = [self.get_parameter(name) for name in self.expert_names]
+        # Every rank must take part in the backward of all exchanges, even one that received no token.
+        trained = hidden_states.requires_grad or any(part.requires_grad for part in parts)
         anchor = torch.zeros((), requires_grad=trained and torch.is_grad_enabled())
         sent = hidden_states.reshape(-1, width)[routes.order // count]
         made = received = routes.exchange(sent, anchor, back=False)
+        anchor, *mine = _Parts.apply(self.loss_ranks, anchor, *map(_local, parts))  # type: ignore[no-untyped-call]
         if len(received):
-            with self._computing_with(parts, received.dtype):
+            with self._computing_with(mine, received.dtype):
                 made = super().forward(received, routes.experts[:, None], received.new_ones(len(received), 1))
         returned = routes.exchange(made, anchor, back=True)[routes.order.argsort()]
         weighted = returned.view(-1, count, width) * weights.reshape(-1, count, 1)
         return weighted.sum(1).to(hidden_states.dtype).view_as(hidden_states)
 
     @contextlib.contextmanager
-    def _computing_with(self, parts: dict[str, Any], dtype: torch.dtype) -> Iterator[None]:
-        """Within the body, the attributes of these parameters are this rank's parts of them."""
-        for name, part in parts.items():
-            mine = part.to_local()
+    def _computing_with(self, parts: list[Tensor], dtype: torch.dtype) -> Iterator[None]:
+        """Within the body, the attributes of the parameters are this rank's parts of them."""
+        for name, part in zip(self.expert_names, parts, strict=True):
             # Of what a sharded model gathers, it casts by itself.
-            own_dtype = torch.is_autocast_enabled(mine.device.type)
-            vars(self)[name] = mine if own_dtype else mine.to(dtype)
+            own_dtype = torch.is_autocast_enabled(part.device.type)
+            vars(self)[name] = part if own_dtype else part.to(dtype)
         try:
             yield
         finally:
-            for name in parts:
+            for name in self.expert_names:
                 del vars(self)[name]
+
+
+def _local(parameter: Any) -> Tensor:
+    part: Tensor = parameter.to_local()
+    return part
 
 
 @cache
@@ -139,13 +146,44 @@ class _Travel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         sent, received = ctx.sizes
-        return _exchanged(gradient, received, sent, ctx.group), None, None, None, None
+        return _exchanged(gradient, received, sent, ctx.group), torch.zeros(()), None, None, None
 
 
 def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
     found = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
     return found
+
+
+class _Parts(torch.autograd.Function):
+    """The parameters of this rank's experts. Their gradients are summed over the ranks with the same experts; each has
+    those of all tokens of its expert gang, so that the average is over all ranks of the loss.
+
+    Where no token came, gradients are zero, as one process has them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss_ranks: Gang, anchor: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.loss_ranks, ctx.like = loss_ranks, [part.new_empty(()).expand(part.shape) for part in parts]
+        return tuple(tensor.view_as(tensor) for tensor in (anchor, *parts))
+
+    @staticmethod
+    def backward(ctx: Any, anchor: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        copies, found = ctx.loss_ranks.over("same_experts"), list[Tensor | None]()
+        for gradient, like, needed in zip(gradients, ctx.like, ctx.needs_input_grad[2:], strict=True):
+            if not needed:
+                found.append(None)
+                continue
+            mine = (
+                torch.zeros_like(like, memory_format=torch.contiguous_format)
+                if gradient is None
+                else gradient
+            )
+            if copies.size > 1:
+                mine = copies.sum_on_device(mine.clone(memory_format=torch.contiguous_format))
+            found.append(mine / ctx.loss_ranks.size)
+        return None, anchor, *found
 
 
 # --- dividing ---------------------------------------------------------------------------------------------------------
@@ -177,61 +215,30 @@ def divide_experts(module: nn.Module, first: FirstRank, loss_ranks: Gang, device
         assert isinstance(layer, DividedExperts)
         layer.all_experts = layer.num_experts
         layer.num_experts //= ranks.size
-        layer.expert_group, layer.expert_names = ranks.device_group, names
+        layer.expert_group, layer.loss_ranks, layer.expert_names = ranks.device_group, loss_ranks, names
 
 
 # --- what the strategies need -----------------------------------------------------------------------------------------
 
 
-class ExpertLayers:
-    """The divided layers of a module.
-
-    Args:
-        module: after `divide_experts`.
-        loss_ranks: gradients are averages over their targets.
-    """
-
-    def __init__(self, module: nn.Module, loss_ranks: Gang) -> None:
-        self._layers = layers_of(module)
-        self._ranks = loss_ranks.over("expert").size
-        self._loss_ranks, self._copies = loss_ranks, loss_ranks.over("same_experts")
-        self._trained = [p for p in expert_parameters(module) if p.requires_grad]
-
-    def reduce(self) -> None:
-        """Sum gradients over the ranks with the same experts. Each has those of all tokens of its expert gang, so that
-        the average is over all ranks. A gradient that is there on any rank is zero where no token came.
-        """
-        if not self._trained:
-            return
-        reached = [p.grad is not None for p in self._trained]
-        somewhere = torch.tensor(reached, dtype=torch.float32, device=local(self._trained[0].detach()).device)
-        self._loss_ranks.sum_on_device(somewhere)
-        if not all(reached):
-            for parameter, ranks in zip(self._trained, somewhere.tolist(), strict=True):
-                if parameter.grad is None and ranks:
-                    parameter.grad = torch.zeros_like(parameter)
-        for parameter in self._trained:
-            if parameter.grad is not None:
-                gradient = local(parameter.grad)
-                if self._copies.size > 1:
-                    self._copies.sum_on_device(gradient)
-                gradient.div_(self._loss_ranks.size)
-
-    @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Context in which every rank has all experts, and tokens do not travel. Collective."""
-        kept = [{name: layer.get_parameter(name) for name in layer.expert_names} for layer in self._layers]
-        for layer, parts in zip(self._layers, kept, strict=True):
+@contextlib.contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Context in which every rank has all experts of `module`, and tokens do not travel. Collective."""
+    layers = layers_of(module)
+    kept = [(layer.num_experts, {n: layer.get_parameter(n) for n in layer.expert_names}) for layer in layers]
+    for layer in layers:
+        for name in layer.expert_names:
+            layer.register_parameter(
+                name, nn.Parameter(whole(layer.get_parameter(name)), requires_grad=False)
+            )
+        layer.num_experts, layer.holds_all = layer.all_experts, True
+    try:
+        yield
+    finally:
+        for layer, (experts, parts) in zip(layers, kept, strict=True):
             for name, part in parts.items():
-                layer.register_parameter(name, nn.Parameter(whole(part), requires_grad=False))
-            layer.num_experts, layer.holds_all = layer.all_experts, True
-        try:
-            yield
-        finally:
-            for layer, parts in zip(self._layers, kept, strict=True):
-                for name, part in parts.items():
-                    layer.register_parameter(name, part)
-                layer.num_experts, layer.holds_all = layer.all_experts // self._ranks, False
+                layer.register_parameter(name, part)
+            layer.num_experts, layer.holds_all = experts, False
 
 
 def layers_of(module: nn.Module) -> list[DividedExperts]:

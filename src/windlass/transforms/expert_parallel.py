@@ -19,7 +19,7 @@ from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded, locals_of, whole_on_first
 from windlass.transforms.buffers import check_sparse
 from windlass.transforms.ddp import DataParallel, leaving_out
-from windlass.transforms.expert_layers import ExpertLayers, divide_experts, expert_parameters, layers_of
+from windlass.transforms.expert_layers import divide_experts, expert_parameters, gathered, layers_of
 from windlass.transforms.first_rank import FirstRank, check_same_structure
 from windlass.transforms.fsdp import FullyShardedModel
 from windlass.transforms.strategy import squared_norm
@@ -45,18 +45,10 @@ class ReplicatedExperts(DataParallel):
         if not layers_of(module):
             divide_experts(module, FirstRank(module, device, loss_ranks), loss_ranks, device)
         self._loss_ranks, self._expert_ranks = loss_ranks, loss_ranks.over("expert")
-        self._experts = ExpertLayers(module, loss_ranks)
         names = {id(p): name for name, p in module.named_parameters()}
         with leaving_out(module, [names[id(p)] for p in expert_parameters(module)]):
             check_sparse(module, loss_ranks)
             super().__init__(module, plan)
-
-    @contextlib.contextmanager
-    def micro(self, last: bool) -> Iterator[None]:
-        with super().micro(last):
-            yield
-        if last:
-            self._experts.reduce()
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Count every element once: all ranks have the gradients of the rest."""
@@ -75,7 +67,7 @@ class ReplicatedExperts(DataParallel):
 
     def gathered(self) -> AbstractContextManager[None]:
         """Forwards inside do not communicate. Changes to experts are lost."""
-        return self._experts.gathered()
+        return gathered(self._module)
 
     def generating(self) -> AbstractContextManager[None]:
         """Ranks generate different numbers of tokens: all of them have all experts."""
@@ -96,20 +88,9 @@ class ShardedExperts(FullyShardedModel):
     expert gangs hold copies of them.
     """
 
-    def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> None:
-        super().__init__(module, plan, loss_ranks, device)
-        self._experts = ExpertLayers(module, loss_ranks)
-
-    @contextlib.contextmanager
-    def micro(self, last: bool) -> Iterator[None]:
-        with super().micro(last):
-            yield
-        if last:
-            self._experts.reduce()
-
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        with super().gathered(), self._experts.gathered():
+        with super().gathered(), gathered(self._module):
             yield
 
 

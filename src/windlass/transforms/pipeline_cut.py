@@ -138,8 +138,8 @@ def _even_points(model: nn.Module, stages: int) -> list[str]:
         fix = f"has {len(lists)} lists of repeated blocks, not one: name the borders in pp_split_points, {_WHOLE}"
         raise ConfigError(Problem("model", type(model).__name__, fix))
     if len(names) < stages:
-        fix = f"is more than the {len(names)} layers of {type(model).__name__}: use fewer"
-        raise ConfigError(Problem("pp_size", stages, fix))
+        fix = f"is more than the {len(names)} layers of {type(model).__name__}: use fewer, or 1F1B"
+        raise ConfigError(Problem("pp_size times pp_stages_per_process", stages, fix))
     each, more = divmod(len(names), stages)
     starts = [number * each + min(number, more) for number in range(1, stages)]
     return [names[start] for start in starts]

@@ -76,6 +76,10 @@ def _spread(
     if loss_ranks.size == 1:
         return Alone(module)
     check_sparse(module, loss_ranks)
+    if not loss_ranks.exists:
+        from windlass.transforms.imagined_replicas import ImaginedReplicas
+
+        return ImaginedReplicas(module, plan, loss_ranks)
     if in_backward:
         from windlass.transforms.replicas import Replicas
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.plan import OptimizerPlan
+from windlass.core.tensors import is_fake
 from windlass.dist.sharded import is_sharded, locals_of
 from windlass.optim.optimizers.options import Recipe, recipe_of
 
@@ -103,7 +104,7 @@ def _are_divided_alike(tensors: list[list[Tensor]]) -> bool:
         all(
             (is_sharded(tensor) and tensor.placements == of_one[0].placements)
             if is_sharded(of_one[0])
-            else type(of_one[0]) in _DENSE and not is_sharded(tensor)
+            else (type(of_one[0]) in _DENSE or is_fake(of_one[0])) and not is_sharded(tensor)
             for tensor in of_one
         )
         for of_one in zip(*tensors, strict=True)

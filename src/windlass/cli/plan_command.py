@@ -1,0 +1,204 @@
+"""`windlass plan`: memory, traffic, disk and time of a run before it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.cli.built_in_recipes import is_recipe
+from windlass.cli.command_line import CommandParser
+from windlass.config.nearest import did_you_mean
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.output import say, say_json
+
+if TYPE_CHECKING:
+    from windlass.forecast.layouts import Devices, Layout
+    from windlass.forecast.trace import Trace
+    from windlass.metrics.device_peaks import Board
+
+_HELP = """\
+Predict the memory of each process, what it sends, the disk of a checkpoint and the time of an update, without weights
+and without devices: one update of the real model is run on tensors that have shapes and no memory. A script is run up
+to its first Trainer.train().
+
+  windlass plan sft-lora data.train=rows.jsonl --device h100
+  windlass plan recipe.yaml --world 1024 --device h100 parallel.strategy=fsdp
+  windlass plan recipe.yaml --fit 8x80GB --device h100
+  windlass plan train.py --world 8 --json -- --its own arguments
+"""
+Start = Callable[[], Any]
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def plan_command(words: list[str]) -> int:
+    """Print the plan of a recipe or a script; return the exit code."""
+    options, rest = build_parser().parse_known_args(words)
+    device = _device(options.device)
+    if options.world < 1:
+        raise ConfigError(Problem("--world", options.world, "must be at least 1"))
+    devices = None if options.fit is None else _devices(options, device)
+    chosen = None
+    with _without_devices():
+        if devices is None:
+            found = _traced(_start(options.what, rest), options.world)
+        else:
+            chosen, found = _fitting(options, rest, devices)
+    from windlass.cli.plan_text import plan_lines
+    from windlass.forecast.forecast import Forecast
+
+    forecast = Forecast(found, device)
+    overrides = [] if chosen is None else list(chosen.overrides)
+    if options.json:
+        say_json(forecast.to_dict() | ({} if chosen is None else {"layout": [chosen.name, *overrides]}))
+        return 0
+    if chosen is not None:
+        say(f"{chosen.name}: {' '.join(overrides) or 'as the recipe is'}\n")
+    for line in plan_lines(forecast, options.what):
+        say(line)
+    return 0
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="windlass plan",
+        usage="windlass plan RECIPE_OR_SCRIPT [--world N] [--device NAME] [--fit 8x80GB] [--json] [key=value ...]",
+        description=_HELP,
+        example="windlass plan sft-lora data.train=rows.jsonl",
+    )
+    add = parser.add_argument
+    add(
+        "what",
+        metavar="RECIPE_OR_SCRIPT",
+        help="a recipe with overrides, or a Python file with its arguments",
+    )
+    add("--world", type=int, default=1, metavar="N", help="processes that train together (default: 1)")
+    add(
+        "--device",
+        metavar="NAME",
+        help="time and memory of this device, such as h100 (default: of the process)",
+    )
+    fit = "find the cheapest layout of a recipe that fits, such as 8x80GB"
+    add("--fit", metavar="NxGB", help=fit)
+    add("--json", action="store_true", help="as one JSON object, sizes in bytes (docs/parallelism.md)")
+    return parser
+
+
+@contextlib.contextmanager
+def _without_devices() -> Iterator[None]:
+    """Hide the devices of this machine: the plan of a run on devices needs none, and tensors without memory are on the
+    CPU.
+    """
+    before = os.environ.get(_VISIBLE)
+    os.environ[_VISIBLE] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VISIBLE]
+        else:
+            os.environ[_VISIBLE] = before
+
+
+def _device(name: str | None) -> tuple[str, Board] | None:
+    if name is None:
+        return None
+    from windlass.metrics.device_peaks import BOARDS, find_board
+
+    board = find_board(name)
+    if board is None:
+        known = [each.short for each in BOARDS.values()]
+        fix = f"is not known{did_you_mean(name, known)}; known: {', '.join(known)}"
+        raise ConfigError(Problem("--device", name, fix))
+    return board
+
+
+def _start(what: str, rest: list[str]) -> Start:
+    """What runs the recipe or the script up to its `train()`. Raises ConfigError if there is neither."""
+    if what.endswith(".py"):
+        if not Path(what).is_file():
+            raise ConfigError(Problem("SCRIPT", what, "there is no such file"))
+        from windlass.core.outside import load_outside
+
+        load_outside("imports of other libraries").install()
+        return lambda: _run_script(what, [word for word in rest if word != "--"])
+    flags = [word for word in rest if "=" not in word]
+    if flags:
+        fix = "is neither a flag of `windlass plan` nor an override such as training.bf16=true"
+        raise ConfigError(Problem("plan", flags[0], fix))
+    if not is_recipe(what) and not Path(what).exists():
+        fix = "is neither a recipe (a YAML file, or a name that `windlass recipes` lists) nor a script (a file.py)"
+        raise ConfigError(Problem("RECIPE_OR_SCRIPT", what, fix))
+    return _recipe(what, rest)
+
+
+def _recipe(path: str, overrides: list[str]) -> Start:
+    from windlass.cli.recipe import load_recipe
+    from windlass.core.optional import check_installed
+
+    recipe = load_recipe(path, overrides, asks_libraries=True)
+    check_installed("transformers", "plan a recipe", extra="train")
+
+    def start() -> None:
+        from windlass.cli.tasks import TASKS
+        from windlass.cli.training import training_arguments
+
+        args, task = training_arguments(recipe.training, recipe.task), TASKS[recipe.task]
+        task.open_trainer(task.build_parts(recipe, args), args).train()
+
+    return start
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    before, sys.argv = sys.argv, [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as error:
+        if error.code:
+            raise ModelError(f"{path} ended with {error.code} before it called Trainer.train()") from None
+    finally:
+        sys.argv = before
+        sys.path.pop(0)
+
+
+def _devices(options: Any, device: tuple[str, Board] | None) -> Devices:
+    """The devices of `--fit`. Raises ConfigError if other options contradict them."""
+    from windlass.forecast.layouts import Devices
+
+    devices = Devices.read(options.fit)
+    processes: int = options.world
+    if processes not in (1, devices.count):
+        raise ConfigError(Problem("--world", processes, f"contradicts --fit {options.fit}; leave it out"))
+    if options.what.endswith(".py"):
+        fix = (
+            "changes keys of a recipe, and this is a script: plan it with --world for each layout of its own"
+        )
+        raise ConfigError(Problem("--fit", options.fit, fix))
+    if device is not None and device[1].memory * 10**9 < devices.memory:
+        raise ConfigError(Problem("--fit", options.fit, f"{device[0]} has {device[1].memory} GB"))
+    return devices
+
+
+def _fitting(options: Any, rest: list[str], devices: Devices) -> tuple[Layout, Trace]:
+    from windlass.cli.plan_fit import find_layout
+
+    def traced(overrides: tuple[str, ...]) -> Trace:
+        return _traced(_start(options.what, [*rest, *overrides]), devices.count)
+
+    quiet = options.json
+    if not quiet:
+        say(f"layouts for {options.fit}, the cheapest first, with the peak of a rank:")
+    return find_layout(traced, devices, (lambda line: None) if quiet else say)
+
+
+def _traced(start: Start, world: int) -> Trace:
+    from windlass.forecast.tracing import trace_of
+
+    # What a script prints is not part of the plan.
+    with contextlib.redirect_stdout(sys.stderr):
+        return trace_of(start, world)

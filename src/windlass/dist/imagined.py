@@ -1,0 +1,121 @@
+"""The processes of a job of which only this one exists, to look at what one rank would do: nothing is exchanged.
+
+Every other rank is taken to be like this one. Collectives on tensors go to PyTorch's fake process group, which leaves
+their outputs as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from windlass.core.mesh import VIEWS, Mesh
+from windlass.core.tensors import is_fake
+from windlass.core.world import World
+from windlass.dist.gang import Gang, Pending, ProcessGang, in_place_of_joined
+from windlass.dist.wire import Streamed, own_stream
+
+MACHINE = 8
+"""Processes of a machine of such a job."""
+
+
+class _SumsAtOnce(list[float]):
+    def wait(self) -> list[float]:
+        return self
+
+
+class ImaginedGang(ProcessGang):
+    """Ranks that all have the values of this one."""
+
+    exists = False
+
+    def open_views(self, timeout: timedelta) -> None:
+        for view in VIEWS:
+            mine = self.mesh.ranks(view, self.world.rank)
+            if mine in self._views:
+                continue
+            if len(mine) == 1:
+                Gang(self.world, self.mesh, mine, self._views)
+            else:
+                group = dist.new_group(list(mine), backend="fake")
+                ImaginedGang(self.world, group, self.mesh, mine, self._views, group)
+
+    def lay_out(self, mesh: Mesh, timeout: timedelta) -> bool:
+        for gang in self._views.values():
+            gang.mesh = mesh
+        self.open_views(timeout)
+        return True
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value if is_fake(value) else value.mul_(self.size)
+
+    def start_sum(self, values: list[float]) -> Pending:
+        return _SumsAtOnce(value * self.size for value in values)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        return value
+
+    def stream(self, tensors: list[Tensor]) -> Iterator[Streamed]:
+        return own_stream(tensors)
+
+    def barrier(self) -> None:
+        """There is no process to wait for."""
+
+    def vote(self, ok: bool) -> bool:
+        return ok
+
+
+@contextlib.contextmanager
+def imagined_job(size: int) -> Iterator[None]:
+    """Within the body this process is rank 0 of `size`, whose other ranks do not exist. The
+    first `join` lays out the mesh.
+    """
+    with _launched(size):
+        if size == 1:
+            yield
+        else:
+            with _imagined(size):
+                yield
+
+
+@contextlib.contextmanager
+def _imagined(size: int) -> Iterator[None]:
+    # Registers the backend "fake" with PyTorch.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world = World(0, size, 0, min(size, MACHINE))
+    with torch.device("cpu"):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        gang = ImaginedGang(world, dist.group.WORLD)
+        gang.open_views(timedelta(seconds=1))
+        with in_place_of_joined(gang):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _launched(size: int) -> Iterator[None]:
+    """Within the body, the variables of a launcher are those of rank 0 of `size`."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    if size > 1:
+        sizes = (0, size, 0, min(size, MACHINE))
+        os.environ.update(zip(names, map(str, sizes), strict=True))
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -1,0 +1,57 @@
+"""Work in a forked process: what it changes is gone with it, and its result comes back as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from windlass.core.errors import ModelError, WindlassError
+
+
+class Child:
+    """A process that has begun `work`; `result` waits for it. Where processes cannot be forked `work` is not begun, and
+    `can_fork` is False.
+    """
+
+    can_fork = hasattr(os, "fork")
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._reader, writer = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._reader)
+            _answer(work, writer)
+        os.close(writer)
+
+    def result(self) -> Any:
+        """What `work` returned. Raises ModelError with the message of what it raised."""
+        with os.fdopen(self._reader, "rb") as pipe:
+            text = pipe.read()
+        os.waitpid(self._pid, 0)
+        if not text:
+            raise ModelError("the process that looked at the model ended without an answer")
+        answer = json.loads(text)
+        if "error" in answer:
+            raise ModelError(answer["error"])
+        return answer["value"]
+
+
+def _answer(work: Callable[[], Any], writer: int) -> None:
+    """Write the result of `work`, and end the process, without what a process does at its end."""
+    try:
+        answer = {"value": work()}
+    except WindlassError as error:
+        answer = {"error": str(error)}
+    except BaseException as error:
+        if "WINDLASS_TRACEBACK" in os.environ:
+            traceback.print_exc()
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    with os.fdopen(writer, "wb") as pipe:
+        pipe.write(json.dumps(answer).encode())
+    os._exit(0)

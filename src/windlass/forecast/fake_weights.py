@@ -1,0 +1,154 @@
+"""Models whose weights have shapes and no memory, built by the code that builds the real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from windlass.core.errors import ModelError
+from windlass.core.optional import is_available, require
+from windlass.core.tensors import is_fake
+
+
+def new_mode() -> FakeTensorMode:
+    """A mode whose tensors may meet real ones: those of a script, and constants."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def fake_weights(mode: FakeTensorMode) -> Iterator[None]:
+    """Within the body, the parameters of all modules are made without memory, and `from_pretrained` of transformers
+    reads a configuration and no weights. Raises ModelError for a lazy module, whose parameters have no shape yet.
+    """
+    register = nn.Module.register_parameter
+
+    def register_fake(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and is_lazy(param):
+            raise ModelError(
+                f"{type(module).__name__}.{name} is lazy: it has no shape before the first forward, so its memory "
+                "cannot be known; build the module with explicit sizes"
+            )
+        register(module, name, param if param is None else without_memory(param, mode))
+
+    apply: Any = nn.Module._apply
+
+    def apply_to_fake(module: nn.Module, change: Any, recurse: bool = True) -> Any:
+        # PyTorch would swap such parameters for new ones, which other objects that know them prevent.
+        fake = {name: p for name, p in module._parameters.items() if p is not None and is_fake(p)}
+        order = list(module._parameters)
+        for name, param in fake.items():
+            with torch.no_grad():
+                param.data = change(param.detach())
+            del module._parameters[name]
+        try:
+            return apply(module, change, recurse)
+        finally:
+            module._parameters.update({n: fake.get(n, module._parameters.get(n)) for n in order})
+
+    nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]
+    nn.Module._apply = apply_to_fake  # type: ignore[method-assign]
+    try:
+        with _unloaded(mode):
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+def without_memory(param: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
+    """A parameter like this one without memory; the same one each time, so that ties stay. On the CPU, whatever its
+    device is: what is planned for another device has the same shapes there.
+    """
+    if is_fake(param) or isinstance(param, DTensor):
+        return param
+    if param.device.type not in ("cpu", "meta"):
+        raise ModelError(
+            f"a parameter is on {param.device} already; build the model on the CPU to plan its run"
+        )
+    known: nn.Parameter | None = getattr(param, "_without_memory", None)
+    if known is None:
+        with mode:
+            empty = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu")
+        known = nn.Parameter(empty, requires_grad=param.requires_grad)
+        param._without_memory = known  # type: ignore[attr-defined]
+    return known
+
+
+def take_memory(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace the parameters of `model` that have memory, in place. Buffers stay: code may read their values."""
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                module._parameters[name] = without_memory(param, mode)
+
+
+@contextlib.contextmanager
+def _unloaded(mode: FakeTensorMode) -> Iterator[None]:
+    """`from_pretrained` of transformers makes a model of the configuration, on the CPU, without memory."""
+    if not is_available("transformers"):
+        yield
+        return
+    kind: Any = require("transformers", "look at a model").PreTrainedModel
+    own = vars(kind)["from_pretrained"]
+
+    def from_pretrained(cls: Any, name: Any, /, *args: Any, config: Any = None, **options: Any) -> Any:
+        if options.get("quantization_config") is not None:
+            fix = "weights of few bits are laid out when they are loaded; leave the quantization out"
+            raise ModelError(f"a plan of a quantized model is not built: {fix}")
+        dtype = options.pop("dtype", None) or options.pop("torch_dtype", None)
+        if not hasattr(config, "to_dict"):
+            config, options = cls.config_class.from_pretrained(name, return_unused_kwargs=True, **options)
+        chosen = {} if dtype in (None, "auto") else {"dtype": dtype}
+        attention = options.get("attn_implementation")
+        if attention is not None:
+            chosen["attn_implementation"] = attention
+        with mode:
+            model = cls._from_config(config, **chosen)
+        model.eval()
+        return model
+
+    kind.from_pretrained = classmethod(from_pretrained)
+    try:
+        yield
+    finally:
+        kind.from_pretrained = own
+
+
+_LARGEST_KNOWN = 2**20
+"""Elements of the largest tensor that is computed with values: masks and positions of a batch, and no activations."""
+
+
+def with_values(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor of a batch without memory, whose values are known while `known_values` is open: masks, positions, labels
+    decide what a forward computes.
+    """
+    known = not tensor.is_floating_point() and tensor.numel() <= _LARGEST_KNOWN
+    return mode.fake_tensor_converter.from_real_tensor(mode, tensor, make_constant=known)
+
+
+@contextlib.contextmanager
+def known_values() -> Iterator[None]:
+    """Within the body, what follows from the values of a batch alone is computed, and transformers chooses its kernels
+    as for tensors with memory.
+    """
+    from torch._subclasses import fake_tensor
+
+    limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, _LARGEST_KNOWN
+    helpers: Any = sys.modules.get("transformers.utils.import_utils")
+    own = getattr(helpers, "is_fake_tensor", None)
+    if own is not None:
+        helpers.is_fake_tensor = lambda value: False
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+        if own is not None:
+            helpers.is_fake_tensor = own

@@ -1,0 +1,347 @@
+"""One update of a run on tensors without memory: the run's own plan, transforms, strategy, loss and optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from windlass.assemble.build import Built, build
+from windlass.config.plan import RunPlan
+from windlass.config.refusal import refuse
+from windlass.core.errors import Problem
+from windlass.core.trees import map_leaves, tensors_in
+from windlass.data.update_batch import UpdateBatch
+from windlass.engine.splitting import Kind
+from windlass.forecast.fake_weights import known_values, take_memory, with_values
+from windlass.forecast.meter import (
+    BATCH,
+    BUCKETS,
+    BUFFERS,
+    GRADIENTS,
+    STATE,
+    WEIGHTS,
+    Meter,
+    answer_of,
+    local_part,
+)
+from windlass.forecast.places import ModulePlaces
+from windlass.forecast.stack import Stack
+from windlass.forecast.trace import Trace
+from windlass.metrics.tokens import rows
+from windlass.trainer.defaults import align_special_tokens
+from windlass.trainer.instead import RunRequest
+from windlass.trainer.interruption import Interruption
+from windlass.trainer.micro_steps import MicroSteps
+from windlass.trainer.preparation import plan_run
+from windlass.trainer.run_context import RunContext
+
+# What a run measures on its first batch, and values would have to show: see `trainer/loss_policy.py`.
+_MEASURED = {"over": Kind.TARGETS.name, "shifted": True, "without_logits": True}
+_READ = 64
+"""Micro-batches that are read to find the largest one."""
+
+
+class SomeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers code that reads a value of a tensor without memory."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        answer = answer_of(func, args)
+        return func(*args, **(kwargs or {})) if answer is None else answer
+
+
+def _some_values() -> SomeValues:
+    return SomeValues()  # type: ignore[no-untyped-call]
+
+
+class Rehearsal:
+    """The parts of a run whose weights have no memory.
+
+    Args:
+        request: what the run was to be made of.
+        stack: layers of the model of which it may be run with fewer; None: it is run as it is.
+    """
+
+    def __init__(self, request: RunRequest, mode: FakeTensorMode, stack: Stack | None) -> None:
+        self._request, self._mode, self._stack = request, mode, stack
+        services, hooks = request.services, request.hooks
+        services.loss.begin_run(dict(_MEASURED))
+        loader = hooks.get_train_dataloader()
+        self._plan, self._source, _ = plan_run(request.args, services, hooks, loader, None)
+        _refuse_unbuilt(self._plan)
+        self.update = self._read()
+
+    def _read(self) -> UpdateBatch:
+        """The update with the largest of the first micro-batches, as often as an update has them."""
+        found = [
+            batch
+            for group in itertools.islice(self._source.groups(self._plan.batch.accumulation), _READ)
+            for batch in group.batches
+        ]
+        largest = max(found[: max(_READ, self._plan.batch.accumulation)], key=_positions)
+        number = min(self._plan.batch.accumulation, 3)
+        return UpdateBatch([largest] * number, [[]] * number, 0, 0, False)
+
+    def run(self, layers: int | None = None) -> Trace:
+        """Run two updates with so many layers of the stack; None: with all."""
+        request, mode = self._request, self._mode
+        model, services = request.hooks.model, request.services
+        if self._stack is not None and layers is not None:
+            self._stack.cut(layers)
+        # PyTorch warns of what is done with such tensors.
+        with _some_values(), warnings.catch_warnings(action="ignore"), _first_part_only():
+            take_memory(model, mode)
+            align_special_tokens(model, request.tokenizer)
+            built = build(
+                model,
+                request.hooks.create_optimizer,
+                self._plan,
+                services.session.device,
+                services.session.loss_ranks,
+                request.optimizer,
+            )
+        services.engine.attach(services.loss.normaliser, built.executor)
+        places = ModulePlaces(model)
+        part = (lambda name: "") if self._stack is None else self._stack.part
+        meter = Meter(places, part, _vocabulary(model))
+        context = RunContext(
+            services,
+            self._plan,
+            request.hooks,
+            built,
+            request.new_files(built.executor.strategy),
+            Interruption(services.session, self._plan.preemption),
+        )
+        _adopt_model(meter, model)
+        for bucket in getattr(built.executor.strategy, "buckets", ()):
+            meter.adopt(bucket, BUCKETS, "")
+        steps = FollowedSteps(context, meter)
+        with warnings.catch_warnings(action="ignore"), mode, _some_values(), known_values():
+            steps.begin(self._fakes(self.update.batches[0]), len(self.update.batches))
+        updates = self._fake(context), self._fake(context)
+        with (
+            warnings.catch_warnings(action="ignore"),
+            mode,
+            known_values(),
+            meter,
+            meter.resizing(),
+            _gathering(meter),
+            places.followed(),
+            _saved(meter),
+        ):
+            self._updates(meter, context, steps, updates)
+        return Trace(meter.peaks, meter.work, meter.sent, _sizes_of_save(model, built), self._facts(model))
+
+    def _updates(
+        self, meter: Meter, context: RunContext, steps: FollowedSteps, updates: Sequence[UpdateBatch]
+    ) -> None:
+        """Run a first update, which makes the optimizer's state, and a second one, which is counted."""
+        plan, executor = self._plan, context.built.executor
+        model, loss = context.hooks.model, context.services.loss
+        loss.normaliser.watchers = (*loss.normaliser.watchers, lambda _: meter.keep_all())
+        marks = [
+            parameter.register_post_accumulate_grad_hook(_Arrival(meter, name))  # type: ignore[no-untyped-call]
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+        guard = plan.stability.nonfinite != "raise"
+        for number, update in enumerate(updates):
+            for batch in update.batches:
+                for tensor in tensors_in(batch):
+                    meter.adopt(tensor, BATCH, "")
+            if number:
+                meter.work.clear()
+                meter.sent.clear()
+            executor.run_step(update, steps, max_norm=plan.stability.max_grad_norm, guard=guard)
+            if number == 0:
+                _adopt_state(meter, model, context.built)
+        for mark in marks:
+            mark.remove()
+
+    def _fake(self, context: RunContext) -> UpdateBatch:
+        real, policy = self.update, context.services.loss
+        targets = [policy.hooks.count_targets(batch) for batch in real.batches]
+        samples = [rows(batch) for batch in real.batches]
+        batches = [self._fakes(batch) for batch in real.batches]
+        return replace(
+            real,
+            batches=batches,
+            targets=targets,
+            samples=samples,
+            denominator=max(sum(targets), 1.0),
+            total_samples=float(sum(samples)),
+        )
+
+    def _fakes(self, batch: Any) -> Any:
+        return map_leaves(lambda tensor: with_values(tensor, self._mode), batch)
+
+    def _facts(self, model: nn.Module) -> dict[str, Any]:
+        plan, batch = self._plan, self.update.batches[0]
+        return {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "model": type(model).__name__,
+            "samples": rows(batch),
+            "positions": _positions(batch),
+            "accumulation": plan.batch.accumulation,
+            "micro": plan.batch.micro,
+            "steps": plan.duration.steps,
+            "mesh": asdict(plan.dist.mesh(self._request.services.session.world.size)),
+            "tf32": bool(plan.precision.tf32),
+            "copies": plan.save.background
+            and (plan.save.cadence.strategy != "no" or plan.save.every is not None),
+            "family": getattr(getattr(model, "config", None), "model_type", type(model).__name__),
+            "layers": None if self._stack is None else [self._stack.name, self._stack.length],
+            "folder": str(self._request.args.output_dir),
+        }
+
+
+class FollowedSteps(MicroSteps):
+    """Micro-batches of a run, which name the stage of the update for a meter."""
+
+    def __init__(self, context: RunContext, meter: Meter) -> None:
+        super().__init__(context)
+        self._meter, self._accumulated = meter, context.plan.batch.accumulation
+
+    def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
+        self._meter.stage = "micro-batch" if index == 0 else "later micro-batch"
+        # Of an update with more than three micro-batches, those in the middle are alike.
+        is_middle = 0 < index < len(update.batches) - 1
+        self._meter.times = self._accumulated - 2 if is_middle else 1
+        share = super().micro_step(update, index)
+        self._meter.times = 1
+        return share
+
+    def rescale(self) -> Tensor | None:
+        self._meter.stage = "gradient norm"
+        return super().rescale()
+
+    def event(self, name: str) -> None:
+        if name == "on_pre_optimizer_step":
+            self._meter.stage = "optimizer step"
+
+
+class _Arrival:
+    """Names a gradient once it is complete."""
+
+    def __init__(self, meter: Meter, name: str) -> None:
+        self._meter, self._place = meter, name.rpartition(".")[0]
+
+    def __call__(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._meter.adopt(parameter.grad, GRADIENTS, self._place)
+
+
+def _refuse_unbuilt(plan: RunPlan) -> None:
+    """Raise ConfigError for runs in which values decide what is sent, or that other code executes."""
+    stages = 1 if plan.dist.pipeline is None else plan.dist.pipeline.size
+    sizes = (("pp_size", stages), ("ep_size", plan.dist.expert))
+    fix = "a plan of it is not built: its messages depend on other ranks; plan the run with 1"
+    problems = [Problem(name, size, fix) for name, size in sizes if size > 1]
+    if plan.dist.zero is not None:
+        fix = "DeepSpeed's engine needs memory, so a plan of it is not built; plan the run with fsdp=True"
+        problems.append(Problem("deepspeed", "given", fix))
+    refuse(problems)
+
+
+def _positions(batch: Any) -> int:
+    """Elements of the largest tensor of a batch."""
+    return max((tensor.numel() for tensor in tensors_in(batch)), default=0)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    weight = getattr(head, "weight", None)
+    return 0 if weight is None else int(local_part(weight).shape[0])
+
+
+def _adopt_model(meter: Meter, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        meter.adopt(parameter.detach() if parameter.is_leaf else parameter, WEIGHTS, name.rpartition(".")[0])
+    for name, buffer in model.named_buffers():
+        meter.adopt(buffer, BUFFERS, name.rpartition(".")[0])
+
+
+def _adopt_state(meter: Meter, model: nn.Module, built: Built) -> None:
+    names = {id(p): name for name, p in model.named_parameters()}
+    for parameter, state in built.executor.optimizer.state.items():
+        place = names.get(id(parameter), "").rpartition(".")[0]
+        for value in state.values() if isinstance(state, Mapping) else ():
+            if isinstance(value, Tensor):
+                meter.adopt(value, STATE, place)
+
+
+def _sizes_of_save(model: nn.Module, built: Built) -> dict[str, int]:
+    """Bytes of a checkpoint over all ranks, and of this rank's copy of it in host memory."""
+    weights = {id(p): p for p in model.parameters()}.values()
+    state = [
+        value
+        for entry in built.executor.optimizer.state.values()
+        for value in (entry.values() if isinstance(entry, Mapping) else ())
+        if isinstance(value, Tensor)
+    ]
+    return {
+        "weights": sum(p.numel() * p.element_size() for p in weights),
+        "optimizer state": sum(value.numel() * value.element_size() for value in state),
+        "here": sum(local_part(t).numel() * t.element_size() for t in (*weights, *state)),
+    }
+
+
+@contextlib.contextmanager
+def _saved(meter: Meter) -> Iterator[None]:
+    with torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda tensor: tensor):
+        yield
+
+
+@contextlib.contextmanager
+def _first_part_only() -> Iterator[None]:
+    """Within the body, FSDP2 makes the part of rank 0 of each parameter, and not those of a thousand ranks."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    module: Any = _fsdp_param
+    own = module._chunk_with_empty
+
+    def first(tensor: Tensor, parts: int, dim: int) -> list[Tensor]:
+        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // parts))]
+
+    module._chunk_with_empty = first
+    try:
+        yield
+    finally:
+        module._chunk_with_empty = own
+
+
+@contextlib.contextmanager
+def _gathering(meter: Meter) -> Iterator[None]:
+    """Within the body, memory of FSDP2's gathered weights and reductions is known as such."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    names = ("unshard", "wait_for_unshard", "post_backward")
+    own = {name: getattr(FSDPParamGroup, name) for name in names}
+
+    def followed(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with meter.as_kind(BUCKETS):
+                return method(*args, **kwargs)
+
+        return call
+
+    for name, method in own.items():
+        setattr(FSDPParamGroup, name, followed(method))
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            setattr(FSDPParamGroup, name, method)

@@ -1,0 +1,35 @@
+"""Small Trainers whose runs are looked at, and run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from windlass import Trainer, TrainingArguments
+
+ROWS = 2048
+VOCABULARY, LENGTH, BATCH = 320, 32, 4
+
+
+def llama(layers: int = 4, hidden: int = 64, **more: Any) -> Any:
+    """A new model in the mode of the caller."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 2 * hidden, **more}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, **sizes)
+    )
+
+
+def trainer(folder: Path, model: Any = None, layers: int = 4, length: int = LENGTH, **arguments: Any) -> Any:
+    """A Trainer on random tokens."""
+    ids = torch.arange(ROWS * length).reshape(ROWS, length) % VOCABULARY
+    given = {
+        "max_steps": 2, "per_device_train_batch_size": BATCH, "save_strategy": "no", "report_to": "none",
+        "disable_tqdm": True, "use_cpu": True, **arguments,
+    }  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    return Trainer(
+        llama(layers) if model is None else model, TrainingArguments(str(folder), **given), train_dataset=rows
+    )

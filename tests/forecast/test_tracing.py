@@ -1,0 +1,146 @@
+"""The trace of an update against what can be known otherwise: sizes that follow from the model, and real gangs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.forecast.models import BATCH, LENGTH, llama, trainer
+
+from windlass.core.errors import ConfigError, ModelError
+from windlass.core.tensors import is_fake
+from windlass.forecast.forecast import Forecast
+from windlass.forecast.trace import Trace
+from windlass.forecast.tracing import trace_of
+
+
+def trace(folder: Path, world: int = 1, whole: bool = True, **options: Any) -> Trace:
+    return trace_of(lambda: trainer(folder, **options).train(), world, whole=whole)
+
+
+def at_most(found: Trace, kind: str) -> int:
+    return found.at_most(lambda owner: owner.kind == kind)
+
+
+def test_weights_gradients_and_state_are_those_of_the_model(tmp_path: Path) -> None:
+    bytes_of_weights = sum(p.numel() * 4 for p in llama().parameters())
+    found = trace(tmp_path)
+    assert found.facts["parameters"] * 4 == at_most(found, "weights") == bytes_of_weights
+    assert at_most(found, "gradients") == bytes_of_weights
+    steps = 4 * len(list(llama().parameters()))
+    assert at_most(found, "optimizer state") == 2 * bytes_of_weights + steps
+    assert found.saved["weights"] == bytes_of_weights
+    assert not list(tmp_path.iterdir()), "a plan writes nothing into the folder of the run"
+
+
+def test_recomputation_and_batch_change_activations_as_they_do(tmp_path: Path) -> None:
+    plain = at_most(trace(tmp_path), "activations")
+    assert at_most(trace(tmp_path, per_device_train_batch_size=2 * BATCH), "activations") > 1.9 * plain
+    assert at_most(trace(tmp_path, activation_checkpointing=True), "activations") < 0.5 * plain
+
+
+def test_activations_of_a_layer_are_what_autograd_keeps_of_it(tmp_path: Path) -> None:
+    """One more layer adds, to the byte, what a real forward saves for its backward."""
+    one, two = (trace(tmp_path, layers=layers, lean_loss=False) for layers in (2, 3))
+    assert at_most(two, "activations") - at_most(one, "activations") == kept(3) - kept(2)
+
+
+def kept(layers: int) -> int:
+    """Bytes that a real forward keeps, weights aside."""
+    model = llama(layers)
+    own = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(input_ids=ids, labels=ids, use_cache=False)
+    del output
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(1, {}), (1, {"activation_checkpointing": True}), (4, {"fsdp": True, "bf16": True})],
+    ids=["alone", "recomputed", "fsdp"],
+)
+def test_layers_that_are_left_out_add_what_they_would(
+    tmp_path: Path, world: int, options: dict[str, Any]
+) -> None:
+    """The trace of four and five layers, continued to nine, is that of nine."""
+    whole, added = (trace(tmp_path, world, each, layers=9, **options) for each in (True, False))
+    assert added.facts["layers"] == ["model.layers", 9]
+    assert added.peak[1].total == whole.peak[1].total
+    assert added.saved == whole.saved
+    assert added.facts["parameters"] == whole.facts["parameters"]
+    assert Forecast(added).links() == Forecast(whole).links()
+    assert added.peak[1].owners == whole.peak[1].owners
+    assert totals(added) == totals(whole)
+
+
+def totals(found: Trace) -> dict[tuple[str, str], int]:
+    """The largest memory at each place, of all layers."""
+    most: dict[tuple[str, str], int] = {}
+    for instant, held in found.peaks.items():
+        key = instant.stage, instant.place
+        most[key] = max(most.get(key, 0), held.total)
+    return most
+
+
+def test_ranks_that_shard_hold_parts_and_send_what_theory_says(tmp_path: Path) -> None:
+    ranks, weights = 8, sum(p.numel() for p in llama().parameters()) * 4
+    found = trace(tmp_path, ranks, fsdp=True)
+    assert at_most(found, "weights") == weights / ranks
+    assert at_most(found, "optimizer state") < 2.1 * weights / ranks
+    [link] = [link for link in Forecast(found).links() if link.nbytes > 1000]
+    # Weights are gathered for the forward and for the backward, those of the root once, and gradients are scattered.
+    root = (2 * 320 * 64 + 64) * 4
+    assert link.axis == "shard"
+    norm = 2 * 8  # the sum of a double
+    assert link.nbytes == (3 * weights - root + norm) * (ranks - 1) // ranks
+
+
+def test_replicas_reduce_each_gradient_once_an_update(tmp_path: Path) -> None:
+    ranks, weights = 4, sum(p.numel() for p in llama().parameters()) * 4
+    for accumulation in (1, 5):
+        found = trace(tmp_path, ranks, gradient_accumulation_steps=accumulation)
+        [link] = Forecast(found).links()
+        assert (link.axis, link.nbytes) == ("replicate", 2 * weights * (ranks - 1) // ranks)
+
+
+def test_micro_batches_in_the_middle_are_counted(tmp_path: Path) -> None:
+    flops = [
+        sum(
+            work.flops * times
+            for work, times in trace(tmp_path, gradient_accumulation_steps=count).work.items()
+        )
+        for count in (1, 6)
+    ]
+    assert flops[1] == 6 * flops[0] > 0
+
+
+def test_a_script_without_a_run_is_an_error() -> None:
+    with pytest.raises(ModelError, match="without a call of"):
+        trace_of(lambda: None)
+
+
+def test_what_the_run_refuses_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        trace(tmp_path, global_batch_size=7)
+
+
+def test_nothing_stays_behind(tmp_path: Path) -> None:
+    """After a trace modules have memory again, and a real run of the same Trainer goes on as ever."""
+    register, apply = torch.nn.Module.register_parameter, torch.nn.Module._apply
+    trace(tmp_path, 4, fsdp=True)
+    assert torch.nn.Module.register_parameter is register
+    assert torch.nn.Module._apply is apply
+    assert not torch.distributed.is_initialized()
+    assert not is_fake(llama().lm_head.weight)
+    assert trainer(tmp_path).train().global_step == 2

@@ -1,0 +1,100 @@
+"""A mixture of one's own on two ranks that divide its experts, in a loop: its update is that of one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from windlass import Accelerator, ParallelismConfig
+from windlass.transforms.expert_layers import gathered
+
+ROWS = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Experts(nn.Module):
+    def __init__(self, num_experts: int, width: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = nn.Parameter(torch.randn(num_experts, width, width))
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        products = torch.einsum("tw,tkwv->tkv", hidden_states, self.up[chosen])
+        return (products * weights[..., None]).sum(1)
+
+
+class Mixture(nn.Module):
+    """Two layers; with `alone`, all tokens of the second are sent to its first expert."""
+
+    ep_plan: dict[str, str]
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gates = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+        self.experts = nn.ModuleList(Experts(4, 8) for _ in range(2))
+        self.alone = alone
+        self.ep_plan = {"experts.*": "ep_dispatch_experts", "experts.*.up": "grouped_gemm"}
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for index, (gate, experts) in enumerate(zip(self.gates, self.experts, strict=True)):
+            weights, chosen = gate(rows).softmax(-1).topk(2)
+            if index and self.alone:
+                chosen = torch.zeros_like(chosen)
+            rows = rows + experts(rows, chosen, weights)
+        return rows
+
+
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+    found: Tensor = model(rows).square().mean()
+    return found
+
+
+def alone(net: nn.Module) -> Tensor:
+    """Two micro-batches of eight rows, clipped, on this process; returns the norm."""
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for rows in ROWS.split(8):
+        (loss_of(net, rows) / 2).backward()
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+    optimizer.step()
+    return norm
+
+
+def in_loop(accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, Tensor]:
+    """The same with half of each micro-batch on each rank, in two backwards."""
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    rank, norm = accelerator.process_index, torch.zeros(())
+    for rows in ROWS.split(8):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, rows[4 * rank :][:4]))
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, norm
+
+
+def main() -> None:
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, parallelism_config=ParallelismConfig(ep_size=2)
+    )
+    for one_expert in (False, True):
+        expected, net = Mixture(one_expert).double(), Mixture(one_expert).double()
+        norm = alone(expected)
+        model, found = in_loop(accelerator, net)
+        torch.testing.assert_close(found, norm, rtol=1e-12, atol=0)
+        for name, weight in net.named_parameters():
+            assert isinstance(weight, DTensor) == ("experts" in name)
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            torch.testing.assert_close(whole, expected.get_parameter(name), rtol=1e-12, atol=1e-14)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ROWS), expected(ROWS))
+            with gathered(net):  # ranks may make different forwards
+                rows = ROWS[: 2 + accelerator.process_index]
+                torch.testing.assert_close(net(rows), expected(rows))
+            torch.testing.assert_close(model(ROWS), expected(ROWS))
+        accelerator.free_memory()
+
+
+if __name__ == "__main__":
+    main()
