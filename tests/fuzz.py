@@ -36,6 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 import numpy as np
 import torch
+from tests.callbacks.killed_files import LEFT, killed_run, status_of
 from tests.callbacks.test_report import failed_run, report_of
 from tests.checkpoint.faults import save, write_parts
 from tests.checkpoint.test_malicious_places import foreign, layer, offload, read_foreign, split_weights
@@ -369,6 +370,7 @@ TARGETS = [
            ()),
     Target("record of a run", failed_run, RECORD, of_json, report_of),
     Target("rows of a run", failed_run, "metrics.jsonl", of_lines, report_of),
+    *(Target(f"killed run {name}", killed_run, name, of_lines, status_of, ()) for name in LEFT),
     Target("rendezvous message", _content("message", ARRIVAL), "message", of_json, _message,
            (WindlassError, ValueError)),
     Target("message of a rank", _packed, "parcel", of_message, _unpacked),

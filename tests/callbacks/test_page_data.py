@@ -12,6 +12,7 @@ from windlass.callbacks.page_data import page_data
 from windlass.callbacks.page_file import render_page
 from windlass.callbacks.report import summarised
 from windlass.callbacks.run_view import read_run
+from windlass.core.upload_log import UPLOADS, note_upload
 
 
 def test_the_columns_are_the_rows(tmp_path: Path) -> None:
@@ -25,6 +26,26 @@ def test_the_columns_are_the_rows(tmp_path: Path) -> None:
         assert data["series"][name]["k"] == [one["num_input_tokens_seen"] for one in logs]
     assert data["series"]["eval_loss"]["v"] == [0.5]
     assert "num_input_tokens_seen" not in data["series"]
+
+
+def test_norms_above_the_limit_of_their_attempt_are_counted(tmp_path: Path) -> None:
+    append_rows(tmp_path, *(row(step, grad_norm=norm) for step, norm in enumerate((0.5, 1.5, 2.5, 2.5), 1)))
+    assert page_data(read_run(tmp_path))["clip"] == {"at": 1.0, "over": 3, "of": 4}, "by default at 1"
+    (tmp_path / "metrics.jsonl").unlink()
+    write_run(tmp_path, 20, max_grad_norm=0.45)
+    over = sum((step * 37 % 11) / 10 > 0.45 for step in range(1, 21))
+    assert page_data(read_run(tmp_path))["clip"] == {"at": 0.45, "over": over, "of": 20}
+    record = json.loads((tmp_path / "run.json").read_text())
+    record["arguments"]["max_grad_norm"] = 0.9
+    later = {"began": BEGAN + 10.5, "from_step": 10, "repeated": 0, "changed": {"max_grad_norm": [0.45, 0.9]}}
+    record["sessions"].append(later)
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    norms = [(step * 37 % 11) / 10 for step in range(1, 21)]
+    over = sum(norm > (0.45 if step <= 10 else 0.9) for step, norm in enumerate(norms, 1))
+    assert page_data(read_run(tmp_path))["clip"] == {"at": 0.9, "over": over, "of": 20}
+    record["arguments"]["max_grad_norm"] = 0
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    assert page_data(read_run(tmp_path))["clip"] is None
 
 
 def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
@@ -41,6 +62,20 @@ def test_what_happened_once_is_a_mark_and_not_a_point(tmp_path: Path) -> None:
     assert found == {("skipped_update", 3), ("evaluation", 4), ("out_of_memory", 4)}
     assert [one["t"] for one in marks] == [3, 4, 4]
     assert "skipped_update" not in page_data(read_run(tmp_path))["series"]
+
+
+def test_uploads_are_marks_at_the_step_of_their_checkpoint(tmp_path: Path) -> None:
+    write_run(tmp_path, 4)
+    note_upload(tmp_path, "checkpoint-2", 2)
+    note_upload(tmp_path, "the model", None, "no room")
+    with open(tmp_path / UPLOADS, "a") as file:
+        file.write('{"what": 1}\n{"what": "x", "problem": "", "step": 1, "time": 1.0}\n{"wh')
+    marks = page_data(read_run(tmp_path))["marks"]
+    found = [(one["kind"], one["step"], one["text"]) for one in marks if "upload" in one["kind"]]
+    assert found == [
+        ("uploaded", 2, "checkpoint-2 uploaded"),
+        ("upload_failed", 4, "the model was not uploaded: no room"),
+    ]
 
 
 @pytest.mark.slow

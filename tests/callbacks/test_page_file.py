@@ -67,6 +67,22 @@ def test_answers_to_the_same_prompt_are_side_by_side(tmp_path: Path) -> None:
     assert "exact 0.5" in line
 
 
+def test_samples_have_their_trained_tokens_marked(tmp_path: Path) -> None:
+    write_run(tmp_path, 2)
+    one = {
+        "name": "train, row 0",
+        "tokens": 9,
+        "trained": 2,
+        "pieces": [["<user> ", False], ["\u0645<b>", True]],
+    }
+    (tmp_path / "samples.json").write_text(json.dumps([one, {"name": 3}, [], {**one, "pieces": [["x"]]}]))
+    page = render_page([summarised(read_run(tmp_path))])
+    assert '<div dir="auto">&lt;user&gt; <mark>\u0645&lt;b&gt;</mark></div>' in page
+    assert page.count("2 of 9 tokens trained") == 1
+    (tmp_path / "samples.json").write_text("[")
+    assert "Samples of the data" not in render_page([summarised(read_run(tmp_path))])
+
+
 @needs_browser
 def test_the_numbers_of_the_charts_are_those_of_the_file(tab: Tab, tmp_path: Path) -> None:
     rows = write_run(tmp_path, 300)
@@ -79,6 +95,9 @@ def test_the_numbers_of_the_charts_are_those_of_the_file(tab: Tab, tmp_path: Pat
     assert charts["learning_rate"] == [steps, [one["learning_rate"] for one in rows[:-1]]]
     assert charts["loss"][1] == [one["loss"] for one in rows[:-1]]
     assert [value for value in charts["loss"][2] if value is not None] == [0.5]
+    assert (
+        tab.value("document.querySelectorAll('figcaption')[1].textContent") == "grad_norm (0.0% clipped at 1)"
+    )
     assert tab.errors == []
     assert all(url.startswith("file:") for url in tab.requests)
 

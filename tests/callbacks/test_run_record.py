@@ -12,15 +12,17 @@ from tests.callbacks.test_report import NOTHING, arguments, log_run
 
 from windlass.callbacks.report import training_time
 from windlass.callbacks.report_page import TrainingTime
+from windlass.callbacks.row_reader import read_rows
 from windlass.callbacks.run_record import (
     RECORD,
     RunRecord,
     changed_arguments,
     environment,
+    read_failures,
     read_record,
-    read_rows,
 )  # fmt: skip
 from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import PeerError
 
 
 def resume(folder: Path, step: int, trained: dict[str, float], max_steps: int = 10) -> RunRecord:
@@ -116,3 +118,40 @@ def test_a_record_is_of_the_run_that_it_is_beside(tmp_path: Path) -> None:
     assert training_time(None, []) is None
     RunRecord(tmp_path, arguments(tmp_path), dict, writes=True).end("failed", 0, NOTHING)  # never began
     assert not list(tmp_path.iterdir())
+
+
+def test_what_failed_first_is_told_by_what_it_was_and_not_by_clocks_of_machines(tmp_path: Path) -> None:
+    def left(rank: int, **values: Any) -> None:
+        failure = {
+            "rank": rank,
+            "status": "failed",
+            "step": 7,
+            "time": 50.0,
+            "reason": f"rank {rank}",
+            **values,
+        }
+        (tmp_path / f".windlass-failure-{rank}.json").write_text(json.dumps(failure))
+
+    left(0, time=1.0, of_others=True)
+    left(1, time=2.0, step=8)
+    left(2, time=9.0)
+    left(3, time=8.0)
+    assert [one["rank"] for one in read_failures(tmp_path)] == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "of_others"),
+    [
+        (ValueError("mine"), False),
+        (PeerError("elsewhere"), True),
+        (RuntimeError("[x/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), True),
+    ],
+)
+def test_a_failure_says_whether_another_rank_was_the_reason(
+    tmp_path: Path, error: Exception, of_others: bool
+) -> None:
+    record = RunRecord(tmp_path, arguments(tmp_path), dict, writes=False)
+    record.begin(0, 10, NOTHING)
+    record.end("failed", 3, NOTHING, error)
+    (found,) = read_failures(tmp_path)
+    assert found["of_others"] == of_others

@@ -16,6 +16,7 @@ from windlass.checkpoint.mirrored import MirroredStore
 from windlass.checkpoint.remote import Mirror, RemoteFolder
 from windlass.checkpoint.retention import Retention
 from windlass.core.errors import CheckpointError
+from windlass.core.upload_log import read_uploads
 
 
 class Killed(BaseException):
@@ -219,3 +220,17 @@ def test_segments_of_a_long_history_are_uploaded_once(
     uploads = [done for done in Faulty.operations if done.startswith("upload") and ".jsonl" in done]
     assert [name.rpartition("/")[2] for name in uploads if "log_history" in name] == ["000000000.jsonl"]
     assert history.complete_state(newest(tmp_path / "b", url))["log_history"] == rows[:14]
+
+
+def test_uploads_and_their_failures_are_noted_beside_the_run(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Faulty, operation: str, name: str) -> None:
+        if operation == "upload" and "checkpoint-2" in name:
+            raise ConnectionError("the line is dead")
+
+    save(tmp_path / "run", url, 1)
+    monkeypatch.setattr(Faulty, "before", refuse)
+    save(tmp_path / "run", url, 2)
+    found = [(row["what"], row["step"], bool(row["problem"])) for row in read_uploads(tmp_path / "run")]
+    assert found == [("checkpoint-1", 1, False), ("checkpoint-2", 2, True)]

@@ -49,6 +49,36 @@ def test_trained_tokens_are_in_brackets(
     ]
 
 
+def test_samples_for_programs(chats: str, tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "data",
+        "show",
+        chats,
+        f"tokenizer={tokenizer}",
+        "assistant_only_loss=true",
+        "--rows",
+        "1",
+        "--json",
+    ]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    (one,) = found["samples"]
+    assert (found["count"], one["row"], one["tokens"], one["trained"], one["truncated"]) == (
+        5,
+        0,
+        71,
+        19,
+        False,
+    )
+    assert one["pieces"] == [
+        ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", False],
+        ["Yes 😀<|im_end|>\n", True],
+    ]
+    assert main(["data", "show", chats, "--rows", "1", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["samples"]
+    assert row["messages"] == CHAT
+
+
 def test_colours_are_kept_and_control_characters_of_the_text_are_not() -> None:
     tokenizer = byte_tokenizer()
     ids = tokenizer("a\x1b[31mb")["input_ids"]
@@ -182,6 +212,9 @@ def test_a_file_is_prepared_once(
     monkeypatch.setenv("WINDLASS_HOME", str(tmp_path))
     cache = tmp_path / "text"
     words = ["data", "prepare", chats, f"tokenizer={tokenizer}", "max_length=70"]
+    assert main([*words, "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)["splits"]["train"]
+    assert (counts["rows"], counts["longest"]) == (5, 70)
     for _ in range(2):
         assert main(words) == 0
         lines = capsys.readouterr().out.splitlines()

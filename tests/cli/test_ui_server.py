@@ -165,6 +165,8 @@ def test_the_page_follows_a_run(tmp_path: Path) -> None:
         tab.until("windlass.charts()[0].chart.data[0].at(-1) === 12")
         assert tab.value("windlass.charts()[0].chart.data[1].at(-1)") == 0.125
         assert tab.value("windlass.view.range") == shown
+        assert tab.value("windlass.page.runs[0].series.loss.s") == list(range(1, 13))
+        assert tab.value("Number(document.body.dataset.bytes)") < 8000, "what is new, and no more"
         assert "step 12 of 10" in tab.value("document.getElementById('header').textContent")
         assert tab.errors == []
         assert {url.split("/")[2] for url in tab.requests if url.startswith("http")} == {f"127.0.0.1:{port}"}

@@ -245,7 +245,7 @@ SECTIONS: dict[str, Table] = {
     "accelerator_config": _declared(AcceleratorConfig),
     "optim": _optimizers(),
     "lr_scheduler_type": _table(member.value for member in SchedulerType),
-    "report_to": _table((*rows.TRACKERS, "all"), {}, dict.fromkeys(rows.UNBUILT_TRACKERS, rows.TRACKER_NOTE)),
+    "report_to": _table((*rows.TRACKERS, "all"), {}, rows.UNBUILT_TRACKERS),
     "Trainer constructor": _table(CONSTRUCTOR.split(), CONSTRUCTOR_MAPPED),
     "SFTTrainer constructor": _table(TUNER.split(), TUNER_MAPPED),
     "DPOTrainer constructor": _table(DPO_TUNER.split()),

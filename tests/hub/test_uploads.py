@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.hub.server import Fault, Hub
 
+from windlass.core.upload_log import read_uploads
 from windlass.hub import uploads as module
 from windlass.hub.client import HubClient, HubError
 from windlass.hub.staging import StagedFiles
@@ -51,6 +52,15 @@ def test_a_passing_failure_is_tried_again(hub: Hub, token: str, tmp_path: Path, 
     assert one.commit.result().startswith(hub.url)
     assert hub.files("someone/run") == {"a.json": b'"a"'}
     assert not one.files.path.exists()
+
+
+def test_the_ends_of_uploads_are_noted_beside_the_run(hub: Hub, token: str, tmp_path: Path) -> None:
+    running = Uploads(client(token), every=True, folder=tmp_path)
+    running.add(upload(tmp_path, "checkpoint-3"))
+    assert running.finish(60, print) == []
+    running.drop(upload(tmp_path, "checkpoint-6"), "the disk is full")
+    found = [(row["what"], row["problem"]) for row in read_uploads(tmp_path)]
+    assert found == [("checkpoint-3", ""), ("checkpoint-6", "the disk is full")]
 
 
 def test_a_file_that_is_refused_once_is_tried_again(

@@ -18,6 +18,6 @@ def test_counts_and_lengths() -> None:
 
 def test_the_report_of_a_run_shows_them() -> None:
     summary = TextSummary.of(TokenRows.of([EncodedRows([[1] * 70], [[1] * 70])]), 0, 7)
-    page = render_details([], {"data": summary.facts()})
+    page = render_details([], {"data": summary.facts()})["settings"]
     assert "rows of 64 to 127 tokens" in page
     assert '<th scope="row">dropped</th><td class="num">7</td>' in page

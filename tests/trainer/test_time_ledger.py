@@ -8,11 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import ROOT
+from tests.browser import address_of, browser, needs_browser
+from tests.dist.launch import ROOT, launch
+from tests.trainer.planted_run import FORWARD, ROW, SAVE, STEPS, STRAGGLER
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
 from windlass.callbacks.clock_file import CLOCK
+from windlass.callbacks.page_data import page_data
+from windlass.callbacks.page_file import render_page
+from windlass.callbacks.report import summarised
+from windlass.callbacks.rows import repeatable
 from windlass.callbacks.run_view import read_run
 
 UPDATE_KINDS = ("data", "compute", "update", "exchange", "repeated")
@@ -59,6 +65,89 @@ def test_the_gap_between_two_attempts_is_stopped(tmp_path: Path) -> None:
     assert view.ledger.wall == pytest.approx(second.ended - first.began, rel=0.005)
     assert second.changed["max_steps"] == [3, 6]
     assert [event.kind for event in view.events] == ["arguments_changed"]
+
+
+# --- planted seconds, on a clock that nothing else moves --------------------------------------------------------------
+
+KILLS = (5, 7, 8, 10, 11)
+
+
+def planted_by(folder: Path, rank: int = 0) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / f"planted-{rank}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was really killed five times, and then ended."""
+    folder = tmp_path_factory.mktemp("killed")
+    for step in (*KILLS, 0):
+        launch(1, "tests.trainer.planted_run", folder, step, False, expect=1 if step else 0)
+    return folder
+
+
+@pytest.mark.dist
+def test_planted_seconds_are_found_in_their_kinds_over_five_kills(killed: Path) -> None:
+    view, planted = read_run(killed), planted_by(killed)
+    assert [attempt.status for attempt in view.attempts] == ["killed"] * 5 + ["finished"]
+    assert [attempt.from_step for attempt in view.attempts] == [0, 4, 4, 4, 8, 8]
+    assert [attempt.step for attempt in view.attempts] == [*KILLS, STEPS]
+    assert [attempt.repeated for attempt in view.attempts] == [0, 1, 3, 4, 2, 3]
+    for number, (attempt, seconds) in enumerate(zip(view.attempts, planted, strict=True)):
+        found = attempt.seconds
+        assert found.get("save", 0.0) == pytest.approx(seconds.get("save", 0.0))
+        of_updates = sum(found.get(kind, 0.0) for kind in UPDATE_KINDS)
+        assert of_updates == pytest.approx(seconds["data"] + seconds["compute"]), number
+        new = attempt.step - attempt.from_step - attempt.repeated
+        assert found.get("compute", 0.0) == pytest.approx(new * FORWARD)
+        # The rows of an update are read while the one before is done.
+        assert found.get("data", 0.0) == pytest.approx(4 * ROW * new, abs=4.001 * ROW)
+    first = view.attempts[0].seconds
+    assert first["data"] / (first["data"] + first["compute"]) == pytest.approx(0.3, abs=0.05)
+    assert view.ledger is not None
+    assert view.ledger.seconds["save"] == pytest.approx(3 * SAVE)
+    assert sum(view.ledger.seconds.values()) == pytest.approx(view.ledger.wall)
+
+
+@pytest.mark.dist
+def test_a_run_that_was_killed_five_times_has_one_curve(killed: Path, tmp_path: Path) -> None:
+    view = read_run(killed)
+    launch(1, "tests.trainer.planted_run", tmp_path, 0, False)
+    assert [repeatable(row) for row in view.rows] == [repeatable(row) for row in read_run(tmp_path).rows]
+    data = page_data(view)
+    assert data["series"]["loss"]["s"] == list(range(1, STEPS + 1))
+    assert data["series"]["loss"]["t"] == sorted(data["series"]["loss"]["t"])
+    assert [mark["step"] for mark in data["marks"] if mark["kind"] == "restart"] == [4, 4, 4, 8, 8]
+    assert "<h2>Attempts</h2>" in render_page([summarised(view)])
+
+
+@needs_browser
+@pytest.mark.dist
+def test_the_page_of_a_run_that_was_killed_five_times(killed: Path, tmp_path: Path) -> None:
+    view = read_run(killed)
+    (tmp_path / "page.html").write_text(render_page([summarised(view)]))
+    with browser() as tab:
+        tab.open(address_of(tmp_path / "page.html"))
+        assert tab.value("document.querySelectorAll('.attempt').length") == 6
+        assert tab.value("document.querySelectorAll('.attempt.is-killed').length") == 5
+        steps, losses = tab.value("windlass.charts()[0].chart.data")
+        assert steps == list(range(1, STEPS + 1))
+        assert losses == [row["loss"] for row in view.rows]
+        assert tab.errors == []
+
+
+@pytest.mark.dist
+def test_the_rank_that_straggles_is_named_and_by_how_much(tmp_path: Path) -> None:
+    launch(2, "tests.trainer.planted_run", tmp_path, 0, True)
+    view = read_run(tmp_path)
+    assert [row["timing"]["slowest_rank"] for row in view.rows] == [1] * STEPS
+    # On its own clock rank 0 waits for nothing: an update of it is the rows and the forward.
+    waits = [row["timing"]["slowest_rank_wait"] for row in view.rows[1:-1]]
+    assert waits == pytest.approx([STRAGGLER / (4 * ROW + FORWARD)] * (STEPS - 2), abs=1e-3)
+    (attempt,) = view.attempts
+    assert attempt.seconds["data"] == pytest.approx(STEPS * 4 * ROW)
+    assert attempt.seconds["compute"] == pytest.approx(STEPS * FORWARD)
+    assert attempt.seconds["save"] == pytest.approx(3 * SAVE)
+    assert planted_by(tmp_path, 1)[0]["compute"] == pytest.approx(STEPS * (FORWARD + STRAGGLER))
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ _LARGEST = 2.5e11  # the year 9891 as a time
 
 
 class ClockFile:
-    """Writes the file of one session until `close`. The first write that fails is the last."""
+    """Writes the file of one session until `close`. A write that fails is left out: a full disk may have room again."""
 
     def __init__(self, folder: OutputFolder, clock: RunClock) -> None:
         self._folder, self._clock = folder, clock
@@ -35,8 +35,7 @@ class ClockFile:
 
     def begin(self) -> None:
         """Write it now, and once a second."""
-        if not self.write():
-            return
+        self.write()
         self._thread = threading.Thread(target=self._run, name="windlass-clock", daemon=True)
         self._thread.start()
 
@@ -65,8 +64,7 @@ class ClockFile:
 
     def _run(self) -> None:
         while not self._over.wait(_SECONDS):
-            if not self.write():
-                return
+            self.write()
 
 
 def _plain(reading: ClockReading) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from windlass.callbacks.charts import thinned
 from windlass.callbacks.rows import Row, described_event
 from windlass.callbacks.run_view import RunView
+from windlass.config.sections.fields import OptimisationSection
 from windlass.core.output import shown
 
 # At most so many points of a series, and of all series together: the page stays below a megabyte.
@@ -15,6 +17,8 @@ MOST_POINTS, _ALL_POINTS, _FEWEST = 2000, 16_000, 100
 _MOST_MARKS = 500
 _TOKENS = ("num_input_tokens_seen", "num_tokens")
 _NOT_SERIES = {"step", "epoch", "total_flos", "slowest_rank", "wall", "elapsed", *_TOKENS}
+_NUMBERS = frozenset({float, int})
+_NORM = OptimisationSection.max_grad_norm
 _LARGEST = 1e300  # beyond it the span of an axis could overflow
 
 Point = tuple[float, float, float, float | None]  # step, value, seconds since the first start, tokens
@@ -24,15 +28,35 @@ def page_data(view: RunView) -> dict[str, Any]:
     """Return the data of a run for the page, as plain JSON values.
 
     `series` has, for each metric, columns in the order of the rows: `s` steps, `v` values, `t` seconds since the first
-    start, `k` tokens (null if they are not counted), and `bad`: how many values are not finite, which are left out.
+    start, `k` tokens (null if they are not counted), `bad`: how many values are not finite, which are left out, and
+    `of`: how many there are. `clip` has the largest norm that is not clipped, and how many norms were above it.
     """
-    began = _began(view)
-    series = _series(view.all_rows, began)
-    limit = max(_FEWEST, min(MOST_POINTS, _ALL_POINTS // max(len(series), 1)))
     return {
         "name": shown(view.name),
-        "began": began,
+        "began": _began(view),
+        **page_growth(view, view.all_rows, None),
+        **page_events(view),
+    }
+
+
+def page_growth(view: RunView, rows: Sequence[Row], tokens: float | None) -> dict[str, Any]:
+    """Return what rows add to the curves of a run.
+
+    Args:
+        tokens: that were counted before them.
+    """
+    series = _series(rows, _began(view), tokens)
+    limit = max(_FEWEST, min(MOST_POINTS, _ALL_POINTS // max(len(series), 1)))
+    return {
         "series": {shown(name): _columns(points, bad, limit) for name, (points, bad) in series.items()},
+        "clip": _clipped(view, series.get("grad_norm", ([], 0))[0]),
+    }
+
+
+def page_events(view: RunView) -> dict[str, Any]:
+    """Return the attempts of a run, and what happened once."""
+    began = _began(view)
+    return {
         "attempts": [
             {
                 "number": one.number,
@@ -48,35 +72,68 @@ def page_data(view: RunView) -> dict[str, Any]:
     }
 
 
+def tokens_of(row: Row) -> float | None:
+    """Return the tokens that were counted up to a row; None if it does not have them."""
+    return next((float(row[name]) for name in _TOKENS if _is_number(row.get(name))), None)
+
+
 def _began(view: RunView) -> float:
     if view.attempts:
         return view.attempts[0].began
     return float(view.all_rows[0]["timing"]["wall"]) if view.all_rows else 0.0
 
 
-def _series(rows: Sequence[Row], began: float) -> dict[str, tuple[list[Point], int]]:
+def _series(rows: Sequence[Row], began: float, tokens: float | None) -> dict[str, tuple[list[Point], int]]:
     found: dict[str, list[Point]] = {}
     bad: dict[str, int] = {}
-    tokens: float | None = None
     for row in rows:
         if row.get("event") == "summary" or described_event(row) is not None:
             continue
         step, timing = row["step"], row["timing"]
         seconds = timing["wall"] - began
-        tokens = next((float(row[name]) for name in _TOKENS if _is_number(row.get(name))), tokens)
+        for name in _TOKENS:
+            if name in row and _is_number(row[name]):
+                tokens = float(row[name])
+                break
         for values in (row, timing):
             for name, value in values.items():
                 # Exact types first: this is done for each value of a long run. True and False are no numbers.
-                if type(value) not in (float, int) or name in _NOT_SERIES:
+                if type(value) not in _NUMBERS or name in _NOT_SERIES:
                     continue
                 if -_LARGEST < value < _LARGEST:  # false for NaN
-                    points = found.get(name)
-                    if points is None:
-                        points = found[name] = []
-                    points.append((step, value, seconds, tokens))
+                    if name in found:
+                        found[name].append((step, value, seconds, tokens))
+                    else:
+                        found[name] = [(step, value, seconds, tokens)]
                 else:
                     bad[name] = bad.get(name, 0) + 1
     return {name: (found.get(name, []), bad.get(name, 0)) for name in dict.fromkeys([*found, *bad])}
+
+
+def _clipped(view: RunView, norms: Sequence[Point]) -> dict[str, Any] | None:
+    """The largest norm of the last attempt, and how many reported norms were above that of their attempt."""
+    limits = _largest_norms(view)
+    last = limits[-1][1]
+    if not last or not norms:
+        return None
+    over, place, began = 0, 0, _began(view)
+    for _, norm, seconds, _ in norms:
+        while place + 1 < len(limits) and limits[place + 1][0] - began <= seconds:
+            place += 1
+        over += norm > (limits[place][1] or math.inf)
+    return {"at": last, "over": over, "of": len(norms)}
+
+
+def _largest_norms(view: RunView) -> list[tuple[float, float]]:
+    """(when it began, `max_grad_norm`) of each attempt; 0: norms are not clipped."""
+    limit = view.arguments.get("max_grad_norm", _NORM)
+    found = []
+    for attempt in reversed(view.attempts):
+        found.append((attempt.began, float(limit) if _is_number(limit) else 0.0))
+        before = attempt.changed.get("max_grad_norm")
+        if isinstance(before, list) and before:
+            limit = _NORM if before[0] is None else before[0]
+    return found[::-1] or [(0.0, float(limit) if _is_number(limit) else 0.0)]
 
 
 def _is_number(value: Any) -> bool:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class PageRun:
     facts: Sequence[tuple[str, str]] = ()
 
 
+# Reports whose speed the time that is left is estimated by, and more.
+_NEWEST = 20
 _ASSETS = Path(__file__).with_name("assets")
 
 
@@ -50,55 +53,60 @@ def render_page(found: Sequence[PageRun], *, live: str = "") -> str:
         live: where the page gets what changed, as a path of its own server; empty for a file.
     """
     scripts = [_asset("uplot.min.js"), _asset("page.js"), _asset("controls.js")]
-    parts = page_parts(found)
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
         f"script-src {' '.join(map(_hash, scripts))}; connect-src {chr(39)}{'self' if live else 'none'}{chr(39)}"
     )
     page = _asset("page.html")
+    sections = {key: f'<div id="{key}">{text}</div>\n' for key, text in page_sections(found).items()}
     values = {
         "POLICY": policy,
         "TITLE": in_html(", ".join(run.view.name for run in found)),
         "STYLE": _asset("uplot.min.css") + _asset("page.css"),
-        "HEADER": parts["header"],
-        "DETAILS": parts["details"],
-        "DATA": in_script({"live": live, "runs": parts["runs"]}),
+        "HEADER": sections.pop("header"),
+        "DETAILS": "".join(sections.values()),
+        "DATA": in_script({"live": live, "runs": [page_data(run.view) for run in found]}),
         "SCRIPTS": "".join(f"<script>{script}</script>\n" for script in scripts),
     }
     head, *rest = page.split("{{")
     return head + "".join(values[piece.partition("}}")[0]] + piece.partition("}}")[2] for piece in rest)
 
 
-def page_parts(found: Sequence[PageRun]) -> dict[str, Any]:
-    """Return what changes on the page as its runs go on: `header` and `details` (HTML), and `runs` (data)."""
-    header, details = "", render_differences([run.view for run in found])
-    for run in found:
+def page_sections(found: Sequence[PageRun]) -> dict[str, str]:
+    """Return the parts of the page without scripts as HTML, by the names of their elements, in order."""
+    header = ""
+    sections = {"differences": render_differences([run.view for run in found])}
+    for number, run in enumerate(found):
         view = run.view
-        tables = {"arguments": view.arguments, "data": view.data, "environment": view.environment}
+        facts = {"arguments": view.arguments, "data": view.data, "environment": view.environment}
         header += (
             f'<h1>{in_html(view.name)}</h1>\n<p class="sub">{in_html(run.status)}</p>\n'
             f"{render_facts(run.facts)}{render_notes(view)}"
         )
         name = f'<h2 class="run">{in_html(view.name)}</h2>\n' if len(found) > 1 else ""
-        details += name + render_tables(view) + render_details(_telling(view.all_rows), tables, run.time)
-    return {"header": header, "details": details, "runs": [page_data(run.view) for run in found]}
+        metrics = [measured(row) for row in telling(view.all_rows)]
+        parts = {"name": name, **render_tables(view), **render_details(metrics, facts, run.time)}
+        sections |= {f"run-{number}-{key}": text for key, text in parts.items()}
+    return {"header": header, **sections}
 
 
-def _telling(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that figures and tables are made of, as metrics: all but logs, and of these the first and the
-    last of each metric, and the one of the highest step.
+def telling(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that figures, tables and the state of a run are made of: all but logs, and of these the newest,
+    the first and the last of each metric, and the one of the highest step.
     """
-    telling = {place for place, row in enumerate(rows) if row.get("event") != "log" or described_event(row)}
+    chosen = {place for place, row in enumerate(rows) if row.get("event") != "log" or described_event(row)}
     for places in (range(len(rows)), reversed(range(len(rows)))):
         seen: set[str] = set()
         for place in places:
             names = rows[place].keys() | rows[place]["timing"].keys()
             if not names <= seen:
                 seen |= names
-                telling.add(place)
+                chosen.add(place)
     if rows:
-        telling.add(max(range(len(rows)), key=lambda place: rows[place]["step"]))
-    return [measured(rows[place]) for place in sorted(telling)]
+        chosen.add(max(range(len(rows)), key=lambda place: rows[place]["step"]))
+    newest = (place for place in reversed(range(len(rows))) if rows[place].get("event") == "log")
+    chosen.update(islice(newest, _NEWEST))
+    return [rows[place] for place in sorted(chosen)]
 
 
 def in_script(value: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from windlass.callbacks.answers_log import FILE_NAME as ANSWERS
 from windlass.callbacks.log_table import clock_text, moment_text
 from windlass.callbacks.run_view import CheckpointView, RunView
+from windlass.callbacks.samples_log import read_samples
 from windlass.core.output import in_html
 from windlass.core.plain_text import parse_json
 
@@ -29,9 +30,15 @@ def render_facts(lines: Sequence[tuple[str, str]]) -> str:
     return f'<dl class="facts">{pairs}</dl>\n' if pairs else ""
 
 
-def render_tables(view: RunView) -> str:
-    """Return goodput, attempts, checkpoints and generated answers of a run as HTML."""
-    return _goodput(view) + _attempts(view) + _checkpoints(view) + _answers(view.folder)
+def render_tables(view: RunView) -> dict[str, str]:
+    """Return goodput, attempts, checkpoints, samples and generated answers of a run as HTML, each by its name."""
+    return {
+        "goodput": _goodput(view),
+        "attempts": _attempts(view),
+        "checkpoints": _checkpoints(view),
+        "samples": _samples(view.folder),
+        "answers": _answers(view.folder),
+    }
 
 
 def render_differences(views: Sequence[RunView]) -> str:
@@ -130,7 +137,31 @@ def _copied(command: str) -> str:
     return f'<button class="copy" type="button" data-copy="{text}" title="copy: {text}"><code>{text}</code></button>'
 
 
-# --- generated answers ------------------------------------------------------------------------------------------------
+# --- samples and generated answers ------------------------------------------------------------------------------------
+
+
+def _samples(folder: Path) -> str:
+    """Rows of the training data, with what is trained on marked."""
+    rows = []
+    for one in read_samples(folder)[:_MOST_PROMPTS]:
+        text = "".join(
+            f"<mark>{in_html(piece)}</mark>" if trained else in_html(piece)
+            for piece, trained in _first_letters(one["pieces"])
+        )
+        counts = f"{one['trained']:,} of {one['tokens']:,} tokens trained"
+        rows.append(
+            [f'{in_html(one["name"])}<div class="more">{counts}</div>', f'<div dir="auto">{text}</div>']
+        )
+    head = '<h2>Samples of the data</h2>\n<p class="muted"><mark>Marked</mark> tokens are trained on.</p>\n'
+    return head + _table(("sample", "as the model gets it"), rows) if rows else ""
+
+
+def _first_letters(pieces: Sequence[Sequence[Any]]) -> Iterator[tuple[str, bool]]:
+    left = 2 * _MOST_LETTERS
+    for text, trained in pieces:
+        if left > 0:
+            yield text[:left], trained
+        left -= len(text)
 
 
 def _answers(folder: Path) -> str:

@@ -39,8 +39,10 @@ _LARGEST_INTEGER = 2**1023  # the largest that every operation on floats takes
 _SPEED = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 
-def render_details(history: History, facts: Mapping[str, Any], time: TrainingTime | None = None) -> str:
-    """Return the figures and tables of a run as HTML without scripts.
+def render_details(
+    history: History, facts: Mapping[str, Any], time: TrainingTime | None = None
+) -> dict[str, str]:
+    """Return the figures and tables of a run as HTML without scripts, each by its name.
 
     Args:
         history: the rows of `metrics.jsonl` as metrics; each has `step`, most have `epoch`.
@@ -48,7 +50,19 @@ def render_details(history: History, facts: Mapping[str, Any], time: TrainingTim
         time: of all sessions; None if only that of the last one is known, from its summary in `history`.
     """
     rows = [row for row in history if described_event(row) is None]
-    return _tiles(rows, time) + _evaluations(rows) + _tables(rows, facts, _events(history))
+    return {
+        "tiles": _tiles(rows, time),
+        "evaluations": _evaluations(rows),
+        "metrics": _cards("Details", {"Final metrics": _final(rows), "Events": _events(history)}),
+        "settings": _cards(
+            "Settings, data and environment",
+            {
+                "Arguments that differ from their defaults": facts.get("arguments"),
+                "Data": facts.get("data"),
+                "Environment": facts.get("environment"),
+            },
+        ),
+    }
 
 
 def _events(history: History) -> dict[str, str]:
@@ -129,16 +143,9 @@ def _evaluations(history: History) -> str:
     return f'<h2>Evaluations</h2>\n<div class="card">{table}</div>\n'
 
 
-def _tables(history: History, facts: Mapping[str, Any], events: Mapping[str, str]) -> str:
-    cards = [
-        _pairs("Final metrics", _final(history)),
-        _pairs("Arguments that differ from their defaults", facts.get("arguments")),
-        _pairs("Data", facts.get("data")),
-        _pairs("Environment", facts.get("environment")),
-        _pairs("Events", events),
-    ]
-    shown = "".join(cards)
-    return f'<h2>Details</h2>\n<div class="columns">{shown}</div>\n' if shown else ""
+def _cards(title: str, tables: Mapping[str, Mapping[str, Any] | None]) -> str:
+    shown = "".join(_pairs(name, values) for name, values in tables.items())
+    return f'<h2>{title}</h2>\n<div class="columns">{shown}</div>\n' if shown else ""
 
 
 def _pairs(title: str, values: Mapping[str, Any] | None) -> str:

@@ -21,8 +21,7 @@ from typing import Any
 
 from windlass import __version__
 from windlass.callbacks.clock_file import ClockFile, is_seconds, read_clock, rounded
-from windlass.callbacks.metrics_log import FILE_NAME
-from windlass.callbacks.rows import Row, revived
+from windlass.callbacks.row_reader import read_rows
 from windlass.config.arguments import TrainingArguments, describe
 from windlass.core.errors import DataError, Preempted
 from windlass.core.logs import get_logger
@@ -42,11 +41,11 @@ Record = dict[str, Any]
 Trained = Mapping[str, float]
 
 _PACKAGES = ("torch", "numpy", "transformers", "peft", "datasets", "tokenizers", "safetensors")
-# Of the last line of a file: the run writes it now, or was killed while it did.
-UNFINISHED = "an unfinished line"
 # Of a rank that failed.
 _FAILURE = ".windlass-failure-{}.json"
 _MAX_REASON = 300
+# In errors of gloo's connections, which have no type of their own.
+_GLOO = "gloo/transport/"
 _LARGEST = 2.5e11  # the year 9891 as a time
 _SESSION = {"began": float, "from_step": int, "repeated": int}
 _TRAINED = {"from_step": int, "seconds": float, "samples": float}
@@ -129,7 +128,7 @@ class RunRecord:
         reason = "" if error is None else redact_text(f"{type(error).__name__}: {error}".split("\n")[0])
         end = {"status": status, "step": step, "time": time.time(), "reason": reason[:_MAX_REASON]}
         if status == "failed" and self._began:
-            self._write_failure(end)
+            self._write_failure(end, _is_of_others(error))
         if not self._record:
             return
         self._record["end"] = {**end, "trained": dict(trained)}
@@ -137,12 +136,13 @@ class RunRecord:
         self._take_time()
         self._write()
 
-    def _write_failure(self, end: dict[str, Any]) -> None:
+    def _write_failure(self, end: dict[str, Any], of_others: bool) -> None:
         """Write the failure of this rank: the main process, which writes the record, may know nothing of it."""
         with contextlib.suppress(OSError):
             self._folder.check()
             rank = world_from_environment().rank
-            write_whole(self._folder.path / _FAILURE.format(rank), json.dumps({"rank": rank, **end}) + "\n")
+            failure = {"rank": rank, **end, "of_others": of_others}
+            write_whole(self._folder.path / _FAILURE.format(rank), json.dumps(failure) + "\n")
 
     def close(self) -> None:
         """Record the time after `end` too: this session does nothing more."""
@@ -177,6 +177,12 @@ def status_of(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
+def _is_of_others(error: BaseException | None) -> bool:
+    """Return True if a rank failed because another one did, or could not be reached."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return bool(kinds & {"PeerError", "DistError"}) or _GLOO in str(error)
+
+
 def has_counts(found: Any) -> bool:
     """Return True if this is what a checkpoint has as `trained`."""
     return _has(found, _TRAINED)
@@ -195,48 +201,6 @@ def read_record(folder: Path) -> Record | None:
         raise DataError(f"{path} is damaged: it is not the record of a run")
     record: Record = found
     return record
-
-
-def read_rows(folder: Path) -> list[Row]:
-    """Return the rows of a run's `metrics.jsonl`; none if it has logged nothing. Raises DataError for a damaged row."""
-    path = folder / FILE_NAME
-    rows, damage = whole_rows(path)
-    damage = [problem for problem in damage if not problem.endswith(UNFINISHED)]
-    if damage:
-        raise DataError(f"{path}, {damage[0]}")
-    return rows
-
-
-def whole_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """Return the whole rows of a `metrics.jsonl`, and the line and what is wrong with it for each other one."""
-    if not path.is_file():
-        return [], []
-    *lines, rest = path.read_bytes().split(b"\n")
-    rows, damage = [], []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = parse_json(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            damage.append(f"line {number}: not a JSON object: {line[:80].decode(errors='replace')!r}")
-        elif problem := _row_problem(row):
-            damage.append(f"line {number}: {problem}")
-        else:
-            # Few rows have such a value, and to look for it in a row takes longer than to read it.
-            rows.append(revived(row) if b'"NaN"' in line or b'Infinity"' in line else row)
-    if rest:
-        damage.append(f"line {len(lines) + 1}: {UNFINISHED}")
-    return rows, damage
-
-
-def _row_problem(row: Row) -> str:
-    timing: Any = row.get("timing")
-    if not _has(row, {"step": int}) or not _has(timing, {"wall": float}):
-        return "a row without step and time"
-    if not _is_a(timing.get("elapsed", 0.0), float):
-        return f"elapsed={timing['elapsed']!r} is not a number of seconds"
-    return ""
 
 
 def _is_record(found: Any) -> bool:
@@ -308,8 +272,11 @@ def _remove_failures(folder: Path) -> None:
 
 
 def read_failures(folder: Path) -> list[dict[str, Any]]:
-    """Return the failures of ranks that the last attempt left, the earliest first; each has `rank`, `step`, `time` and
-    `reason`. A damaged file is left out.
+    """Return the failures of ranks that the last attempt left; each has `rank`, `step`, `time` and `reason`. A damaged
+    file is left out.
+
+    Those that are not the consequence of another rank's come first, then those of earlier steps: the clocks of machines
+    may differ by more than what lies between a failure and its consequences, and only order what else is equal.
     """
     found = []
     for path in folder.glob(_FAILURE.format("*")):
@@ -317,7 +284,9 @@ def read_failures(folder: Path) -> list[dict[str, Any]]:
             failure = parse_json(path.read_bytes())
             if _has(failure, {"rank": int, **_END}):
                 found.append(failure)
-    return sorted(found, key=lambda failure: failure["time"])
+    return sorted(
+        found, key=lambda failure: (failure.get("of_others") is True, failure["step"], failure["time"])
+    )
 
 
 # --- facts of this process --------------------------------------------------------------------------------------------

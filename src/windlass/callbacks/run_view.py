@@ -16,16 +16,9 @@ from typing import Any, Literal
 
 from windlass.callbacks.clock_file import read_clock
 from windlass.callbacks.metrics_log import FILE_NAME
+from windlass.callbacks.row_reader import UNFINISHED, whole_rows
 from windlass.callbacks.rows import Row, described_event
-from windlass.callbacks.run_record import (
-    RECORD,
-    UNFINISHED,
-    Record,
-    ended_at,
-    read_failures,
-    read_record,
-    whole_rows,
-)
+from windlass.callbacks.run_record import RECORD, Record, ended_at, read_failures, read_record
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -37,6 +30,7 @@ from windlass.checkpoint.manifest import (
 from windlass.checkpoint.run_lock import holder_of
 from windlass.core.errors import CheckpointError, DataError
 from windlass.core.run_clock import KINDS, STOPPED, ClockReading
+from windlass.core.upload_log import read_uploads
 
 Sureness = Literal["certain", "likely", "unknown"]
 # A run writes its clock once a second; after so many without a change it is not this folder that it writes to.
@@ -119,7 +113,8 @@ class RunEvent:
     """Something that happened once.
 
     Attributes:
-        kind: "rolled_back", "skipped_update", "out_of_memory", "alert" or "arguments_changed".
+        kind: "rolled_back", "skipped_update", "out_of_memory", "alert", "arguments_changed", "uploaded" or
+            "upload_failed".
         wall: in seconds since 1970.
         text: one line, for people.
         values: what the row in `metrics.jsonl` has of it.
@@ -211,12 +206,19 @@ def is_run(folder: Path) -> bool:
     return (folder / FILE_NAME).is_file() or (folder / RECORD).is_file()
 
 
-def read_run(folder: Path, *, strict: bool = False, now: float | None = None) -> RunView:
+def read_run(
+    folder: Path,
+    *,
+    strict: bool = False,
+    now: float | None = None,
+    whole: tuple[list[Row], list[str]] | None = None,
+) -> RunView:
     """Read a run's folder.
 
     Args:
         strict: raise DataError for a damaged `run.json` or row, instead of leaving it out.
         now: seconds since 1970; by default the time.
+        whole: what `whole_rows` would return, of a reader that follows the run; by default it is read.
 
     Raises:
         OSError: the folder cannot be read.
@@ -224,12 +226,13 @@ def read_run(folder: Path, *, strict: bool = False, now: float | None = None) ->
     now = time.time() if now is None else now
     notes: list[str] = []
     record = _record(folder, strict, notes)
-    rows = _rows(folder, strict, notes)
+    rows = _rows(folder, strict, notes, whole or whole_rows(folder / FILE_NAME))
     clock = read_clock(folder)
     life = _life(folder, clock, now)
     attempts = _attempts(record, rows, clock, life)
     events = [event for row in rows if (event := event_of(row)) is not None]
     changes = [_changed(attempt) for attempt in attempts if attempt.changed]
+    last = max([row["step"] for row in rows] + [attempt.step for attempt in attempts], default=0)
     facts = record or {}
     return RunView(
         folder=folder,
@@ -237,7 +240,7 @@ def read_run(folder: Path, *, strict: bool = False, now: float | None = None) ->
         read_at=now,
         record=record,
         max_steps=facts.get("max_steps"),
-        step=max([row["step"] for row in rows] + [attempt.step for attempt in attempts], default=0),
+        step=last,
         arguments=facts.get("arguments", {}),
         data=facts.get("data", {}),
         environment=facts.get("environment", {}),
@@ -248,7 +251,9 @@ def read_run(folder: Path, *, strict: bool = False, now: float | None = None) ->
         rows=tuple(row for row in rows if row.get("event") == "log" and described_event(row) is None),
         evaluations=tuple(row for row in rows if row.get("event") == "evaluate"),
         summary=next((row for row in reversed(rows) if row.get("event") == "summary"), None),
-        events=tuple(sorted([*events, *changes], key=lambda event: event.wall)),
+        events=tuple(
+            sorted([*events, *changes, *_uploads(folder, attempts, last)], key=lambda event: event.wall)
+        ),
         checkpoints=tuple(_checkpoints(folder)),
         failures=tuple(read_failures(folder)),
         ledger=_ledger(attempts),
@@ -269,9 +274,9 @@ def _record(folder: Path, strict: bool, notes: list[str]) -> Record | None:
         return None
 
 
-def _rows(folder: Path, strict: bool, notes: list[str]) -> list[Row]:
+def _rows(folder: Path, strict: bool, notes: list[str], whole: tuple[list[Row], list[str]]) -> list[Row]:
     """Return the whole rows; a last line without an end is one that the run writes now, or was killed in."""
-    rows, damage = whole_rows(folder / FILE_NAME)
+    rows, damage = whole
     serious = [problem for problem in damage if not problem.endswith(UNFINISHED)]
     if strict and serious:
         raise DataError(f"{folder / FILE_NAME}, {serious[0]}")
@@ -435,6 +440,21 @@ def event_of(row: Row) -> RunEvent | None:
     if found is None:
         return None
     return RunEvent(found[0], row["step"], row["timing"]["wall"], found[1], row)
+
+
+def _uploads(folder: Path, attempts: Sequence[Attempt], last: int) -> list[RunEvent]:
+    """The uploads since the run began: the file may have those of a run before it."""
+    began = attempts[0].began if attempts else 0.0
+    events = []
+    for row in read_uploads(folder):
+        if row["time"] >= began:
+            failed = bool(row["problem"])
+            text = (
+                f"{row['what']} was not uploaded: {row['problem']}" if failed else f"{row['what']} uploaded"
+            )
+            step = last if row["step"] is None else row["step"]
+            events.append(RunEvent("upload_failed" if failed else "uploaded", step, row["time"], text, row))
+    return events
 
 
 def _changed(attempt: Attempt) -> RunEvent:

@@ -30,6 +30,7 @@ from windlass.core.locations import scheme_of
 from windlass.core.logs import get_logger
 from windlass.core.optional import require
 from windlass.core.redact import redact_text
+from windlass.core.upload_log import note_upload
 
 _logger = get_logger(__name__)
 # Names in a run's folder that are uploaded as checkpoints or not at all.
@@ -248,6 +249,15 @@ class Mirror:
 
     def upload(self, info: CheckpointInfo) -> None:
         """Upload a checkpoint: its manifest last. Raises OSError if it did not arrive; earlier ones remain."""
+        try:
+            self._upload(info)
+        except OSError as error:
+            problem = redact_text(str(error.strerror or error))
+            note_upload(self.root, info.path.name, info.step, problem)
+            raise
+        note_upload(self.root, info.path.name, info.step)
+
+    def _upload(self, info: CheckpointInfo) -> None:
         name = self._free_name(info.path.name)
         shared = self._shared_files(info)
         for file, entry in info.files.items():

@@ -79,6 +79,7 @@ def build_parser() -> CommandParser:
     prune.add_argument("--keep-last", type=_count, metavar="N", help="keep this many of the newest")
     prune.add_argument("--keep-best", type=_count, metavar="N", help="keep this many of the best")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    prune.add_argument("--json", action="store_true", help="as one JSON object")
     return parser
 
 

@@ -12,7 +12,7 @@ from windlass.checkpoint.survey import notes_of
 from windlass.cli.checkpoint_listing import is_one_checkpoint, local_path
 from windlass.cli.estimate_memory import in_words
 from windlass.core.errors import CheckpointError
-from windlass.core.output import one_line, say
+from windlass.core.output import one_line, say, say_json
 
 
 def prune_command(options: argparse.Namespace) -> int:
@@ -39,7 +39,12 @@ def prune_command(options: argparse.Namespace) -> int:
             if not dry_run:
                 store.remove(info.path)
             done = "would be removed" if dry_run else "removed"
-            say(f"{one_line(info.path)}: {done}, {in_words(info.nbytes)}")
+            if not options.json:
+                say(f"{one_line(info.path)}: {done}, {in_words(info.nbytes)}")
+    if options.json:
+        named = [{"path": info.path, "step": info.step, "bytes": info.nbytes} for info in going]
+        say_json({"removed": not dry_run, "complete": len(whole), "checkpoints": named})
+        return 0
     freed = in_words(sum(info.nbytes for info in going))
     say(f"{len(going)} of {len(whole)} complete checkpoints, {freed}")
     return 0

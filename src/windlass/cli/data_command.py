@@ -40,6 +40,7 @@ def build_parser() -> CommandParser:
             metavar="key=value",
             help="keys of the recipe; for a file: tokenizer=NAME, max_length=512, assistant_only_loss=true, ...",
         )
+        action.add_argument("--json", action="store_true", help="as one JSON object")
     show.add_argument("--rows", type=int, default=3, metavar="N", help="how many (default: 3)")
     show.add_argument("--start", type=int, default=0, metavar="N", help="the first of them (default: 0)")
     tiny = "a recipe in the form of `windlass train --tiny`: no model is downloaded for its tokenizer"

@@ -7,7 +7,7 @@ import argparse
 from windlass.cli.data_source import open_source
 from windlass.cli.schema import Recipe
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.output import say
+from windlass.core.output import say, say_json
 from windlass.finetuning.prepared_text import prepare_kept
 from windlass.text.summary import TextSummary
 from windlass.text.token_store import default_cache
@@ -23,12 +23,18 @@ def prepare_command(options: argparse.Namespace) -> int:
         raise ConfigError(Problem("task", options.source, fix))
     if source.tokenizer is None:
         raise ConfigError(Problem("tokenizer", None, "name one: tokenizer=NAME"))
+    summaries = {}
     for name, split in source.splits.items():
         found = prepare_kept(split.rows, source.tokenizer, split.options, name)
         assert found.summary is not None
-        say(f"{name}: {found.summary}")
-        say("\n".join(histogram_lines(found.summary)))
-    say(f"kept in {default_cache()}")
+        summaries[name] = found.summary.to_dict()
+        if not options.json:
+            say(f"{name}: {found.summary}")
+            say("\n".join(histogram_lines(found.summary)))
+    if options.json:
+        say_json({"kept_in": default_cache(), "splits": summaries})
+    else:
+        say(f"kept in {default_cache()}")
     return 0
 
 

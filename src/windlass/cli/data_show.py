@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from windlass.cli.data_source import open_source
-from windlass.cli.marked_text import marked, terminal_marks
+from windlass.cli.marked_text import BRACKETS, marked, terminal_marks
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.text_source import DataSource
 from windlass.cli.training import training_arguments
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.core.output import STDOUT, say
+from windlass.core.output import STDOUT, say, say_json
 from windlass.text.forms import recognise_form, standardised
 from windlass.text.located_rows import LocatedRows
 from windlass.text.prepare_text import prepare_text
 from windlass.text.text_options import TextOptions
+from windlass.text.trained_pieces import trained_pieces
 
 _Split = TypeVar("_Split")
 
@@ -34,10 +36,17 @@ def show_command(options: argparse.Namespace) -> int:
 
 def _print_samples(recipe: Recipe, options: argparse.Namespace) -> None:
     """Print samples as the collator or the model gets them."""
-    task, marks = TASKS[recipe.task], terminal_marks()
+    task, marks = TASKS[recipe.task], BRACKETS if options.json else terminal_marks()
     parts = task.build_parts(recipe, training_arguments(recipe.training, recipe.task))
     splits = {"train": parts.train, "eval": parts.evaluation, "test": parts.test}
     samples = _chosen({name: split for name, split in splits.items() if split is not None}, options.split)
+    if options.json:
+        found = [
+            {"sample": number, "lines": list(task.sample_lines(parts, samples[number], marks))}
+            for number in _span(options, len(samples))
+        ]
+        say_json({"task": task.name, "count": len(samples), "classes": parts.labels, "samples": found})
+        return
     kinds = f", classes: {', '.join(parts.labels)}" if parts.labels else ""
     say(f"{len(samples):,} samples for task {task.name}{kinds}")
     for number in _span(options, len(samples)):
@@ -56,6 +65,11 @@ def _print_rows(source: DataSource, options: argparse.Namespace) -> None:
     span = slice(numbers.start, numbers.stop)
     chosen = LocatedRows(rows[span], rows.places[span])
     form = recognise_form(chosen[0], settings.dataset_text_field)
+    if options.json:
+        made = _prepared(chosen, source.tokenizer, settings, options.start)
+        found = [standardised(row, form, settings.dataset_text_field, True) for row in chosen]
+        say_json({"form": form.value, "count": len(rows), "samples": made or found})
+        return
     say(f"{len(rows):,} rows, {form.value}")
     if source.tokenizer is not None:
         _print_tokens(chosen, source.tokenizer, settings, options.start)
@@ -88,15 +102,47 @@ def _described(row: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: {value}"
 
 
-def _print_tokens(rows: LocatedRows, tokenizer: Any, options: TextOptions, first: int) -> None:
-    marks = terminal_marks()
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A row as a trainer prepares it."""
+
+    number: int
+    ids: list[int]
+    labels: list[int]
+    trained: int
+    truncated: bool
+
+
+def _prepare(rows: LocatedRows, tokenizer: Any, options: TextOptions, first: int) -> Iterator[_Prepared]:
     for number, (row, place) in enumerate(zip(rows, rows.places, strict=True), first):
         found = prepare_text(LocatedRows([row], [place]), tokenizer, options.of_tokens())
         (ids, labels), summary = found.dataset[0].values(), found.summary
         assert summary is not None
-        cut = ", truncated" if summary.truncated else ""
-        say(f"--- row {number}: {len(ids)} tokens, {summary.trained_tokens} trained{cut}")
+        yield _Prepared(number, ids, labels, summary.trained_tokens, bool(summary.truncated))
+
+
+def _prepared(rows: LocatedRows, tokenizer: Any, options: TextOptions, first: int) -> list[dict[str, Any]]:
+    """Rows as JSON has them: `pieces` are pairs of a text and whether it is trained on. None without a tokenizer."""
+    if tokenizer is None:
+        return []
+    return [
+        {
+            "row": one.number,
+            "tokens": len(one.ids),
+            "trained": one.trained,
+            "truncated": one.truncated,
+            "pieces": trained_pieces(one.ids, one.labels, tokenizer),
+        }
+        for one in _prepare(rows, tokenizer, options, first)
+    ]
+
+
+def _print_tokens(rows: LocatedRows, tokenizer: Any, options: TextOptions, first: int) -> None:
+    marks = terminal_marks()
+    for one in _prepare(rows, tokenizer, options, first):
+        cut = ", truncated" if one.truncated else ""
+        say(f"--- row {one.number}: {len(one.ids)} tokens, {one.trained} trained{cut}")
         # Not `say`, which would make the colours visible as text.
-        STDOUT.write(marked(ids, labels, tokenizer, marks) + "\n")
+        STDOUT.write(marked(one.ids, one.labels, tokenizer, marks) + "\n")
     sample = f"{marks[0]}trained{marks[1]}"
     STDOUT.write(f"--- {sample} tokens have a label; all others are read, and have no loss\n")

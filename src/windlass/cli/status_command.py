@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.log_table import clock_text, moment_text
+from windlass.callbacks.rows import Row
 from windlass.callbacks.run_view import RunView, is_run, read_run
 from windlass.cli.command_line import CommandParser
 from windlass.cli.run_status import SCHEMA_FILE, status_of_run, with_verified
@@ -37,10 +38,10 @@ def status_command(words: list[str]) -> int:
     return 0
 
 
-def read_folder(run: Path) -> RunView:
-    """Read a run. Raises DataError if its folder cannot be read."""
+def read_folder(run: Path, whole: tuple[list[Row], list[str]] | None = None) -> RunView:
+    """Read a run, whose rows a reader may have read already. Raises DataError if its folder cannot be read."""
     try:
-        return read_run(run)
+        return read_run(run, whole=whole)
     except OSError as error:
         raise DataError(f"{run} cannot be read: {error}") from error
 

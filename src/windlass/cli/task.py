@@ -140,7 +140,7 @@ class Task(ABC):
         """Yield the lines that `windlass data show` prints of one sample of `parts`: what the model gets. `marks`:
         printed around tokens that are trained on.
         """
-        from windlass.cli.marked_text import decoded
+        from windlass.text.trained_pieces import decoded
 
         for name, value in sample.items():
             is_tokens = parts.tokenizer is not None and hasattr(value, "__len__")

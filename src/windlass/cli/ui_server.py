@@ -11,15 +11,14 @@ import hmac
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from windlass.callbacks.page_file import PageRun, page_parts, render_page
-from windlass.callbacks.report import summarised
+from windlass.callbacks.page_file import render_page
+from windlass.cli.followed_runs import FollowedRuns
 from windlass.cli.ps_command import runs_below
-from windlass.cli.report_command import described
 from windlass.cli.run_status import status_of_run
 from windlass.cli.status_command import read_folder
 from windlass.core.errors import ConfigError, Problem
@@ -91,15 +90,16 @@ def application(folder: Path, token: str) -> Any:
         runs = await asyncio.to_thread(_chosen, folder, request.query_params.getlist("run"))
         if not runs:
             return responses.PlainTextResponse("no such run", status_code=404, headers=_HEADERS)
-        live = "events?" + urlencode([("run", name) for name in runs])
-        text = await asyncio.to_thread(_page, list(runs.values()), live)
+        text = await asyncio.to_thread(_page, runs)
         return responses.HTMLResponse(text, headers=_HEADERS)
 
     async def events(request: Any) -> Any:
         runs = await asyncio.to_thread(_chosen, folder, request.query_params.getlist("run"))
         if not runs:
             return responses.PlainTextResponse("no such run", status_code=404, headers=_HEADERS)
-        following = follow(list(runs.values()))
+        # A browser that lost the connection names the last event that it got.
+        at = request.headers.get("last-event-id") or request.query_params.get("at", "")
+        following = follow(list(runs.values()), at.split(","))
         return responses.StreamingResponse(following, media_type="text/event-stream", headers=_HEADERS)
 
     guard = _guarded(token, responses)
@@ -155,13 +155,11 @@ def _chosen(folder: Path, wanted: Sequence[str]) -> dict[str, Path]:
     return {name: found[name] for name in wanted[:_MOST_RUNS] if name in found}
 
 
-def _shown(run: Path) -> PageRun:
-    view = read_folder(run)
-    return summarised(view, described(view))
-
-
-def _page(runs: Sequence[Path], live: str) -> str:
-    return render_page([_shown(run) for run in runs], live=live)
+def _page(runs: Mapping[str, Path]) -> str:
+    followed = FollowedRuns(list(runs.values()))
+    found = followed.whole()
+    live = "events?" + urlencode([*(("run", name) for name in runs), ("at", followed.position)])
+    return render_page(found, live=live)
 
 
 def _index(folder: Path) -> str:
@@ -190,28 +188,30 @@ def _index(folder: Path) -> str:
     )
 
 
-async def follow(runs: Sequence[Path]) -> AsyncIterator[str]:
-    """Yield an event whenever the files of the runs changed. Between two, at least a hundred times the time that it
-    took to read them is waited.
+async def follow(runs: Sequence[Path], positions: Sequence[str]) -> AsyncIterator[str]:
+    """Yield an event whenever the files of the runs changed, with what is new since the `positions` of the page.
+    Between two, at least a hundred times the time that it took to read them is waited.
     """
     seen: Any = None
+    followed: FollowedRuns | None = None
     while True:
         pause = _LOOK_SECONDS
         found = await asyncio.to_thread(_signature, runs)
+        if followed is None:  # what the page has is read once more, and the pause does not count it
+            followed = await asyncio.to_thread(FollowedRuns, runs, positions)
         if found != seen:
-            began = time.thread_time()
-            text, spent = await asyncio.to_thread(_event, runs)
-            seen, pause = found, max(pause, (spent + time.thread_time() - began) * _SHARE)
+            text, spent = await asyncio.to_thread(_event, followed)
+            seen, pause = found, max(pause, spent * _SHARE)
             yield text
         else:
             yield ": \n\n"  # so that a client that is gone is noticed
         await asyncio.sleep(pause)
 
 
-def _event(runs: Sequence[Path]) -> tuple[str, float]:
+def _event(followed: FollowedRuns) -> tuple[str, float]:
     began = time.thread_time()
-    parts = page_parts([_shown(run) for run in runs])
-    return f"data: {json.dumps(parts, separators=(',', ':'))}\n\n", time.thread_time() - began
+    data = json.dumps(followed.look(), separators=(",", ":"))
+    return f"id: {followed.position}\ndata: {data}\n\n", time.thread_time() - began
 
 
 def _signature(runs: Sequence[Path]) -> list[tuple[str, int, int]]:

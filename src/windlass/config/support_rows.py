@@ -8,7 +8,10 @@ from windlass.config.enums import LoggerType, OptimizerNames
 
 REPORT = "report"  # in `report_to`: a page and a picture of the run, beside trackers
 _WRITTEN = "metrics.jsonl is always written, and report_to='report' adds report.html"
-TRACKER_NOTE = f"is not built; {_WRITTEN}; a callback or a GeneralTracker of your own can send logs on"
+TRACKER_NOTE = (
+    f"is not built; {_WRITTEN}; a GeneralTracker of your own sends logs on with three methods (tracker, "
+    "store_init_configuration, log): pass it in a TrackingCallback"
+)
 
 # All that have a name but for one, which needs devices on which Windlass does not train (`OPTIMIZER_ADVICE`).
 OPTIMIZERS = tuple(str(name) for name in OptimizerNames if name is not OptimizerNames.ADAMW_TORCH_NPU_FUSED)
@@ -24,7 +27,14 @@ OPTIMIZER_ADVICE = {
     **dict.fromkeys(("galore", "lomo"), "; adafactor keeps the smallest state of those that are"),
 }
 TRACKERS = tuple(sorted(kind.value for kind in LoggerType if kind is not LoggerType.ALL))
-UNBUILT_TRACKERS = ("azure_ml", "codecarbon", "dagshub", "flyte", "kubeflow", "neptune")
+_MLFLOW = "takes the runs of MLflow: use report_to='mlflow', and"
+# Name -> why logs cannot be sent to it by its name, and what to do instead.
+UNBUILT_TRACKERS = {
+    "azure_ml": f"{_MLFLOW} install azureml-mlflow and set MLFLOW_TRACKING_URI to the workspace (azureml://...)",
+    "codecarbon": "measures energy and takes no metrics: start its EmissionsTracker in the script or in a callback",
+    "dagshub": f"{_MLFLOW} set MLFLOW_TRACKING_URI=https://dagshub.com/OWNER/REPOSITORY.mlflow",
+    **dict.fromkeys(("flyte", "kubeflow", "neptune"), TRACKER_NOTE),
+}
 
 
 def unbuilt_optimizer(name: str) -> str | None:
@@ -39,7 +49,7 @@ def unbuilt_trackers(report_to: list[str]) -> Iterator[tuple[str, str]]:
     """Each name of `report_to` that cannot be reported to, and why."""
     for name in report_to:
         if name in UNBUILT_TRACKERS:
-            yield name, TRACKER_NOTE
+            yield name, UNBUILT_TRACKERS[name]
         elif name not in (*TRACKERS, REPORT, "all"):
             yield name, f"is not a tracker; known names: all, none, {REPORT}, {', '.join(TRACKERS)}"
 

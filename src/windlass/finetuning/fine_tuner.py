@@ -9,9 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from windlass.callbacks.samples_log import SamplesLog
 from windlass.core.logs import get_job_logger
 from windlass.core.types import EvalLoopOutput
 from windlass.finetuning.card_writer import CardWriter
+from windlass.finetuning.kept_samples import kept_samples, mixture_facts
 from windlass.finetuning.mean_figures import Extremes, MeanFigures, Sums, UpdateBorders
 from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
 from windlass.finetuning.tuning_config import TuningConfig
@@ -59,6 +61,7 @@ class FineTuner(Trainer):
         )
         accelerator.register_for_checkpointing(self._figures)
         self.add_callback(UpdateBorders(self._figures))
+        self.add_callback(SamplesLog(lambda: kept_samples(self.train_dataset, self._data.tokenizer)))
         self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
         add_tags: Any = getattr(self.model, "add_model_tags", None)
         if add_tags is not None:
@@ -94,9 +97,9 @@ class FineTuner(Trainer):
 
     def data_facts(self) -> dict[str, Any]:
         """Return counts of the prepared datasets, for a report: rows, tokens, truncated, dropped, lengths."""
-        return {
-            f"{n}: {k}": v for n, summary in self.data_summaries().items() for k, v in summary.facts().items()
-        }
+        summaries = self.data_summaries()
+        counts = {f"{n}: {k}": v for n, summary in summaries.items() for k, v in summary.facts().items()}
+        return {**mixture_facts(self.train_dataset, summaries), **counts}
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:

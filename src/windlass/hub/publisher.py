@@ -94,7 +94,7 @@ class Publisher:
             self._client = client
             client.open_branch()
             remove_stale(self._folder)
-            self._uploads = Uploads(client, every=settings.always)
+            self._uploads = Uploads(client, every=settings.always, folder=self._folder)
             atexit.register(self._finish_process, os.getpid())
         return self._uploads
 
@@ -132,6 +132,7 @@ class Publisher:
             files=StagedFiles(self._folder),
             replaces={"checkpoint": LAST, "all_checkpoints": checkpoint.name}.get(strategy, ""),
             later=self._command(checkpoint, *_FLAGS.get(strategy, [])),
+            step=int(checkpoint.name.rpartition("-")[2]),
         )
         try:
             _stage(upload, checkpoint, further or {})

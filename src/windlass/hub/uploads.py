@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from windlass.core.logs import get_logger
+from windlass.core.redact import redact_text
+from windlass.core.upload_log import note_upload
 from windlass.hub.client import HubClient, HubError
 from windlass.hub.staging import StagedFiles
 
@@ -36,6 +39,7 @@ class Upload:
         commit: the address of the commit, once it is made, or the error for which it was dropped.
         given_up: no caller waits for it any longer.
         number: its place in the order of all uploads.
+        step: of the checkpoint; None: it is the model of the run's end.
     """
 
     what: str
@@ -48,6 +52,7 @@ class Upload:
     commit: Future[str] = field(default_factory=Future)
     given_up: threading.Event = field(default_factory=threading.Event)
     number: int = 0
+    step: int | None = None
 
 
 class Uploads:
@@ -55,10 +60,11 @@ class Uploads:
 
     Args:
         every: commit each upload; otherwise one that waits is replaced by a newer one of the same.
+        folder: of the run, where each end of an upload is noted; None for none.
     """
 
-    def __init__(self, client: HubClient, *, every: bool = False) -> None:
-        self._client, self._every = client, every
+    def __init__(self, client: HubClient, *, every: bool = False, folder: Path | None = None) -> None:
+        self._client, self._every, self._folder = client, every, folder
         self._changed = threading.Condition()
         self._waiting: list[Upload] = []
         self._current: Upload | None = None
@@ -165,6 +171,7 @@ class Uploads:
                 else:
                     self._warned.clear()
                     self._end(upload)
+                    self._note(upload, "")
                     upload.commit.set_result(address)
 
     def _try(self, upload: Upload) -> str | None:
@@ -205,12 +212,17 @@ class Uploads:
     def _fail(self, upload: Upload) -> None:
         """Note a failure. The lock is held, so an upload ends once."""
         self._end(upload)
+        self._note(upload, upload.error)
         self._failed.append(upload)
         upload.commit.set_exception(HubError(upload.error, passing=False))
 
     def _end(self, upload: Upload) -> None:
         upload.files.remove()
         self._newest[upload.what] = max(upload.number, self._newest.get(upload.what, 0))
+
+    def _note(self, upload: Upload, problem: str) -> None:
+        if self._folder is not None:
+            note_upload(self._folder, upload.what, upload.step, redact_text(problem))
 
     def _report_loss(self, upload: Upload) -> None:
         self._report(

@@ -24,6 +24,9 @@ class DatasetMixture:
     rows of a source as its share, and they continue where the epoch before ended; a source is read again, in another
     order, once all its rows were used.
 
+    Attributes:
+        wanted: name -> share of the samples, of the sum 1. An epoch has whole samples of each source (`counts`).
+
     Args:
         sources: name -> map-style dataset with a length.
         weights: name -> share of the samples, of any sum. None = by the number of rows.
@@ -62,6 +65,7 @@ class DatasetMixture:
         shares = np.array(
             [weights[name] for name in self.names] if weights else self._sizes, dtype=np.float64
         )
+        self.wanted = dict(zip(self.names, (shares / shares.sum()).tolist(), strict=True))
         self._counts = _counts(shares / shares.sum(), self._sizes, stopping_strategy, length)
         self._seed = seed
         self._seeds = [

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
+from windlass.dist.sharded import local
 
 
 def average_gradients(
     parameters: Sequence[nn.Parameter], total: Callable[[Tensor], Tensor], count: int
 ) -> None:
-    """Average the gradients of plain parameters over `count` ranks, in one exchange for each dtype.
+    """Average the gradients of parameters, or of this rank's parts of them, over `count` ranks. One exchange for each
+    dtype.
 
     Those that no rank has stay None. `total` sums a tensor over the ranks, in place.
 
@@ -22,7 +24,7 @@ def average_gradients(
     """
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         members = [p for p in parameters if p.dtype == dtype]
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
+        parts = [torch.zeros_like(local(p.detach())) if p.grad is None else local(p.grad) for p in members]
         present = torch.tensor([p.grad is not None for p in members], dtype=dtype, device=parts[0].device)
         flat = torch.cat([present, *(part.flatten() for part in parts)])
         total(flat)
@@ -35,5 +37,5 @@ def average_gradients(
         start = len(members)
         for parameter, part in zip(members, parts, strict=True):
             if parameter.grad is not None:
-                parameter.grad.copy_(flat[start : start + part.numel()].view_as(part) / count)
+                part.copy_(flat[start : start + part.numel()].view_as(part) / count)
             start += part.numel()

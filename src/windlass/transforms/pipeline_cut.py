@@ -67,7 +67,7 @@ def find_cut(
     model: nn.Module,
     stages: int,
     split_points: Sequence[str],
-    example: Example,
+    example: Example | None,
 ) -> tuple[Cut, Any]:
     """Cut `model`, which is whole, into `stages` stages. Runs one forward of it, unless it is a plain sequence.
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from windlass.core.errors import ModelError
 from windlass.core.module_state import state_of
 from windlass.dist.device_mesh import tensor_device_mesh
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import is_sharded, local, locals_of, whole_on_first
+from windlass.dist.sharded import is_sharded, locals_of, whole_on_first
+from windlass.transforms.averaging import average_gradients
 from windlass.transforms.buffers import broadcast, buffers_of_first_rank, check_sparse, share_buffers
 from windlass.transforms.first_rank import check_same_structure
 from windlass.transforms.split_loss import split_loss
@@ -70,7 +70,7 @@ class TensorDivision:
                 for p in self._module.parameters()
                 if p.requires_grad and not is_cut(p) and (id(p) in summed) == of_parts
             ]
-            _average(members, total, ranks // self._ranks.size if of_parts else ranks)
+            average_gradients(members, total, ranks // self._ranks.size if of_parts else ranks)
 
 
 def _summed_parameters(layer: nn.Module) -> list[nn.Parameter]:
@@ -120,7 +120,7 @@ class TensorParallel(Strategy):
         """
         if self._loss_ranks.size > 1:
             parts = [p for p in self._module.parameters() if p.requires_grad and is_cut(p)]
-            _average(parts, self._loss_ranks.sum_on_device, self._loss_ranks.size)
+            average_gradients(parts, self._loss_ranks.sum_on_device, self._loss_ranks.size)
         self._division.average_shared(self._stage_ranks.sum_on_device, self._stage_ranks.size)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
@@ -176,27 +176,3 @@ class TensorParallel(Strategy):
             if self._stage_ranks.world.is_main:
                 state[name] = found
         return state
-
-
-def _average(parameters: list[nn.Parameter], total: Callable[[Tensor], Tensor], count: int) -> None:
-    """Average the gradients of `parameters` over `count` ranks, in one exchange for each dtype. Those that no rank has
-    stay None. `total` sums a tensor over the ranks, in place.
-    """
-    for dtype in dict.fromkeys(p.dtype for p in parameters):
-        members = [p for p in parameters if p.dtype == dtype]
-        mine = [None if p.grad is None else local(p.grad) for p in members]
-        empty = [torch.zeros_like(local(p.detach())) for p in members]
-        parts = [zeros if grad is None else grad for grad, zeros in zip(mine, empty, strict=True)]
-        present = torch.tensor([grad is not None for grad in mine], dtype=dtype, device=parts[0].device)
-        flat = torch.cat([present, *(part.flatten() for part in parts)])
-        total(flat)
-        if any(grad is None for grad in mine) and flat[: len(members)][[grad is None for grad in mine]].any():
-            raise ModelError(
-                "the loss of some ranks depends on a parameter that that of others does not reach: use all trained "
-                "parameters in the loss on every rank, or freeze it"
-            )
-        start = len(members)
-        for grad, part in zip(mine, parts, strict=True):
-            if grad is not None:
-                grad.copy_(flat[start : start + part.numel()].view_as(part) / count)
-            start += part.numel()

@@ -4,7 +4,7 @@
   const { page, view } = windlass;
   const element = (id) => document.getElementById(id);
   const SIGNS = { save: "▲", best: "★", damaged: "✖", evaluation: "○", rolled_back: "↶", skipped_update: "∅",
-    out_of_memory: "▦", alert: "!", arguments_changed: "≠", restart: "↻" };
+    out_of_memory: "▦", alert: "!", arguments_changed: "≠", restart: "↻", uploaded: "⇧", upload_failed: "⇪" };
 
   // --- the time line ------------------------------------------------------------------------------------------------
 
@@ -127,14 +127,37 @@
 
   // --- a run that goes on -------------------------------------------------------------------------------------------
 
+  // Add what is new to the curves of a run.
+  function grow(run, { growth, attempts, marks }) {
+    for (const [name, more] of Object.entries(growth.series)) {
+      // Defined and not assigned: a metric may have a name such as `__proto__`.
+      if (!Object.hasOwn(run.series, name)) {
+        const value = { s: [], v: [], t: [], k: more.k && [], bad: 0, of: 0 };
+        Object.defineProperty(run.series, name, { value, enumerable: true, writable: true, configurable: true });
+      }
+      const series = run.series[name];
+      if (series.k && !more.k) more.k = more.s.map(() => null);
+      if (!series.k && more.k) series.k = series.s.map(() => null);
+      for (const column of ["s", "v", "t", "k"]) if (series[column]) series[column].push(...more[column]);
+      series.bad += more.bad;
+      series.of += more.of;
+    }
+    const { clip } = growth;
+    if (clip) run.clip = { at: clip.at, over: clip.over + (run.clip?.over || 0), of: clip.of + (run.clip?.of || 0) };
+    run.attempts = attempts || run.attempts;
+    run.marks = marks || run.marks;
+  }
+
   function follow() {
     const source = new EventSource(page.live);
     source.onmessage = (event) => {
-      const parts = JSON.parse(event.data);
-      page.runs = parts.runs;
-      // Both are HTML that the server has escaped, as in the page itself; scripts in them would not run.
-      element("header").innerHTML = parts.header;
-      element("details").innerHTML = parts.details;
+      const news = JSON.parse(event.data);
+      news.runs.forEach((one, at) => {
+        if (one.whole) page.runs[at] = one.whole; else grow(page.runs[at], one);
+      });
+      // HTML that the server has escaped, as in the page itself; scripts in it would not run.
+      for (const [key, text] of Object.entries(news.sections)) element(key).innerHTML = text;
+      document.body.dataset.bytes = String(event.data.length);
       document.body.dataset.updates = String(Number(document.body.dataset.updates || 0) + 1);
       offer();
       redraw();

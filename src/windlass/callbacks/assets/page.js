@@ -100,7 +100,7 @@ const windlass = (() => {
       value: (chart, value) => short(value) };
   }
 
-  function options(width, specs, canLog) {
+  function options(title, width, specs, canLog) {
     const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
     return {
       width, height: 240, series: [{ label: AXES[view.axis], value: (chart, value) => short(value) }, ...specs],
@@ -110,13 +110,37 @@ const windlass = (() => {
       // The others follow the cursor, and not the drag: they get its range from `zoom`.
       cursor: { sync: { key: "windlass", filters: { pub: (type) => type !== "mousedown" && type !== "mouseup" } },
         bind: { dblclick: () => () => zoom(null) }, drag: { x: true, y: false, setScale: false } },
-      hooks: { setSelect: [(chart) => {
+      hooks: { draw: title === "grad_norm" && !view.difference ? [limitLine] : [], setSelect: [(chart) => {
         if (chart.select.width < 3) return;
         const from = chart.posToVal(chart.select.left, "x");
         zoom([from, chart.posToVal(chart.select.left + chart.select.width, "x")]);
         chart.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
       }] },
     };
+  }
+
+  // The share of reported norms that were above the largest one that is not clipped.
+  function clipped(title) {
+    const runs = title === "grad_norm" ? page.runs.filter((run) => run.clip) : [];
+    const told = ({ name, clip }) => `${page.runs.length > 1 ? `${name}: ` : ""}${(100 * clip.over / clip.of).toFixed(1)}% clipped at ${short(clip.at)}`;
+    return runs.length ? ` (${runs.map(told).join("; ")})` : "";
+  }
+
+  // The norm above which gradients are clipped, as a line across the chart.
+  function limitLine(chart) {
+    const limits = new Set(page.runs.filter((run) => run.clip).map((run) => run.clip.at));
+    for (const limit of limits) {
+      const y = chart.valToPos(limit, "y", true);
+      if (!(y >= chart.bbox.top && y <= chart.bbox.top + chart.bbox.height)) continue;
+      chart.ctx.save();
+      chart.ctx.strokeStyle = colour("--warn");
+      chart.ctx.setLineDash([4, 6]);
+      chart.ctx.beginPath();
+      chart.ctx.moveTo(chart.bbox.left, y);
+      chart.ctx.lineTo(chart.bbox.left + chart.bbox.width, y);
+      chart.ctx.stroke();
+      chart.ctx.restore();
+    }
   }
 
   function framed({ title, names }) {
@@ -126,7 +150,7 @@ const windlass = (() => {
     figure.className = "card";
     const caption = document.createElement("figcaption");
     const bad = found.reduce((sum, line) => sum + line.bad, 0);
-    caption.textContent = title + (view.difference ? ", difference" : "") + (bad ? ` (${bad} non-finite left out)` : "");
+    caption.textContent = title + clipped(title) + (view.difference ? ", difference" : "") + (bad ? ` (${bad} non-finite left out)` : "");
     figure.append(caption);
     return { found, figure, caption, title };
   }
@@ -145,7 +169,7 @@ const windlass = (() => {
     const same = tables.every((one) => one[0].length === tables[0][0].length && one[0].every((x, at) => x === tables[0][0][at]));
     const data = same ? [tables[0][0], ...tables.map((one) => one[1])] : uPlot.join(tables);
     const positive = found.every((line) => line.y.every((y) => y > 0));
-    const chart = new uPlot(options(figure.clientWidth - 32, specs, positive), data, figure);
+    const chart = new uPlot(options(title, figure.clientWidth - 32, specs, positive), data, figure);
     if (view.log && !positive) caption.textContent += " (linear: not all values are positive)";
     return { chart, figure, title, data };
   }

@@ -48,7 +48,7 @@ class Classification(TextTask):
         return ACCURACY
 
     def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
-        from windlass.cli.marked_text import decoded
+        from windlass.text.trained_pieces import decoded
 
         ids, label = sample["input_ids"], sample["labels"]
         yield f"text    {decoded(ids, parts.tokenizer)}"

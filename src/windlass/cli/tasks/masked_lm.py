@@ -44,8 +44,8 @@ class MaskedLM(TextTask):
         )
 
     def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
-        from windlass.cli.marked_text import decoded
         from windlass.text.encoder import IGNORED
+        from windlass.text.trained_pieces import decoded
 
         batch = self.collator(parts, None)([sample])
         length = int(sample["attention_mask"].sum())

@@ -47,7 +47,7 @@ class Seq2Seq(TextTask):
         return encode_pairs(sources, targets, tokenizer, data.max_length)
 
     def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
-        from windlass.cli.marked_text import decoded
+        from windlass.text.trained_pieces import decoded
 
         for name, key in (("source", "input_ids"), ("target", "labels")):
             yield f"{name}  {len(sample[key])} tokens: {decoded(sample[key], parts.tokenizer)}"

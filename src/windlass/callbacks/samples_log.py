@@ -1,0 +1,74 @@
+"""`samples.json`: some rows of the training data as the model gets them, written once, when a run begins.
+
+A list of samples, each with `name` (of its dataset, and its row), `tokens`, `trained` (tokens with a label) and
+`pieces`: pairs of a text and whether it is trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from windlass.config.callback_interface import Args, Control, TrainerCallback
+from windlass.core.events import TrainerState
+from windlass.core.locations import local_folder
+from windlass.core.logs import get_logger
+from windlass.core.plain_text import parse_json
+from windlass.core.whole_file import write_whole
+
+logger = get_logger(__name__)
+
+FILE_NAME = "samples.json"
+_MOST_BYTES = 1 << 20
+
+Samples = list[dict[str, Any]]
+
+
+class SamplesLog(TrainerCallback):
+    """Writes `samples.json` into the output folder, on the main process. A resumed run keeps the file that it finds.
+
+    Args:
+        samples: returns them; nothing is written if there are none.
+    """
+
+    def __init__(self, samples: Callable[[], Samples]) -> None:
+        self._samples = samples
+
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        path = local_folder(args.output_path) / FILE_NAME
+        if state.global_step > 0 and path.is_file():
+            return
+        try:
+            found = self._samples()
+            if found:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, json.dumps(found, indent=1) + "\n")
+        except Exception as error:  # of a tokenizer or a disk: the page has no samples then
+            logger.warning("%s could not be written; training continues: %r", path, error)
+
+
+def read_samples(folder: Path) -> Samples:
+    """Return the samples of a run; those that are damaged are left out."""
+    try:
+        with open(folder / FILE_NAME, "rb") as file:
+            found: Any = parse_json(file.read(_MOST_BYTES))
+    except (OSError, ValueError):
+        return []
+    return [one for one in found if _is_sample(one)] if isinstance(found, list) else []
+
+
+def _is_sample(one: Any) -> bool:
+    if not isinstance(one, dict) or not isinstance(one.get("pieces"), list):
+        return False
+    counts = all(type(one.get(name)) is int for name in ("tokens", "trained"))
+    return counts and isinstance(one.get("name"), str) and all(map(_is_piece, one["pieces"]))
+
+
+def _is_piece(piece: Sequence[Any]) -> bool:
+    return (
+        isinstance(piece, list) and len(piece) == 2 and isinstance(piece[0], str) and type(piece[1]) is bool
+    )

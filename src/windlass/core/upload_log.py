@@ -1,0 +1,61 @@
+"""`.windlass-uploads.jsonl`: the uploads of a run that ended, one JSON object a line, for readers of its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from windlass.core.plain_text import parse_json
+from windlass.core.whole_file import BINARY, NO_FOLLOW
+
+UPLOADS = ".windlass-uploads.jsonl"
+_MOST_BYTES = 1 << 20
+_LARGEST = 2.5e11  # the year 9891 as a time
+
+
+def note_upload(folder: Path, what: str, step: int | None, problem: str = "") -> None:
+    """Note that an upload ended. What cannot be written is left out: the upload itself matters.
+
+    Args:
+        step: of the checkpoint; None: it is of the run's end.
+        problem: why it failed; empty if it arrived.
+    """
+    row = {"what": what, "step": step, "time": time.time(), "problem": problem}
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | NO_FOLLOW | BINARY
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder / UPLOADS, flags, 0o666)
+        try:
+            os.write(descriptor, json.dumps(row).encode() + b"\n")
+        finally:
+            os.close(descriptor)
+
+
+def read_uploads(folder: Path) -> list[dict[str, Any]]:
+    """Return the newest uploads that were noted; damaged lines are left out."""
+    path = folder / UPLOADS
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - _MOST_BYTES, 0))
+            lines = file.read(_MOST_BYTES).split(b"\n")
+    except OSError:
+        return []
+    found = []
+    for line in lines[:-1]:
+        with contextlib.suppress(ValueError):
+            row = parse_json(line)
+            if _is_upload(row):
+                found.append(row)
+    return found
+
+
+def _is_upload(row: Any) -> bool:
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("what", "problem")):
+        return False
+    step, moment = row.get("step", -1), row.get("time")
+    if not isinstance(moment, int | float) or not 0 <= moment <= _LARGEST:  # false for NaN
+        return False
+    return step is None or (type(step) is int and 0 <= step <= _LARGEST)

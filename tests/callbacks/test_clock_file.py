@@ -1,0 +1,29 @@
+"""The clock of a run is written while it can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from windlass.callbacks.clock_file import CLOCK, ClockFile, read_clock
+from windlass.core.output_folder import OutputFolder
+from windlass.core.run_clock import RunClock
+
+
+def test_the_clock_goes_on_once_the_disk_works_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.callbacks.clock_file._SECONDS", 0.001)
+    clock = RunClock()
+    clock.begin()
+    (tmp_path / CLOCK).symlink_to(tmp_path / "elsewhere")  # a write that fails: links are not followed
+    file = ClockFile(OutputFolder(tmp_path), clock)
+    file.begin()
+    assert read_clock(tmp_path) is None
+    (tmp_path / CLOCK).unlink()
+    for _ in range(100_000):
+        if read_clock(tmp_path) is not None:
+            break
+    assert read_clock(tmp_path) is not None
+    assert not (tmp_path / "elsewhere").exists()
+    file.close()
+    assert not (tmp_path / CLOCK).exists()

@@ -1,0 +1,50 @@
+"""A run keeps some rows of its data as the model gets them, and what a mixture is made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.finetuning.trainers import trainer_of
+
+from windlass.callbacks.run_view import read_run
+from windlass.callbacks.samples_log import FILE_NAME, read_samples
+from windlass.text.mixture import DatasetMixture
+
+PAIRS = [{"prompt": "the cat ", "completion": "sat on a mat"}, {"prompt": "two dogs ", "completion": "run"}]
+
+
+def test_the_samples_of_a_run_have_what_is_trained_on(tmp_path: Path) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    trainer = trainer_of(tmp_path, PAIRS, max_steps=1, **saves)
+    trainer.train()
+    first, second = read_samples(tmp_path)
+    assert (first["name"], second["name"]) == ("train, row 0", "train, row 1")
+    text = "".join(piece for piece, trained in first["pieces"] if not trained)
+    trained = "".join(piece for piece, trained in first["pieces"] if trained)
+    assert text.split() == ["the", "cat"]
+    assert trained.split() == ["sat", "on", "a", "mat", "<eos>"]
+    assert (first["tokens"], first["trained"]) == (7, 5)
+    kept = (tmp_path / FILE_NAME).read_bytes()
+    (tmp_path / FILE_NAME).write_bytes(kept.replace(b"row 0", b"row 9"))
+    again = trainer_of(tmp_path, PAIRS, max_steps=2, **saves)
+    again.train(resume_from_checkpoint="auto")
+    assert read_samples(tmp_path)[0]["name"] == "train, row 9", "a resumed run keeps its samples"
+
+
+def test_a_mixture_has_what_was_wanted_and_what_is_used(tmp_path: Path) -> None:
+    mixture = DatasetMixture({"a": PAIRS * 4, "b": PAIRS[:1] * 4}, {"a": 1.0, "b": 3.0}, length=10)
+    trainer = trainer_of(tmp_path, mixture, max_steps=1)
+    trainer.train()
+    data = read_run(tmp_path).data
+    # 3 of 10 and 7 of 10 rows (2.5 and 7.5 have equal rests: the first gets the row); 5.5 and 7 tokens each.
+    share = 3 * 5.5 / (3 * 5.5 + 7 * 7)
+    assert data["mixture: a"] == (
+        f"wanted 25.00%; used 30.00% of the samples, {share:.2%} of the tokens; 0.375 times an epoch"
+    )
+    assert data["mixture: b"].startswith("wanted 75.00%; used 70.00% of the samples")
+    assert [one["name"] for one in read_samples(tmp_path)] == [
+        *(f"a, row {number}" for number in range(3)),
+        *(f"b, row {number}" for number in range(3)),
+    ]
+    assert json.loads((tmp_path / FILE_NAME).read_text())
