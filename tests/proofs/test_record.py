@@ -8,11 +8,11 @@ import pytest
 
 from windlass import TrainingArguments
 from windlass.proofs import record
-from windlass.proofs.layout import Layout
+from windlass.proofs.layout import AxisLayout
 from windlass.proofs.record import Claim, arguments_that_matter, describe, find_record, write_record
 
 transformers = pytest.importorskip("transformers")
-LAYOUT = Layout.parse("tp=2,cp=2")
+LAYOUT = AxisLayout.parse("tp=2,cp=2")
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WINDLASS_HOME", str(tmp_path))
 
 
-def claim(layout: Layout = LAYOUT, **options: Any) -> Claim:
+def claim(layout: AxisLayout = LAYOUT, **options: Any) -> Claim:
     return Claim.of(transformers.LlamaConfig(**options), layout, {})
 
 
@@ -53,7 +53,7 @@ def test_the_key_is_that_of_kinds_layout_arguments_and_versions(monkeypatch: pyt
     )
     others = [
         claim(attention_bias=True), claim(num_key_value_heads=8), claim(tie_word_embeddings=True),
-        claim(Layout.parse("tp=2")), dataclasses.replace(one, facts={"recompute": True}),
+        claim(AxisLayout.parse("tp=2")), dataclasses.replace(one, facts={"recompute": True}),
     ]  # fmt: skip
     keys = [one.key(), *(other.key() for other in others)]
     assert len(set(keys)) == len(keys)

@@ -6,14 +6,14 @@ import pytest
 from tests.cli.proving.families import FAMILIES, config_of
 
 from windlass.core.errors import ModelError
-from windlass.proofs.layout import Layout
+from windlass.proofs.layout import AxisLayout
 from windlass.proofs.small_config import shrink
 
 transformers = pytest.importorskip("transformers")
-TENSOR = Layout.parse("tp=2")
+TENSOR = AxisLayout.parse("tp=2")
 
 
-def small(model_type: str, layout: Layout = TENSOR, **options: Any) -> dict[str, Any]:
+def small(model_type: str, layout: AxisLayout = TENSOR, **options: Any) -> dict[str, Any]:
     config = transformers.CONFIG_MAPPING[model_type](**options)
     return shrink(config.to_dict(), config.attribute_map, layout)
 
@@ -42,7 +42,7 @@ def test_each_kind_of_layer_stays_in_its_order() -> None:
     assert (mixed["num_hidden_layers"], mixed["mlp_only_layers"], mixed["decoder_sparse_step"]) == (2, [0], 1)
     dense_first = small("deepseek_v3")
     assert (dense_first["num_hidden_layers"], dense_first["first_k_dense_replace"]) == (2, 1)
-    assert small("llama", Layout.parse("pp=4"))["num_hidden_layers"] == 4
+    assert small("llama", AxisLayout.parse("pp=4"))["num_hidden_layers"] == 4
 
 
 def test_heads_keep_their_ratio_and_what_divides_them() -> None:

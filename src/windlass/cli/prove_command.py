@@ -13,7 +13,7 @@ from windlass.cli.command_line import CommandParser
 from windlass.cli.proving.subject import Subject, find_subject
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say, say_json
-from windlass.proofs.layout import Layout
+from windlass.proofs.layout import AxisLayout
 from windlass.proofs.record import SCHEMA, Claim, versions, write_record
 
 EXIT_DIFFERS, EXIT_REFUSED = 1, 2
@@ -40,7 +40,7 @@ def prove_command(words: list[str]) -> int:
     if len(names) > 1:
         parser.error(f"one recipe at a time: {' '.join(names)}")
     subject = find_subject(names[0] if names else None, overrides)
-    layout = subject.layout if options.layout is None else Layout.parse(options.layout)
+    layout = subject.layout if options.layout is None else AxisLayout.parse(options.layout)
     if not layout.axes:
         fix = "there is nothing to compare on one process: give the sizes of axes, such as tp=2,cp=2"
         raise ConfigError(Problem("--layout", str(layout), fix))
@@ -98,7 +98,7 @@ class Proof:
         wrong = [one for one in (*self.parts, self.verdict) if one.status in _WRONG]
         return wrong[0] if wrong else None
 
-    def facts(self, subject: Subject, layout: Layout) -> dict[str, Any]:
+    def facts(self, subject: Subject, layout: AxisLayout) -> dict[str, Any]:
         """What is printed for programs, and recorded."""
         smallest = self.smallest
         return {
@@ -122,7 +122,7 @@ class Proof:
         smallest = self.verdict if self.smallest is None else self.smallest
         return str(smallest.first) if smallest.first is not None else smallest.detail.partition("\n")[0]
 
-    def lines(self, layout: Layout, seconds: float) -> Iterator[str]:
+    def lines(self, layout: AxisLayout, seconds: float) -> Iterator[str]:
         """The end of what is printed for people."""
         smallest, tried = self.smallest, self.claim.layout
         instead = "" if tried == layout else f" (as {tried})"
@@ -138,7 +138,7 @@ class Proof:
             yield f"  first     {self._difference()}"
 
 
-def prove(subject: Subject, layout: Layout, quiet: bool = False) -> Proof:
+def prove(subject: Subject, layout: AxisLayout, quiet: bool = False) -> Proof:
     """Try a layout; if something differs, the layouts of some of its axes, until one of them is wrong.
 
     Args:
@@ -170,12 +170,12 @@ class _ProvingTrials:
         self._subject, self._claim, self._processes, self._report = subject, claim, processes, report
         self._alone: dict[bool, Any] = {}
 
-    def judged(self, layout: Layout) -> Any:
+    def judged(self, layout: AxisLayout) -> Any:
         """The verdict on a layout."""
         from windlass.cli.proving.proof_verdict import judge
 
         joined = "ep" in layout.axes
-        alone = None if joined in self._alone else self._start(Layout(()), joined)
+        alone = None if joined in self._alone else self._start(AxisLayout(()), joined)
         started = self._start(layout, joined)
         if alone is not None:
             self._alone[joined] = alone.wait()
@@ -183,7 +183,7 @@ class _ProvingTrials:
         self._report(_row(verdict))
         return verdict
 
-    def _start(self, layout: Layout, joined: bool) -> Any:
+    def _start(self, layout: AxisLayout, joined: bool) -> Any:
         return self._processes.start(self._subject.trial(self._claim, layout, joined))
 
 

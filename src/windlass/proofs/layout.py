@@ -31,7 +31,7 @@ MOST_PROCESSES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AxisLayout:
     """Sizes of axes, of which those above 1 are in use.
 
     Attributes:
@@ -41,12 +41,12 @@ class Layout:
     sizes: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int]) -> Layout:
+    def of(cls, sizes: Mapping[str, int]) -> AxisLayout:
         """The layout with these sizes. Axes of 1 are left out."""
         return cls(tuple((axis, sizes[axis]) for axis in AXES if sizes.get(axis, 1) > 1))
 
     @classmethod
-    def parse(cls, text: str, field: str = "--layout") -> Layout:
+    def parse(cls, text: str, field: str = "--layout") -> AxisLayout:
         """Read `tp=2,cp=2`. Raises ConfigError with every part that is not an axis and its size."""
         sizes: dict[str, int] = {}
         problems = []
@@ -88,16 +88,16 @@ class Layout:
         """How many of them have samples of their own."""
         return self.along(*_WITH_OWN_SAMPLES)
 
-    def reduced(self) -> Layout:
+    def reduced(self) -> AxisLayout:
         """The layout that is tried in place of this one: this one, if few processes suffice; else axes above 2 have 2
         ranks, so that each axis is still there.
         """
         if self.processes <= MOST_PROCESSES:
             return self
-        return Layout(tuple((axis, 2) for axis, _ in self.sizes))
+        return AxisLayout(tuple((axis, 2) for axis, _ in self.sizes))
 
-    def parts(self) -> Iterator[Layout]:
+    def parts(self) -> Iterator[AxisLayout]:
         """Every layout of some of the axes, those of fewer axes first, without this one."""
         for count in range(1, len(self.sizes)):
             for chosen in itertools.combinations(self.sizes, count):
-                yield Layout(chosen)
+                yield AxisLayout(chosen)

@@ -19,7 +19,7 @@ from windlass import __version__
 from windlass.core.locations import home_folder
 from windlass.core.plain_text import parse_json, read_text
 from windlass.core.whole_file import write_whole
-from windlass.proofs.layout import Layout
+from windlass.proofs.layout import AxisLayout
 from windlass.proofs.small_config import shrink
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ class Claim:
     """
 
     config: dict[str, Any]
-    layout: Layout
+    layout: AxisLayout
     facts: dict[str, Any]
 
     @classmethod
-    def of(cls, config: Any, layout: Layout, facts: dict[str, Any]) -> Claim:
+    def of(cls, config: Any, layout: AxisLayout, facts: dict[str, Any]) -> Claim:
         """The claim for a model with this configuration of transformers. Raises ModelError if it cannot be shrunk."""
         small = layout.reduced()
         return cls(shrink(config.to_dict(), config.attribute_map, small), small, facts)
@@ -112,7 +112,7 @@ def find_record(claim: Claim) -> dict[str, Any] | None:
     return found if is_record else None
 
 
-def describe(claim: Claim, layout: Layout, command: str) -> tuple[bool, str]:
+def describe(claim: Claim, layout: AxisLayout, command: str) -> tuple[bool, str]:
     """Whether the layout of a run is proven, and the line that says so. `command` proves it."""
     found = find_record(claim)
     if found is None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.core.errors import ModelError
-from windlass.proofs.layout import Layout
+from windlass.proofs.layout import AxisLayout
 
 VOCABULARY, POSITIONS, WINDOW = 64, 64, 5
 _HEAD, _MOST_RATIO, _BEFORE_SCALING = 8, 4, 16
@@ -65,7 +65,7 @@ _INSIDE_HEADS = {
 _NESTED = ("text_config", "vision_config", "encoder", "decoder")
 
 
-def shrink(config: Mapping[str, Any], names: Mapping[str, str], layout: Layout) -> dict[str, Any]:
+def shrink(config: Mapping[str, Any], names: Mapping[str, str], layout: AxisLayout) -> dict[str, Any]:
     """The configuration of the small model.
 
     Args:
@@ -161,7 +161,7 @@ def _sparse_layers(values: Mapping[str, Any], count: int) -> list[bool]:
     return [layer >= dense and layer not in only and (layer + 1) % step == 0 for layer in range(count)]
 
 
-def _shrink_widths(found: _Sizes, layout: Layout) -> None:
+def _shrink_widths(found: _Sizes, layout: AxisLayout) -> None:
     # Heads are divided among the ranks of `tp`, and exchanged among those of `sp`.
     per_heads, per_layer = layout.along("tp", "sp"), layout.along("tp")
     heads, width = found.get("num_attention_heads"), found.get("hidden_size")

@@ -11,7 +11,7 @@ from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger
 from windlass.core.mesh import Axis, Mesh
 from windlass.dist.gang import Gang
-from windlass.proofs.layout import Layout
+from windlass.proofs.layout import AxisLayout
 from windlass.proofs.record import Claim, arguments_that_matter, describe
 
 logger = get_job_logger(__name__)
@@ -29,9 +29,9 @@ _NAMES: dict[Axis, str] = {
 _OF_SAMPLES = ("dp", "dp_shard")
 
 
-def layout_of(mesh: Mesh) -> Layout:
+def layout_of(mesh: Mesh) -> AxisLayout:
     """The axes of a run as `windlass prove` names them."""
-    return Layout.of({name: mesh.along(axis) for axis, name in _NAMES.items()})
+    return AxisLayout.of({name: mesh.along(axis) for axis, name in _NAMES.items()})
 
 
 def report_proof(args: TrainingArguments, model: Any, all_ranks: Gang, dist: DistPlan) -> None:

@@ -59,14 +59,14 @@ def main() -> None:
     from windlass.cli.proving.proving_processes import ProvingProcesses
     from windlass.cli.proving.subject import Subject
     from windlass.core.errors import ModelError
-    from windlass.proofs.layout import Layout
+    from windlass.proofs.layout import AxisLayout
     from windlass.proofs.record import Claim
 
-    folder, layouts = Path(sys.argv[1]), [Layout.parse(text) for text in sys.argv[2].split(";")]
+    folder, layouts = Path(sys.argv[1]), [AxisLayout.parse(text) for text in sys.argv[2].split(";")]
     found: dict[str, dict[str, list[Any]]] = {}
     for family in sys.argv[3:] or FAMILIES:
         config = config_of(family)
-        subject = Subject(family, config, Layout(()), {"clips": True})
+        subject = Subject(family, config, AxisLayout(()), {"clips": True})
         found[family] = {}
         for layout in layouts:
             try:
@@ -79,7 +79,7 @@ def main() -> None:
                 try:
                     one, whole = (
                         ranks.start(subject.trial(claim, each, "ep" in layout.axes))
-                        for each in (Layout(()), layout)
+                        for each in (AxisLayout(()), layout)
                     )
                     verdict = judge(one.wait(), whole.wait())
                 finally:

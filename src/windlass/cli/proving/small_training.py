@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.proofs.layout import Layout
+from windlass.proofs.layout import AxisLayout
 
 UPDATES, ROWS, ACCUMULATION, MAX_NORM = 4, 2, 3, 0.3
 VALUES, REPORT, OUTPUT = "values{}.safetensors", "report{}.json", "output{}.txt"
@@ -26,7 +26,7 @@ class SmallTraining:
     """
 
     config: dict[str, Any]
-    layout: Layout
+    layout: AxisLayout
     batches: int
     facts: dict[str, Any]
     joined: bool = False

@@ -19,7 +19,7 @@ from windlass.config.parallel.from_script import from_arguments
 from windlass.config.parallel.parallel_plan import is_sharded, uses_deepspeed
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
-from windlass.proofs.layout import Layout
+from windlass.proofs.layout import AxisLayout
 from windlass.proofs.record import Claim, arguments_that_matter
 
 
@@ -36,7 +36,7 @@ class Subject:
 
     name: str
     config: Any
-    layout: Layout
+    layout: AxisLayout
     facts: dict[str, Any]
 
     @property
@@ -45,7 +45,7 @@ class Subject:
         package, _, name = type(self.config).__module__.rpartition(".")
         return f"{package}.{name.replace('configuration_', 'modeling_')}"
 
-    def trial(self, claim: Claim, layout: Layout, joined: bool) -> SmallTraining:
+    def trial(self, claim: Claim, layout: AxisLayout, joined: bool) -> SmallTraining:
         """The training of the small model on some of the axes of the claim; see `SmallTraining.joined`."""
         batches = ACCUMULATION * claim.layout.data_ranks
         return SmallTraining(claim.config, layout, batches, self.facts, joined)
@@ -72,7 +72,11 @@ def find_subject(name: str | None, overrides: Sequence[str]) -> Subject:
     if name is not None and (path.suffix == ".json" or path.is_dir()):
         args = TrainingArguments(max_grad_norm=1.0)
         return _subject(
-            str(name), _saved_config(str(path.parent if path.is_file() else path)), Layout(()), args, False
+            str(name),
+            _saved_config(str(path.parent if path.is_file() else path)),
+            AxisLayout(()),
+            args,
+            False,
         )
     draft = read_draft(name, overrides)
     recipe = check_draft(draft, opens_files=False)
@@ -86,7 +90,7 @@ def find_subject(name: str | None, overrides: Sequence[str]) -> Subject:
     )
 
 
-def _subject(name: str, config: Any, layout: Layout, args: TrainingArguments, adapter: bool) -> Subject:
+def _subject(name: str, config: Any, layout: AxisLayout, args: TrainingArguments, adapter: bool) -> Subject:
     return Subject(name, config, layout, arguments_that_matter(args, adapter))
 
 
@@ -116,14 +120,14 @@ def _saved_config(name: str) -> Any:
         ) from error
 
 
-def _layout(args: TrainingArguments) -> Layout:
+def _layout(args: TrainingArguments) -> AxisLayout:
     """The layout that arguments ask for; what only the number of processes decides is 2."""
     settings = from_arguments(args)
     if uses_deepspeed(settings):
         fix = "is not proven, for DeepSpeed computes it; leave it out, or use fsdp"
         raise ConfigError(Problem("training.deepspeed", "set", fix))
     keys = (rows.MESH_REPLICAS, rows.MESH_SHARDS, rows.MESH_EXPERT, *rows.MODEL_AXES)
-    layout = Layout.parse(",".join(f"{key.words[-1]}={settings.value(key)}" for key in keys), "parallel")
+    layout = AxisLayout.parse(",".join(f"{key.words[-1]}={settings.value(key)}" for key in keys), "parallel")
     if is_sharded(settings) and "dp_shard" not in layout.axes:
-        return Layout.of({**dict(layout.sizes), "dp_shard": 2})
+        return AxisLayout.of({**dict(layout.sizes), "dp_shard": 2})
     return layout
