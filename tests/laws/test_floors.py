@@ -14,7 +14,7 @@ FLOORS = [
     {"core"},
     {"config", "dist"},
     {"transforms", "precision", "optim", "metrics", "data", "checkpoint"},
-    {"engine", "callbacks", "hub", "text", "search"},
+    {"engine", "callbacks", "hub", "text", "search", "proofs"},
     {"zero"},
     {"assemble"},
     {"accelerator"},

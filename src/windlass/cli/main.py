@@ -72,6 +72,7 @@ COMMANDS = {
     "config": ("config_command", "config_command", "write the file that a launch reads"),
     "convert-config": ("convert_config", "convert_command", "turn a TRL, Axolotl or LLaMA-Factory file into a recipe"),
     "explain": ("explain", "explain_command", "print what an argument means, its value and its source"),
+    "prove": ("prove_command", "prove_command", "prove that a layout computes what one process does"),
     "plan": ("plan_command", "plan_command", "predict memory, traffic and time of a run before it starts"),
     "test": ("selftest", "selftest_command", "check that this installation trains in two processes"),
     "estimate-memory": ("estimate_memory", "estimate_memory_command", "estimate the memory that a model needs"),

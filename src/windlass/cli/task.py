@@ -37,6 +37,7 @@ class Task(ABC):
         arguments: class of the section `training`.
         new_model: section whose `config` describes new weights.
         reads_text: samples are made by a tokenizer.
+        provable: `windlass prove` compares its layouts with one process.
     """
 
     name: ClassVar[str]
@@ -46,6 +47,7 @@ class Task(ABC):
     arguments: ClassVar[type[TrainingArguments]] = TrainingArguments
     new_model: ClassVar[str] = "model"
     reads_text: ClassVar[bool] = True
+    provable: ClassVar[bool] = False
 
     # --- the recipe -----------------------------------------------------------------------------------------------
 

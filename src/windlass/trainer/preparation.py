@@ -37,6 +37,7 @@ from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, replaced
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.loading import group_source
 from windlass.trainer.model_writer import ModelWriter
+from windlass.trainer.proven import report_proof
 from windlass.trainer.publishing import fetched
 from windlass.trainer.resuming import (
     CheckpointSource,
@@ -140,6 +141,7 @@ def prepare_run(
         processing_class=tokenizer,
     )  # fmt: skip
     warn_of_spare_devices(session.world, session.device)
+    report_proof(args, hooks.model, session.all_ranks, plan.dist)
     if checkpoint is not None and not isinstance(checkpoint, ForeignCheckpoint) and session.world.is_main:
         warn_of_changed_arguments(checkpoint, args.to_dict())
     return run, files, checkpoint, place

@@ -25,6 +25,7 @@ class CausalLM(TextTask):
     model_class = "AutoModelForCausalLM"
     tokenizer_kind = WRITER
     length_key = "block_size"
+    provable = True
     marked_tokens = "tokens have a label: each is predicted from those before it"
 
     def stand_in(self, data: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class SupervisedTuning(Task):
     own_formats = (*PLAIN_TEXT, DIGITS)
     arguments = SFTConfig
     new_model = "base"
+    provable = True
 
     def stand_in(self, data: Mapping[str, Any]) -> dict[str, Any]:
         if data.get("prompt_column"):

@@ -1,0 +1,203 @@
+"""`windlass prove`: train a small model of a recipe's kind on a layout and on one process, and compare all of it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.cli.command_line import CommandParser
+from windlass.cli.proving.subject import Subject, find_subject
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.output import say, say_json
+from windlass.proofs.layout import AxisLayout
+from windlass.proofs.record import SCHEMA, Claim, versions, write_record
+
+EXIT_DIFFERS, EXIT_REFUSED = 1, 2
+_WRONG = ("differs", "failed")
+_HELP = """\
+Prove that a layout of processes computes what one process computes. The recipe's model is made small, with the same
+kinds of layers. One process trains it, and so do processes on the CPU in the layout, in float64; tokens, losses,
+gradients, norms and weights must be equal.
+
+  windlass prove my.yaml --layout tp=2,cp=2
+  windlass prove config.json --layout dp_shard=2,tp=2
+
+Axes: dp (replicas), dp_shard (FSDP), tp (layers), cp and sp (sequences), pp (pipelines), ep (experts). Above 8
+processes each axis is tried with 2. Exit code 0: equal; 1: something differs; 2: the layout is refused.
+"""
+
+
+def prove_command(words: list[str]) -> int:
+    """Prove one layout, print what came of it, and record it; return the exit code."""
+    parser = build_parser()
+    options = parser.parse_intermixed_args(words)
+    overrides = [word for word in options.words if "=" in word]
+    names = [word for word in options.words if "=" not in word]
+    if len(names) > 1:
+        parser.error(f"one recipe at a time: {' '.join(names)}")
+    subject = find_subject(names[0] if names else None, overrides)
+    layout = subject.layout if options.layout is None else AxisLayout.parse(options.layout)
+    if not layout.axes:
+        fix = "there is nothing to compare on one process: give the sizes of axes, such as tp=2,cp=2"
+        raise ConfigError(Problem("--layout", str(layout), fix))
+    began = time.monotonic()
+    proof = prove(subject, layout, quiet=options.json)
+    found = {**proof.facts(subject, layout), "seconds": round(time.monotonic() - began, 1)}
+    write_record(proof.claim, found)
+    if options.json:
+        say_json(found)
+    else:
+        say("\n".join(proof.lines(layout, found["seconds"])))
+    return proof.exit_code
+
+
+def build_parser() -> CommandParser:
+    """Return the parser of `windlass prove`."""
+    usage = "windlass prove RECIPE [key=value ...] [--layout tp=2,cp=2] [--json]"
+    parser = CommandParser(
+        prog="windlass prove", usage=usage, description=_HELP, example="windlass prove my.yaml"
+    )
+    add = parser.add_argument
+    words = "a recipe and overrides of its keys, or the config.json of a model"
+    add("words", nargs="*", metavar="RECIPE | key=value", help=words)
+    add(
+        "--layout",
+        metavar="AXES",
+        help="axes and sizes, such as tp=2,cp=2 (default: what the recipe asks for)",
+    )
+    add("--json", action="store_true", help=f"as one JSON object of the schema {SCHEMA}")
+    return parser
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What came of a layout.
+
+    Attributes:
+        claim: what was tried.
+        verdict: of the layout as a whole.
+        parts: those of the layouts of some of its axes, which are tried if it differs.
+    """
+
+    claim: Claim
+    verdict: Any
+    parts: tuple[Any, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all is equal."""
+        return {"equal": 0, "refused": EXIT_REFUSED}.get(self.verdict.status, EXIT_DIFFERS)
+
+    @property
+    def smallest(self) -> Any:
+        """The verdict of the smallest layout that is wrong; None if none is."""
+        wrong = [one for one in (*self.parts, self.verdict) if one.status in _WRONG]
+        return wrong[0] if wrong else None
+
+    def facts(self, subject: Subject, layout: AxisLayout) -> dict[str, Any]:
+        """What is printed for programs, and recorded."""
+        smallest = self.smallest
+        return {
+            "schema": SCHEMA,
+            "key": self.claim.key(),
+            "date": time.strftime("%Y-%m-%d"),
+            "recipe": subject.name,
+            "layout": str(layout),
+            "tried": str(self.claim.layout),
+            "proven": self.verdict.is_equal,
+            "status": self.verdict.status,
+            "axes": [] if smallest is None else smallest.layout.split(),
+            "difference": self._difference(),
+            "verdicts": [one.facts() for one in (self.verdict, *self.parts)],
+            "arguments": self.claim.facts,
+            "model": self.claim.config,
+            "versions": versions(),
+        }
+
+    def _difference(self) -> str:
+        smallest = self.verdict if self.smallest is None else self.smallest
+        return str(smallest.first) if smallest.first is not None else smallest.detail.partition("\n")[0]
+
+    def lines(self, layout: AxisLayout, seconds: float) -> Iterator[str]:
+        """The end of what is printed for people."""
+        smallest, tried = self.smallest, self.claim.layout
+        instead = "" if tried == layout else f" (as {tried})"
+        if self.verdict.is_equal:
+            yield f"\nproven: layout {layout}{instead} computes what one process computes. {seconds:.0f} s"
+        elif smallest is None:
+            yield f"\nrefused: layout {layout}{instead}\n{self.verdict.detail}"
+        else:
+            axes = smallest.layout.split()
+            where = f"the axis is {axes[0]}" if len(axes) == 1 else f"the axes are {' with '.join(axes)}"
+            alone = "" if len(axes) == 1 else ", each of which is equal alone"
+            yield f"\nnot proven: layout {layout}{instead} does not compute what one process computes; {where}{alone}"
+            yield f"  first     {self._difference()}"
+
+
+def prove(subject: Subject, layout: AxisLayout, quiet: bool = False) -> Proof:
+    """Try a layout; if something differs, the layouts of some of its axes, until one of them is wrong.
+
+    Args:
+        quiet: print nothing on the way.
+    """
+    from windlass.cli.proving.proving_processes import ProvingProcesses
+
+    claim = Claim.of(subject.config, layout, subject.facts)
+    report = _silent if quiet else say
+    report(subject.describe(claim))
+    with tempfile.TemporaryDirectory(prefix="windlass-prove-") as folder:
+        processes = ProvingProcesses(Path(folder), subject.module)
+        trials = _ProvingTrials(subject, claim, processes, report)
+        try:
+            verdict, parts = trials.judged(claim.layout), list[Any]()
+            for part in claim.layout.parts() if verdict.status in _WRONG else ():
+                parts.append(trials.judged(part))
+                if parts[-1].status in _WRONG:
+                    break
+        finally:
+            processes.close()
+    return Proof(claim, verdict, tuple(parts))
+
+
+class _ProvingTrials:
+    """Tries layouts, each against one process, which trains alike for all layouts that do not divide experts."""
+
+    def __init__(self, subject: Subject, claim: Claim, processes: Any, report: Callable[..., None]) -> None:
+        self._subject, self._claim, self._processes, self._report = subject, claim, processes, report
+        self._alone: dict[bool, Any] = {}
+
+    def judged(self, layout: AxisLayout) -> Any:
+        """The verdict on a layout."""
+        from windlass.cli.proving.proof_verdict import judge
+
+        joined = "ep" in layout.axes
+        alone = None if joined in self._alone else self._start(AxisLayout(()), joined)
+        started = self._start(layout, joined)
+        if alone is not None:
+            self._alone[joined] = alone.wait()
+        verdict = judge(self._alone[joined], started.wait())
+        self._report(_row(verdict))
+        return verdict
+
+    def _start(self, layout: AxisLayout, joined: bool) -> Any:
+        return self._processes.start(self._subject.trial(self._claim, layout, joined))
+
+
+def _silent(*words: object) -> None:
+    pass
+
+
+def _row(verdict: Any) -> str:
+    if verdict.is_equal:
+        text = (
+            f"equal: {verdict.compared:,} values and tensors, which differ by {verdict.largest:.1g} at most"
+        )
+    elif verdict.status == "differs":
+        text = f"differs: {verdict.differing:,} of {verdict.compared:,} values and tensors"
+    else:
+        text = verdict.status
+    return f"  {verdict.layout:<18} {text}"

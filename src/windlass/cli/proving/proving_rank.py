@@ -1,0 +1,280 @@
+"""What each process of a trial does: train the small model on its place in the layout, and write everything down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass.checkpoint.adapters import peft_library
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.tensor_file import write_tensors
+from windlass.cli.proving.double import double_precision
+from windlass.cli.proving.small_training import (
+    ACCUMULATION,
+    MAX_NORM,
+    OUTPUT,
+    REPORT,
+    ROWS,
+    UPDATES,
+    VALUES,
+    SmallTraining,
+)
+from windlass.cli.schema import TokenizerTraining
+from windlass.cli.tokenizing import WRITER, train_tokenizer
+from windlass.config.arguments import TrainingArguments
+from windlass.config.callback_interface import TrainerCallback
+from windlass.core.errors import ConfigError, ModelError
+from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.optional import require
+from windlass.dist.absent import Absent
+from windlass.dist.gang import leave
+from windlass.dist.sharded import whole
+from windlass.trainer.trainer import Trainer
+
+# What a launcher or a user has set for other jobs.
+_FOREIGN = (
+    "ACCELERATE_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
+    "TORCHELASTIC_",
+    "WINDLASS_PARALLEL",
+    "GROUP_",
+    "ROLE_",
+)
+_LOGGED = (
+    "loss",
+    "grad_norm",
+    "num_input_tokens_seen",
+    "entropy",
+    "mean_token_accuracy",
+    "num_tokens",
+    "eval_loss",
+)
+_SHORTEST, _LONGEST = 3, 15
+
+
+def run_rank(trial: SmallTraining, rank: int, port: int, folder: str) -> None:
+    """Carry out the part of one process. It writes what it printed, `REPORT`, and `VALUES`, and exits with 1 if the
+    training failed; a layout that is refused is in the report.
+    """
+    place = Path(folder)
+    _redirect(place / OUTPUT.format(rank))
+    torch.set_num_threads(1)
+    _enter(rank, trial.layout.processes, port)
+    report: dict[str, Any] = {}
+    code = 0
+    try:
+        with double_precision():
+            noted = _train(trial, place, rank)
+        report.update(reported=noted.reported, order=list(noted.tensors))
+    except (ConfigError, ModelError) as error:
+        report["refused"] = str(error)
+    except BaseException as error:
+        traceback.print_exc()
+        report["failed"], code = f"{type(error).__name__}: {error}", 1
+    (place / REPORT.format(rank)).write_text(json.dumps(report), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == 0:
+        with contextlib.suppress(Exception):
+            leave()
+    os._exit(code)  # nothing is left to be done, and other ranks may never answer
+
+
+def _redirect(path: Path) -> None:
+    output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+
+
+def _enter(rank: int, world: int, port: int) -> None:
+    for name in [name for name in os.environ if name.startswith(_FOREIGN)]:
+        del os.environ[name]
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+
+
+# --- the training -----------------------------------------------------------------------------------------------------
+
+
+def _train(trial: SmallTraining, folder: Path, rank: int) -> _Noted:
+    """Train and evaluate, and write gradients and weights."""
+    noted = _Noted(MAX_NORM if "clips" in trial.facts else 0.0)
+    trainer = _trainer(trial, folder, noted)
+    trainer.train()
+    trainer.evaluate()
+    write_tensors(folder / VALUES.format(rank), noted.tensors, files=Files())
+    return noted
+
+
+def _trainer(trial: SmallTraining, folder: Path, noted: TrainerCallback) -> Any:
+    rows = _rows(trial)
+    held, own = rows[: 2 * trial.batches - 1], [noted]
+    if "tuning" not in trial.facts:
+        args = _arguments(TrainingArguments, trial, folder)
+        return Trainer(_model(trial.config), args, _collate, rows, held, callbacks=own)
+    from windlass.finetuning.sft_config import SFTConfig
+    from windlass.finetuning.sft_trainer import SFTTrainer
+
+    options = {"loss_type": trial.facts.get("loss", "nll"), "dataset_kwargs": {"skip_prepare_dataset": True}}
+    args = _arguments(SFTConfig, trial, folder, padding_free="joined" in trial.facts, bf16=False, **options)
+    # Its texts are never read.
+    tokenizer = train_tokenizer(TokenizerTraining(vocab_size=260), WRITER, ["a"])
+    adapter = _adapter() if "adapter" in trial.facts else None
+    return SFTTrainer(
+        _model(trial.config), args, None, rows, held, tokenizer, callbacks=own, peft_config=adapter
+    )
+
+
+def _adapter() -> Any:
+    peft = peft_library("prove the training of an adapter")
+    return peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def _model(config: dict[str, Any]) -> Any:
+    transformers = require("transformers", "prove a layout")
+    kind = transformers.CONFIG_MAPPING[config["model_type"]]
+    made = kind.from_dict({**config, "use_cache": False})
+    # Weights so large that attention and experts choose, as those of a trained model do.
+    for name in ("initializer_range", "init_std"):
+        if hasattr(made, name):
+            setattr(made, name, 0.2)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(made, experts_implementation="eager")
+    with torch.no_grad():  # biases and norms differ from 0 and 1, so that their place matters
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model.to(torch.float64)
+
+
+def _arguments(
+    kind: type[TrainingArguments], trial: SmallTraining, folder: Path, **own: Any
+) -> TrainingArguments:
+    """The arguments of a layout; those of the recipe that matter are as the facts have them."""
+    layout = trial.layout
+    sizes = {f"{axis}_size": size for axis, size in layout.sizes if axis != "dp"}
+    if layout.along("dp") > 1:
+        sizes["dp_replicate_size"] = layout.along("dp")
+    return kind(
+        str(folder / "run"),
+        per_device_train_batch_size=trial.micro,
+        per_device_eval_batch_size=ROWS,
+        gradient_accumulation_steps=trial.accumulation,
+        max_steps=UPDATES,
+        learning_rate=0.02,
+        weight_decay=0.1,
+        adam_epsilon=1e-4,  # gradients that should be 0 are rounding, which Adam would divide by itself
+        max_grad_norm=MAX_NORM if "clips" in trial.facts else 0.0,
+        label_smoothing_factor=0.1 if "smoothing" in trial.facts else 0.0,
+        gradient_checkpointing="recompute" in trial.facts,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        log_level="error",
+        save_strategy="no",
+        train_sampling_strategy="sequential",
+        include_num_input_tokens_seen="non_padding",
+        parallelism_config=sizes or None,
+        **own,
+    )
+
+
+class _Noted(TrainerCallback):
+    """Whole gradients and weights of each update, and what is logged.
+
+    Attributes:
+        tensors: `gradient/UPDATE/NAME`, as it was before clipping; `weight/UPDATE/NAME`.
+        reported: the figures of each report.
+
+    Args:
+        max_norm: to which gradients are clipped; 0 if they are not.
+    """
+
+    def __init__(self, max_norm: float) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.reported: list[dict[str, float]] = []
+        self._max_norm, self._clipped = max_norm, dict[str, Tensor]()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model: nn.Module = kwargs["model"]
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self._clipped[name] = parameter.grad.detach().clone()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model: nn.Module = kwargs["model"]
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, value in model.state_dict().items():
+            if not isinstance(parameters.get(name), Absent):  # of another stage of a pipeline
+                self._keep(f"weight/{state.global_step}/{name}", value)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        found = {name: float(kwargs["logs"][name]) for name in _LOGGED if name in kwargs["logs"]}
+        if "grad_norm" in found:
+            self._undo_clipping(state.global_step, found["grad_norm"])
+        if found:
+            self.reported.append(found)
+
+    def _undo_clipping(self, update: int, norm: float) -> None:
+        """By the norm that this rank clipped its part with, so that a wrong norm does not look like wrong gradients."""
+        factor = (norm + 1e-6) / self._max_norm if self._max_norm and norm + 1e-6 > self._max_norm else 1.0
+        for name, gradient in self._clipped.items():
+            self._keep(f"gradient/{update}/{name}", gradient * factor)
+        self._clipped = {}
+
+    def _keep(self, name: str, value: Tensor) -> None:
+        self.tensors[name] = whole(value.detach()).clone()
+
+
+# --- the data ---------------------------------------------------------------------------------------------------------
+
+
+def _rows(trial: SmallTraining) -> list[dict[str, list[int]]]:
+    """Ragged rows with ignored targets. Those of one micro-batch of the first update, and of the first one of all ranks
+    in the second, have nothing else.
+    """
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = trial.config["vocab_size"]
+    found = []
+    ranks = trial.batches // ACCUMULATION  # of the largest layout that is compared
+    for index in range(UPDATES * trial.batches * ROWS):
+        batch = index // ROWS
+        length = int(torch.randint(_SHORTEST, _LONGEST, (), generator=generator))
+        ids = torch.randint(min(3, vocabulary - 1), vocabulary, (length,), generator=generator).tolist()
+        without = batch == 1 or trial.batches <= batch < trial.batches + ranks
+        ignored = length if without else length // 3
+        found.append({"input_ids": ids, "labels": [-100] * ignored + ids[ignored:]})
+    return found
+
+
+def _collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    width = max(len(row["input_ids"]) for row in rows)
+    batch: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
+    for row in rows:
+        length = len(row["input_ids"])
+        missing = width - length
+        batch["input_ids"].append([*row["input_ids"], *[0] * missing])
+        batch["labels"].append([*row["labels"], *[-100] * missing])
+        batch["attention_mask"].append([*[1] * length, *[0] * missing])
+    return {name: torch.tensor(values) for name, values in batch.items()}

@@ -1,0 +1,133 @@
+"""What is proven: the kind of model and of training that a recipe, or the configuration of a model, describes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.cli.modelling import config_of
+from windlass.cli.proving.small_training import ACCUMULATION, SmallTraining
+from windlass.cli.recipe import check_draft, read_draft
+from windlass.cli.schema import Recipe
+from windlass.cli.tasks import TASKS
+from windlass.cli.training import training_arguments
+from windlass.config.arguments import TrainingArguments
+from windlass.config.parallel import rows_training as rows
+from windlass.config.parallel.from_script import from_arguments
+from windlass.config.parallel.parallel_plan import is_sharded, uses_deepspeed
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.optional import require
+from windlass.proofs.layout import AxisLayout
+from windlass.proofs.record import Claim, arguments_that_matter
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is proven.
+
+    Attributes:
+        name: of the recipe or the file.
+        config: the configuration of its model.
+        layout: the one that the recipe asks for.
+        facts: see `arguments_that_matter`.
+    """
+
+    name: str
+    config: Any
+    layout: AxisLayout
+    facts: dict[str, Any]
+
+    @property
+    def module(self) -> str:
+        """The module of transformers with the model."""
+        package, _, name = type(self.config).__module__.rpartition(".")
+        return f"{package}.{name.replace('configuration_', 'modeling_')}"
+
+    def trial(self, claim: Claim, layout: AxisLayout, joined: bool) -> SmallTraining:
+        """The training of the small model on some of the axes of the claim; see `SmallTraining.joined`."""
+        batches = ACCUMULATION * claim.layout.data_ranks
+        return SmallTraining(claim.config, layout, batches, self.facts, joined)
+
+    def describe(self, claim: Claim) -> str:
+        """A line about the small model."""
+        small = type(self.config).from_dict(claim.config)
+        sizes = {
+            "layers": "num_hidden_layers",
+            "heads": "num_attention_heads",
+            "wide": "hidden_size",
+            "tokens": "vocab_size",
+        }
+        text = ", ".join(
+            f"{getattr(small, name)} {what} for {getattr(self.config, name):,}"
+            for what, name in sizes.items()
+        )
+        return f"model {self.config.model_type}: {text}\nlayout {claim.layout}: {claim.layout.processes} processes\n"
+
+
+def find_subject(name: str | None, overrides: Sequence[str]) -> Subject:
+    """Read a recipe, or the `config.json` of a model. Raises ConfigError or ModelError for what cannot be proven."""
+    path = Path(name or "").expanduser()
+    if name is not None and (path.suffix == ".json" or path.is_dir()):
+        args = TrainingArguments(max_grad_norm=1.0)
+        return _subject(
+            str(name),
+            _saved_config(str(path.parent if path.is_file() else path)),
+            AxisLayout(()),
+            args,
+            False,
+        )
+    draft = read_draft(name, overrides)
+    recipe = check_draft(draft, opens_files=False)
+    if not TASKS[recipe.task].provable:
+        known = ", ".join(name for name, task in TASKS.items() if task.provable)
+        fix = f"is not proven yet; tasks that are: {known}"
+        raise ConfigError(Problem(draft.label("task"), recipe.task, fix))
+    args = training_arguments(recipe.training, recipe.task)
+    return _subject(
+        name or "the default recipe", _config(recipe), _layout(args), args, recipe.adapter is not None
+    )
+
+
+def _subject(name: str, config: Any, layout: AxisLayout, args: TrainingArguments, adapter: bool) -> Subject:
+    return Subject(name, config, layout, arguments_that_matter(args, adapter))
+
+
+def _config(recipe: Recipe) -> Any:
+    """The configuration of the model that a recipe trains."""
+    of_recipe = recipe.model.config
+    if recipe.model.name is not None:
+        return _saved_config(recipe.model.name)
+    if of_recipe is None:
+        from windlass.cli.modelling import base_config
+
+        of_recipe = base_config(recipe.base.config if recipe.base else {})
+    trained = recipe.tokenizer.train
+    return config_of(of_recipe, {} if trained is None else {"vocab_size": trained.vocab_size})
+
+
+def _saved_config(name: str) -> Any:
+    """The configuration in a folder, or of a model that was downloaded before."""
+    transformers = require("transformers", "prove a layout")
+    try:
+        return transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        fix = "give its config.json: windlass prove FOLDER/config.json"
+        raise ModelError(
+            f"the configuration of the model {name!r} is not on this machine; {fix} ({reason})"
+        ) from error
+
+
+def _layout(args: TrainingArguments) -> AxisLayout:
+    """The layout that arguments ask for; what only the number of processes decides is 2."""
+    settings = from_arguments(args)
+    if uses_deepspeed(settings):
+        fix = "is not proven, for DeepSpeed computes it; leave it out, or use fsdp"
+        raise ConfigError(Problem("training.deepspeed", "set", fix))
+    keys = (rows.MESH_REPLICAS, rows.MESH_SHARDS, rows.MESH_EXPERT, *rows.MODEL_AXES)
+    layout = AxisLayout.parse(",".join(f"{key.words[-1]}={settings.value(key)}" for key in keys), "parallel")
+    if is_sharded(settings) and "dp_shard" not in layout.axes:
+        return AxisLayout.of({**dict(layout.sizes), "dp_shard": 2})
+    return layout

@@ -1,0 +1,125 @@
+"""The record of proofs: what a layout was compared for, and what came of it. Runs look up their own layout here.
+
+One file for each proof, in the folder `proofs` of Windlass's own files of the user.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass import __version__
+from windlass.core.locations import home_folder
+from windlass.core.plain_text import parse_json, read_text
+from windlass.core.whole_file import write_whole
+from windlass.proofs.layout import AxisLayout
+from windlass.proofs.small_config import shrink
+
+if TYPE_CHECKING:
+    from windlass.config.arguments import TrainingArguments
+
+SCHEMA = "windlass-prove/1"
+_LIBRARIES = ("torch", "transformers")
+
+
+def arguments_that_matter(args: TrainingArguments, adapter: bool = False) -> dict[str, Any]:
+    """The arguments of a run on which it depends what a layout computes: names -> plain values. `adapter`: only an
+    adapter is trained.
+    """
+    smoothing: float = args.label_smoothing_factor
+    facts = {
+        "smoothing": smoothing > 0,
+        "recompute": bool(args.gradient_checkpointing),
+        "clips": bool(args.max_grad_norm),
+        "adapter": adapter,
+        # Of fine-tuning, whose arguments have them.
+        "tuning": hasattr(args, "completion_only_loss"),
+        "loss": getattr(args, "loss_type", None),
+        "joined": bool(getattr(args, "joins_rows", False)),
+    }
+    return {name: value for name, value in facts.items() if value not in (False, None, "nll")}
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """That a model of this kind trains on a layout as on one process.
+
+    Attributes:
+        config: of the small model in place of the large one.
+        layout: the layout that is tried in place of the real one.
+        facts: `arguments_that_matter`.
+    """
+
+    config: dict[str, Any]
+    layout: AxisLayout
+    facts: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: Any, layout: AxisLayout, facts: dict[str, Any]) -> Claim:
+        """The claim for a model with this configuration of transformers. Raises ModelError if it cannot be shrunk."""
+        small = layout.reduced()
+        return cls(shrink(config.to_dict(), config.attribute_map, small), small, facts)
+
+    def key(self) -> str:
+        """A hash of the claim and of the versions that it is made for."""
+        said = {
+            "config": self.config,
+            "layout": str(self.layout),
+            "facts": self.facts,
+            "versions": versions(),
+        }
+        return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """The versions of what computes."""
+    found = {"windlass": __version__, "python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def record_path(claim: Claim) -> Path:
+    """The file of a proof, which exists once the claim was tried."""
+    return home_folder(os.environ) / "proofs" / f"{claim.key()[:32]}.json"
+
+
+def write_record(claim: Claim, outcome: Mapping[str, Any]) -> Path:
+    """Write what came of a claim. Raises OSError if the folder cannot be written."""
+    path = record_path(claim)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(outcome, indent=1))
+    return path
+
+
+def find_record(claim: Claim) -> dict[str, Any] | None:
+    """What came of a claim; None if it was not tried, or nothing can be read."""
+    try:
+        found = parse_json(read_text(record_path(claim)))
+    except (OSError, ValueError):
+        return None
+    is_record = isinstance(found, dict) and found.get("schema") == SCHEMA and found.get("key") == claim.key()
+    return found if is_record else None
+
+
+def describe(claim: Claim, layout: AxisLayout, command: str) -> tuple[bool, str]:
+    """Whether the layout of a run is proven, and the line that says so. `command` proves it."""
+    found = find_record(claim)
+    if found is None:
+        return False, f"layout {layout}: not proven equal to one process; prove it with: {command}"
+    if found["proven"]:
+        return True, f"layout {layout}: proven on {found['date']}"
+    return (
+        False,
+        f"layout {layout}: differs from one process, as found on {found['date']}: {found['difference']}",
+    )
