@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from windlass.cli.main import main
+from windlass.cli.plan_fit import find_layout
+from windlass.core.errors import ConfigError, ModelError
 from windlass.forecast.forecast import SCHEMA
 from windlass.forecast.layouts import Devices, layouts
+from windlass.forecast.meter import Instant, Owner, Peak
+from windlass.forecast.trace import Trace
 
 RECIPE = """\
 task: causal-lm
@@ -79,6 +84,7 @@ def test_the_first_layout_that_fits(recipe: str, capsys: pytest.CaptureFixture[s
     assert "replicas: as the recipe is" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_tries_every_layout(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +93,31 @@ def test_what_does_not_fit_tries_every_layout(
     out, err = capsys.readouterr()
     assert "no layout fits: the least is" in err
     assert [line.split("  ")[1] for line in out.splitlines()[1:]] == [layout.name for layout in layouts(2)]
+
+
+def test_the_first_that_fits_is_taken_and_refusals_are_shown() -> None:
+    """Without models: the traces are made up, smaller for each override."""
+
+    def traced(overrides: tuple[str, ...]) -> Trace:
+        if overrides == ("parallel.strategy=fsdp",):
+            raise ModelError("no shards today")
+        return held(2000 - 500 * len(overrides))
+
+    lines: list[str] = []
+    layout, found = find_layout(traced, Devices(2, 1700), lines.append)
+    assert (layout.name, found.peak[1].total) == ("replicas, recomputed", 1500)
+    assert [line.split("  ")[-1].strip() for line in lines[::2]] == ["does not fit", "fits"]
+    assert "refused: no shards today" in lines[1]
+    with pytest.raises(
+        ConfigError, match=r"no layout fits: the least is 500 B of a rank \(shards x context 2"
+    ):
+        find_layout(traced, Devices(2, 500), lines.append)
+
+
+def held(nbytes: int) -> Trace:
+    """A trace whose peak is so large."""
+    peak = Peak(nbytes, {Owner("weights", ""): nbytes})
+    return Trace({Instant("optimizer step", "", ""): peak}, Counter(), Counter())
 
 
 def test_a_script_as_it_is(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.forecast.models import BATCH, LENGTH, llama, trainer
 
+from windlass import ParallelismConfig
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.tensors import is_fake
 from windlass.forecast.forecast import Forecast
@@ -67,8 +68,11 @@ def kept(layers: int) -> int:
 
 @pytest.mark.parametrize(
     ("world", "options"),
-    [(1, {}), (1, {"activation_checkpointing": True}), (4, {"fsdp": True, "bf16": True})],
-    ids=["alone", "recomputed", "fsdp"],
+    [
+        pytest.param(1, {}, id="alone", marks=pytest.mark.slow),
+        pytest.param(1, {"activation_checkpointing": True}, id="recomputed"),
+        pytest.param(4, {"fsdp": True, "bf16": True}, id="fsdp"),
+    ],
 )
 def test_layers_that_are_left_out_add_what_they_would(
     tmp_path: Path, world: int, options: dict[str, Any]
@@ -104,6 +108,14 @@ def test_ranks_that_shard_hold_parts_and_send_what_theory_says(tmp_path: Path) -
     assert link.axis == "shard"
     norm = 2 * 8  # the sum of a double
     assert link.nbytes == (3 * weights - root + norm) * (ranks - 1) // ranks
+
+
+def test_a_rank_without_replicas_divides_layers(tmp_path: Path) -> None:
+    """All ranks are in one tensor gang: no other has the same gradients to compare."""
+    layout = {"fsdp": True, "parallelism_config": ParallelismConfig(tp_size=2)}
+    found = trace(tmp_path, 2, layers=2, **layout)
+    assert {link.axis for link in Forecast(found).links() if link.nbytes > 1000} == {"tensor"}
+    assert at_most(found, "weights") < 4 * found.facts["parameters"]
 
 
 def test_replicas_reduce_each_gradient_once_an_update(tmp_path: Path) -> None:

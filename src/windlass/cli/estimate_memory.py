@@ -41,7 +41,8 @@ _WHY_MORE = (
 _NOT_COUNTED = (
     "Activations: the tensors that autograd saves in a forward of this size, with\n"
     "attention that keeps no scores. Not counted: what the device's runtime and its\n"
-    "allocator reserve, and the temporary tensors of the backward."
+    "allocator reserve, and the temporary tensors of the backward. `windlass plan`\n"
+    "counts those too, for a recipe or a script."
 )
 _HEAD = "{class} of {model}: {parameters:,} parameters"
 HEADERS = ("dtype", "largest layer", "whole model", "training with Adam")

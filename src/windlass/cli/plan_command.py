@@ -172,7 +172,7 @@ def _devices(options: Any, device: tuple[str, Board] | None) -> Devices:
 
     devices = Devices.read(options.fit)
     processes: int = options.world
-    if processes not in (1, devices.count):
+    if processes not in (1, devices.number):
         raise ConfigError(Problem("--world", processes, f"contradicts --fit {options.fit}; leave it out"))
     if options.what.endswith(".py"):
         fix = (
@@ -188,7 +188,7 @@ def _fitting(options: Any, rest: list[str], devices: Devices) -> tuple[Layout, T
     from windlass.cli.plan_fit import find_layout
 
     def traced(overrides: tuple[str, ...]) -> Trace:
-        return _traced(_start(options.what, [*rest, *overrides]), devices.count)
+        return _traced(_start(options.what, [*rest, *overrides]), devices.number)
 
     quiet = options.json
     if not quiet:

@@ -40,7 +40,7 @@ def find_layout(
         ConfigError: none fits.
     """
     tried: list[Tried] = []
-    for layout in layouts(devices.count):
+    for layout in layouts(devices.number):
         trace = None
         try:
             trace = Trace.from_dict(_apart(lambda words=layout.overrides: traced(words).to_dict()))  # type: ignore[misc]
@@ -52,7 +52,7 @@ def find_layout(
         if trace is not None and found.peak is not None and found.peak <= devices.room:
             return layout, trace
     raise ConfigError(
-        Problem("--fit", f"{devices.count}x{devices.memory // 10**9}GB", _least(tried, devices))
+        Problem("--fit", f"{devices.number}x{devices.memory // 10**9}GB", _least(tried, devices))
     )
 
 

@@ -18,7 +18,7 @@ _RECOMPUTED = "training.activation_checkpointing=true"
 class Devices(NamedTuple):
     """So many devices, each with so many bytes."""
 
-    count: int  # type: ignore[assignment]  # a method of tuples, which nothing here calls
+    number: int
     memory: int
 
     @classmethod

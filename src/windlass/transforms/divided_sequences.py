@@ -163,9 +163,10 @@ def divided_attention(
         )
     extra = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if dropout or extra:
+        fix = "Train" if extra else "Set attention_dropout=0, or train"
         raise ModelError(
             f"{type(module).__name__} asks for {', '.join(extra) or f'attention dropout {dropout}'}, which attention "
-            "on divided sequences does not have. Set attention_dropout=0, or train with cp_size=1 and sp_size=1."
+            f"on divided sequences does not have. {fix} with cp_size=1 and sp_size=1."
         )
     attended = divided.attend(query, key, value, attention_mask.window, scaling)
     return attended.transpose(1, 2).contiguous(), None

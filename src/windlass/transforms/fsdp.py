@@ -81,7 +81,9 @@ class FullyShardedModel(Strategy):
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._plain = _PlainGradients(module, loss_ranks)
         # Under `find_unused_parameters` zeros replace gradients that the backward of a rank did not reach.
-        differing = self._stage_ranks.size > 1 and loss_ranks.exists and not plan.find_unused_parameters
+        differing = (
+            self._stage_ranks.size > 1 and self._stage_ranks.exists and not plan.find_unused_parameters
+        )
         self._same = SameOnAllRanks(module, self._stage_ranks) if differing else None
         # The norm of gradients on the host is computed there.
         self._on_host = self._plan.cpu_offload and self._device.type != "cpu"

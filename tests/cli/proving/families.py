@@ -56,7 +56,7 @@ def config_of(family: str) -> Any:
 
 def main() -> None:
     from windlass.cli.proving.proof_verdict import judge
-    from windlass.cli.proving.proving_processes import ProvingProcesses
+    from windlass.cli.proving.proving_processes import EndedTraining, ProvingProcesses
     from windlass.cli.proving.subject import Subject
     from windlass.core.errors import ModelError
     from windlass.proofs.layout import AxisLayout
@@ -65,28 +65,30 @@ def main() -> None:
     folder, layouts = Path(sys.argv[1]), [AxisLayout.parse(text) for text in sys.argv[2].split(";")]
     found: dict[str, dict[str, list[Any]]] = {}
     for family in sys.argv[3:] or FAMILIES:
-        config = config_of(family)
-        subject = Subject(family, config, AxisLayout(()), {"clips": True})
+        subject = Subject(family, config_of(family), AxisLayout(()), {"clips": True})
         found[family] = {}
-        for layout in layouts:
-            try:
-                claim = Claim.of(config, layout, {})
-            except ModelError as error:
-                found[family][str(layout)] = ["unfit", str(error)]
-                continue
-            with tempfile.TemporaryDirectory() as place:
-                ranks = ProvingProcesses(Path(place), subject.module)
+        alone: dict[str, EndedTraining] = {}  # by the trial, which several layouts have in common
+        with tempfile.TemporaryDirectory() as place:
+            ranks = ProvingProcesses(Path(place), subject.module)
+            for layout in layouts:
                 try:
-                    one, whole = (
-                        ranks.start(subject.trial(claim, each, "ep" in layout.axes))
-                        for each in (AxisLayout(()), layout)
-                    )
-                    verdict = judge(one.wait(), whole.wait())
+                    claim = Claim.of(subject.config, layout, {})
+                except ModelError as error:
+                    found[family][str(layout)] = ["unfit", str(error)]
+                    continue
+                joined = "ep" in layout.axes
+                one, of_layout = (subject.trial(claim, each, joined) for each in (AxisLayout(()), layout))
+                started = ranks.start(of_layout)
+                try:
+                    if repr(one) not in alone:
+                        alone[repr(one)] = ranks.start(one).wait()
+                    verdict = judge(alone[repr(one)], started.wait())
                 finally:
-                    ranks.close()
-            detail = verdict.detail or (str(verdict.first) if verdict.first else f"{verdict.largest:.1g}")
-            found[family][str(layout)] = [verdict.status, detail]
-            print(family, layout, verdict.status, " ".join(detail.split())[:300], flush=True)
+                    started.end()
+                detail = verdict.detail or (str(verdict.first) if verdict.first else f"{verdict.largest:.1g}")
+                found[family][str(layout)] = [verdict.status, detail]
+                print(family, layout, verdict.status, " ".join(detail.split())[:300], flush=True)
+            ranks.close()
         (folder / "found.json").write_text(json.dumps(found))
 
 

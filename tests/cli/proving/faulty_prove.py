@@ -27,17 +27,17 @@ def fault(plant: Callable[[], None]) -> Callable[[], None]:
 @fault
 def missing_sum_of_outputs() -> None:
     """A layer that is divided by columns of its input returns this rank's product."""
-    from windlass.transforms import tensor_parallel
+    from windlass.transforms import tensor_layers
 
-    tensor_parallel._Summed.forward = staticmethod(lambda ctx, part, group: part.clone())  # type: ignore[assignment]
+    tensor_layers._Summed.forward = staticmethod(lambda ctx, part, group: part.clone())  # type: ignore[assignment]
 
 
 @fault
 def missing_sum_of_input_gradients() -> None:
     """The gradient of a divided layer's input is that of this rank's outputs."""
-    from windlass.transforms import tensor_parallel
+    from windlass.transforms import tensor_layers
 
-    tensor_parallel._Copied.backward = staticmethod(lambda ctx, gradient: (gradient, None))  # type: ignore[assignment]
+    tensor_layers._Copied.backward = staticmethod(lambda ctx, gradient: (gradient, None))  # type: ignore[assignment]
 
 
 @fault
@@ -89,15 +89,14 @@ def gradients_over_the_wrong_gang() -> None:
     """Parts are averaged over the ranks that have other parts."""
     from windlass.transforms import tensor_parallel
 
-    real = tensor_parallel._average
+    real = tensor_parallel.average_gradients
 
     def average(parameters: Any, total: Any, count: int) -> None:
-        gang = getattr(total, "__self__", None)
-        if gang is not None and parameters and tensor_parallel.is_sharded(parameters[0]):
-            total = gang.over("tensor").sum_on_device
+        if parameters and tensor_parallel.is_cut(parameters[0]):
+            total = total.__self__.over("tensor").sum_on_device
         real(parameters, total, count)
 
-    tensor_parallel._average = average
+    tensor_parallel.average_gradients = average  # type: ignore[assignment]
 
 
 @fault
@@ -191,7 +190,7 @@ def state_of_another_shard() -> None:
 @fault
 def dropout_is_on() -> None:
     """The ranks of a layout drop some of what a divided layer returns."""
-    from windlass.transforms.tensor_parallel import RowLinear
+    from windlass.transforms.tensor_layers import RowLinear
 
     real = RowLinear.forward
 
