@@ -7,7 +7,7 @@ import shutil
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
@@ -26,6 +26,9 @@ from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
 from windlass.data.collate_default import default_data_collator
 from windlass.trainer.instead import in_place_of_run
+
+if TYPE_CHECKING:
+    from windlass.finetuning.sft_config import SFTConfig
 
 logger = get_job_logger(__name__)
 
@@ -68,7 +71,7 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     )
 
 
-def _check_rows(parts: RecipeParts, args: Any) -> None:
+def _check_rows(parts: RecipeParts, args: SFTConfig) -> None:
     """Raise ConfigError or DataError for rows that the trainer cannot prepare, before a base is trained for them.
 
     What is prepared is kept, and found by the trainer.
