@@ -48,6 +48,7 @@ HOMES: dict[str, set[str]] = {
     "PIL": {"text"},
     "shtab": {"cli"},
     "optuna": {"search"},
+    "lm_eval": {"finetuning"},
     "starlette": {"cli"},
     "uvicorn": {"cli"},
     "torch_xla": {"core"},
@@ -57,7 +58,7 @@ HOMES: dict[str, set[str]] = {
 ONE_FILE = {
     "submitit", "fsspec", "peft", "huggingface_hub", "tqdm", "tokenizers", "matplotlib", "pyarrow", "datasets",
     "bitsandbytes", "deepspeed", "sacrebleu", "rouge_score", "sklearn", "PIL", "shtab", "optuna", "torch_xla",
-    "liger_kernel", "starlette", "uvicorn", *TRACKERS,
+    "liger_kernel", "starlette", "uvicorn", "lm_eval", *TRACKERS,
 }  # fmt: skip
 
 

@@ -49,14 +49,14 @@ def test_the_distribution_has_its_name_everywhere() -> None:
 
 def test_an_extra_that_names_others_names_those_of_this_distribution() -> None:
     extras = PROJECT["optional-dependencies"]
-    named = re.findall(rf"'{DISTRIBUTION}\[([\w,]+)\]'", str(extras))
+    named = re.findall(rf"'{DISTRIBUTION}\[([\w,-]+)\]'", str(extras))
     assert len(named) == 4
     assert {name for names in named for name in names.split(",")} <= extras.keys()
 
 
 def test_the_page_on_installation_has_every_extra() -> None:
     page = (ROOT / "docs" / "installation.md").read_text("utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| .* \| (.+) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \| .* \| (.+) \|$", page, re.MULTILINE)
     extras = {
         name: {
             item for found in wanted for item in found.removeprefix(f"{DISTRIBUTION}[").rstrip("]").split(",")

@@ -39,6 +39,22 @@ def build_parser() -> CommandParser:
 
 def add_options(parser: CommandParser) -> None:
     """Add the model and the options of sampling."""
+    add_model_options(parser)
+    add = parser.add_argument
+    add("--max-new-tokens", type=int, default=200, metavar="N", help="at most so many tokens (default: 200)")
+    add("--temperature", type=float, metavar="T", help="0: always the likeliest token (default: the model's)")
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the likeliest tokens with this total probability",
+    )
+    add("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
+    add("--seed", type=int, metavar="N", help="the same text each time (default: another one)")
+
+
+def add_model_options(parser: CommandParser) -> None:
+    """Add the model, and how it is loaded."""
     add = parser.add_argument
     add(
         "model",
@@ -50,13 +66,3 @@ def add_options(parser: CommandParser) -> None:
         "--base", metavar="MODEL", help="the model below an adapter (default: the one that the adapter names)"
     )
     add("--dtype", choices=DTYPES, help="of the weights (default: as they are stored)")
-    add("--max-new-tokens", type=int, default=200, metavar="N", help="at most so many tokens (default: 200)")
-    add("--temperature", type=float, metavar="T", help="0: always the likeliest token (default: the model's)")
-    add(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="sample from the likeliest tokens with this total probability",
-    )
-    add("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
-    add("--seed", type=int, metavar="N", help="the same text each time (default: another one)")

@@ -66,6 +66,7 @@ COMMANDS = {
     "schema": ("recipe_schema", "schema_command", "print the JSON schema of recipes, for editors"),
     "generate": ("generate_command", "generate_command", "continue a prompt with a trained model"),
     "chat": ("chat_command", "chat_command", "talk to a trained model"),
+    "evaluate": ("evaluate_command", "evaluate_command", "measure a trained model on tasks of lm_eval"),
     "launch": ("launch_command", "launch_command", "start a script in many processes"),
     "run": ("run_command", "run_command", "run a script of transformers or accelerate on this engine"),
     "compare": ("compare_command", "compare_command", "compare a script's first updates with those on this engine"),

@@ -32,6 +32,7 @@ EXTRAS = {
     "PIL": "images",
     "shtab": "completion",
     "optuna": "search",
+    "lm_eval": "lm-eval",
     "starlette": "ui",
     "uvicorn": "ui",
 }

@@ -41,14 +41,17 @@ def find_model(word: str) -> str:
     return str(next((info.path for info in whole if info.path.name == best), whole[-1].path))
 
 
-def open_trained(name: str, base: str | None, dtype: str | torch.dtype) -> tuple[Any, Any]:
-    """Return the model, in evaluation mode on the device of this process, and its tokenizer. Raises CheckpointError or
+def open_trained(
+    name: str, base: str | None, dtype: str | torch.dtype, device: torch.device | None = None
+) -> tuple[Any, Any]:
+    """Return the model, in evaluation mode, and its tokenizer. Raises CheckpointError or
     ModelError if there is no such model, it has no tokenizer, or it cannot generate.
 
     Args:
         name: a folder with a model, an adapter or the parts of a sharded model; or the name of a model on the Hub.
         base: name or folder of the model below an adapter; by default the one that the adapter names.
         dtype: of the weights; "auto": as they are stored.
+        device: of the weights; by default that of this process.
     """
     folder, sources = Path(name), [name]
     if (folder / ADAPTER_CONFIG).is_file():
@@ -63,7 +66,7 @@ def open_trained(name: str, base: str | None, dtype: str | torch.dtype) -> tuple
         model = load_model(name, {"dtype": dtype})
     if not getattr(model, "can_generate", bool)():
         raise ModelError(f"{name} holds a {type(model).__name__}, which does not generate text")
-    return model.to(choose_device()).eval(), _tokenizer(sources)
+    return model.to(device or choose_device()).eval(), _tokenizer(sources)
 
 
 def _of_parts(folder: Path, dtype: str | torch.dtype) -> Any:

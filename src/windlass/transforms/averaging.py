@@ -1,8 +1,10 @@
-"""Averages of gradients over ranks, in one exchange."""
+"""Averages of gradients over ranks, in one exchange, at the end of a backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,3 +41,48 @@ def average_gradients(
             if parameter.grad is not None:
                 part.copy_(flat[start : start + part.numel()].view_as(part) / count)
             start += part.numel()
+
+
+class AfterBackward:
+    """Calls a function at the end of each backward that accumulated into a gradient of `parameters`.
+
+    It is part of the backward, so that clipping and an update may follow at once, in any loop. Of several backwards
+    each one calls it; so do the inner ones of a recomputation with `use_reentrant=True`: an average that is taken
+    again with what was added since is right. A backward that reaches none of `parameters` on one rank must reach none
+    on the others, if the function is collective.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], reduce: Callable[[], None]) -> None:
+        self._reduce, self._held, self._backward = reduce, False, -1
+        self._hooks = [self._hooked(p) for p in parameters]
+
+    def _hooked(self, parameter: nn.Parameter) -> Any:
+        trained = parameter.requires_grad  # one that is frozen may be trained later
+        parameter.requires_grad_(True)
+        hook = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(trained)
+        return hook
+
+    @contextlib.contextmanager
+    def held(self, yes: bool = True) -> Iterator[None]:
+        """Context in which backwards only accumulate, if `yes`."""
+        before, self._held = self._held, self._held or yes
+        try:
+            yield
+        finally:
+            self._held = before
+
+    def _arrived(self, parameter: Tensor) -> None:
+        # By the number of the backward: one that failed has called nothing, and must not keep the next from it.
+        backward = torch._C._current_graph_task_id()
+        if not self._held and backward != self._backward:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        self._reduce()
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()

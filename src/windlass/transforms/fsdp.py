@@ -29,6 +29,7 @@ from windlass.core.module_state import state_of
 from windlass.dist.device_mesh import fsdp_device_meshes
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import copies, is_sharded, locals_of, whole_on_first
+from windlass.transforms.averaging import AfterBackward
 from windlass.transforms.buffers import buffers_of_first_rank, check_sparse, share_buffers
 from windlass.transforms.expert_layers import divide_experts, expert_parameters
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
@@ -92,6 +93,7 @@ class FullyShardedModel(Strategy):
         self._forwards = self._seen = 0
         if division is not None:
             division.finish()
+        self._shared = AfterBackward([] if division is None else division.trainable, self._average_shared)
         self._hook = module.register_forward_pre_hook(self._count)
 
     def _count(self, module: nn.Module, arguments: Any) -> None:
@@ -106,15 +108,19 @@ class FullyShardedModel(Strategy):
         if not last:
             self._reduce(False)
         try:
-            yield
+            with self._plain.held(not last), self._shared.held(not last):
+                yield
         except BaseException:
             self._abandon()
             raise
         finally:
             if not last:
                 self._reduce(True)
-        if last and self._division is not None:
-            total = self._tensor_ranks.sum if self._on_host else self._tensor_ranks.sum_on_device
+
+    def _average_shared(self) -> None:
+        """Average what is equal in a tensor gang over it, after FSDP2 has reduced it."""
+        total = self._tensor_ranks.sum if self._on_host else self._tensor_ranks.sum_on_device
+        if self._division is not None:
             self._division.average_shared(total, self._tensor_ranks.size)
 
     def _abandon(self) -> None:
@@ -142,7 +148,6 @@ class FullyShardedModel(Strategy):
         for unit in self._units:
             unit.set_requires_gradient_sync(yes, recurse=False)
         self._root.set_is_last_backward(yes)
-        self._plain.reducing = yes
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Count every element once: squares are divided by the number of ranks with a copy."""
@@ -294,6 +299,7 @@ class FullyShardedModel(Strategy):
         """The module stays sharded: the whole one may not fit into memory."""
         self._hook.remove()
         self._plain.release()
+        self._shared.release()
 
 
 def shard(module: nn.Module, device: torch.device, plan: DistPlan, loss_ranks: Gang) -> FullyShardedModel:
@@ -421,7 +427,7 @@ def _set_order(units: list[FSDPModule], plan: DistPlan, chosen: ShardPlan) -> No
             unit.set_modules_to_backward_prefetch(before[: chosen.backward_prefetch])
 
 
-class _PlainGradients:
+class _PlainGradients(AfterBackward):
     """Averages gradients of trained parameters that are not sharded over ranks, at the end of a backward.
 
     Zeros replace gradients that this rank's backward did not reach. A backward that reaches none of them on one rank
@@ -430,17 +436,10 @@ class _PlainGradients:
 
     def __init__(self, module: nn.Module, loss_ranks: Gang) -> None:
         plain = [p for p in module.parameters() if not is_sharded(p) and p.requires_grad]
-        self.reducing, self._queued = True, False
         self._loss_ranks, self._parameters = loss_ranks, plain if loss_ranks.size > 1 else []
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters]  # type: ignore[no-untyped-call]
-
-    def _arrived(self, parameter: Tensor) -> None:
-        if self.reducing and not self._queued:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+        super().__init__(self._parameters, self._average)
 
     def _average(self) -> None:
-        self._queued = False
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -455,7 +454,3 @@ class _PlainGradients:
     def averaged(self) -> list[nn.Parameter]:
         """The parameters whose gradients were averaged."""
         return [p for p in self._parameters if p.grad is not None]
-
-    def release(self) -> None:
-        for hook in self._hooks:
-            hook.remove()

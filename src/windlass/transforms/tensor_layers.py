@@ -34,7 +34,12 @@ def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor
     for path, (layer, style) in layers.items():
         found: Any = layer
         found.tensor_style = style
+        kind: Any = type(layer)
         if style == SUMMED:
+            found.heads_split = TensorSplit(
+                tensor_ranks.size, tensor_ranks.size, tensor_ranks.rank, tensor_ranks.device_group
+            )
+            found.__class__ = _kind_of(kind, style)
             continue
         dim = 1 if style == "rowwise" else 0
         size = found.weight.shape[dim]
@@ -48,7 +53,6 @@ def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor
             layer.register_parameter(name, parts[id(parameter)][1])
         if dim == 0 and isinstance(layer, nn.Linear):
             siblings.setdefault(path.removesuffix(ADAPTED).rpartition(".")[0], []).append(layer)
-        kind: Any = type(layer)
         found.split, found.undivided, found.__class__ = split, kind, _kind_of(kind, style)
     for group in siblings.values():
         shared = _SharedInput(len(group))
@@ -149,6 +153,29 @@ class VocabularyEmbedding(nn.Embedding):
         return total
 
 
+class OfSomeHeads(nn.Module):
+    """A whole layer that computes with this rank's heads, mixed into the class of the layer: its gradients are summed.
+
+    Each backward sums what it adds, so that there may be several before an update.
+    """
+
+    heads_split: TensorSplit
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer returns, with parameters whose gradients are sums over ranks."""
+        kept = [(part, part._parameters) for part in self.modules()]
+        for part, own in kept:
+            vars(part)["_parameters"] = {
+                name: None if p is None else _Copied.apply(p, self.heads_split)  # type: ignore[no-untyped-call]
+                for name, p in own.items()
+            }
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for part, own in kept:
+                vars(part)["_parameters"] = own
+
+
 _KINDS: dict[str, type[nn.Module]] = {
     "colwise": ColumnLinear, "rowwise": RowLinear, "colwise_gather_output": Head,
     "embedding_rowwise": VocabularyEmbedding,
@@ -158,6 +185,8 @@ _KINDS: dict[str, type[nn.Module]] = {
 @cache
 def _kind_of(kind: Any, style: str) -> type[nn.Module]:
     """The class of a divided layer. A subclass, as of embeddings that are scaled, calls the divided forward."""
+    if style == SUMMED:
+        return type(kind.__name__, (OfSomeHeads, kind), {"__module__": kind.__module__})
     divided = _KINDS[style]
     plain = nn.Embedding if issubclass(kind, nn.Embedding) else nn.Linear
     return divided if kind is plain else type(kind.__name__, (kind, divided), {"__module__": kind.__module__})

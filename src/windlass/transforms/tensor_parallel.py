@@ -7,8 +7,7 @@ is whole on every rank, and computes the same.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,13 +20,13 @@ from windlass.core.module_state import state_of
 from windlass.dist.device_mesh import tensor_device_mesh
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded, locals_of, whole_on_first
-from windlass.transforms.averaging import average_gradients
+from windlass.transforms.averaging import AfterBackward, average_gradients
 from windlass.transforms.buffers import broadcast, buffers_of_first_rank, check_sparse, share_buffers
 from windlass.transforms.first_rank import check_same_structure
 from windlass.transforms.split_loss import split_loss
 from windlass.transforms.strategy import Strategy, squared_norm
 from windlass.transforms.tensor_layers import divide, is_divided, undivided
-from windlass.transforms.tensor_plan import SUMMED, chosen_layers
+from windlass.transforms.tensor_plan import chosen_layers
 
 
 class TensorDivision:
@@ -59,22 +58,17 @@ class TensorDivision:
         if self.chosen:
             split_loss(self._module)
 
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that can have a gradient, now or once they are no longer frozen."""
+        return [p for p in self._module.parameters() if p.is_floating_point() or p.is_complex()]
+
     def average_shared(self, total: Callable[[Tensor], Tensor], ranks: int) -> None:
-        """Average the gradients of what is not divided over `ranks`, whose sum `total` makes in place: all have the
-        same, except those of layers that compute with some of the heads, which have a part each.
+        """Average the gradients of what is not divided over `ranks`, whose sum `total` makes in place. They are equal
+        in a tensor gang, but for rounding, which must not make them differ.
         """
-        summed = {id(p) for layer in self._module.modules() for p in _summed_parameters(layer)}
-        for of_parts in (True, False):
-            members = [
-                p
-                for p in self._module.parameters()
-                if p.requires_grad and not is_cut(p) and (id(p) in summed) == of_parts
-            ]
-            average_gradients(members, total, ranks // self._ranks.size if of_parts else ranks)
-
-
-def _summed_parameters(layer: nn.Module) -> list[nn.Parameter]:
-    return list(layer.parameters()) if getattr(layer, "tensor_style", None) == SUMMED else []
+        shared = [p for p in self._module.parameters() if p.requires_grad and not is_cut(p)]
+        average_gradients(shared, total, ranks)
 
 
 def is_cut(tensor: Any) -> bool:
@@ -107,17 +101,13 @@ class TensorParallel(Strategy):
         self._division.apply(module, tensor_device_mesh(loss_ranks.mesh, device))
         super().__init__(module)
         self._division.finish()
+        self._after_backward = AfterBackward(self._division.trainable, self._reduce)
 
-    @contextlib.contextmanager
-    def micro(self, last: bool) -> Iterator[None]:
-        yield
-        if last:
-            self._reduce()
+    def micro(self, last: bool) -> AbstractContextManager[Any]:
+        return self._after_backward.held(not last)
 
     def _reduce(self) -> None:
-        """Average gradients: those of parts over the loss ranks, the others, which are equal in a tensor gang, over all
-        ranks, so that rounding cannot make them differ.
-        """
+        """Average gradients: those of parts over the loss ranks, the others over all ranks."""
         if self._loss_ranks.size > 1:
             parts = [p for p in self._module.parameters() if p.requires_grad and is_cut(p)]
             average_gradients(parts, self._loss_ranks.sum_on_device, self._loss_ranks.size)
@@ -159,6 +149,9 @@ class TensorParallel(Strategy):
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         return buffers_of_first_rank(self._module)
+
+    def _release(self) -> None:
+        self._after_backward.release()
 
     def gathered(self) -> AbstractContextManager[Any]:
         """Forwards inside do not communicate. Changes to parameters are lost."""
