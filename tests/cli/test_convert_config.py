@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,24 @@ def test_names_of_a_list_of_datasets_are_not_taken_for_those_of_the_hub() -> Non
     made = convert({"stage": "sft", "dataset": "identity,alpaca_en_demo"})
     assert "is not in data/dataset_info.json" in made.lost["dataset"][1]
     assert "train" not in made.recipe["data"]
+
+
+def test_the_loss_is_that_of_the_datasets_that_are_kept(tmp_path: Path) -> None:
+    listed = {
+        "rows": {"file_name": "rows.json"},
+        "chats": {"file_name": "chats.json", "formatting": "sharegpt"},
+        "more": {"file_name": "more.json", "formatting": "sharegpt"},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(listed))
+
+    def of(names: str) -> Any:
+        return convert({"stage": "sft", "dataset": names, "dataset_dir": "."}, tmp_path)
+
+    first = of("rows,chats")
+    assert first.recipe["data"]["train"] == "rows.json"
+    assert "chats.json" in first.lost["dataset"][1]
+    assert "assistant_only_loss" not in first.recipe["training"]
+    both = of("chats,more")
+    assert both.recipe["data"]["mixture"] == ["chats.json", "more.json"]
+    assert both.recipe["training"]["assistant_only_loss"]
+    assert "training.assistant_only_loss=false" in of("elsewhere").lost["dataset"][1]

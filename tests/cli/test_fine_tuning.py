@@ -96,6 +96,14 @@ def test_a_ready_recipe_tunes_a_named_model_with_its_tokenizer(problems: Path) -
     assert not (problems.parent / "named" / "base").exists()
 
 
+def test_rows_that_cannot_be_prepared_are_found_before_a_base_is_trained(
+    problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "sft-gsm8k", *small(problems, "training.assistant_only_loss=true")]) == 2
+    assert "needs conversations" in capsys.readouterr().err
+    assert not (problems.parent / "run" / "base").exists()
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

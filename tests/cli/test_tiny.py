@@ -121,6 +121,15 @@ def test_data_that_is_here_is_read(tmp_path: Path) -> None:
         load_recipe("mine.yaml", ["model.model_type=gpt2", "data.train=mine.tsv"], tiny=True)
 
 
+def test_tokens_of_the_tokenizer_that_is_replaced_are_left_out() -> None:
+    Path("mine.yaml").write_text(
+        "task: sft\ndata: owner/chats\nmodel: owner/model\ntraining: {eos_token: <end>, pad_token: <pad>}\n"
+    )
+    chosen = ["model.model_type=qwen3", "training.pad_token=<other>"]
+    training = load_recipe("mine.yaml", chosen, tiny=True).training
+    assert ("eos_token" in training, training["pad_token"]) == (False, "<other>")
+
+
 def test_rows_have_the_form_that_the_recipe_names() -> None:
     assert load_recipe("sft-lora", tiny=True).data.train == str(CHAT)
     pairs = load_recipe("sft-gsm8k", tiny=True).data

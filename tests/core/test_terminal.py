@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.terminal import Terminal
 
-from windlass.core.terminal import Foot, can_redraw, foot_of
+from windlass.core.terminal import Foot, can_redraw, folded_message, foot_of
 
 # Writes in every way above a row; what it draws is "<n>", the number of the drawing.
 WRITES = """
@@ -112,6 +112,17 @@ def test_a_line_without_its_end_has_the_screen_to_itself(tmp_path: Path) -> None
         terminal.type("yes\r")
         assert terminal.end() == 0, terminal.lines
         assert terminal.lines == ["...? yes", "whole", "said", "<2>", "held and ended"]
+
+
+def test_messages_are_folded_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", "30")
+    text = "1 problem:\n  - lr='a value': is not a number, write 1.0\n    as it  is"
+    assert folded_message(text) == text
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    wanted = ["1 problem:", "  - lr='a value': is not a", "      number, write 1.0", "    as it  is"]
+    assert folded_message(text).splitlines() == wanted
 
 
 def test_a_terminal_that_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

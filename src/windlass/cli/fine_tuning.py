@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
@@ -25,6 +26,9 @@ from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
 from windlass.data.collate_default import default_data_collator
 from windlass.trainer.instead import in_place_of_run
+
+if TYPE_CHECKING:
+    from windlass.finetuning.sft_config import SFTConfig
 
 logger = get_job_logger(__name__)
 
@@ -51,6 +55,7 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
         # Nothing is trained, so weights are not needed.
         name = new_base(recipe.base or BaseSpec(), parts.tokenizer)
     elif name is None:
+        _check_rows(parts, args)
         name = str(trained_base(recipe, parts.tokenizer, parts.train, args))
     options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
     if isinstance(name, str):
@@ -64,6 +69,24 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
         peft_config=build_adapter(recipe),
         quantization_config=quantization_of(recipe),
     )
+
+
+def _check_rows(parts: RecipeParts, args: SFTConfig) -> None:
+    """Raise ConfigError or DataError for rows that the trainer cannot prepare, before a base is trained for them.
+
+    What is prepared is kept, and found by the trainer.
+    """
+    from windlass.finetuning.base_model import set_special_tokens
+    from windlass.finetuning.sft_data import SFTData
+    from windlass.finetuning.templates import take_over_template
+
+    tokenizer = deepcopy(parts.tokenizer)
+    take_over_template(args.chat_template_path, tokenizer)
+    set_special_tokens(tokenizer, args)
+    data = SFTData(args, tokenizer, None, own_collator=False)
+    data.prepare(parts.train, "train", args.packing)
+    if parts.evaluation is not None:
+        data.prepare(parts.evaluation, "eval", args.packs_evaluation)
 
 
 def build_adapter(recipe: Recipe) -> Any:

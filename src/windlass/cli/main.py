@@ -21,6 +21,7 @@ from windlass.core.activity import Activity
 from windlass.core.errors import WindlassError
 from windlass.core.job_signals import surviving_hangup
 from windlass.core.output import flush_standard_streams, say
+from windlass.core.terminal import folded_message
 
 TRAIN_HELP = """\
 Train a model as a recipe configures it. Without a recipe: a small language model on English text that every Python
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             return _dispatch(arguments)
     except WindlassError as error:
-        say(f"windlass: {error}", error=True)
+        say(folded_message(f"windlass: {error}"), error=True)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         say("windlass: interrupted", error=True)

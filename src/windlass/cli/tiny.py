@@ -38,14 +38,14 @@ _MODEL = {
 # The most that keys of other sections are; values below it stay.
 _MOST = {
     "data": {"max_samples": 48, "block_size": 64, "max_length": 64, "eval_rows": 8},
-    "base": {"block_size": 128, "max_steps": 2, "batch_size": 4},
+    "base": {"block_size": 256, "max_steps": 2, "batch_size": 4},
     "sample": {"max_new_tokens": 16},
     "training": {
         "max_steps": 4,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 4,
         "gradient_accumulation_steps": 2,
-        "max_length": 64,
+        "max_length": 256,  # a row of Alpaca has its completion after more than 64 tokens
     },
 }
 _SET = {"use_cpu": True, "logging_steps": 1, "eval_steps": 2, "save_steps": 2, "report_to": "none"}
@@ -88,6 +88,9 @@ def _shrink_model(draft: RecipeDraft, task: Task) -> None:
         sizes = {key: size for key, size in _MODEL.items() if key in known}
         for key in ("name", "model_type"):
             model.pop(key, None)
+        for key in ("eos_token", "pad_token"):  # of the tokenizer that is replaced
+            if not draft.is_overridden("training", key):
+                draft.section("training").pop(key, None)
         draft.amend((task.new_model, "config"), {"model_type": kind, **sizes})
     for section in ("model", "base"):
         for key, value in (draft.section(section).get("config") or {}).items():

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from windlass.core.output import STDOUT, TolerantStream, is_terminal, shown
+from windlass.core.output import STDERR, STDOUT, TolerantStream, is_terminal, shown
 
 _ERASE = "\x1b[J"  # from the cursor to the end of the screen
 # Text that another process or the keyboard left unfinished on this line is overwritten.
@@ -33,14 +33,19 @@ def row_width() -> int:
     return max(shutil.get_terminal_size().columns - 1, 1)
 
 
-def folded(text: str, indent: int = 0) -> str:
+def folded(text: str, indent: int = 0, stream: Any = STDOUT) -> str:
     """Return one line as lines of whole words that fit the terminal, further ones indented; as it is elsewhere."""
     text = shown(text)  # which makes some characters longer
-    if not STDOUT.isatty():
+    if not stream.isatty() or len(text) <= row_width():
         return text
     return textwrap.fill(
         text, row_width(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
+
+
+def folded_message(text: str) -> str:
+    """Return a message of several lines for standard error: each is folded, and its further ones are indented more."""
+    return "\n".join(folded(line, len(line) - len(line.lstrip()) + 4, STDERR) for line in text.splitlines())
 
 
 def foot_of(stream: Any) -> Foot:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from windlass.core.output import say, shown
+from windlass.core.terminal import folded_message
 
 # "full" prints every frame of every error.
 VARIABLE = "WINDLASS_TRACEBACK"
@@ -54,7 +55,7 @@ def is_explained(error: BaseException) -> bool:
 def report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """`sys.excepthook`: print `error` as in `printed`."""
     if isinstance(error, Exception | KeyboardInterrupt):
-        say(printed(error.with_traceback(trace)), error=True, end="")
+        say(folded_message(printed(error.with_traceback(trace))), error=True)
     else:
         _before(kind, error, trace)
 

@@ -223,12 +223,12 @@ def _data(made: Conversion, source: ForeignConfig) -> None:
         [_dataset(made, source, *item) for item in _named(name, items)]
         for name, items in (("datasets", listed), ("test_datasets", test))
     )
-    put_training_data(made, found, source, "datasets")
+    kept = put_training_data(made, found, source, "datasets")
     put_evaluation_data(made, held, source, "test_datasets", found)
     put_fraction(made, source, "val_set_size")
     if all_inputs:
         made.put("training.completion_only_loss", False)
-    elif any(item.conversational for item in found):
+    elif any(item.conversational for item in kept):
         made.put("training.assistant_only_loss", True)
     _template(made, source)
 

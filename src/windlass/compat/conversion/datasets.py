@@ -36,12 +36,15 @@ def is_on_hub(path: str) -> bool:
     return not Path(path).suffix and not Path(path).exists()
 
 
-def put_training_data(made: Conversion, found: Sequence[Dataset], source: ForeignConfig, key: str) -> None:
-    """Set what is trained on: one dataset, or a mixture of all that are read in the same way as the first."""
+def put_training_data(
+    made: Conversion, found: Sequence[Dataset], source: ForeignConfig, key: str
+) -> list[Dataset]:
+    """Set what is trained on, and return it: one dataset, or a mixture of all that are read as the first is."""
     if not found:
-        return
+        return []
     first = found[0]
-    alike = {item.path: item for item in reversed(found) if item.options == first.options}
+    form = first.options, first.conversational
+    alike = {item.path: item for item in reversed(found) if (item.options, item.conversational) == form}
     kept = [item for item in found if alike.get(item.path) is item]
     for name, value in first.options.items():
         made.put(f"data.{name}", value)
@@ -54,6 +57,7 @@ def put_training_data(made: Conversion, found: Sequence[Dataset], source: Foreig
         made.put("data.mixture", {item.path: item.weight or 1.0 for item in kept})
     else:
         made.put("data.mixture", [item.path for item in kept])
+    return kept
 
 
 def put_evaluation_data(

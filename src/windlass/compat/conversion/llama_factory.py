@@ -141,7 +141,7 @@ def _data(made: Conversion, source: ForeignConfig) -> None:
             item.weight = weight
     if strategy == "interleave_over":
         made.lose(source, "mix_strategy", "an epoch ends when the first source has no new rows")
-    put_training_data(made, train, source, "dataset")
+    kept = put_training_data(made, train, source, "dataset")
     put_evaluation_data(made, held, source, "eval_dataset", train)
     if not held:
         put_fraction(made, source, "val_size")
@@ -149,7 +149,7 @@ def _data(made: Conversion, source: ForeignConfig) -> None:
     source.skip(("buffer_size",))
     if source.take("train_on_prompt", False):
         made.put("training.completion_only_loss", False)
-    elif not train or any(item.conversational for item in train):
+    elif not train or any(item.conversational for item in kept):
         made.put("training.assistant_only_loss", True)
 
 
@@ -168,6 +168,8 @@ def _datasets(made: Conversion, source: ForeignConfig, key: str, folder: str) ->
     if unknown:
         file = Path(folder) / "dataset_info.json"
         why = f"{', '.join(unknown)} is not in {file}, or there is no such file: set data.train to its file or hub name"
+        if key == "dataset" and not found:
+            why += "; for rows without conversations, also training.assistant_only_loss=false"
         made.lose(source, key, why)
     return found
 
