@@ -70,7 +70,7 @@ def kept(layers: int) -> int:
     ("world", "options"),
     [
         pytest.param(1, {}, id="alone", marks=pytest.mark.slow),
-        pytest.param(1, {"activation_checkpointing": True}, id="recomputed"),
+        pytest.param(1, {"activation_checkpointing": True}, id="recomputed", marks=pytest.mark.slow),
         pytest.param(4, {"fsdp": True, "bf16": True}, id="fsdp"),
     ],
 )
