@@ -46,11 +46,11 @@ def test_all_that_is_wrong_is_told_with_its_place() -> None:
         load_recipe(
             None,
             ["parallel.launch.processes=3", "parallel.fsdp.cpu_ofload=1", "parallel.precision=bf16",
-             "training.bf16=false", "parallel.mesh.pp=2", "parallel.tp=2"],
+             "training.bf16=false", "parallel.tp=2"],
         )  # fmt: skip
     problems = {problem.field: problem.fix for problem in error.value.problems}
     assert set(problems) == {
-        "parallel.launch.processes", "parallel.fsdp.cpu_ofload", "parallel.precision", "parallel.mesh.pp",
+        "parallel.launch.processes", "parallel.fsdp.cpu_ofload", "parallel.precision",
     }  # fmt: skip
     assert "windlass launch" in problems["parallel.launch.processes"]
     assert "contradicts training.bf16=False" in problems["parallel.precision"]

@@ -20,7 +20,7 @@ from tests.reliability.kill_matrix import memory
 from windlass import EMACallback
 
 # Of the cases of this seed, one of each kind: what runs, the strategy of its ranks, its loss, its data.
-SEED, SHORT_FORM = 261, (1, 2, 4, 6, 10, 11, 12)
+SEED, SHORT_FORM = 39, (0, 1, 3, 4, 6, 29, 39)
 LONG_FORM = 100
 
 

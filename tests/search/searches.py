@@ -54,7 +54,7 @@ def main() -> None:
     folder, backend, trial = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     trainer = trainer_of(folder, *([Dies(trial, 5)] if trial >= 0 else []))
     best = trainer.hyperparameter_search(SPACE, n_trials=4, backend=backend)
-    print("best", best)
+    sys.stdout.write(f"best {best}\n")  # whole: ranks share the stream
 
 
 if __name__ == "__main__":
