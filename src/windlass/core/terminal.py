@@ -44,8 +44,15 @@ def folded(text: str, indent: int = 0, stream: Any = STDOUT) -> str:
 
 
 def folded_message(text: str) -> str:
-    """Return a message of several lines for standard error: each is folded, and its further ones are indented more."""
-    return "\n".join(folded(line, len(line) - len(line.lstrip()) + 4, STDERR) for line in text.splitlines())
+    """Return a message of several lines for standard error: each is folded, and its further ones are indented more.
+    Places and code of a traceback are left whole, as editors and terminals read them.
+    """
+    return "\n".join(
+        line
+        if line.startswith(('  File "', "    "))
+        else folded(line, len(line) - len(line.lstrip()) + 4, STDERR)
+        for line in text.splitlines()
+    )
 
 
 def foot_of(stream: Any) -> Foot:
