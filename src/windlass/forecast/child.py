@@ -13,9 +13,7 @@ from windlass.core.errors import ModelError, WindlassError
 
 
 class Child:
-    """A process that has begun `work`; `result` waits for it. Where processes cannot be forked `work` is not begun, and
-    `can_fork` is False.
-    """
+    """A process that has begun `work`; `result` waits for it. There is none where `can_fork` is False."""
 
     can_fork = hasattr(os, "fork")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.core.tensors import is_fake
 from windlass.forecast.places import ModulePlaces, pattern
-from windlass.forecast.work import Sent, Work, sent_by, work_of
+from windlass.forecast.work import Sent, Work, sent_by, tensors_of, work_of
 
 WEIGHTS, BUFFERS, GRADIENTS, STATE = "weights", "buffers", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, BUCKETS, COPIES = "activations", "logits", "buckets", "copies of weights"
@@ -169,7 +169,7 @@ class Meter(TorchDispatchMode):
         if func in _UNSEEN:
             return found
         place, backward = self._places.now()
-        outputs = [value for value in _flat(found) if isinstance(value, Tensor)]
+        outputs = tensors_of((found,))
         for output in outputs:
             self._look(output, func, args, place, backward)
         self._see(self.stage, backward, place)
@@ -232,12 +232,6 @@ class Meter(TorchDispatchMode):
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank has."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _flat(value: Any) -> Iterable[Any]:
-    if isinstance(value, tuple | list):
-        return [item for part in value for item in _flat(part)]
-    return (value,)
 
 
 _UNSEEN = (

@@ -38,6 +38,7 @@ class ModulePlaces:
         # From which node number on which module was running.
         self._since: list[int] = [-1]
         self._running: list[str] = [ROOT]
+        self._last = ROOT  # the module whose backward ran last
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -78,5 +79,3 @@ class ModulePlaces:
         place = self._running[bisect_right(self._since, number) - 1]
         self._last = place
         return place, True
-
-    _last = ROOT

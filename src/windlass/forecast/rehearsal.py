@@ -86,13 +86,10 @@ class Rehearsal:
 
     def _read(self) -> UpdateBatch:
         """The update with the largest of the first micro-batches, as often as an update has them."""
-        found = [
-            batch
-            for group in itertools.islice(self._source.groups(self._plan.batch.accumulation), _READ)
-            for batch in group.batches
-        ]
-        largest = max(found[: max(_READ, self._plan.batch.accumulation)], key=_positions)
-        number = min(self._plan.batch.accumulation, 3)
+        accumulation = self._plan.batch.accumulation
+        batches = (batch for group in self._source.groups(accumulation) for batch in group.batches)
+        largest = max(itertools.islice(batches, _READ), key=_positions)
+        number = min(accumulation, 3)
         return UpdateBatch([largest] * number, [[]] * number, 0, 0, False)
 
     def run(self, layers: int | None = None) -> Trace:
@@ -196,7 +193,6 @@ class Rehearsal:
             "samples": rows(batch),
             "positions": _positions(batch),
             "accumulation": plan.batch.accumulation,
-            "micro": plan.batch.micro,
             "steps": plan.duration.steps,
             "mesh": asdict(plan.dist.mesh(self._request.services.session.world.size)),
             "tf32": bool(plan.precision.tf32),
@@ -204,7 +200,6 @@ class Rehearsal:
             and (plan.save.cadence.strategy != "no" or plan.save.every is not None),
             "family": getattr(getattr(model, "config", None), "model_type", type(model).__name__),
             "layers": None if self._stack is None else [self._stack.name, self._stack.length],
-            "folder": str(self._request.args.output_dir),
         }
 
 

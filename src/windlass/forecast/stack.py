@@ -45,11 +45,7 @@ def find_stack(model: nn.Module) -> Stack | None:
     """The stack whose layers are left out; None if the model has none that is long enough, or its layers repeat in no
     regular way.
     """
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and ".".join(name.split(".")[:-1]) is not None
-    ]
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     sized = [(sum(p.numel() for p in module.parameters()), name, module) for name, module in lists]
     outer = [item for item in sized if not any(item[1].startswith(f"{other[1]}.") for other in sized)]
     if not outer:

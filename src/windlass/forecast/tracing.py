@@ -46,7 +46,10 @@ def trace_of(start: Callable[[], Any], world: int = 1, *, whole: bool = False) -
     ):
         start()
     if not found:
-        raise ModelError("it ended without a call of Trainer.train(), so there is no run to plan")
+        raise ModelError(
+            "the script ended without a call of Trainer.train(), so there is no run to plan; give it the arguments "
+            "with which it trains"
+        )
     return found[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ def work_of(
     """The work of an operation; None for one that computes nothing, as a view."""
     if not outputs or _is_view(func):
         return None
-    given = _tensors((*args, *kwargs.values()))
+    given = tensors_of((*args, *kwargs.values()))
     first = next((t for t in (*given, *outputs) if t.is_floating_point()), None)
     nbytes = sum(t.numel() * t.element_size() for t in (*given, *outputs))
     count = _flops(func)
@@ -70,26 +70,28 @@ def _attention_backward(
     return _attention(query, key, value) * 5 // 2
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments or results of an operation, and in their lists."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, list | tuple):
-            found += _tensors(value)
+            found += tensors_of(value)
     return found
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
 
 # What a rank sends of the larger side of a ring, in `n` ranks (Thakur et al. 2005, "Optimization of Collective
-# Communication Operations in MPICH"): all but its own part, and for a sum that everybody gets, twice.
+# Communication Operations in MPICH"): all but its own part, and for a sum that everybody gets, twice. Names are without
+# the underscores around them.
 _PARTS: dict[str, float] = {
     "allgather": 1.0,
-    "_allgather_base": 1.0,
+    "allgather_base": 1.0,
     "allgather_into_tensor_coalesced": 1.0,
     "reduce_scatter": 1.0,
-    "_reduce_scatter_base": 1.0,
+    "reduce_scatter_base": 1.0,
     "reduce_scatter_tensor_coalesced": 1.0,
     "send": 1.0,
     "alltoall": 1.0,
@@ -108,17 +110,14 @@ def sent_by(func: Any, args: Sequence[Any]) -> Sent | None:
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     name = func._overloadpacket.__name__.strip("_")
-    share = _PARTS.get(name, _PARTS.get(f"_{name}", _PARTS.get(name.rstrip("_"))))
-    ranks = _ranks(args)
+    share, ranks = _PARTS.get(name), _ranks(args)
     if share is None or ranks is None or len(ranks) == 1:
         return None
-    sizes = [t.numel() * t.element_size() for t in _tensors(args)]
+    sizes = [t.numel() * t.element_size() for t in tensors_of(args)]
     whole = max(sizes, default=0)
     if name == "send":
         return Sent("send", ranks, sum(sizes))
-    if func.namespace == "_c10d_functional" and name == "all_gather_into_tensor":
-        whole *= len(ranks)
-    if name.rstrip("_") == "allgather":
+    if name in ("allgather", "all_gather_into_tensor"):  # their arguments are the parts, and not the whole
         whole *= len(ranks)
     return Sent(_shown(name), ranks, int(whole * share * (len(ranks) - 1) / len(ranks)))
 
