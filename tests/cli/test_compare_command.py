@@ -80,11 +80,11 @@ def test_a_script_that_trains_nothing_and_one_that_fails_are_named(
     script.write_text("print('hello')\n")
     assert main(["compare", "train.py"]) == 2
     assert "train.py with its own libraries ended without an update" in capsys.readouterr().err
-    script.write_text("raise ValueError('what went wrong')\n")
+    script.write_text("print('of a library')\nraise ValueError('what went wrong')\n")
     assert main(["compare", "train.py"]) == 2
     error = capsys.readouterr().err
     assert "train.py with its own libraries ended with exit code 1:" in error
-    assert "ValueError: what went wrong" in error
+    assert "ValueError: what went wrong" in error and "of a library" not in error
 
 
 @pytest.mark.parametrize(

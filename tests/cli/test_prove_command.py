@@ -145,3 +145,13 @@ def test_mistakes_are_named(
 ) -> None:
     assert main(["prove", str(recipe(tmp_path)), *words]) == 2
     assert fix in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["absent/config.json", "generation_config.json", "."])
+def test_only_the_configuration_of_a_model_is_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert main(["prove", name, "--layout", "tp=2"]) == 2
+    assert f"RECIPE='{name}': is no model's configuration; give the config.json" in capsys.readouterr().err

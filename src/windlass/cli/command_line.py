@@ -86,7 +86,7 @@ class CommandParser(argparse.ArgumentParser):
             message = f"{message.partition(': ')[2]} missing" + (
                 f"; example: {self.example}" if self.example else ""
             )
-        else:
+        elif not message.startswith("argument "):  # a flag that is known, with a wrong value
             unknown = [word.partition("=")[0] for word in message.partition("; ")[0].split()]
             flags = self.flags()
             message += "".join(

@@ -124,11 +124,15 @@ def _run(
         ).returncode
     written = folder / "record.json"
     if code or not written.is_file():
-        last = (folder / "log").read_text("utf-8", "replace").strip().splitlines()[-15:]
+        log = (folder / "log").read_text("utf-8", "replace").strip()
+        last = log[max(log.rfind("Traceback (most recent"), 0) :].splitlines()[-15:]
         raise WindlassError("\n".join([f"{options.script} with {name} ended with exit code {code}:", *last]))
     record = json.loads(written.read_text("utf-8"))
     if not record["updates"]:
-        raise WindlassError(f"{options.script} with {name} ended without an update of a PyTorch optimizer")
+        raise WindlassError(
+            f"{options.script} with {name} ended without an update of a PyTorch optimizer; give it the arguments with "
+            "which it trains"
+        )
     return ScriptRecord(**record, weights=folder / "weights.safetensors")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.built_in_recipes import is_recipe
+from windlass.cli.built_in_recipes import is_recipe, names
 from windlass.cli.command_line import CommandParser
 from windlass.config.nearest import did_you_mean
 from windlass.core.errors import ConfigError, ModelError, Problem
@@ -132,7 +132,7 @@ def _start(what: str, rest: list[str]) -> Start:
         raise ConfigError(Problem("plan", flags[0], fix))
     if not is_recipe(what) and not Path(what).exists():
         fix = "is neither a recipe (a YAML file, or a name that `windlass recipes` lists) nor a script (a file.py)"
-        raise ConfigError(Problem("RECIPE_OR_SCRIPT", what, fix))
+        raise ConfigError(Problem("RECIPE_OR_SCRIPT", what, fix + did_you_mean(what, names())))
     return _recipe(what, rest)
 
 

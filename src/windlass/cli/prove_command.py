@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from windlass.cli.command_line import CommandParser
 from windlass.cli.proving.subject import Subject, find_subject
@@ -15,6 +15,10 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say, say_json
 from windlass.proofs.layout import AxisLayout
 from windlass.proofs.record import SCHEMA, Claim, versions, write_record
+
+if TYPE_CHECKING:
+    from windlass.cli.proving.proof_verdict import ProofVerdict
+    from windlass.cli.proving.proving_processes import EndedTraining, ProvingProcesses, StartedTraining
 
 EXIT_DIFFERS, EXIT_REFUSED = 1, 2
 _WRONG = ("differs", "failed")
@@ -39,8 +43,9 @@ def prove_command(words: list[str]) -> int:
     names = [word for word in options.words if "=" not in word]
     if len(names) > 1:
         parser.error(f"one recipe at a time: {' '.join(names)}")
+    given = None if options.layout is None else AxisLayout.parse(options.layout)
     subject = find_subject(names[0] if names else None, overrides)
-    layout = subject.layout if options.layout is None else AxisLayout.parse(options.layout)
+    layout = subject.layout if given is None else given
     if not layout.axes:
         fix = "there is nothing to compare on one process: give the sizes of axes, such as tp=2,cp=2"
         raise ConfigError(Problem("--layout", str(layout), fix))
@@ -84,8 +89,8 @@ class Proof:
     """
 
     claim: Claim
-    verdict: Any
-    parts: tuple[Any, ...]
+    verdict: ProofVerdict
+    parts: tuple[ProofVerdict, ...]
 
     @property
     def exit_code(self) -> int:
@@ -93,7 +98,7 @@ class Proof:
         return {"equal": 0, "refused": EXIT_REFUSED}.get(self.verdict.status, EXIT_DIFFERS)
 
     @property
-    def smallest(self) -> Any:
+    def smallest(self) -> ProofVerdict | None:
         """The verdict of the smallest layout that is wrong; None if none is."""
         wrong = [one for one in (*self.parts, self.verdict) if one.status in _WRONG]
         return wrong[0] if wrong else None
@@ -153,7 +158,8 @@ def prove(subject: Subject, layout: AxisLayout, quiet: bool = False) -> Proof:
         processes = ProvingProcesses(Path(folder), subject.module)
         trials = _ProvingTrials(subject, claim, processes, report)
         try:
-            verdict, parts = trials.judged(claim.layout), list[Any]()
+            parts: list[ProofVerdict] = []
+            verdict = trials.judged(claim.layout)
             for part in claim.layout.parts() if verdict.status in _WRONG else ():
                 parts.append(trials.judged(part))
                 if parts[-1].status in _WRONG:
@@ -166,11 +172,13 @@ def prove(subject: Subject, layout: AxisLayout, quiet: bool = False) -> Proof:
 class _ProvingTrials:
     """Tries layouts, each against one process, which trains alike for all layouts that do not divide experts."""
 
-    def __init__(self, subject: Subject, claim: Claim, processes: Any, report: Callable[..., None]) -> None:
+    def __init__(
+        self, subject: Subject, claim: Claim, processes: ProvingProcesses, report: Callable[[str], object]
+    ) -> None:
         self._subject, self._claim, self._processes, self._report = subject, claim, processes, report
-        self._alone: dict[bool, Any] = {}
+        self._alone: dict[bool, EndedTraining] = {}
 
-    def judged(self, layout: AxisLayout) -> Any:
+    def judged(self, layout: AxisLayout) -> ProofVerdict:
         """The verdict on a layout."""
         from windlass.cli.proving.proof_verdict import judge
 
@@ -183,15 +191,15 @@ class _ProvingTrials:
         self._report(_row(verdict))
         return verdict
 
-    def _start(self, layout: AxisLayout, joined: bool) -> Any:
+    def _start(self, layout: AxisLayout, joined: bool) -> StartedTraining:
         return self._processes.start(self._subject.trial(self._claim, layout, joined))
 
 
-def _silent(*words: object) -> None:
+def _silent(line: str) -> None:
     pass
 
 
-def _row(verdict: Any) -> str:
+def _row(verdict: ProofVerdict) -> str:
     if verdict.is_equal:
         text = (
             f"equal: {verdict.compared:,} values and tensors, which differ by {verdict.largest:.1g} at most"

@@ -70,14 +70,12 @@ def find_subject(name: str | None, overrides: Sequence[str]) -> Subject:
     """Read a recipe, or the `config.json` of a model. Raises ConfigError or ModelError for what cannot be proven."""
     path = Path(name or "").expanduser()
     if name is not None and (path.suffix == ".json" or path.is_dir()):
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file() or file.name != "config.json":
+            fix = "give the config.json of a model, or its folder"
+            raise ConfigError(Problem("RECIPE", name, f"is no model's configuration; {fix}"))
         args = TrainingArguments(max_grad_norm=1.0)
-        return _subject(
-            str(name),
-            _saved_config(str(path.parent if path.is_file() else path)),
-            AxisLayout(()),
-            args,
-            False,
-        )
+        return _subject(name, _saved_config(str(file.parent)), AxisLayout(()), args, False)
     draft = read_draft(name, overrides)
     recipe = check_draft(draft, opens_files=False)
     if not TASKS[recipe.task].provable:
