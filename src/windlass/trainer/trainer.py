@@ -1111,7 +1111,7 @@ class Trainer:
         ]
         if not best:
             raise ModelError(
-                "no trial of the search is complete: start it again if it was interrupted; if its trials failed, change "
+                "no trial of the search is complete: start it again if it was interrupted; if trials failed, change "
                 "hp_space or compute_objective, and choose another output_dir"
             )
         return best if len(settings.directions) > 1 else best[0]
