@@ -15,6 +15,7 @@ from windlass import TrainerCallback
 from windlass.callbacks.metrics_log import read_metrics
 from windlass.core.errors import ConfigError, DataError, MissingDependencyError
 from windlass.core.optional import is_available
+from windlass.search.search import ChosenTrial, arguments_of
 from windlass.search.study import FILE_NAME
 from windlass.trainer_utils import BestRun
 
@@ -188,6 +189,20 @@ def test_a_model_init_is_needed(tmp_path: Path) -> None:
     trainer.model_init = None
     with pytest.raises(ConfigError, match="each trial begins with a new model"):
         trainer.hyperparameter_search(SPACE)
+
+
+def test_a_study_is_kept_on_this_machine(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.args.output_dir = f"file://{tmp_path}/bucket/search"
+    with pytest.raises(ConfigError, match=r"output_dir=.*set it to a folder of this machine"):
+        trainer.hyperparameter_search(SPACE)
+
+
+def test_a_trial_has_its_values_as_they_are(tmp_path: Path) -> None:
+    given = {"warmup_steps": 0.1, "max_steps": 3.0, "per_device_train_batch_size": 3.5}
+    args = arguments_of(ChosenTrial(0, "run-0", given), trainer_of(tmp_path).args, False)
+    # `max_steps` must be whole; a share of the warm-up is not rounded to none, and half a sample is for the checks.
+    assert [repr(getattr(args, name)) for name in given] == ["0.1", "3", "3.5"]
 
 
 def test_a_sweep_and_a_space_of_ray_choose_here(tmp_path: Path) -> None:

@@ -136,8 +136,8 @@ class Search:
         self, run_trial: RunTrial, trial: ChosenTrial, watch: TrialWatch
     ) -> tuple[dict[str, float] | None, str]:
         """Train one trial; return its metrics, and why it failed."""
-        say_once = say if self._is_main else lambda *_: None
-        say_once(f"trial {trial.number} ({trial.name}): {_in_words(trial.params)}")
+        if self._is_main:
+            say(f"trial {trial.number} ({trial.name}): {_in_words(trial.params)}")
         try:
             return run_trial(trial, watch), ""
         except NonFiniteError as error:
@@ -273,5 +273,7 @@ def arguments_of(trial: ChosenTrial, args: TrainingArguments, takes_trial: bool)
         is_number = (
             isinstance(old, int | float) and not isinstance(old, bool) and isinstance(value, int | float)
         )
-        setattr(copied, name, type(old)(value) if is_number else value)
+        if is_number and type(old)(value) == value:  # others are refused or read as they are, not rounded
+            value = type(old)(value)
+        setattr(copied, name, value)
     return copied

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from windlass.config.arguments import TrainingArguments
 from windlass.core.clock import Moment
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
-from windlass.core.locations import local_folder
+from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import set_verbosity
 from windlass.core.run_clock import run_clock
 from windlass.core.trees import detach
@@ -1091,7 +1091,8 @@ class Trainer:
             The best run; with several directions those that no other one surpasses.
 
         Raises:
-            ConfigError: there is no `model_init`, an option has no effect, or the space names what is not an argument.
+            ConfigError: there is no `model_init`, `output_dir` is a URL, an option has no effect, or the space names
+                what is not an argument.
         """
         from windlass.search.default_spaces import BestRun
         from windlass.search.search import Search
@@ -1103,6 +1104,9 @@ class Trainer:
         if self.model_init is None:
             fix = "is needed: each trial begins with a new model"
             raise ConfigError(Problem("model_init", None, fix))
+        if is_url(self.args.output_path):
+            fix = "a search is continued from its study, which is not uploaded: set it to a folder of this machine"
+            raise ConfigError(Problem("output_dir", str(self.args.output_dir), fix))
         search = Search(settings, self.output_folder, self._session.all_ranks)
         best = [
             BestRun(one.name, one.values if len(one.values) > 1 else one.values[0], one.params)
