@@ -54,7 +54,7 @@ class Pipeline(Strategy):
         self._loss_ranks, self._all_ranks = loss_ranks, loss_ranks.over("all")
         self._ranks, self._device = loss_ranks.over("pipeline"), device
         self.staged = staged_of(module) or self._divided(module, plan)
-        super().__init__(module, self._all_ranks)
+        super().__init__(module, self._all_ranks.size > 1)
 
     def _divided(self, module: nn.Module, plan: PipelinePlan) -> StagedModel:
         _refuse_unfit(module)

@@ -36,7 +36,7 @@ class Replicas(Strategy):
     """
 
     def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> None:
-        super().__init__(module, loss_ranks)
+        super().__init__(module, loss_ranks.size > 1)
         fix = "the optimizer updates in the backward, where gradients are reduced one at a time; leave it out"
         refuse(options_of_ddp(plan, fix, besides="broadcast_buffers"))
         self._loss_ranks = loss_ranks

@@ -14,7 +14,6 @@ from windlass.config.plan import DistPlan
 from windlass.core.errors import Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.module_state import bare, extra_states, set_state, state_of, unsaved_buffers
-from windlass.dist.gang import Gang
 from windlass.dist.sharded import whole_on_first
 from windlass.transforms.buffers import OwnBuffers, buffers_of_first_rank, share_buffers
 
@@ -29,7 +28,7 @@ class Strategy:
     rank in the loss is multiplied by their number before its backward.
 
     Args:
-        buffer_ranks: those whose forwards change buffers of their own; by default this rank alone.
+        buffers_differ: forwards of each rank change its own buffers, and nothing sends them before the next forward.
 
     Attributes:
         model: called for forwards (a wrapper, or the module itself).
@@ -45,9 +44,9 @@ class Strategy:
     saves_parts = False
     filling = False
 
-    def __init__(self, module: nn.Module, buffer_ranks: Gang | None = None) -> None:
+    def __init__(self, module: nn.Module, buffers_differ: bool = False) -> None:
         self._module = module
-        self._buffers_differ = buffer_ranks is not None and buffer_ranks.size > 1
+        self._buffers_differ = buffers_differ
         self._buffers = OwnBuffers(module)
         self.at_release: list[Callable[[], None]] = []
         devices = {p.device for p in module.parameters() if p.requires_grad}

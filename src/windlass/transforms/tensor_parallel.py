@@ -97,7 +97,7 @@ class TensorParallel(Strategy):
         broadcast(p.detach() for p in module.parameters() if not is_sharded(p))
         share_buffers(module)
         self._division.apply(module, tensor_device_mesh(loss_ranks.mesh, device))
-        super().__init__(module, self._stage_ranks)
+        super().__init__(module, self._stage_ranks.size > 1)
         self._division.finish()
         self._after_backward = AfterBackward(self._division.trainable, self._reduce)
 
