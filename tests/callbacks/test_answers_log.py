@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from windlass import TrainingArguments
 from windlass.callbacks.answers_log import AnswersLog
 from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.locations import local_folder
 
 
 def row(step: int, number: int = 0) -> dict[str, Any]:
@@ -18,7 +20,7 @@ def row(step: int, number: int = 0) -> dict[str, Any]:
 
 def begun(folder: Path, step: int) -> AnswersLog:
     log = AnswersLog(folder)
-    log.on_train_begin(None, TrainerState(global_step=step), TrainerControl())
+    log.on_train_begin(TrainingArguments(str(folder)), TrainerState(global_step=step), TrainerControl())
     return log
 
 
@@ -53,3 +55,14 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFi
     (tmp_path / "answers.jsonl").write_text("[1]\n")
     begun(tmp_path, 3).write([row(4)])
     assert written(tmp_path) == [(4, 0)]
+
+
+def test_each_run_has_its_answers_in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_STAGING", str(tmp_path / "staging"))
+    log = begun(tmp_path / "search", 0)
+    places = [f"{tmp_path}/search/run-0", f"file://{tmp_path}/bucket/run"]
+    for step, place in enumerate(places, start=1):
+        log.on_train_begin(TrainingArguments(place), TrainerState(), TrainerControl())
+        log.write([row(step)])
+        assert written(local_folder(place)) == [(step, 0)]
+    assert not (tmp_path / "search" / "answers.jsonl").exists()

@@ -54,6 +54,15 @@ def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
     assert (series["s"], series["v"], series["bad"]) == ([1, 4], [2.0, 1.0], 2)
 
 
+def test_counts_of_tokens_that_are_no_counts_are_left_out(tmp_path: Path) -> None:
+    counts = [None, 10**400, "NaN", 512, True]  # of damaged files; the last count stays until the next
+    append_rows(
+        tmp_path, *(row(step, loss=1.0, num_tokens=count) for step, count in enumerate(counts, start=1))
+    )
+    assert page_data(read_run(tmp_path))["series"]["loss"]["k"] == [None, None, None, 512.0, 512.0]
+    assert "<html" in render_page([summarised(read_run(tmp_path))])
+
+
 def test_what_happened_once_is_a_mark_and_not_a_point(tmp_path: Path) -> None:
     write_run(tmp_path, 4)
     append_rows(tmp_path, row(3, skipped_update=3, reason="NaN"), row(4, micro_batch_too_large=8))

@@ -63,6 +63,18 @@ def test_answers_are_what_the_model_writes_next(tmp_path: Path, packing: bool) -
     assert logged["eval_prompts_exact_match"] == rows[7]["scores"]["exact_match"]
 
 
+def test_answers_of_a_remote_run_are_in_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WINDLASS_STAGING", str(tmp_path / "staging"))
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/bucket/run"
+    trainer = answering(url, max_steps=1)  # type: ignore[arg-type]  # a path would lose one of its slashes
+    trainer.evaluate()
+    assert [row["step"] for row in answers(trainer.output_folder)] == [0] * 5
+    trainer.train()
+    assert {row["step"] for row in answers(tmp_path / "bucket" / "run")} == {0, 1}
+    assert {path.name for path in tmp_path.iterdir()} == {"bucket", "staging"}
+
+
 def test_generation_of_a_packed_run_has_the_attention_of_padded_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from tests.finetuning.trainers import trainer_of
 
 from windlass.callbacks.run_view import read_run
 from windlass.callbacks.samples_log import FILE_NAME, read_samples
+from windlass.checkpoint.export import model_files
+from windlass.checkpoint.remote import RemoteFolder
+from windlass.checkpoint.stored import open_folder
 from windlass.text.mixture import DatasetMixture
 
 PAIRS = [{"prompt": "the cat ", "completion": "sat on a mat"}, {"prompt": "two dogs ", "completion": "run"}]
@@ -30,6 +34,29 @@ def test_the_samples_of_a_run_have_what_is_trained_on(tmp_path: Path) -> None:
     again = trainer_of(tmp_path, PAIRS, max_steps=2, **saves)
     again.train(resume_from_checkpoint="auto")
     assert read_samples(tmp_path)[0]["name"] == "train, row 9", "a resumed run keeps its samples"
+
+
+def test_the_samples_stay_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = trainer_of(tmp_path / "here", PAIRS, max_steps=1, log_level="info")
+    here.train()
+    here.save_model()
+    assert read_samples(tmp_path / "here")
+    line = f"{tmp_path / 'here' / FILE_NAME} has 2 rows of the training data as text"
+    assert caplog.text.count(line) == 1
+    published = model_files(open_folder(tmp_path / "here"))
+    assert published is not None
+    assert "config.json" in published
+    assert FILE_NAME not in published, "what is pushed to the Hub"
+    monkeypatch.setenv("WINDLASS_STAGING", str(tmp_path / "staging"))
+    # A path would lose one of the URL's slashes.
+    away = trainer_of(f"file://{tmp_path}/bucket/run", PAIRS, max_steps=1)  # type: ignore[arg-type]
+    away.train()
+    names = RemoteFolder(away.args.output_path).names()
+    assert "metrics.jsonl" in names
+    assert FILE_NAME not in names
+    assert not read_samples(away.output_folder)
 
 
 def test_a_mixture_has_what_was_wanted_and_what_is_used(tmp_path: Path) -> None:

@@ -104,7 +104,11 @@ def test_a_mixture_is_prepared_by_source_and_resumed(tmp_path: Path, packing: bo
     resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-7"))
     for name, weight in resumed.model.named_parameters():
         assert torch.equal(weight, whole.model.get_parameter(name))
-    assert {name.partition(": ")[0] for name in whole.data_facts()} == {"train texts", "train chats", "mixture"}
+    assert {name.partition(": ")[0] for name in whole.data_facts()} == {
+        "train texts",
+        "train chats",
+        "mixture",
+    }
 
 
 def test_alpaca_trains_the_output(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from tests.search.searches import SPACE, Line, trainer_of
 
 from windlass import TrainerCallback
 from windlass.callbacks.metrics_log import read_metrics
-from windlass.core.errors import ConfigError, DataError, MissingDependencyError
+from windlass.core.errors import ConfigError, DataError, MissingDependencyError, ModelError
 from windlass.core.optional import is_available
+from windlass.search.search import ChosenTrial, arguments_of
 from windlass.search.study import FILE_NAME
 from windlass.trainer_utils import BestRun
 
@@ -188,6 +189,28 @@ def test_a_model_init_is_needed(tmp_path: Path) -> None:
     trainer.model_init = None
     with pytest.raises(ConfigError, match="each trial begins with a new model"):
         trainer.hyperparameter_search(SPACE)
+
+
+def test_a_search_without_a_complete_trial_has_no_best(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no trial of the search is complete"):
+        trainer_of(tmp_path).hyperparameter_search(
+            SPACE, n_trials=1, backend="random", compute_objective=lambda metrics: float("nan")
+        )
+    assert [trial["state"] for trial in trials_in(tmp_path)] == ["failed"]
+
+
+def test_a_study_is_kept_on_this_machine(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.args.output_dir = f"file://{tmp_path}/bucket/search"
+    with pytest.raises(ConfigError, match=r"output_dir=.*set it to a folder of this machine"):
+        trainer.hyperparameter_search(SPACE)
+
+
+def test_a_trial_has_its_values_in_the_types_of_their_fields(tmp_path: Path) -> None:
+    given = {"warmup_steps": 0.1, "max_steps": 3.0, "seed": 5.8, "learning_rate": 1, "bf16": True}
+    args = arguments_of(ChosenTrial(0, "run-0", given), trainer_of(tmp_path).args, False)
+    # Whole numbers are cut, as Ray's space of a seed needs; a share of the warm-up is a float, although 0 is none.
+    assert [repr(getattr(args, name)) for name in given] == ["0.1", "3", "5", "1.0", "True"]
 
 
 def test_a_sweep_and_a_space_of_ray_choose_here(tmp_path: Path) -> None:

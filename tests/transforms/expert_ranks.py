@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from windlass import Accelerator, ParallelismConfig
+from windlass.config.plan import DistPlan
+from windlass.core.errors import ConfigError
+from windlass.dist.gang import current
 from windlass.transforms.expert_layers import gathered
+from windlass.transforms.strategies import spread
 
 ROWS = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -94,6 +99,8 @@ def main() -> None:
                 torch.testing.assert_close(net(rows), expected(rows))
             torch.testing.assert_close(model(ROWS), expected(ROWS))
         accelerator.free_memory()
+        with pytest.raises(ConfigError, match="was divided with ep_size above 1 and stays so"):
+            spread(net, DistPlan(), current(), torch.device("cpu"))
 
 
 if __name__ == "__main__":

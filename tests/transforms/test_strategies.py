@@ -16,7 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from windlass import Accelerator, Trainer, TrainingArguments
+from windlass.config.pipeline_plan import PipelinePlan
+from windlass.config.plan import DistPlan, ShardPlan
 from windlass.core.errors import ConfigError
+from windlass.dist.gang import current
+from windlass.transforms.strategies import spread
 
 
 @pytest.mark.dist
@@ -65,6 +69,9 @@ def main(folder: Path) -> None:
     fully_shard(model)
     said = error_of(lambda: accelerator.prepare(model))
     assert "was divided with fsdp=True and stays so; set that, or build it again" in said, said
+    for plan in (DistPlan("fsdp", ShardPlan(), expert=2), DistPlan(pipeline=PipelinePlan(2))):
+        said = error_of(lambda plan=plan: spread(model, plan, current(), torch.device("cpu")))  # type: ignore[misc]
+        assert "was divided with fsdp=True and stays so; set that, or build it again" in said, said
     assert torch.distributed.is_initialized()
     print("refused with the way out")
 

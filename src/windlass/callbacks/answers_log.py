@@ -25,13 +25,14 @@ FILE_NAME = "answers.jsonl"
 
 
 class AnswersLog(TrainerCallback):
-    """Writes `answers.jsonl` into the output folder, on the main process only.
+    """Writes `answers.jsonl` into the output folder, on the main process only; each run into the folder that its
+    arguments name when it begins.
 
     A run that starts at step 0 renames an older file, and a resumed run truncates it to the step of its checkpoint, as
     `metrics.jsonl`. A failed write (full disk) is warned of, does not stop training, and its rows are lost.
 
     Args:
-        output_dir: the run's folder; created when the first row is written.
+        output_dir: the folder of this machine for evaluations before a run; created when the first row is written.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str]) -> None:
@@ -39,6 +40,7 @@ class AnswersLog(TrainerCallback):
 
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if state.is_world_process_zero:
+            self._file = self._file.of_run(args)
             self._file.begin(state.global_step)
 
     def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from windlass.core.clock import LATEST
 from windlass.core.output_folder import OutputFolder
 from windlass.core.plain_text import parse_json
 from windlass.core.run_clock import KINDS, ClockReading, RunClock
@@ -22,7 +23,6 @@ from windlass.core.whole_file import BINARY, NO_FOLLOW
 CLOCK = ".windlass-clock.json"
 _SECONDS = 1.0  # between two writes
 _BYTES = 1024  # the file always has this length, so that a shorter content leaves nothing of an earlier one
-_LARGEST = 2.5e11  # the year 9891 as a time
 
 
 class ClockFile:
@@ -39,10 +39,10 @@ class ClockFile:
         self._thread = threading.Thread(target=self._run, name="windlass-clock", daemon=True)
         self._thread.start()
 
-    def write(self) -> bool:
-        """Write what the clock shows now; return False if that failed."""
+    def write(self) -> None:
+        """Write what the clock shows now, if it can be written."""
         line = json.dumps(_plain(self._clock.read())).encode("ascii").ljust(_BYTES - 1) + b"\n"
-        try:
+        with contextlib.suppress(OSError):
             self._folder.check()
             flags = os.O_WRONLY | os.O_CREAT | NO_FOLLOW | BINARY
             descriptor = os.open(self._folder.path / CLOCK, flags, 0o666)
@@ -50,9 +50,6 @@ class ClockFile:
                 os.write(descriptor, line)
             finally:
                 os.close(descriptor)
-        except OSError:
-            return False
-        return True
 
     def close(self) -> None:
         """Stop writing, and remove the file, whose content is in `run.json` by now."""
@@ -109,4 +106,4 @@ def is_seconds(found: Any) -> bool:
 
 
 def _is_time(value: Any) -> TypeGuard[float]:
-    return type(value) in (int, float) and math.isfinite(value) and -1 <= value <= _LARGEST
+    return type(value) in (int, float) and math.isfinite(value) and -1 <= value <= LATEST

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from windlass.callbacks.rows import Metrics
+from windlass.callbacks.rows import Metrics, is_number
 
 # Heads of columns that would be wider than their numbers.
 _HEADS = {
@@ -100,7 +100,7 @@ class LogTable:
         """Return the row of `logs`, after the heads if they are due, each at most `columns` wide. The first time that
         values find no room, a line names them.
         """
-        numbers = {name: value for name, value in logs.items() if _is_number(value) and name != "total_flos"}
+        numbers = {name: value for name, value in logs.items() if is_number(value) and name != "total_flos"}
         self._names += [name for name in numbers if name not in self._names]
         self._names.sort(key="epoch".__eq__)  # the last one
         shown = self._that_fit(columns)
@@ -157,10 +157,6 @@ def _cell(name: str, value: float) -> str:
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, float)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _text(value: Any, max_str_len: int) -> str:

@@ -24,7 +24,6 @@ from windlass.config.callback_interface import Args, Control
 from windlass.core.clock import Moment
 from windlass.core.errors import DataError
 from windlass.core.events import TrainerState
-from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
 from windlass.core.plain_text import parse_json
 
@@ -70,11 +69,8 @@ class MetricsLogCallback(RowCallback):
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
-        if (
-            self._follows_arguments
-            and (folder := local_folder(str(args.output_path)).absolute()) != self.path.parent
-        ):
-            self._file = RowFile(folder / FILE_NAME)
+        if self._follows_arguments:
+            self._file = self._file.of_run(args)
         self._began = Moment()
         self._alerts.saved()
         self._file.begin(state.global_step)

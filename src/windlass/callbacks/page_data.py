@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from windlass.callbacks.charts import thinned
-from windlass.callbacks.rows import Row, described_event
+from windlass.callbacks.rows import Row, described_event, is_number
 from windlass.callbacks.run_view import RunView
 from windlass.config.sections.fields import OptimisationSection
 from windlass.core.output import shown
@@ -74,7 +74,8 @@ def page_events(view: RunView) -> dict[str, Any]:
 
 def tokens_of(row: Row) -> float | None:
     """Return the tokens that were counted up to a row; None if it does not have them."""
-    return next((float(row[name]) for name in _TOKENS if _is_number(row.get(name))), None)
+    counts = (row[name] for name in _TOKENS if is_number(row.get(name)))
+    return next((float(count) for count in counts if math.isfinite(count)), None)
 
 
 def _began(view: RunView) -> float:
@@ -91,10 +92,8 @@ def _series(rows: Sequence[Row], began: float, tokens: float | None) -> dict[str
             continue
         step, timing = row["step"], row["timing"]
         seconds = timing["wall"] - began
-        for name in _TOKENS:
-            if name in row and _is_number(row[name]):
-                tokens = float(row[name])
-                break
+        counted = tokens_of(row)
+        tokens = tokens if counted is None else counted
         for values in (row, timing):
             for name, value in values.items():
                 # Exact types first: this is done for each value of a long run. True and False are no numbers.
@@ -129,15 +128,11 @@ def _largest_norms(view: RunView) -> list[tuple[float, float]]:
     limit = view.arguments.get("max_grad_norm", _NORM)
     found = []
     for attempt in reversed(view.attempts):
-        found.append((attempt.began, float(limit) if _is_number(limit) else 0.0))
+        found.append((attempt.began, float(limit) if is_number(limit) else 0.0))
         before = attempt.changed.get("max_grad_norm")
         if isinstance(before, list) and before:
             limit = _NORM if before[0] is None else before[0]
-    return found[::-1] or [(0.0, float(limit) if _is_number(limit) else 0.0)]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool))
+    return found[::-1] or [(0.0, float(limit) if is_number(limit) else 0.0)]
 
 
 def _columns(points: Sequence[Point], bad: int, limit: int) -> dict[str, Any]:

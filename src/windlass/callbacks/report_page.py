@@ -9,7 +9,7 @@ from typing import Any
 
 from windlass.callbacks.charts import Point, short
 from windlass.callbacks.log_table import clock_text
-from windlass.callbacks.rows import described_event, is_timing
+from windlass.callbacks.rows import described_event, is_number, is_timing
 from windlass.core.output import in_html
 
 
@@ -34,7 +34,6 @@ class TrainingTime:
 
 History = Sequence[Mapping[str, Any]]
 
-_LARGEST_INTEGER = 2**1023  # the largest that every operation on floats takes
 # Of one session; a tile has that of all.
 _SPEED = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
 
@@ -75,7 +74,7 @@ def _events(history: History) -> dict[str, str]:
 
 def curve(history: History, name: str) -> list[Point]:
     """Return `(step, value)` of every row that has the metric as a number."""
-    return [(float(row.get("step", 0)), float(row[name])) for row in history if _is_number(row.get(name))]
+    return [(float(row.get("step", 0)), float(row[name])) for row in history if is_number(row.get(name))]
 
 
 def evaluation_losses(history: History) -> list[str]:
@@ -179,11 +178,5 @@ def _last(history: History, name: str) -> float | None:
     return values[-1][1] if values else None
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, float):
-        return True
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_INTEGER
-
-
 def _cell(value: Any) -> str:
-    return short(value, 5) if _is_number(value) else in_html(str(value))
+    return short(value, 5) if is_number(value) else in_html(str(value))

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from windlass.callbacks.rows import Row, repeatable
+from windlass.config.callback_interface import Args
+from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
 from windlass.core.output_folder import OutputFolder
 from windlass.core.plain_text import parse_json
@@ -32,6 +34,11 @@ class RowFile:
         self._opened = False
         self._rows_before_training = False  # of this run: an evaluation before `train()`
         self._kept_at_cut: list[Row] = []
+
+    def of_run(self, args: Args) -> RowFile:
+        """Return the file of this name in the folder that a run's arguments name: this one if it is there."""
+        folder = local_folder(args.output_path).absolute()
+        return self if folder == self.path.parent else RowFile(folder / self.path.name)
 
     def begin(self, step: int) -> None:
         """Called when training begins, at this step."""
@@ -133,7 +140,7 @@ def set_aside(path: Path) -> None:
     while os.path.lexists(older := path.with_name(f"{path.stem}-{number}{path.suffix}")):
         number += 1
     os.rename(path, older)
-    logger.warning("%s has the metrics of an earlier run; renamed to %s", path, older.name)
+    logger.warning("%s has the rows of an earlier run; renamed to %s", path, older.name)
 
 
 def cut_back(path: Path, step: int) -> list[Row]:

@@ -12,12 +12,12 @@ from typing import Any
 
 from windlass.callbacks.metrics_log import FILE_NAME
 from windlass.callbacks.rows import Row, revived
+from windlass.core.clock import LATEST
 from windlass.core.errors import DataError
 from windlass.core.plain_text import parse_json
 
 # Of the last line of a file: the run writes it now, or was killed while it did.
 UNFINISHED = "an unfinished line"
-_LARGEST = 2.5e11  # the year 9891 as a time
 _TOGETHER = 500  # lines that are parsed in one call
 _POSITION = re.compile(r"([0-9a-f]{1,16})-([0-9a-f]{1,15})-([0-9a-f]{1,8})")
 _SEAL = 512  # bytes before a position, by which a file is recognised
@@ -184,11 +184,11 @@ def _row_problem(row: Any) -> str:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _LARGEST
+    return type(value) is int and 0 <= value <= LATEST
 
 
 def _is_time(value: Any) -> bool:
-    return (type(value) is float or type(value) is int) and 0 <= value <= _LARGEST
+    return (type(value) is float or type(value) is int) and 0 <= value <= LATEST
 
 
 def _unfinished(rest: bytes, lines: int) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
@@ -34,6 +34,14 @@ _TIMING_ENDINGS = (
     "_recompilations",  # a resumed run compiles again, for fewer shapes
 )
 _RESERVED = ("event", "step", "epoch", "timing")
+_LARGEST_INTEGER = 2**1023  # the largest that every operation on floats takes
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return True for a float, and for an integer that a float can be made of; not for True and False."""
+    if isinstance(value, float):
+        return True
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_INTEGER
 
 
 class RowCallback(TrainerCallback):

@@ -23,6 +23,7 @@ from windlass import __version__
 from windlass.callbacks.clock_file import ClockFile, is_seconds, read_clock, rounded
 from windlass.callbacks.row_reader import read_rows
 from windlass.config.arguments import TrainingArguments, describe
+from windlass.core.clock import LATEST
 from windlass.core.errors import DataError, Preempted
 from windlass.core.logs import get_logger
 from windlass.core.metric_values import plain_metrics
@@ -46,7 +47,6 @@ _FAILURE = ".windlass-failure-{}.json"
 _MAX_REASON = 300
 # In errors of gloo's connections, which have no type of their own.
 _GLOO = "gloo/transport/"
-_LARGEST = 2.5e11  # the year 9891 as a time
 _SESSION = {"began": float, "from_step": int, "repeated": int}
 _TRAINED = {"from_step": int, "seconds": float, "samples": float}
 _END = {"status": str, "step": int, "time": float, "reason": str}
@@ -230,7 +230,7 @@ def _has_time(session: dict[str, Any]) -> bool:
 def _is_a(value: Any, kind: type) -> bool:
     if kind is str:
         return isinstance(value, str)
-    return isinstance(value, int if kind is int else (int, float)) and 0 <= value <= _LARGEST
+    return isinstance(value, int if kind is int else (int, float)) and 0 <= value <= LATEST
 
 
 def _earlier(folder: Path) -> tuple[list[dict[str, Any]], int, Record | None]:

@@ -2,6 +2,8 @@
 
 A list of samples, each with `name` (of its dataset, and its row), `tokens`, `trained` (tokens with a label) and
 `pieces`: pairs of a text and whether it is trained on.
+
+They stay on this machine: a run with a remote folder, to which its files are uploaded, does not write them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.events import TrainerState
-from windlass.core.locations import local_folder
+from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
 from windlass.core.plain_text import parse_json
 from windlass.core.whole_file import write_whole
@@ -27,7 +29,8 @@ Samples = list[dict[str, Any]]
 
 
 class SamplesLog(TrainerCallback):
-    """Writes `samples.json` into the output folder, on the main process. A resumed run keeps the file that it finds.
+    """Writes `samples.json` into the output folder, on the main process, unless that is a remote folder. A resumed run
+    keeps the file that it finds.
 
     Args:
         samples: returns them; nothing is written if there are none.
@@ -37,7 +40,7 @@ class SamplesLog(TrainerCallback):
         self._samples = samples
 
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
+        if not state.is_world_process_zero or is_url(args.output_path):
             return
         path = local_folder(args.output_path) / FILE_NAME
         if state.global_step > 0 and path.is_file():
@@ -47,6 +50,9 @@ class SamplesLog(TrainerCallback):
             if found:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, json.dumps(found, indent=1) + "\n")
+                logger.info(
+                    "%s has %d rows of the training data as text, for the page of the run", path, len(found)
+                )
         except Exception as error:  # of a tokenizer or a disk: the page has no samples then
             logger.warning("%s could not be written; training continues: %r", path, error)
 

@@ -47,9 +47,8 @@ def joined_state(state: State, model: nn.Module, mark: Any) -> tuple[State, dict
     for rank, (_, found) in enumerate(everywhere):
         for path, (dtype, shape) in found.items():
             own = rank == all_ranks.rank
-            parts[path] = (
-                held(tensors[path], rank, present=True) if own else _elsewhere(rank, dtype, tuple(shape))
-            )
+            tensor = tensors[path] if own else torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
+            parts[path] = held(tensor, rank, present=own)
     whole = {name: entry for found, _ in everywhere for name, entry in found.items()}
     return {**state, "state": {name: whole[name] for name in state["shapes"] if name in whole}}, parts
 
@@ -64,10 +63,3 @@ def _owners(model: nn.Module) -> dict[str, int]:
         name: value.pieces[0][0] if isinstance(value, Held) and value.pieces else 0
         for name, value in found.items()
     }
-
-
-def _elsewhere(rank: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of another rank."""
-    nothing = torch.empty(0, dtype=getattr(torch, dtype))
-    count = torch.Size(shape).numel()
-    return Held(shape, nothing, 0, [(rank, 0, count)] if count else [])

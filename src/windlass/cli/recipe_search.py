@@ -62,7 +62,7 @@ def search_command(options: TrainOptions) -> int:
         from windlass.trainer.session import Session
     settings, root = _settings(spec), run_folder(args)
     trials = _Trials(options, root, last_metrics)
-    search = Search(settings, root, Session.open(args).all_ranks)
+    search = Search(settings, args.output_path, Session.open(args).all_ranks)
     best = search.run(trials.train)
     if args.process_index == 0:
         for record in best:

@@ -35,7 +35,8 @@ def prepare_pippy(
         split_points: the names of the modules with which the second and later stages begin; "auto" shares out the
             repeated blocks evenly.
         no_split_module_classes: names of classes in which no stage may begin.
-        example_args, example_kwargs: arguments of a forward, by which the model is cut.
+        example_args: positional arguments of a forward, by which the model is cut.
+        example_kwargs: its arguments by name.
         num_chunks: parts of a batch; by default as many as processes.
         gather_output: return the output on every process; otherwise the last one has it, and others get None.
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 
+# Times and counts of a file are at most this: the year 9891 as a time.
+LATEST = 2.5e11
+
 
 class Moment(float):
     """When something began.

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from windlass.core.clock import LATEST
 from windlass.core.plain_text import parse_json
 from windlass.core.whole_file import BINARY, NO_FOLLOW
 
 UPLOADS = ".windlass-uploads.jsonl"
 _MOST_BYTES = 1 << 20
-_LARGEST = 2.5e11  # the year 9891 as a time
 
 
 def note_upload(folder: Path, what: str, step: int | None, problem: str = "") -> None:
@@ -56,6 +56,6 @@ def _is_upload(row: Any) -> bool:
     if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("what", "problem")):
         return False
     step, moment = row.get("step", -1), row.get("time")
-    if not isinstance(moment, int | float) or not 0 <= moment <= _LARGEST:  # false for NaN
+    if not isinstance(moment, int | float) or not 0 <= moment <= LATEST:  # false for NaN
         return False
-    return step is None or (type(step) is int and 0 <= step <= _LARGEST)
+    return step is None or (type(step) is int and 0 <= step <= LATEST)

@@ -137,6 +137,10 @@ class Gang:
         """Sum over ranks of a tensor that lies where gradients lie, in place, without the host waiting for it."""
         return value
 
+    def max_on_device(self, value: Tensor) -> Tensor:
+        """The largest value of any rank, as `sum_on_device`."""
+        return value
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Values are what `dist/wire.py` can carry; they are never pickled.
 
@@ -254,6 +258,11 @@ class ProcessGang(Gang):
             dist.all_reduce(value, group=self._device)
         return value
 
+    def max_on_device(self, value: Tensor) -> Tensor:
+        with waiting("largest value over ranks (device)"):
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._device)
+        return value
+
     def gather_objects(self, value: Any) -> list[Any]:
         with waiting("gather objects"):
             return gather(value, self._host)
@@ -287,7 +296,8 @@ class Outside(Gang):
             "do it in the training process, and pass the dataset what it returns"
         )
 
-    sum = start_sum = sum_on_device = gather_objects = broadcast_object = stream = barrier = vote = _refuse
+    sum = start_sum = sum_on_device = max_on_device = gather_objects = broadcast_object = _refuse
+    stream = barrier = vote = _refuse
     host_group = device_group = property(_refuse)
 
 

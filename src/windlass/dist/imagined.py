@@ -20,15 +20,9 @@ from windlass.core.mesh import VIEWS, Mesh
 from windlass.core.tensors import is_fake
 from windlass.core.world import World
 from windlass.dist.gang import Gang, Pending, ProcessGang, in_place_of_joined
-from windlass.dist.wire import Streamed, own_stream
 
 MACHINE = 8
 """Processes of a machine of such a job."""
-
-
-class _SumsAtOnce(list[float]):
-    def wait(self) -> list[float]:
-        return self
 
 
 class ImaginedGang(ProcessGang):
@@ -57,22 +51,13 @@ class ImaginedGang(ProcessGang):
         return value if is_fake(value) else value.mul_(self.size)
 
     def start_sum(self, values: list[float]) -> Pending:
-        return _SumsAtOnce(value * self.size for value in values)
+        return Gang.start_sum(self, [value * self.size for value in values])
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] * self.size
 
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        return value
-
-    def stream(self, tensors: list[Tensor]) -> Iterator[Streamed]:
-        return own_stream(tensors)
-
-    def barrier(self) -> None:
-        """There is no process to wait for."""
-
-    def vote(self, ok: bool) -> bool:
-        return ok
+    # There is no process to wait for.
+    broadcast_object, stream, barrier, vote = Gang.broadcast_object, Gang.stream, Gang.barrier, Gang.vote
 
 
 @contextlib.contextmanager

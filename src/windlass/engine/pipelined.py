@@ -52,7 +52,6 @@ class PipelineExecutor(NativeExecutor):
         self._schedules: dict[int, Any] = {}
         self._loss: Tensor | None = None
         self._takes_loss = False
-        self._names: list[str] = []
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Keep the loss of the micro-batch that runs on the last stage; the schedule computes its gradients."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from windlass.callbacks.answers_log import AnswersLog
 from windlass.core.errors import DataError
+from windlass.core.locations import local_folder
 from windlass.core.logs import get_job_logger
 from windlass.core.metric_values import plain_metrics
 from windlass.core.types import EvalPrediction
@@ -171,7 +172,9 @@ def open_answers(
 ) -> EvaluationAnswers:
     """Read the prompts of a trainer. Raises DataError for one that cannot be answered."""
     scored = compute_metrics if args.predict_with_generate else None
-    answers = EvaluationAnswers(Answering(args, tokenizer, limits), scored, AnswersLog(args.output_path))
+    answers = EvaluationAnswers(
+        Answering(args, tokenizer, limits), scored, AnswersLog(local_folder(args.output_path))
+    )
     answers.prompts = answers.read_prompts(args.eval_prompts)
     if args.predict_with_generate:
         answers.sets = answers.read(eval_dataset)

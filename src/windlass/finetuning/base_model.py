@@ -1,4 +1,4 @@
-"""The model and the tokenizer of an `SFTTrainer`: loaded by name, built from a config, or given."""
+"""The model and the tokenizer of a trainer of fine-tuning: loaded by name, built from a config, or given."""
 
 from __future__ import annotations
 

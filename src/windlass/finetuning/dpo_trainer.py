@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.types import EvalLoopOutput, TrainOutput
 from windlass.data.collate_branches import DataCollatorForSharedPrompts
 from windlass.data.collate_preference import DataCollatorForPreference
 from windlass.finetuning.answer_log_probabilities import (
@@ -129,23 +128,13 @@ class DPOTrainer(ReferenceTrainer):
             refuse_unbranched(self.model)
 
     @contextlib.contextmanager
-    def _branched(self) -> Iterator[None]:
-        """Context in which the model and its reference see the groups of a row."""
+    def _documents_apart(self) -> Iterator[None]:
+        """Context in which the model and its reference see the groups of a row, whose answers do not see each other."""
         with contextlib.ExitStack() as stack:
             if self.args.padding_free:
                 for model in filter(None, (self.model, self.ref_model)):
                     stack.enter_context(documents_apart(model, branched=True))
             yield
-
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`; of pairs in one row, answers do not see each other."""
-        with self._branched():
-            return super().train(*args, **kwargs)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As `FineTuner.evaluation_loop`; of pairs in one row, answers do not see each other."""
-        with self._branched():
-            return super().evaluation_loop(*args, **kwargs)
 
     # --- loss -------------------------------------------------------------------------------------------------------
 
@@ -154,7 +143,7 @@ class DPOTrainer(ReferenceTrainer):
         return self._objective.count(batch)
 
     def _reference_sums(self, batch: Any) -> Tensor:
-        with self._branched(), self.compute_loss_context_manager():
+        with self._documents_apart(), self.compute_loss_context_manager():
             return self._reference.log_probabilities(
                 self.model, self._prepare_inputs(batch), self.args.ld_alpha
             )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from windlass.callbacks.samples_log import SamplesLog
 from windlass.core.logs import get_job_logger
-from windlass.core.types import EvalLoopOutput
+from windlass.core.types import EvalLoopOutput, TrainOutput
 from windlass.finetuning.card_writer import CardWriter
 from windlass.finetuning.kept_samples import kept_samples, mixture_facts
 from windlass.finetuning.mean_figures import Extremes, MeanFigures, Sums, UpdateBorders
@@ -121,6 +121,15 @@ class FineTuner(Trainer):
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
+    def _documents_apart(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which texts that share a row do not see each other; by default each has its own row."""
+        return contextlib.nullcontext()
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As `Trainer.train`; texts that share a row do not see each other."""
+        with self._documents_apart():
+            return super().train(*args, **kwargs)
+
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
@@ -157,17 +166,24 @@ class FineTuner(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """As `Trainer.evaluation_loop`; its metrics also have the means."""
+        """As `Trainer.evaluation_loop`; its metrics also have the means, and the scores of generated answers."""
         self._figures.forget(training=False)
-        output = super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        )
+        with self._documents_apart():
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         figures = self._derived(self._figures.read(training=False))
         parts = [value for name, value in figures.items() if name.startswith("_")]
         if parts:  # means over different things, which the mean of the batches' losses is not
             output.metrics[f"{metric_key_prefix}_loss"] = sum(parts)
         output.metrics.update({f"{metric_key_prefix}_{n}": v for n, v in figures.items() if n[0] != "_"})
+        if description == "Evaluation":
+            output.metrics.update(self._answer(metric_key_prefix))
         return output
+
+    def _answer(self, prefix: str) -> dict[str, float]:
+        """Generate the answers of one evaluation, and return their metrics; by default there are none."""
+        return {}
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """As `Trainer.log`; the reports of a run also have the means."""

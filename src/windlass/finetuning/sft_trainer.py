@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.types import EvalLoopOutput, TrainOutput
 from windlass.finetuning.answer_checks import answers_anything
 from windlass.finetuning.answering import AnsweringModel
 from windlass.finetuning.fine_tuner import FineTuner
@@ -135,13 +134,7 @@ class SFTTrainer(FineTuner):
                     refuse_unequal(self.model, self._data.images)
 
     def _documents_apart(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which no document of a row without padding sees another one."""
         return documents_apart(self.model) if self.args.joins_rows else contextlib.nullcontext()
-
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As `Trainer.train`; the documents of packed rows do not see each other."""
-        with self._documents_apart():
-            return super().train(*args, **kwargs)
 
     # --- data -------------------------------------------------------------------------------------------------------
 
@@ -213,27 +206,9 @@ class SFTTrainer(FineTuner):
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """As `Trainer.evaluation_loop`; its metrics also have entropy, mean token accuracy and the training tokens, and
-        the scores of generated answers.
-        """
-        with self._documents_apart():
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        if description == "Evaluation" and answers_anything(self.args):
-            output.metrics.update(self._answer(metric_key_prefix))
-        return output
-
     def _answer(self, prefix: str) -> dict[str, float]:
-        """Generate the answers of one evaluation, and return their metrics."""
+        if not answers_anything(self.args):
+            return {}
         strategy = self._model_writer.strategy
         answerer = AnsweringModel(
             self.model,

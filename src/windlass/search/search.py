@@ -10,8 +10,10 @@ from typing import Any
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
+from windlass.config.values import hints, members
 from windlass.core.errors import ConfigError, NonFiniteError, Problem, WindlassError
 from windlass.core.events import TrainerState
+from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
 from windlass.core.output import say
 from windlass.core.whole_file import write_whole
@@ -94,23 +96,28 @@ class Search:
 
     Args:
         settings: what to search, and how.
-        folder: of the search; a study in it is continued.
+        output_path: of the search: a study in this folder is continued.
         all_ranks: all processes of the job.
 
     Raises:
-        ConfigError: the folder holds another search. DataError: its file is damaged.
+        ConfigError: the folder is a URL, or holds another search. DataError: its file is damaged.
     """
 
-    def __init__(self, settings: SearchSettings, folder: Path, all_ranks: Gang) -> None:
+    def __init__(self, settings: SearchSettings, output_path: str, all_ranks: Gang) -> None:
+        if is_url(output_path):
+            fix = "a search is continued from its study, which is not uploaded: set it to a folder of this machine"
+            raise ConfigError(Problem("output_dir", output_path, fix))
         self._settings, self._ranks = settings, all_ranks
         self._is_main = all_ranks.rank == 0
         self._study: Study | None = None  # these three on the main process
         self._sampler: Sampler | None = None
         self._trial: Any = None
-        self._agreed(lambda: self._open(folder))
+        self._agreed(lambda: self._open(Path(output_path)))
 
     def run(self, run_trial: RunTrial) -> list[Record]:
-        """Run the trials that are missing; return the best: one, or with several objectives all that none surpasses."""
+        """Run the trials that are missing; return the best: one, or with several objectives all that none surpasses.
+        None if no trial is complete.
+        """
         for number in range(self._settings.n_trials):
             if not self._run_one(number, run_trial):
                 break
@@ -136,8 +143,8 @@ class Search:
         self, run_trial: RunTrial, trial: ChosenTrial, watch: TrialWatch
     ) -> tuple[dict[str, float] | None, str]:
         """Train one trial; return its metrics, and why it failed."""
-        say_once = say if self._is_main else lambda *_: None
-        say_once(f"trial {trial.number} ({trial.name}): {_in_words(trial.params)}")
+        if self._is_main:
+            say(f"trial {trial.number} ({trial.name}): {_in_words(trial.params)}")
         try:
             return run_trial(trial, watch), ""
         except NonFiniteError as error:
@@ -266,12 +273,16 @@ def arguments_of(trial: ChosenTrial, args: TrainingArguments, takes_trial: bool)
         raise ConfigError(problems)
     copied = copy.copy(args)
     copied.output_dir = str(Path(str(args.output_dir)) / trial.name)
+    types = hints(type(args))
     for name, value in trial.params.items():
-        if not hasattr(args, name):
-            continue
-        old = getattr(args, name)
-        is_number = (
-            isinstance(old, int | float) and not isinstance(old, bool) and isinstance(value, int | float)
-        )
-        setattr(copied, name, type(old)(value) if is_number else value)
+        if hasattr(args, name):
+            setattr(copied, name, _of_type(value, types.get(name, type(getattr(args, name)))))
     return copied
+
+
+def _of_type(value: Any, hint: Any) -> Any:
+    """Return a number as a field of this type has it: spaces may draw whole numbers as floats, which are cut."""
+    kinds = [kind for kind in (int, float) if kind in members(hint)]
+    if isinstance(value, bool) or not isinstance(value, int | float) or len(kinds) != 1:
+        return value
+    return kinds[0](value)

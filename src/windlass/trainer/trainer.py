@@ -1091,7 +1091,8 @@ class Trainer:
             The best run; with several directions those that no other one surpasses.
 
         Raises:
-            ConfigError: there is no `model_init`, an option has no effect, or the space names what is not an argument.
+            ConfigError: there is no `model_init`, `output_dir` is a URL, an option has no effect, or the space names
+                what is not an argument. ModelError: no trial is complete.
         """
         from windlass.search.default_spaces import BestRun
         from windlass.search.search import Search
@@ -1103,11 +1104,16 @@ class Trainer:
         if self.model_init is None:
             fix = "is needed: each trial begins with a new model"
             raise ConfigError(Problem("model_init", None, fix))
-        search = Search(settings, self.output_folder, self._session.all_ranks)
+        search = Search(settings, self.args.output_path, self._session.all_ranks)
         best = [
             BestRun(one.name, one.values if len(one.values) > 1 else one.values[0], one.params)
             for one in search.run(self._run_trial)
         ]
+        if not best:
+            raise ModelError(
+                "no trial of the search is complete: start it again if it was interrupted; if trials failed, change "
+                "hp_space or compute_objective, and choose another output_dir"
+            )
         return best if len(settings.directions) > 1 else best[0]
 
     def _run_trial(self, trial: ChosenTrial, watch: TrialWatch) -> dict[str, float] | None:

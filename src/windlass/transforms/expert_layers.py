@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from windlass.dist.device_mesh import expert_device_mesh
+from windlass.dist.device_mesh import expert_device_mesh, part_along_last
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import whole
 from windlass.transforms.expert_plan import chosen_experts
 from windlass.transforms.first_rank import FirstRank
+from windlass.transforms.tensor_split import mine
 
 
 class DividedExperts(nn.Module):
@@ -57,9 +57,9 @@ class DividedExperts(nn.Module):
         anchor = torch.zeros((), requires_grad=trained and torch.is_grad_enabled())
         sent = hidden_states.reshape(-1, width)[routes.order // count]
         made = received = routes.exchange(sent, anchor, back=False)
-        anchor, *mine = _Parts.apply(self.loss_ranks, anchor, *map(_local, parts))  # type: ignore[no-untyped-call]
+        anchor, *own = _Parts.apply(self.loss_ranks, anchor, *map(mine, parts))  # type: ignore[no-untyped-call]
         if len(received):
-            with self._computing_with(mine, received.dtype):
+            with self._computing_with(own, received.dtype):
                 made = super().forward(received, routes.experts[:, None], received.new_ones(len(received), 1))
         returned = routes.exchange(made, anchor, back=True)[routes.order.argsort()]
         weighted = returned.view(-1, count, width) * weights.reshape(-1, count, 1)
@@ -77,11 +77,6 @@ class DividedExperts(nn.Module):
         finally:
             for name in self.expert_names:
                 del vars(self)[name]
-
-
-def _local(parameter: Any) -> Tensor:
-    part: Tensor = parameter.to_local()
-    return part
 
 
 @cache
@@ -201,15 +196,7 @@ def divide_experts(module: nn.Module, first: FirstRank, loss_ranks: Gang, device
     for layer, names in chosen.values():
         for name in names:
             first.place([layer.get_parameter(name)])
-            whole_one = layer.get_parameter(name)
-            mine = (
-                whole_one.detach().chunk(ranks.size)[ranks.rank].clone(memory_format=torch.contiguous_format)
-            )
-            placements = [Shard(0) if axis == "expert" else Replicate() for axis in mesh.mesh_dim_names or ()]
-            part = DTensor.from_local(
-                mine, mesh, placements, run_check=False, shape=whole_one.shape, stride=whole_one.stride()
-            )
-            layer.register_parameter(name, nn.Parameter(part, whole_one.requires_grad))
+            layer.register_parameter(name, part_along_last(layer.get_parameter(name), mesh, 0))
         kind: Any = type(layer)
         layer.__class__ = _divided(kind)
         assert isinstance(layer, DividedExperts)

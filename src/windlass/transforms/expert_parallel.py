@@ -10,19 +10,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan
-from windlass.core.module_state import state_of
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import is_sharded, locals_of, whole_on_first
+from windlass.dist.sharded import is_sharded, locals_of
 from windlass.transforms.buffers import check_sparse
 from windlass.transforms.ddp import DataParallel, leaving_out
 from windlass.transforms.expert_layers import divide_experts, expert_parameters, gathered, layers_of
 from windlass.transforms.first_rank import FirstRank, check_same_structure
 from windlass.transforms.fsdp import FullyShardedModel
-from windlass.transforms.strategy import squared_norm
+from windlass.transforms.strategy import device_of, squared_norm, whole_on_main
 from windlass.transforms.whole_balance import WholeBalance
 
 
@@ -52,7 +50,7 @@ class ReplicatedExperts(DataParallel):
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Count every element once: all ranks have the gradients of the rest."""
-        square = torch.zeros(2, dtype=torch.float64, device=next(self._module.parameters()).device)
+        square = torch.zeros(2, dtype=torch.float64, device=device_of(self._module))
         for gradient, mine in zip(gradients, locals_of(gradients), strict=True):
             square[int(is_sharded(gradient))] += squared_norm(mine).double()
         total = square[0] + self._expert_ranks.sum_on_device(square[1])
@@ -62,8 +60,7 @@ class ReplicatedExperts(DataParallel):
         return locals_of(gradients)
 
     def max_over_ranks(self, flag: Tensor) -> Tensor:
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._loss_ranks.device_group)
-        return flag
+        return self._loss_ranks.max_on_device(flag)
 
     def gathered(self) -> AbstractContextManager[None]:
         """Forwards inside do not communicate. Changes to experts are lost."""
@@ -75,12 +72,7 @@ class ReplicatedExperts(DataParallel):
 
     def whole_state(self) -> dict[str, Any]:
         """Experts are gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
-        state: dict[str, Any] = {}
-        for name, value in state_of(self._module).items():
-            found = whole_on_first(value.detach()) if isinstance(value, Tensor) else value
-            if self._loss_ranks.world.is_main:
-                state[name] = found
-        return state
+        return whole_on_main(self._module, self._loss_ranks.world.is_main)
 
 
 class ShardedExperts(FullyShardedModel):

@@ -25,16 +25,15 @@ from windlass.config.plan import DistPlan, ShardPlan
 from windlass.config.refusal import refuse
 from windlass.core import host
 from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.module_state import state_of
 from windlass.dist.device_mesh import fsdp_device_meshes
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import copies, is_sharded, locals_of, whole_on_first
+from windlass.dist.sharded import copies, is_sharded, locals_of
 from windlass.transforms.averaging import AfterBackward
-from windlass.transforms.buffers import buffers_of_first_rank, check_sparse, share_buffers
+from windlass.transforms.buffers import check_sparse
 from windlass.transforms.expert_layers import divide_experts, expert_parameters
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
 from windlass.transforms.recompute import apply_recompute
-from windlass.transforms.strategy import Strategy, device_of, options_of_ddp, squared_norm
+from windlass.transforms.strategy import Strategy, device_of, options_of_ddp, squared_norm, whole_on_main
 from windlass.transforms.tensor_layers import undivided
 from windlass.transforms.tensor_parallel import TensorDivision
 from windlass.transforms.unused import SameOnAllRanks
@@ -78,7 +77,7 @@ class FullyShardedModel(Strategy):
         # FSDP2 prepares itself in its first forward. That may be one of a measurement, which undoes what a forward does
         # to a module: hooks that free gathered parameters before a state dict would be gone.
         module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
-        super().__init__(module)
+        super().__init__(module, self._stage_ranks.size > 1)
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._plain = _PlainGradients(module, loss_ranks)
         # Under `find_unused_parameters` zeros replace gradients that the backward of a rank did not reach.
@@ -210,9 +209,7 @@ class FullyShardedModel(Strategy):
         return locals_of(gradients)
 
     def max_over_ranks(self, flag: Tensor) -> Tensor:
-        if self._stage_ranks.size > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._stage_ranks.device_group)
-        return flag
+        return self._stage_ranks.max_on_device(flag)
 
     def check_reached(self) -> None:
         if self._forwards == self._seen:
@@ -229,30 +226,11 @@ class FullyShardedModel(Strategy):
         if self._same is not None:
             self._same.check()
 
-    # --- buffers and weights ----------------------------------------------------------------------------------------
-
-    def share_buffers(self) -> None:
-        if self._stage_ranks.size > 1:
-            share_buffers(self._module)
-
-    def own_buffers(self) -> dict[str, Tensor]:
-        """All of them: forwards do not share buffers between ranks."""
-        return super().own_buffers() if self._stage_ranks.size == 1 else self._buffers.all()
-
-    def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
-        return buffers_of_first_rank(self._module) if self._stage_ranks.size > 1 else contextlib.nullcontext()
+    # --- weights ----------------------------------------------------------------------------------------------------
 
     def whole_state(self) -> dict[str, Any]:
         """Gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
-        own = state_of(self._module)
-        state: dict[str, Any] = {}
-        gathered: dict[int, Tensor | None] = {}
-        for name, value in own.items():
-            if isinstance(value, Tensor) and id(value) not in gathered:
-                gathered[id(value)] = whole_on_first(value.detach())
-            if self._loss_ranks.world.is_main:
-                state[name] = gathered.get(id(value), value)
-        return state
+        return whole_on_main(self._module, self._loss_ranks.world.is_main)
 
     def generating(self) -> AbstractContextManager[Any]:
         """Whole parameters: parts gather nothing but their own."""

@@ -148,6 +148,39 @@ class _Fused(torch.autograd.Function):
         return *(None if g is None else scale(g, gradient.to(g.dtype)) for g in made), None, None, None, None
 
 
+class ChunkSoftmax(NamedTuple):
+    """The softmax of a chunk of targets, not yet divided by its denominators.
+
+    Attributes:
+        logits: shape (targets, classes), of this rank's classes.
+        shares: exp(logits - largest), of that shape.
+        largest: the largest logit of each target, over all classes.
+        real: the targets that are not left out.
+        here: those whose class is among this rank's; and where, in `places`.
+    """
+
+    logits: Tensor
+    shares: Tensor
+    largest: Tensor
+    real: Tensor
+    here: Tensor
+    places: Tensor
+
+    def figures(self, split: TensorSplit, *more: Tensor) -> tuple[Tensor, ...]:
+        """Of each target the sum of `shares`, its logit, and the sum of `shares` times logits, over all classes; and
+        the sums over ranks of `more`, all in one exchange.
+        """
+        own = torch.where(self.here, self.logits.gather(1, self.places[:, None])[:, 0], 0)
+        each = [self.shares.sum(dim=1), own, dot(self.shares, self.logits), *more]
+        return split.sum(torch.stack(each)).unbind()
+
+
+def dot(one: Tensor, other: Tensor) -> Tensor:
+    """The scalar product of each row of one with that of the other."""
+    # As a product of matrices: a product of vectors would be as large as both.
+    return torch.bmm(one[:, None], other[:, :, None])[:, 0, 0]
+
+
 class ChunkLogits:
     """Logits of a linear head, for some targets at a time, in memory that the next ones use again.
 
@@ -187,6 +220,15 @@ class ChunkLogits:
         if self._options.softcap is not None:
             logits.div_(self._options.softcap).tanh_().mul_(self._options.softcap)
         return logits, memory
+
+    def softmax(self, hidden: Tensor, targets: Tensor) -> ChunkSoftmax:
+        """The softmax of a chunk, in the memory of its logits."""
+        logits, shares = self.of(hidden)
+        real = targets != IGNORED
+        here, places = self.split.located(torch.where(real, targets, 0))
+        largest = self.split.max(logits.amax(dim=1))
+        torch.sub(logits, largest[:, None], out=shares).exp_()
+        return ChunkSoftmax(logits, shares, largest, real, here, places)
 
     def back_through(self, logits: Tensor, gradient: Tensor, outer: Tensor) -> Tensor:
         """The gradient of what the head itself returns, in the memory of `gradient`, which is that of `logits`.
@@ -268,24 +310,11 @@ class _Sums:
 
     def _add(self, rows: slice, targets: Tensor) -> None:
         options = self._options
-        logits, shares = self._logits.of(self._hidden[rows])
-        real = targets != IGNORED
-        classes = torch.where(real, targets, 0)
-        here, places = self._split.located(classes)
-        largest = self._split.max(logits.amax(dim=1))
-        torch.sub(logits, largest[:, None], out=shares).exp_()
-        total, chosen, expected, smoothed = self._split.sum(
-            torch.stack(
-                [
-                    shares.sum(dim=1),
-                    torch.where(here, logits.gather(1, places[:, None])[:, 0], 0),
-                    # As a product of matrices: a product of vectors would be as large as the logits.
-                    torch.bmm(shares[:, None], logits[:, :, None])[:, 0, 0],
-                    self._smoothed(logits),
-                ]
-            )
-        )
+        softmax = self._logits.softmax(self._hidden[rows], targets)
+        logits, shares, largest, real, here, places = softmax
+        total, chosen, expected, smoothed = softmax.figures(self._split, self._smoothed(logits))
         log_total = largest + total.log()
+        classes = torch.where(real, targets, 0)
         weight, of_total, of_chosen = self._factors(classes, chosen - log_total, log_total)
         losses = of_total[0] * log_total - of_chosen * chosen - smoothed + of_total[1] * log_total
         figures = (losses, log_total - expected / total, (chosen >= largest).to(losses), weight)

@@ -18,6 +18,7 @@ from windlass.transforms.linear_cross_entropy import (
     HeadGradients,
     LossOptions,
     autocast_dtype,
+    dot,
 )
 from windlass.transforms.tensor_split import TensorSplit
 
@@ -151,23 +152,10 @@ def _add_chunk(
     results: list[Tensor], rows: slice, targets: Tensor, logits_of: ChunkLogits, states: Tensor
 ) -> Tensor:
     """Write the figures of a chunk into `results`; return the logarithms of the softmax's denominators."""
-    logits, shares = logits_of.of(states)
-    split, real = logits_of.split, targets != IGNORED
-    here, places = split.located(torch.where(real, targets, 0))
-    largest = split.max(logits.amax(dim=1))
-    torch.sub(logits, largest[:, None], out=shares).exp_()
-    total, chosen, expected, squares, summed = split.sum(
-        torch.stack(
-            [
-                shares.sum(dim=1),
-                torch.where(here, logits.gather(1, places[:, None])[:, 0], 0),
-                # As products of matrices: products of vectors would be as large as the logits.
-                torch.bmm(shares[:, None], logits[:, :, None])[:, 0, 0],
-                torch.bmm(shares[:, None], shares[:, :, None])[:, 0, 0],
-                logits.sum(dim=1),
-            ]
-        )
-    )
+    softmax, split = logits_of.softmax(states, targets), logits_of.split
+    logits, shares, largest, real = softmax[:4]
+    more = dot(shares, shares), logits.sum(dim=1)
+    total, chosen, expected, squares, summed = softmax.figures(split, *more)
     log_total: Tensor = largest + total.log()
     figures = (
         chosen - log_total,

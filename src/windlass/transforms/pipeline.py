@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.config.pipeline_plan import PipelinePlan
@@ -23,7 +22,7 @@ from windlass.core.trees import send_to_device
 from windlass.dist.absent import Absent
 from windlass.dist.gang import Gang
 from windlass.transforms.averaging import average_gradients
-from windlass.transforms.buffers import broadcast, buffers_of_first_rank, check_sparse, share_buffers
+from windlass.transforms.buffers import broadcast, check_sparse
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.first_rank import check_same_structure
 from windlass.transforms.lean_head import InexactLossError, LeanHead, head_of
@@ -55,7 +54,7 @@ class Pipeline(Strategy):
         self._loss_ranks, self._all_ranks = loss_ranks, loss_ranks.over("all")
         self._ranks, self._device = loss_ranks.over("pipeline"), device
         self.staged = staged_of(module) or self._divided(module, plan)
-        super().__init__(module)
+        super().__init__(module, self._all_ranks.size > 1)
 
     def _divided(self, module: nn.Module, plan: PipelinePlan) -> StagedModel:
         _refuse_unfit(module)
@@ -140,20 +139,9 @@ class Pipeline(Strategy):
         return self._ranks.sum_on_device(square).sqrt()
 
     def max_over_ranks(self, flag: Tensor) -> Tensor:
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._all_ranks.device_group)
-        return flag
+        return self._all_ranks.max_on_device(flag)
 
     # --- the state --------------------------------------------------------------------------------------------------
-
-    def share_buffers(self) -> None:
-        share_buffers(self._module)
-
-    def own_buffers(self) -> dict[str, Tensor]:
-        """All of them: forwards do not share buffers between ranks."""
-        return self._buffers.all()
-
-    def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
-        return buffers_of_first_rank(self._module)
 
     def whole_state(self) -> dict[str, Any]:
         """Gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
@@ -163,9 +151,9 @@ class Pipeline(Strategy):
                 whole[id(parameter)] = value.cpu() if isinstance(parameter, Absent) else parameter.detach()
         if not is_first:
             return {}
-        state = {**dict(self._module.named_parameters(remove_duplicate=False))}
+        named = dict(self._module.named_parameters(remove_duplicate=False))
         return {
-            name: whole[id(state[name])] if name in state else value
+            name: whole[id(named[name])] if name in named else value
             for name, value in state_of(self._module).items()
         }
 

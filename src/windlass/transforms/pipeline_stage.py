@@ -41,7 +41,7 @@ class PipelineStage:
         self._forwarded: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._gradients: dict[int, Tensor] = {}
         self._input_gradients: dict[int, Tensor] = {}
-        self._weight_work: dict[int, Callable[[], None]] = {}
+        self._weight_work: dict[int, Callable[[], object]] = {}
 
     @property
     def is_first(self) -> bool:
@@ -136,7 +136,7 @@ class PipelineStage:
         output, received = self._forwarded.pop(bwd_chunk_id)
         gradient = None if self.is_last else self._gradients.pop(bwd_chunk_id)
         if not output.requires_grad:
-            self._weight_work[bwd_chunk_id] = _nothing
+            self._weight_work[bwd_chunk_id] = lambda: None  # no parameter is trained up to here
         elif full_backward:
             torch.autograd.backward(output, gradient)
         elif received is None:
@@ -145,7 +145,7 @@ class PipelineStage:
             own = [p for p in self._staged.parameters_of(self.stage_index) if p.requires_grad]
             given = None if gradient is None else [gradient]
             _, groups = stage_backward_input([output], given, [received], iter(own))
-            self._weight_work[bwd_chunk_id] = lambda: _backward_weight(own, groups)
+            self._weight_work[bwd_chunk_id] = lambda: stage_backward_weight(iter(own), groups)
         if received is not None:
             found = received.grad
             self._input_gradients[bwd_chunk_id] = torch.zeros_like(received) if found is None else found
@@ -164,11 +164,3 @@ class PipelineStage:
             return []
         gradient = self._input_gradients.pop(bwd_chunk_id).contiguous()
         return [self._link.sending(gradient, self._staged.placement[self.stage_index - 1])]
-
-
-def _nothing() -> None:
-    """No gradients."""
-
-
-def _backward_weight(parameters: list[nn.Parameter], groups: list[dict[str, Any]]) -> None:
-    stage_backward_weight(iter(parameters), groups)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from windlass.config.refusal import refuse
 from windlass.core.errors import ModelError
 from windlass.core.rng import preserved_rng
 from windlass.dist.gang import Gang
-from windlass.transforms.buffers import ForwardState, broadcast, buffers_of_first_rank, share_buffers
+from windlass.transforms.buffers import ForwardState, broadcast, share_buffers
 from windlass.transforms.strategy import Strategy, device_of, options_of_ddp
 from windlass.transforms.wrapping import listed
 
@@ -37,7 +36,7 @@ class Replicas(Strategy):
     """
 
     def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> None:
-        super().__init__(module)
+        super().__init__(module, loss_ranks.size > 1)
         fix = "the optimizer updates in the backward, where gradients are reduced one at a time; leave it out"
         refuse(options_of_ddp(plan, fix, besides="broadcast_buffers"))
         self._loss_ranks = loss_ranks
@@ -121,15 +120,9 @@ class Replicas(Strategy):
             raise self._unused(missing)
         self._order = [by_name[name] for name in everywhere[0]]
 
-    def share_buffers(self) -> None:
-        share_buffers(self._module)
-
     def own_buffers(self) -> dict[str, Tensor]:
         """All of them if they are not shared before forwards; else ranks have rank 0's, saved with the weights."""
-        return super().own_buffers() if self._shares else self._buffers.all()
-
-    def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
-        return buffers_of_first_rank(self._module)
+        return self._buffers.unsaved() if self._shares else super().own_buffers()
 
     def _release(self) -> None:
         self._hook.remove()

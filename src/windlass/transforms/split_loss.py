@@ -18,11 +18,11 @@ from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger
 from windlass.transforms.divided_output import DividedOutput
 from windlass.transforms.evaluating import evaluating
+from windlass.transforms.linear_cross_entropy import IGNORED
 from windlass.transforms.neftune import vocabulary_of
 from windlass.transforms.tensor_split import TensorSplit, split_cross_entropy, split_of
 
 _log = get_job_logger(__name__)
-_IGNORED = -100
 _TRAINED = "Set tp_size=1, or return a loss of your own (compute_loss_func)."
 
 
@@ -60,7 +60,8 @@ class SplitLoss:
         if expected is None or found is None or not torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
             self._used = False
             _log.info(
-                "%s makes whole logits for its own loss: it does not compute it from them alone", type(model)
+                "%s makes whole logits for its own loss: it does not compute it from them alone",
+                type(model).__name__,
             )
 
     def _short_row(self) -> Tensor | None:
@@ -84,7 +85,7 @@ class SplitLoss:
         labels: Tensor | None,
         vocab_size: int,
         num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = _IGNORED,
+        ignore_index: int = IGNORED,
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:

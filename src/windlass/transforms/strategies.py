@@ -55,6 +55,8 @@ def _spread(
         if in_backward and size > 1:
             fix = "is not built for optimizers that update in the backward: use adamw_torch, or set it to 1"
             raise ConfigError(Problem(field, size, fix))
+    if any(map(is_sharded, module.parameters())):
+        _check_divided(module, plan)
     if plan.pipeline is not None:
         from windlass.transforms.pipeline import Pipeline
 
@@ -63,8 +65,6 @@ def _spread(
         from windlass.transforms.expert_parallel import divided
 
         return divided(module, plan, loss_ranks, device)
-    if any(map(is_sharded, module.parameters())):
-        _check_divided(module, plan)
     if plan.strategy == "fsdp":
         from windlass.transforms.fsdp import shard
 
@@ -93,18 +93,24 @@ def _check_divided(module: nn.Module, plan: DistPlan) -> None:
     """Raise ConfigError for a model whose weights are divided already, unless that was done here, as the plan says."""
     from torch.distributed.fsdp import FSDPModule
 
+    from windlass.transforms.expert_layers import layers_of
     from windlass.transforms.tensor_layers import is_divided
 
     name = type(module).__name__
-    divided, sharded = is_divided(module), any(isinstance(part, FSDPModule) for part in module.modules())
-    if (divided or sharded) and (divided, sharded) != (plan.tensor > 1, plan.strategy == "fsdp"):
-        was = " and ".join(["tp_size above 1"] * divided + ["fsdp=True"] * sharded)
+    ways = {
+        "tp_size above 1": (is_divided(module), plan.tensor > 1),
+        "ep_size above 1": (bool(layers_of(module)), plan.expert > 1),
+        "fsdp=True": (
+            any(isinstance(part, FSDPModule) for part in module.modules()),
+            plan.strategy == "fsdp",
+        ),
+    }
+    was = " and ".join(way for way, (before, _) in ways.items() if before)
+    if was and any(before != now for before, now in ways.values()):
         raise ConfigError(
             Problem("model", name, f"was divided with {was} and stays so; set that, or build it again")
         )
-    if divided:
-        return
-    if not sharded:
+    if not was:
         fix = (
             "its weights are divided among the processes by tensor parallelism (a tp_plan of transformers, or "
             "parallelize_module), which is not trained here; load it without tp_plan and tp_size, and set fsdp=True to "

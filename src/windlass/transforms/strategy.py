@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from windlass.config.plan import DistPlan
 from windlass.core.errors import Problem
 from windlass.core.logs import get_job_logger
-from windlass.core.module_state import bare, extra_states, set_state, unsaved_buffers
-from windlass.transforms.buffers import OwnBuffers
+from windlass.core.module_state import bare, extra_states, set_state, state_of, unsaved_buffers
+from windlass.dist.sharded import whole_on_first
+from windlass.transforms.buffers import OwnBuffers, buffers_of_first_rank, share_buffers
 
 _NOTHING = contextlib.nullcontext()
 _log = get_job_logger(__name__)
@@ -25,6 +26,9 @@ class Strategy:
 
     Every strategy averages gradients over the ranks that have different targets (`loss_ranks`), so the share of each
     rank in the loss is multiplied by their number before its backward.
+
+    Args:
+        buffers_differ: forwards of each rank change its own buffers, and nothing sends them before the next forward.
 
     Attributes:
         model: called for forwards (a wrapper, or the module itself).
@@ -40,8 +44,9 @@ class Strategy:
     saves_parts = False
     filling = False
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, buffers_differ: bool = False) -> None:
         self._module = module
+        self._buffers_differ = buffers_differ
         self._buffers = OwnBuffers(module)
         self.at_release: list[Callable[[], None]] = []
         devices = {p.device for p in module.parameters() if p.requires_grad}
@@ -127,16 +132,18 @@ class Strategy:
 
     def share_buffers(self) -> None:
         """Send rank 0's buffers to all ranks. Collective."""
+        if self._buffers_differ:
+            share_buffers(self._module)
 
     def own_buffers(self) -> dict[str, Tensor]:
         """Buffers that are saved for this rank beside the state dict, by name: those in which ranks differ, and changed
         ones that the state dict leaves out.
         """
-        return self._buffers.unsaved()
+        return self._buffers.all() if self._buffers_differ else self._buffers.unsaved()
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         """Context in which all ranks have rank 0's buffers, which are saved. Collective."""
-        return _NOTHING
+        return buffers_of_first_rank(self._module) if self._buffers_differ else _NOTHING
 
     def whole_state(self) -> dict[str, Any]:
         """The state dict with whole tensors by the names of the bare module, and extra states as they are. Collective.
@@ -192,6 +199,24 @@ def adopt_own_state(strategy: Strategy, states: Sequence[Mapping[str, Any]]) -> 
             len(states) - 1,
             ", ".join(names),
         )
+
+
+def whole_on_main(module: nn.Module, is_main: bool) -> dict[str, Any]:
+    """The state dict of `module`, whose sharded tensors are gathered one at a time, tied ones once, onto the host of
+    rank 0. Empty on other ranks. Collective.
+
+    Args:
+        is_main: this is rank 0 of the job.
+    """
+    gathered: dict[int, Tensor | None] = {}
+    state: dict[str, Any] = {}
+    own = state_of(module)  # kept to the end: a tensor that is freed would give its identity to another
+    for name, value in own.items():
+        if isinstance(value, Tensor) and id(value) not in gathered:
+            gathered[id(value)] = whole_on_first(value.detach())
+        if is_main:
+            state[name] = gathered.get(id(value), value)
+    return state
 
 
 def squared_norm(tensor: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from windlass.dist.device_mesh import part_along_last
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import whole
 from windlass.transforms.tensor_plan import ADAPTED, SUMMED
@@ -49,7 +49,7 @@ def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor
             if parameter is None or (name == "bias" and dim == 1):
                 continue
             if id(parameter) not in parts:  # with the whole one, whose identity would be given to another
-                parts[id(parameter)] = parameter, _part(parameter, mesh, dim)
+                parts[id(parameter)] = parameter, part_along_last(parameter, mesh, dim)
             layer.register_parameter(name, parts[id(parameter)][1])
         if dim == 0 and isinstance(layer, nn.Linear):
             siblings.setdefault(path.removesuffix(ADAPTED).rpartition(".")[0], []).append(layer)
@@ -83,16 +83,6 @@ class _SharedInput:
             self._given = self._copied = None
         assert copied is not None
         return copied
-
-
-def _part(parameter: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    ranks, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    mine = parameter.detach().chunk(ranks, dim)[rank].clone(memory_format=torch.contiguous_format)
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(dim)]
-    part = DTensor.from_local(
-        mine, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    return nn.Parameter(part, parameter.requires_grad)
 
 
 class ColumnLinear(nn.Linear):

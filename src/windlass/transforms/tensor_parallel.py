@@ -12,19 +12,17 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from windlass.core.module_state import state_of
 from windlass.dist.device_mesh import tensor_device_mesh
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import is_sharded, locals_of, whole_on_first
+from windlass.dist.sharded import is_sharded, locals_of
 from windlass.transforms.averaging import AfterBackward, average_gradients
-from windlass.transforms.buffers import broadcast, buffers_of_first_rank, check_sparse, share_buffers
+from windlass.transforms.buffers import broadcast, check_sparse, share_buffers
 from windlass.transforms.first_rank import check_same_structure
 from windlass.transforms.split_loss import split_loss
-from windlass.transforms.strategy import Strategy, squared_norm
+from windlass.transforms.strategy import Strategy, device_of, squared_norm, whole_on_main
 from windlass.transforms.tensor_layers import divide, is_divided, undivided
 from windlass.transforms.tensor_plan import chosen_layers
 
@@ -99,7 +97,7 @@ class TensorParallel(Strategy):
         broadcast(p.detach() for p in module.parameters() if not is_sharded(p))
         share_buffers(module)
         self._division.apply(module, tensor_device_mesh(loss_ranks.mesh, device))
-        super().__init__(module)
+        super().__init__(module, self._stage_ranks.size > 1)
         self._division.finish()
         self._after_backward = AfterBackward(self._division.trainable, self._reduce)
 
@@ -115,13 +113,10 @@ class TensorParallel(Strategy):
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Count every element once: whole gradients are divided by the number of ranks that have them."""
-        square = torch.zeros((), dtype=torch.float64, device=self._device_of_norm())
+        square = torch.zeros((), dtype=torch.float64, device=device_of(self._module))
         for gradient, part in zip(gradients, locals_of(gradients), strict=True):
             square += self._share(squared_norm(part).double(), gradient)
         return self.norm_of(square).to(gradients[0].dtype if gradients else square.dtype)
-
-    def _device_of_norm(self) -> torch.device:
-        return next(self._module.parameters()).device
 
     def _share(self, square: Tensor, gradient: Tensor) -> Tensor:
         return square if is_sharded(gradient) else square / self._tensor_ranks.size
@@ -137,18 +132,7 @@ class TensorParallel(Strategy):
         return locals_of(gradients)
 
     def max_over_ranks(self, flag: Tensor) -> Tensor:
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._stage_ranks.device_group)
-        return flag
-
-    def share_buffers(self) -> None:
-        share_buffers(self._module)
-
-    def own_buffers(self) -> dict[str, Tensor]:
-        """All of them: forwards do not share buffers between ranks."""
-        return self._buffers.all()
-
-    def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
-        return buffers_of_first_rank(self._module)
+        return self._stage_ranks.max_on_device(flag)
 
     def _release(self) -> None:
         self._after_backward.release()
@@ -163,9 +147,4 @@ class TensorParallel(Strategy):
 
     def whole_state(self) -> dict[str, Any]:
         """Gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
-        state: dict[str, Any] = {}
-        for name, value in state_of(self._module).items():
-            found = whole_on_first(value.detach()) if isinstance(value, Tensor) else value
-            if self._stage_ranks.world.is_main:
-                state[name] = found
-        return state
+        return whole_on_main(self._module, self._stage_ranks.world.is_main)

@@ -15,7 +15,6 @@ from windlass.config.plan import ZeroPlan
 from windlass.core.module_state import ElsewhereState, bare, keep_elsewhere
 from windlass.dist.gang import Gang
 from windlass.transforms.alone import Alone
-from windlass.transforms.buffers import buffers_of_first_rank, share_buffers
 from windlass.zero.library import ZeroEngine
 
 
@@ -49,7 +48,7 @@ class ZeroModel(Alone):
     saves_parts = True
 
     def __init__(self, module: nn.Module, engine: ZeroEngine, loss_ranks: Gang) -> None:
-        super().__init__(module)
+        super().__init__(module, loss_ranks.size > 1)
         self._engine: ZeroEngine | None = engine
         self._loss_ranks = loss_ranks
         self._parts = engine
@@ -67,17 +66,6 @@ class ZeroModel(Alone):
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
         """Nothing to do: sums over ranks always have the same order."""
-
-    def share_buffers(self) -> None:
-        if self._loss_ranks.size > 1:
-            share_buffers(self._module)
-
-    def own_buffers(self) -> dict[str, Tensor]:
-        """All of them: forwards do not share buffers between ranks."""
-        return super().own_buffers() if self._loss_ranks.size == 1 else self._buffers.all()
-
-    def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
-        return buffers_of_first_rank(self._module) if self._loss_ranks.size > 1 else contextlib.nullcontext()
 
     def whole_state(self) -> dict[str, Any]:
         """Gathered one parameter at a time, onto the host of rank 0. Empty on other ranks."""
