@@ -103,6 +103,9 @@ def test_meshes_give_copies_and_shards() -> None:
     ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": True},
      "fsdp_config.activation_checkpointing", "twice"),
     ({"parallelism_config": {"pp_size": 2, "pp_schedule": "1f2b"}}, "parallelism_config.pp_schedule", "1f1b"),
+    ({"parallelism_config": {"pp_size": 2, "pp_handler": {"pp_schedule": "1f2b"}}}, "parallelism_config.pp_schedule",
+     "1f1b"),
+    ({"parallelism_config": {"cp_handler": {"cp_way": 1}}}, "parallelism_config.cp_way", "there is no such option"),
     ({"parallelism_config": 5}, "parallelism_config", "mapping"),
 ])  # fmt: skip
 def test_refused_when_arguments_are_made(arguments: dict[str, Any], field: str, words: str) -> None:

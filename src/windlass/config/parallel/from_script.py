@@ -34,14 +34,24 @@ def read_section(settings: Settings, given: Any, section: str, origin: str) -> N
         settings.problems.append(Problem(origin, given, "must be a mapping, or an object with these fields"))
         return
     known = SECTIONS[section]
-    handler = given.get("pp_handler")
-    options = stated(handler) if dataclasses.is_dataclass(handler) and not isinstance(handler, type) else {}
-    for word, raw in {**given, **options}.items():
+    for word, raw in {**given, **_options_in(given)}.items():
         if word in known:
             settings.record(known[word], raw, f"{origin}.{word}", "script", implicit)
         else:
             fix = f"there is no such option{did_you_mean(str(word), known)}"
             settings.problems.append(Problem(f"{origin}.{word}", raw, fix))
+
+
+def _options_in(given: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The options in the handlers of a layout. Of objects, those of pipelines alone change what is computed."""
+    found: dict[Any, Any] = {}
+    for handler in (given.get(word) for word in rows.HANDLERS):
+        if isinstance(handler, Mapping):
+            found |= handler
+    pipeline = given.get("pp_handler")
+    if dataclasses.is_dataclass(pipeline) and not isinstance(pipeline, type):
+        found |= stated(pipeline)
+    return found
 
 
 def _with_dtypes(given: Any) -> Any:

@@ -411,7 +411,8 @@ def _nothing(raw: object) -> None:
     """An object of options, whose fields have settings of their own."""
 
 
-for _word in ("tp_handler", "cp_handler", "sp_handler", "pp_handler"):
+HANDLERS = ("tp_handler", "cp_handler", "sp_handler", "pp_handler")
+for _word in HANDLERS:
     _mesh(_word, _nothing, None, "An object of options.")
 MESH = (
     *_mesh,
