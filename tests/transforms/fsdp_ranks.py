@@ -334,6 +334,15 @@ def recovers(gang: Gang) -> None:
     assert float(strategy.max_over_ranks(torch.tensor(float(RANK)))) == SIZE - 1
 
 
+def own_statistics(gang: Gang) -> None:
+    """Each rank has and saves its own; within the context all have rank 0's."""
+    strategy = shard(nn.BatchNorm1d(2), CPU, DistPlan(strategy="fsdp", shard=ShardPlan()), gang)
+    mean = strategy.module.get_buffer("running_mean").fill_(RANK)
+    with strategy.buffers_of_first_rank():
+        assert not mean.any()
+    assert torch.equal(strategy.own_buffers()["running_mean"], torch.full((2,), float(RANK)))
+
+
 def hugging_face(gang: Gang) -> None:
     """A model that names its layers itself, with tied weights; ranks generate different numbers of tokens."""
     transformers = pytest.importorskip("transformers")
@@ -475,6 +484,7 @@ def main() -> None:
             unused,
             used_by_some,
             recovers,
+            own_statistics,
             hugging_face,
             low_precision,
         ):
