@@ -73,7 +73,7 @@ def find_subject(name: str | None, overrides: Sequence[str]) -> Subject:
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file() or file.name != "config.json":
             fix = "give the config.json of a model, or its folder"
-            raise ConfigError(Problem("RECIPE", name, f"is no model's configuration; {fix}"))
+            raise ConfigError(Problem("RECIPE", name, f"is not the configuration of a model; {fix}"))
         args = TrainingArguments(max_grad_norm=1.0)
         return _subject(name, _saved_config(str(file.parent)), AxisLayout(()), args, False)
     draft = read_draft(name, overrides)
