@@ -154,4 +154,7 @@ def test_only_the_configuration_of_a_model_is_read(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "generation_config.json").write_text("{}")
     assert main(["prove", name, "--layout", "tp=2"]) == 2
-    assert f"RECIPE='{name}': is not the configuration of a model; give the config.json" in capsys.readouterr().err
+    assert (
+        f"RECIPE='{name}': is not the configuration of a model; give the config.json"
+        in capsys.readouterr().err
+    )
