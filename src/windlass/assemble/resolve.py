@@ -250,6 +250,7 @@ def _transforms(args: TrainingArguments, parallel: Parallel) -> TransformPlan:
         compiled, on = replace(compiled, memory_budget=float(budget)), False  # the compiler recomputes
     return TransformPlan(
         liger=mapping(args.liger_kernel_config) if args.use_liger_kernel else None,
+        qat=args.qat,
         recompute=on,
         recompute_options=options,
         compile=compiled,
