@@ -60,7 +60,6 @@ class Page(HTMLParser):
 
 def test_what_the_page_tells() -> None:
     facts = {
-        "arguments": {"learning_rate": 1e-4},
         "environment": {"torch": "2.13"},
         "data": {"rows": "a sentence"},
     }
