@@ -222,6 +222,7 @@ def test_arguments_know_where_each_was_set(tmp_path: Path, monkeypatch: pytest.M
     file.write_text("# settings\nseed: 3\nevaluation_strategy: epoch\n")
     assert sources(parser.parse_yaml_file(file)) == {"seed": f"{file}:2", "eval_strategy": f"{file}:3"}
     assert sources(parser.parse_dict({"seed": 3})) == {"seed": "the script"}
+    (tmp_path / "script.args").unlink()
     mixed = TrlParser(TrainingArguments).parse_args_and_config(
         ["--config", str(file), "--learning_rate", "1"]
     )

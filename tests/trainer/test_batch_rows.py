@@ -13,7 +13,6 @@ from torch.utils.data import IterableDataset
 
 from windlass import Trainer, TrainingArguments
 from windlass.callbacks.samples_log import SamplesLog, read_samples
-from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.trainer.batch_rows import rows_of_batch
 
 IDS = torch.tensor([[6, 7, 8, 1], [9, 10, 0, 0]])  # the cat sat <eos>; on a <pad> <pad>
@@ -117,7 +116,8 @@ class Stream(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for number in range(20):
             self.read.append(number)
-            yield {"input_ids": [6 + number % 20, 7, 1]}
+            ids = torch.tensor([6 + number % 20, 7, 1])
+            yield {"input_ids": ids, "labels": ids}
 
 
 def run(folder: Path, *, keeps: bool = True) -> tuple[list[int], list[float]]:
@@ -126,9 +126,7 @@ def run(folder: Path, *, keeps: bool = True) -> tuple[list[int], list[float]]:
         str(folder), max_steps=3, per_device_train_batch_size=4, logging_steps=1, use_cpu=True, report_to="none",
         disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(
-        small.model(), args, data_collator=DataCollatorForCausalLM(small.tokenizer()), train_dataset=stream
-    )
+    trainer = Trainer(small.model(), args, train_dataset=stream, processing_class=small.tokenizer())
     if not keeps:
         trainer.remove_callback(SamplesLog)
     trainer.train()

@@ -56,7 +56,7 @@ class TrlParser(HfArgumentParser):
         """
         words = list(sys.argv[1:] if args is None else args)
         path, words = _config_file(words)
-        values = {}
+        values: dict[str, Any] = {}
         if path is not None:
             values, self._defaults_set = _read(path)
         unknown = self.set_defaults_with_config(**values)

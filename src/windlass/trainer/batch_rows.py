@@ -89,8 +89,10 @@ class _Reader:
     def row(self, place: int) -> dict[str, Any]:
         ids, kept = self._column("input_ids", place), self._column("attention_mask", place)
         labels, answers = self._column("labels", place), self._column("completion_mask", place)
-        number = self._batch.get("labels", self._batch.get("label"))
-        label = _label(number[place], self._config) if _is_of_rows(number) else None
+        label = None
+        for found in (self._batch.get("labels"), self._batch.get("label")):
+            if isinstance(found, Tensor) and found.dim() == 1:
+                label = label or _label(found[place], self._config)
         where = [at for at in range(len(ids)) if len(kept) != len(ids) or kept[at]]
         shown_ids = [ids[at] for at in where]
         if len(answers) == len(ids):
@@ -122,17 +124,13 @@ class _Reader:
 def _images(batch: Mapping[str, Any], model: nn.Module) -> Iterator[dict[str, Any]]:
     """Yield rows of images with one label each."""
     images, labels = batch.get("pixel_values"), batch.get("labels")
-    if isinstance(images, Tensor) and _is_of_rows(labels):
+    if isinstance(images, Tensor) and isinstance(labels, Tensor) and labels.dim() == 1:
         for place, label in enumerate(labels[:_ROWS]):
             size = " x ".join(map(str, images.shape[1:]))
             yield {
                 "name": f"first batch, row {place}", "tokens": 0, "trained": 0, "pieces": [[f"[image {size}]", False]],
                 "label": _label(label, getattr(model, "config", None)),
             }  # fmt: skip
-
-
-def _is_of_rows(labels: Any) -> bool:
-    return isinstance(labels, Tensor) and labels.dim() == 1
 
 
 def _label(value: Tensor, config: Any) -> str:
