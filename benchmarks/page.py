@@ -39,23 +39,20 @@ KINDS = ("compute", "data", "update", "exchange", "evaluation", "save", "callbac
 
 def row(step: int) -> dict[str, Any]:
     """A report with the names that a run of `SFTTrainer` logs."""
-    seconds = {f"{kind}_seconds": 0.01 * (step % 7 + number) for number, kind in enumerate(KINDS)}
-    memory = {
-        f"{part}memory_{place}_gib": 3 + step % 5 / 10
-        for part in ("", "peak_")
-        for place in ("process", "device")
+    timing = {"wall": 1.7e9 + step, "elapsed": step, "mfu": 0.4, "data_wait": 0.01}
+    timing |= {f"{unit}_per_second": 60.0 + step % 9 for unit in ("samples", "tokens")}
+    timing |= {f"{kind}_seconds": 0.01 * (step % 7 + number) for number, kind in enumerate(KINDS)}
+    for place in ("process", "device"):
+        timing |= {f"{part}memory_{place}_gib": 3 + step % 5 / 10 for part in ("", "peak_")}
+    values = {
+        "loss": 3 / step**0.2,
+        "grad_norm": 0.5 + step % 11 / 10,
+        "learning_rate": 1 / (step + 9),
+        "mean_token_accuracy": 1 - 1 / step**0.3,
+        "entropy": 2 / step**0.1,
+        "num_tokens": step * 4096,
     }
-    timing = {"wall": 1.7e9 + step, "elapsed": step, "samples_per_second": 60 + step % 9, "tokens_per_second": 9e3 + step,
-              "mfu": 0.4, "data_wait": 0.01}  # fmt: skip
-    values = {"loss": 3 / step**0.2, "grad_norm": 0.5 + step % 11 / 10, "learning_rate": 1 / (step + 9),
-              "mean_token_accuracy": 1 - 1 / step**0.3, "entropy": 2 / step**0.1, "num_tokens": step * 4096}  # fmt: skip
-    return {
-        "event": "log",
-        "step": step,
-        "epoch": step / 1000,
-        **values,
-        "timing": {**timing, **seconds, **memory},
-    }
+    return {"event": "log", "step": step, "epoch": step / 1000, **values, "timing": timing}
 
 
 def write_run(folder: Path, steps: int) -> None:

@@ -100,10 +100,8 @@ class _Reader:
             return sample_of(shown_ids, trained, self._tokenizer, label=label)
         if len(labels) == len(ids) and not getattr(self._config, "is_encoder_decoder", False):
             targets = [labels[at] for at in where]
-            return sample_of(
-                shown_ids, [target != IGNORED for target in targets], self._tokenizer,
-                targets=targets if self._predicts_tokens else None,
-            )  # fmt: skip
+            trained, wanted = [target != IGNORED for target in targets], self._predicts_tokens
+            return sample_of(shown_ids, trained, self._tokenizer, targets=targets if wanted else None)
         read = sample_of(shown_ids, [False] * len(where), self._tokenizer, label=label)
         if not labels:
             return read
@@ -126,11 +124,9 @@ def _images(batch: Mapping[str, Any], model: nn.Module) -> Iterator[dict[str, An
     images, labels = batch.get("pixel_values"), batch.get("labels")
     if isinstance(images, Tensor) and isinstance(labels, Tensor) and labels.dim() == 1:
         for place, label in enumerate(labels[:_ROWS]):
-            size = " x ".join(map(str, images.shape[1:]))
-            yield {
-                "name": f"first batch, row {place}", "tokens": 0, "trained": 0, "pieces": [[f"[image {size}]", False]],
-                "label": _label(label, getattr(model, "config", None)),
-            }  # fmt: skip
+            pieces = [[f"[image {' x '.join(map(str, images.shape[1:]))}]", False]]
+            found = {"name": f"first batch, row {place}", "tokens": 0, "trained": 0, "pieces": pieces}
+            yield {**found, "label": _label(label, getattr(model, "config", None))}
 
 
 def _label(value: Tensor, config: Any) -> str:
