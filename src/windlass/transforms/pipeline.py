@@ -139,13 +139,14 @@ class Pipeline(Strategy):
             if parameter.requires_grad:
                 gradient = parameter.grad
                 part = torch.zeros_like(local(parameter.detach())) if gradient is None else local(gradient)
-                link.run(link.sending(part.contiguous(), to))
+                link.run(link.sending(part.to(self._device).contiguous(), to))
         for parameter, source in received.items():
             if parameter.requires_grad:
-                room = torch.empty_like(local(parameter.detach()), memory_format=torch.contiguous_format)
+                like, own = local(parameter.detach()), parameter.grad
+                room = torch.empty(like.shape, dtype=like.dtype, device=self._device)
                 link.run(link.receiving(room, source))
-                own = parameter.grad
-                parameter.grad = from_part(room if own is None or not add else local(own) + room, parameter)
+                found = room.to(like.device)
+                parameter.grad = from_part(found if own is None or not add else local(own) + found, parameter)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Each parameter counts once, also a tied one."""
@@ -242,5 +243,5 @@ def _refuse_unfit(module: nn.Module, all_ranks: Gang) -> None:
         fix = "has an encoder and a decoder, which are not cut into stages; set pp_size=1"
         raise ConfigError(Problem("model", type(module).__name__, fix))
     if any(all_ranks.gather_objects(any(p.is_meta for p in module.parameters()))):
-        fix = "some processes have the model on the meta device, and a pipeline is cut on each: load it on all of them"
-        raise ConfigError(Problem("fsdp_config.cpu_ram_efficient_loading", True, fix))
+        fix = "is on the meta device on some processes, and a pipeline is cut on each: load it on all of them"
+        raise ConfigError(Problem("model", type(module).__name__, fix))
