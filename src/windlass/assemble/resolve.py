@@ -38,11 +38,11 @@ from windlass.config.plan import (
     SchedulePlan,
     StabilityPlan,
     TransformPlan,
-    ZeroPlan,
 )
 from windlass.config.quantities import options_from, seconds, size_in_bytes
 from windlass.config.refusal import refuse
 from windlass.config.sections.fields import OptimisationSection
+from windlass.config.strategy_plans import ZeroPlan
 from windlass.config.support_rows import IN_BACKWARD_OPTIMIZERS
 from windlass.config.validate import check
 from windlass.core.mesh import Mesh

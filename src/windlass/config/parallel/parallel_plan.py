@@ -15,9 +15,17 @@ from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.settings import Setting, Settings, contradiction
 from windlass.config.parallel.table import values_for
 from windlass.config.parallel.xla_checks import xla_problems
-from windlass.config.pipeline_plan import SCHEDULES, PipelinePlan, Schedule, unfit_stages, usual_stages
-from windlass.config.plan import CompilePlan, DistPlan, Float8Plan, PrecisionPlan, ShardPlan, ZeroPlan
+from windlass.config.plan import CompilePlan, DistPlan, Float8Plan, PrecisionPlan
 from windlass.config.refusal import refuse
+from windlass.config.strategy_plans import (
+    SCHEDULES,
+    PipelinePlan,
+    Schedule,
+    ShardPlan,
+    ZeroPlan,
+    unfit_stages,
+    usual_stages,
+)
 from windlass.core.errors import Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.mesh import Mesh
