@@ -129,11 +129,10 @@ class FullyShardedModel(Strategy):
             self._keep_gathered(False)
 
     def reduce(self) -> None:
-        state = self._root._get_fsdp_state()
-        for inner in state._state_ctx.all_states:
-            for group in inner._fsdp_param_groups:
+        for unit in self._units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
                 group.post_backward()
-        state._root_post_backward_final_callback()
+        self._root._get_fsdp_state()._root_post_backward_final_callback()
         for unit in self._units:  # those that no backward reached
             unit.reshard()
         self._plain.reduce()
