@@ -22,5 +22,5 @@ def absent_like(parameter: nn.Parameter, device: torch.device) -> Absent:
 
 
 def present(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those of the parameters that this rank holds, or holds a part of."""
+    """The parameters that this rank holds, or holds a part of."""
     return [parameter for parameter in parameters if not isinstance(parameter, Absent)]
