@@ -36,8 +36,9 @@ def export_command(options: argparse.Namespace) -> int:
         from windlass.finetuning.quantized_export import export_quantized
 
         scheme = export_quantized(source, target, options.quantize, how)
-        say(f"quantized: {scheme}, {QAT_SCHEMES[scheme]}")
-        _say_sizes(sorted(path for path in target.iterdir() if path.suffix == ".safetensors"))
+        if not options.json:
+            say(f"quantized: {scheme}, {QAT_SCHEMES[scheme]}")
+        _say_sizes(sorted(path for path in target.iterdir() if path.suffix == ".safetensors"), options.json)
         return 0
     if form == "hf":
         export_folder(source, target, how)

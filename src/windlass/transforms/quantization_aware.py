@@ -62,16 +62,17 @@ def quantized_config(scheme: str) -> Any:
     """Return torchao's configuration of the quantized weights that `scheme` trains for."""
     library = require("torchao.quantization", _PURPOSE)
     sizes: Any = require("torchao.quantization.granularity", _PURPOSE)
+    dtypes: Any = torch  # whose stubs lack int4
     row, group = sizes.PerAxis(0), sizes.PerGroup(GROUP)
     if scheme == "float8":
         return library.Float8DynamicActivationFloat8WeightConfig(
             granularity=sizes.PerRow(), activation_value_lb=_SMALLEST
         )
     kind, dtype, granularity = {
-        "int8": (library.Int8DynamicActivationIntxWeightConfig, torch.int8, row),
-        "int4": (library.Int8DynamicActivationIntxWeightConfig, torch.int4, group),
-        "int8_weight_only": (library.IntxWeightOnlyConfig, torch.int8, row),
-        "int4_weight_only": (library.IntxWeightOnlyConfig, torch.int4, group),
+        "int8": (library.Int8DynamicActivationIntxWeightConfig, dtypes.int8, row),
+        "int4": (library.Int8DynamicActivationIntxWeightConfig, dtypes.int4, group),
+        "int8_weight_only": (library.IntxWeightOnlyConfig, dtypes.int8, row),
+        "int4_weight_only": (library.IntxWeightOnlyConfig, dtypes.int4, group),
     }[scheme]
     return kind(dtype, granularity)
 
@@ -87,7 +88,7 @@ class _StraightThrough(nn.Module):
         self.config.hp_value_lb = _SMALLEST
 
     def forward(self, value: Tensor) -> Tensor:
-        rounded: Tensor = _PassGradient.apply(value, self.rounding)
+        rounded: Tensor = _PassGradient.apply(value, self.rounding)  # type: ignore[no-untyped-call]
         return rounded
 
 
