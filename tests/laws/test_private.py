@@ -48,6 +48,7 @@ THIRD_PARTY = {
     "_step_count": "PyTorch's schedules count their steps there, and do not publish them",
     **dict.fromkeys(("_iterator", "_worker_info"), _WORKERS),
     **dict.fromkeys(("_get_fsdp_state", "_fsdp_param_groups", "_lazy_init", "_unsharded_param"), _SHARDED),
+    **dict.fromkeys(("_post_forward", "_root_post_backward_final_callback"), _SHARDED),
     "_GLOBAL_CLIENT_FACTORY": "huggingface_hub does not publish if a script makes its HTTP client",
     "_flatten": "a mesh joins its axes under no other name",
     **dict.fromkeys(("_current_frames", "_get_sequence_number_for_group"), _DEBUG),

@@ -74,6 +74,7 @@ def build_parser() -> CommandParser:
         action="store_true",
         help="into the folder checkpoint-N of the repository, instead of last-checkpoint",
     )
+    push.add_argument("--json", action="store_true", help="as one JSON object")
     prune = actions.add_parser("prune", help="remove checkpoints")
     prune.add_argument("folder", metavar="DIR", help="a run's output folder")
     prune.add_argument("--keep-last", type=_count, metavar="N", help="keep this many of the newest")
@@ -103,6 +104,7 @@ def _add_export(actions: argparse._SubParsersAction[CommandParser]) -> None:
         "--base", metavar="MODEL", help="name or folder of the base (default: the one that the adapter names)"
     )
     add("--force", action="store_true", help="replace an earlier result")
+    add("--json", action="store_true", help="as one JSON object")
 
 
 def _count(text: str) -> int:

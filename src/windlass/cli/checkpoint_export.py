@@ -16,7 +16,7 @@ from windlass.config.quantities import size_in_bytes
 from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
 from windlass.core.locations import is_url
-from windlass.core.output import one_line, say
+from windlass.core.output import one_line, say, say_json
 
 
 def export_command(options: argparse.Namespace) -> int:
@@ -28,7 +28,7 @@ def export_command(options: argparse.Namespace) -> int:
         from windlass.finetuning.merging import merge_adapter
 
         merge_adapter(local_path(options.checkpoint), target, options.base, how.dtype)
-        _say_sizes(sorted(path for path in target.iterdir() if path.suffix == ".safetensors"))
+        _say_sizes(sorted(path for path in target.iterdir() if path.suffix == ".safetensors"), options.json)
         return 0
     source = open_folder(local_path(options.checkpoint))
     if form == "hf":
@@ -37,11 +37,14 @@ def export_command(options: argparse.Namespace) -> int:
     else:
         export_file(source, target, how)
         written = [target]
-    _say_sizes(written)
+    _say_sizes(written, options.json)
     return 0
 
 
-def _say_sizes(written: list[Path]) -> None:
+def _say_sizes(written: list[Path], as_json: bool) -> None:
+    if as_json:
+        say_json({"written": [{"path": str(path), "bytes": path.stat().st_size} for path in written]})
+        return
     for path in written:
         say(f"{one_line(path)}: {in_words(path.stat().st_size)}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -54,6 +55,8 @@ class TrainingArguments(Helpers, Setters, metaclass=AcceptsOldNames):
             self.__dict__["_given"] = self.__dict__.get("_given", frozenset()) | {name}
             if name in derived:  # a new dict, because a shallow copy of the arguments shares the old one
                 self.__dict__["_derived"] = {n: said for n, said in derived.items() if n != name}
+            if name in (sources := self.__dict__.get("_sources", {})):
+                self.__dict__["_sources"] = {n: place for n, place in sources.items() if n != name}
             if name in BOTH_WAYS:
                 object.__setattr__(self, BOTH_WAYS[name], value)
         object.__setattr__(self, name, value)
@@ -115,6 +118,29 @@ def describe(args: TrainingArguments) -> list[tuple[str, Any, bool]]:
     plain = next(cls for cls in type(args).__mro__ if _needs_nothing(cls))().to_dict()
     derived = args.__dict__.get("_derived", {})
     return [(n, v, n in derived or (n in plain and plain[n] == v)) for n, v in values.items()]
+
+
+def note_sources(
+    args: TrainingArguments, sources: Mapping[str, str], others: Mapping[str, tuple[Any, str]] | None = None
+) -> None:
+    """Record where arguments were set, for `source_of`. One that is assigned later was set by the script.
+
+    Args:
+        sources: by name, such as `recipe.yaml:12` or `the command line`.
+        others: settings beside the arguments, such as the keys of a recipe: name -> (value, source).
+    """
+    args.__dict__["_sources"] = {**args.__dict__.get("_sources", {}), **sources}
+    args.__dict__["_others"] = {**args.__dict__.get("_others", {}), **(others or {})}
+
+
+def source_of(args: TrainingArguments, name: str) -> str:
+    """Return where an argument that differs from its default was set: the script, unless `note_sources` knows."""
+    return str(args.__dict__.get("_sources", {}).get(name, "the script"))
+
+
+def settings_beside(args: TrainingArguments) -> dict[str, tuple[Any, str]]:
+    """Return the settings of `note_sources` that are not arguments: name -> (value, source)."""
+    return dict(args.__dict__.get("_others", {}))
 
 
 def shared_arguments(args: TrainingArguments) -> dict[str, Any]:

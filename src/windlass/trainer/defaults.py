@@ -17,6 +17,7 @@ from windlass.callbacks.notebook import NotebookProgressCallback
 from windlass.callbacks.printer import PrinterCallback
 from windlass.callbacks.progress import ProgressCallback
 from windlass.callbacks.report import ReportCallback
+from windlass.callbacks.samples_log import Samples, SamplesLog
 from windlass.callbacks.tracking import TrackingCallback
 from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
@@ -170,6 +171,11 @@ def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
         *trackers,
         *hub,
     ]
+
+
+def samples_callback(samples: Callable[[Any], Samples]) -> SamplesLog:
+    """The callback that keeps the first rows of the data, which `samples` returns of the first batch."""
+    return SamplesLog(samples)
 
 
 def display_callback(args: TrainingArguments) -> type[TrainerCallback]:

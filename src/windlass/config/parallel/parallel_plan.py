@@ -241,12 +241,14 @@ def _pipeline_objections(settings: Settings) -> Iterator[Problem]:
         options = rows_pipeline.PP_SCHEDULE, rows_pipeline.PP_STAGES, rows_pipeline.PP_SPLIT_POINTS
         yield from settings.without_effect(fix, *options)
         return
-    others = [found for found in _axes(settings) if found.key != rows.MESH_PIPELINE.name]
+    built = (rows.MESH_PIPELINE.name, rows.MESH_TENSOR.name)
+    others = [found for found in _axes(settings) if found.key not in built]
     for other in others:
         fix = f"is not built together with {other.origin}={other.value}: set one of the two to 1"
         yield size.problem(fix)
-    if is_sharded(settings):
-        yield size.problem("is not built together with FSDP: leave fsdp out, or set it to 1")
+    if is_sharded(settings) and settings.value(rows.FSDP_RAM_EFFICIENT):
+        fix = "is not built for pipelines, which are cut on each process: set it to false, and load the model on all"
+        yield settings[rows.FSDP_RAM_EFFICIENT.name].problem(fix)
     stages = settings.get(rows_pipeline.PP_STAGES.name)
     if stages is not None and (fix := unfit_stages(_schedule(settings), stages.value)):
         yield stages.problem(fix)
