@@ -31,8 +31,8 @@ def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module 
 
 
 def _warn_of_infinite_masks(model: nn.Module) -> None:
-    """Warn of the "eager" attention of transformers in float64, whose softmax in float32 makes its mask infinite: a token
-    that sees no other one, as padding more than a window away from the last token of its row, becomes NaN.
+    """Warn of the "eager" attention of transformers in float64, whose softmax in float32 makes its mask infinite: a
+    token that sees no other one, as padding more than a window away from the last token of its row, becomes NaN.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
