@@ -18,7 +18,7 @@ from windlass.transforms.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What a call of `train()` would run with; nothing of it was prepared.
+    """What a call of `train()` makes its run of; nothing of it is prepared.
 
     Attributes:
         optimizer: one that the script made before.
