@@ -107,7 +107,7 @@ class Adafactor(PerParameterOptimizer):
 
 
 def factored_update(grad: Tensor, state: dict[str, Any], group: dict[str, Any], lr: float | Tensor) -> Tensor:
-    """What is subtracted from a weight besides its decay; `state` has the moments, which begin with the first update."""
+    """Return what is subtracted from a weight besides its decay; its first call begins the moments in `state`."""
     beta1 = group.get("beta1")
     if state.keys().isdisjoint(("exp_avg_sq", "exp_avg_sq_row")):
         start_moments(state, grad, beta1 is not None)
