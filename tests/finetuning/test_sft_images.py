@@ -250,6 +250,33 @@ def test_a_model_that_does_not_keep_images_apart_is_not_packed(
         trainer_of(tmp_path, name, mixed_rows(), packing=True, max_length=256)
 
 
+def test_a_stream_trains_as_the_table_does_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    """Rows with one image, with two and with none; images are files, or records of a table."""
+    import datasets
+
+    rows = mixed_rows(tmp_path)
+    images = datasets.List(datasets.Image())
+    table = datasets.Dataset.from_list(rows).cast_column("images", images)
+    streams = {
+        "table": table.to_iterable_dataset(),
+        "generator": datasets.IterableDataset.from_generator(lambda: iter(rows)),
+    }
+    options = {"lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
+    expected = trainer_of(tmp_path / "whole", "llava", table, max_steps=4, **options)
+    expected.train()
+    for name, stream in streams.items():
+        trainer = trainer_of(
+            tmp_path / name, "llava", stream, max_steps=2, save_strategy="steps", save_steps=2, **options
+        )
+        trainer.train()
+        longer = trainer_of(tmp_path / name, "llava", stream, max_steps=4, **options)
+        longer.train(resume_from_checkpoint=True)
+        for key, value in weights(expected).items():
+            torch.testing.assert_close(weights(longer)[key], value, rtol=0, atol=0)
+    with pytest.raises(DataError, match="a stream with images is not packed: set packing=False"):
+        trainer_of(tmp_path, "llava", streams["table"], max_steps=1, packing=True, max_length=256)
+
+
 def test_a_collator_of_the_script_gets_the_rows_as_they_are(tmp_path: Path) -> None:
     """As scripts for images are written for TRL; and the model may be a configuration."""
     model, processor = family("llava")

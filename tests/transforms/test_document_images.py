@@ -31,7 +31,9 @@ def test_documents_with_two_images_with_one_and_with_none_are_apart(name: str) -
         }
         for at, (ids, count) in enumerate(documents)
     ]
-    joined, alone = (ImageCollator(DataCollatorForCausalLM(0, joins), images, joins) for joins in (True, False))
+    joined, alone = (
+        ImageCollator(DataCollatorForCausalLM(0, joins), images, joins) for joins in (True, False)
+    )
 
     def logits_of(batch: dict[str, Tensor]) -> Tensor:
         given = {key: value for key, value in batch.items() if key != "labels"}
