@@ -232,7 +232,9 @@ def _prepared_stream(
 ) -> Any:
     if images is not None:
         if options.packing is not None:
-            fix = "a stream with images is not packed: set packing=False, or load the dataset (streaming=False)"
+            fix = (
+                "a stream with images is not packed: set packing=False, or load the dataset (streaming=False)"
+            )
             raise DataError(fix)
         stream = stream.decode(False) if stream.features else stream  # the collator opens images
     example = next(iter(stream), None)
