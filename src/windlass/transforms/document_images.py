@@ -19,6 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from windlass.transforms.document_mask import DocumentMask
 
+Hooked = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 @contextlib.contextmanager
 def images_apart(model: nn.Module) -> Iterator[None]:
@@ -54,7 +56,7 @@ def _dependent_on_images(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
         yield inner, partial(_with_masks, model)
 
 
-def _with_positions(module: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _with_positions(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Hooked:
     """Positions (4, rows, tokens): those of a text, then three dimensions as the model counts them in each document."""
     positions, kinds = given.get("position_ids"), given.get("mm_token_type_ids")
     grids = given.get("image_grid_thw")
@@ -76,7 +78,7 @@ def _is_a_row(positions: Any) -> TypeGuard[Tensor]:
     return positions is not None and positions.ndim == 2 and len(positions) == 1
 
 
-def _with_masks(model: Any, module: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _with_masks(model: Any, module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Hooked:
     """Masks as the model makes them of each document."""
     positions, kinds = given.get("position_ids"), given.get("token_type_ids")
     if not _is_a_row(positions) or given.get("attention_mask") is not None:
