@@ -48,6 +48,7 @@ def instead_of_runs(call: Instead) -> Iterator[None]:
         _chosen.remove(call)
 
 
-def in_place_of_run() -> Instead | None:
-    """Return what takes the place of a run; None: it is run."""
-    return _chosen[-1] if _chosen else None
+def give_way(request: Callable[[], RunRequest]) -> None:
+    """Call what takes the place of a run, if something does."""
+    if _chosen:
+        _chosen[-1](request())

@@ -402,9 +402,7 @@ class Trainer:
             self.lr_scheduler, self._made_scheduler = None, False
         # Before any other collective.
         preparation.begin_call(self, Trainer, self._services, "train", "train()", resume)
-        planned = instead.in_place_of_run()
-        if planned is not None:
-            planned(self._request(ignore_keys_for_eval))
+        instead.give_way(lambda: self._request(ignore_keys_for_eval))
         earlier, self._run = self._run, None
         self._folder = run_folder.RunFolder(self.args, self._session.all_ranks)
         self._folder.take()
