@@ -48,7 +48,13 @@ _FREE_TO_DIFFER = frozenset(
 
 
 class CheckpointSource:
-    """Finds checkpoints, verifies them and opens them on all ranks. `manager` is that of the run's `folder`."""
+    """Finds checkpoints, verifies them and opens them on all ranks. `manager` is that of the run's `folder`.
+
+    Attributes:
+        asked: the argument `resume_from_checkpoint` of the run.
+    """
+
+    asked: str | bool | os.PathLike[str] | None = None
 
     def __init__(self, all_ranks: Gang, folder: RunFolder, manager: CheckpointManager) -> None:
         self._all_ranks, self.folder, self.manager = all_ranks, folder, manager
@@ -59,6 +65,7 @@ class CheckpointSource:
         """The verified checkpoint that `resume_from_checkpoint` names, None for a fresh run. Collective. Raises
         ConfigError if the value is not one of those allowed, and CheckpointError if there is no such checkpoint.
         """
+        self.asked = asked
         if asked is None or asked is False:
             return None
         if not isinstance(asked, (bool, str, os.PathLike)):

@@ -22,6 +22,7 @@ from windlass.core.logs import SCRIPT_HINTS, get_job_logger, get_logger
 from windlass.core.mesh import Mesh
 from windlass.core.rng import StepSeeder
 from windlass.core.run_clock import SAVE, UPLOAD, run_clock
+from windlass.core.script_command import resume_hint
 from windlass.core.types import State, Stateful, TrainOutput
 from windlass.core.world import World
 from windlass.data.update_batch import GroupSource, UpdateBatch
@@ -74,7 +75,7 @@ class Run(LoopHooks, Interruptible):
         pad_token: int | None,
     ) -> None:  # fmt: skip
         plan, services, session = context.plan, context.services, context.session
-        self._context, self._folder = context, opener.folder
+        self._context, self._folder, self._asked = context, opener.folder, opener.asked
         self.progress = self._events = context.events
         self._empty_cache_every = context.plan.reports.empty_cache_every
         self.executor, self.schedule = context.built.executor, context.built.schedule
@@ -317,11 +318,9 @@ class Run(LoopHooks, Interruptible):
             )
         self.checkpoints.check_last()
         if self._context.interruption.epoch_goes_on:
+            state = self._events.state
             get_job_logger(SCRIPT_HINTS).warning(
-                "stopped at step %d of %d; train(resume_from_checkpoint=True) continues from %s",
-                self._events.state.global_step,
-                self._events.state.max_steps,
-                self.newest_checkpoint or "the beginning: nothing was saved",
+                resume_hint(state.global_step, state.max_steps, self.newest_checkpoint, self._asked)
             )
 
     def data_ahead(self) -> None:

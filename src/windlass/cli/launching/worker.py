@@ -25,6 +25,7 @@ from typing import NoReturn
 from windlass.core.activity import Opening
 from windlass.core.errors import Preempted
 from windlass.core.output import say, shown
+from windlass.core.package_remarks import mute_import_remarks
 from windlass.core.parent import end_with_parent
 from windlass.core.tracebacks import calls_of, printed, report_uncaught
 from windlass.dist.beacon import END, END_ALONE, LEFT, beacon
@@ -47,6 +48,7 @@ def main(words: Sequence[str]) -> None:
     if words[0] == "--exec":
         execute(words[1:])
     watch(os.environ)
+    mute_import_remarks()
     as_module, script = (True, words[1]) if words[0] == "-m" else (False, words[0])
     sys.argv[:] = words[1:] if as_module else words[:]
     if not os.environ.get("PYTHONSAFEPATH"):  # the flag is set in any case
