@@ -69,7 +69,6 @@ class RunRecord:
         folder: Path,
         args: TrainingArguments,
         data: Callable[[], Mapping[str, Any]],
-        *,
         writes: bool,
         needs: Needs = "script",
     ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 LOGGERS = (
     "torchao",
     "bitsandbytes",
+    "bitsandbytes.backends.cpu.ops",
     "torch.utils._pytree",
     "DeepSpeed",
     "transformers.integrations.hub_kernels",

@@ -18,6 +18,7 @@ from windlass.core.world import LAUNCH_VARIABLE, world_from_environment
 
 ARGUMENT = "resume_from_checkpoint"
 _FLAG = f"--{ARGUMENT}"
+_LOGGED = "windlass: "
 _SPELLINGS = (_FLAG, "--resume-from-checkpoint")
 # What a command that is typed again needs to resume: nothing; the flag of the script's parser; a change of the script.
 Needs = Literal["nothing", "flag", "script"]
@@ -94,7 +95,7 @@ def resume_hint(step: int, last: int, newest: Path | None, asked: Any) -> str:
         return _hint(f"{state}; nothing was saved. Start again with", command)
     state += f"; {shown_path(newest)} is complete."
     if not command:
-        return f"{state} train({ARGUMENT}=True) continues from it"
+        return _folded(f"{state} train({ARGUMENT}=True) continues from it")
     match needs_to_resume(asked):
         case "nothing":
             return _hint(f"{state} The same command resumes", command)
@@ -108,5 +109,9 @@ def resume_hint(step: int, last: int, newest: Path | None, asked: Any) -> str:
 def _hint(sentence: str, command: Sequence[str]) -> str:
     if not command:
         return sentence.partition(". ")[0]
-    # `windlass: ` precedes the first row.
-    return f"{folded(sentence, stream=STDERR)}:\n  {folded_command(shlex.join(command), STDERR, 2)}"
+    return f"{_folded(f'{sentence}:')}\n  {folded_command(shlex.join(command), STDERR, 2)}"
+
+
+def _folded(sentence: str) -> str:
+    """Return a sentence as rows, of which the logger's name begins the first."""
+    return folded(f"{_LOGGED}{sentence}", stream=STDERR).removeprefix(_LOGGED)

@@ -24,7 +24,6 @@ from windlass.config.plan import CallPlan, RunPlan, SavePlan
 from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_job_logger
-from windlass.core.script_command import needs_to_resume
 from windlass.data.loader import Loader
 from windlass.data.update_batch import GroupSource
 from windlass.dist.alike import check_alike, optimizer_facts
@@ -131,13 +130,7 @@ def prepare_run(
         files = new_files(built.executor.strategy)
         _check_built(built, plan, hooks, folder.disks, files, session.all_ranks)
         context = RunContext(services, plan, hooks, built, files, interruption)
-        record = RunRecord(
-            folder.path,
-            args,
-            hooks.data_facts,
-            writes=session.world.is_main,
-            needs=needs_to_resume(opener.asked),
-        )
+        record = RunRecord(folder.path, args, hooks.data_facts, session.world.is_main, opener.needs)
         run = Run(context, source, opener, record, getattr(tokenizer, "pad_token_id", None))
     except BaseException:
         built.executor.release()

@@ -17,6 +17,7 @@ from windlass.config.plan import UpdateSize
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
+from windlass.core.script_command import Needs, needs_to_resume
 from windlass.core.types import State
 from windlass.data.update_batch import GroupSource
 from windlass.dist.gang import Gang
@@ -58,6 +59,11 @@ class CheckpointSource:
 
     def __init__(self, all_ranks: Gang, folder: RunFolder, manager: CheckpointManager) -> None:
         self._all_ranks, self.folder, self.manager = all_ranks, folder, manager
+
+    @property
+    def needs(self) -> Needs:
+        """What the command of this process, typed again, needs to resume."""
+        return needs_to_resume(self.asked)
 
     def resume_point(
         self, asked: str | bool | os.PathLike[str] | None, resolve_path: Callable[[str], str]

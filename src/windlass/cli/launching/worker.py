@@ -22,12 +22,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from windlass.cli.command_line import EXIT_INTERRUPTED
 from windlass.core.activity import Opening
 from windlass.core.errors import Preempted
 from windlass.core.output import say, shown
 from windlass.core.package_remarks import mute_import_remarks
 from windlass.core.parent import end_with_parent
 from windlass.core.tracebacks import calls_of, printed, report_uncaught
+from windlass.core.world import world_from_environment
 from windlass.dist.beacon import END, END_ALONE, LEFT, beacon
 from windlass.dist.watchdog import watch
 
@@ -63,6 +65,10 @@ def main(words: Sequence[str]) -> None:
         beacon().step(leaving.step)
         beacon().call(LEFT)
         raise
+    except KeyboardInterrupt:
+        if world_from_environment().is_main:
+            raise
+        sys.exit(EXIT_INTERRUPTED)  # one process shows where it was
     except Exception as error:
         error.__traceback__ = of_the_script(error.__traceback__)
         record(error, os.environ)
