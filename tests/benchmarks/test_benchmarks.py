@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.browser import needs_browser
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -46,6 +47,18 @@ def test_optimizers_are_measured_and_written_into_their_page(tmp_path: Path) -> 
     assert picture.read_text().lstrip().startswith("<?xml")
 
 
+@pytest.mark.slow
+@needs_browser
+def test_a_page_costs_little(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason="windlass ui needs uvicorn")
+    found = tmp_path / "figures.json"
+    _run(str(FOLDER / "page.py"), "--rounds", "1", "--seconds", "5", "--json", str(found))
+    figures = json.loads(found.read_text())
+    assert figures["bytes"] < 1e6
+    assert figures["following"] < 0.05, "processor time, of which a look may take 1 %"
+    assert len(figures["first_paint_ms"]) == 1
+
+
 def test_percentile() -> None:
     common = _load("common")
     assert common.percentile([3.0, 1.0, 2.0], 0.5) == 2.0
@@ -80,6 +93,7 @@ def test_the_page_has_every_section() -> None:
         "contention",
         "resume",
         "preparation",
+        "page",
         "gpu",
         "gpu-axes",
         "axes",

@@ -150,6 +150,13 @@ def test_printed_it_is_a_recipe_with_the_list_on_top(tmp_path: Path, capsys: Any
         "task": "sft", "model": {"name": "hub/model"},
         "data": {"format": "hub", "train": "hub/data", "eval_fraction": 0},
     }  # fmt: skip
+    assert main(["convert-config", str(path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["recipe"], facts["written"]) == (values, None)
+    assert facts["not_carried_over"]["unknown_thing"] == {
+        "value": [1, 2],
+        "reason": "a recipe has no such key",
+    }
 
 
 @pytest.mark.parametrize(

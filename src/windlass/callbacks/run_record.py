@@ -22,7 +22,9 @@ from typing import Any
 from windlass import __version__
 from windlass.callbacks.clock_file import ClockFile, is_seconds, read_clock, rounded
 from windlass.callbacks.row_reader import read_rows
-from windlass.config.arguments import TrainingArguments, describe
+from windlass.config.arguments import TrainingArguments, describe, settings_beside, source_of
+from windlass.config.parallel.from_launcher import from_environment
+from windlass.config.parallel.table import KEYS
 from windlass.core.clock import LATEST
 from windlass.core.errors import DataError, Preempted
 from windlass.core.logs import get_logger
@@ -99,6 +101,8 @@ class RunRecord:
             arguments, data = changed_arguments(self._args), dict(self._data())
             facts = {
                 "arguments": arguments,
+                "sources": {name: source_of(self._args, name) for name in arguments},
+                "settings": settings_of(self._args),
                 "data": data,
                 "environment": environment(),
                 "process": {**_process(), "needs": self._needs},
@@ -308,6 +312,23 @@ def changed_arguments(args: TrainingArguments) -> dict[str, Any]:
         name: redact_value(name, value)
         for name, value, is_default in describe(args)
         if not is_default and not is_secret_name(name)
+    }
+
+
+def settings_of(args: TrainingArguments) -> dict[str, dict[str, Any]]:
+    """Return what was set beside the arguments to something else than its default, as `value` and `source`: keys of a
+    recipe, and what the launcher of this process passed.
+    """
+    launched = from_environment(os.environ)
+    found = {
+        name: (setting.value, setting.origin)
+        for name, setting in launched.items()
+        if not setting.implicit and setting.value != KEYS[name].default
+    }
+    return {
+        name: {"value": redact_value(name, value), "source": source}
+        for name, (value, source) in {**settings_beside(args), **found}.items()
+        if not is_secret_name(name)
     }
 
 

@@ -14,7 +14,7 @@ from windlass.cli.schema import Recipe, field_names
 from windlass.cli.training import training_arguments, training_fields
 from windlass.config.documents import loads, one_line
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.output import say
+from windlass.core.output import say, say_json
 from windlass.core.outside import load_outside
 from windlass.core.plain_text import read_text
 from windlass.core.terminal import folded
@@ -39,6 +39,7 @@ def build_parser() -> CommandParser:
     parser.add_argument(
         "--output", metavar="RECIPE.yaml", help="write the recipe there instead of printing it"
     )
+    parser.add_argument("--json", action="store_true", help="print the conversion as one JSON object")
     return parser
 
 
@@ -48,10 +49,16 @@ def convert_command(arguments: Sequence[str]) -> int:
     path = Path(options.file)
     made = convert(_read(path) | _given(options.values), path.parent)
     text = render(made, f"From {path.name}, a configuration of {made.program}.")
+    if options.output is not None:
+        Path(options.output).write_text(text, encoding="utf-8")
+    if options.json:
+        lost = {name: {"value": value, "reason": reason} for name, (value, reason) in made.lost.items()}
+        facts = {"program": made.program, "recipe": made.recipe, "not_carried_over": lost}
+        say_json({**facts, "written": options.output})
+        return 0
     if options.output is None:
         say(text, end="")
         return 0
-    Path(options.output).write_text(text, encoding="utf-8")
     say(f"{options.output}: written. Not carried over: {len(made.lost)} keys" + ("" if made.lost else "."))
     for name, (value, reason) in made.lost.items():
         say(f"  {folded(f'{name}={one_line(value)}: {reason}', 4)}")

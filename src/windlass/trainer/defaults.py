@@ -17,13 +17,15 @@ from windlass.callbacks.notebook import NotebookProgressCallback
 from windlass.callbacks.printer import PrinterCallback
 from windlass.callbacks.progress import ProgressCallback
 from windlass.callbacks.report import ReportCallback
+from windlass.callbacks.samples_log import Samples, SamplesLog
 from windlass.callbacks.tracking import TrackingCallback
 from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import TrainerCallback
-from windlass.config.plan import SavePlan, ZeroPlan
+from windlass.config.plan import SavePlan
 from windlass.config.refusal import refuse
+from windlass.config.strategy_plans import ZeroPlan
 from windlass.config.support_rows import REPORT
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
@@ -37,6 +39,7 @@ from windlass.core.world import World
 from windlass.data.collate_default import auto_collate
 from windlass.data.collate_pad import DataCollatorWithPadding
 from windlass.transforms.placing import to_device
+from windlass.transforms.quantization_aware import apply_qat as apply_qat
 
 # Imported if a run publishes.
 publishing: Any = LazyModule("windlass.trainer.publishing")
@@ -169,6 +172,11 @@ def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
         *trackers,
         *hub,
     ]
+
+
+def samples_callback(samples: Callable[[Any], Samples]) -> SamplesLog:
+    """The callback that keeps the first rows of the data, which `samples` returns of the first batch."""
+    return SamplesLog(samples)
 
 
 def display_callback(args: TrainingArguments) -> type[TrainerCallback]:

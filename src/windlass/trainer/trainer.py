@@ -20,6 +20,7 @@ from windlass.core.run_clock import run_clock
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, PredictionOutput, TrainOutput
 from windlass.trainer.lazy_modules import (
+    batch_rows,
     card,
     columns,
     defaults,
@@ -163,6 +164,7 @@ class Trainer:
         )
         self._services.loss.take_model(self.model, self.label_names)
         self._services.loss.adopt(hooks.loss_hooks(self, Trainer))
+        self.add_callback(defaults.samples_callback(lambda batch: self.data_samples(batch)))
         self.add_callback(defaults.display_callback(self.args))
         self._session.memory.end("init")
         self._services.events.fire("on_init_end")
@@ -220,6 +222,7 @@ class Trainer:
         # No device need hold all layers of a pipeline.
         if self.place_model_on_device and self._session.all_ranks.mesh.pipeline == 1:
             defaults.place_model(model, self._session.device)
+        defaults.apply_qat(model, self.args.qat)  # evaluations before training round as well
         self.model = self.model_wrapped = model
         self._writer = self._new_writer(None)
         config: Any = getattr(model, "config", None)
@@ -874,6 +877,20 @@ class Trainer:
     def data_facts(self) -> dict[str, Any]:
         """Return names and values that the report of a run shows of its data; override it. Empty by default."""
         return {}
+
+    def data_samples(self, batch: Any) -> list[dict[str, Any]]:
+        """Return rows that the page of a run shows of its data, as its model gets them; override it. By default the
+        first rows of `batch`, if a tokenizer is known.
+
+        Args:
+            batch: the first one of a run.
+
+        Returns:
+            Each with `name`, `tokens`, `trained` (how many), `pieces` (pairs of a text and whether it is trained on)
+            and, for a row with one label, `label`.
+        """
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        return batch_rows.rows_of_batch(batch, self.model, tokenizer)
 
     def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
         """Print metrics of one split ("train", "eval", ...) as aligned lines, on the main process."""
