@@ -75,7 +75,7 @@ class Run(LoopHooks, Interruptible):
         pad_token: int | None,
     ) -> None:  # fmt: skip
         plan, services, session = context.plan, context.services, context.session
-        self._context, self._folder, self._asked = context, opener.folder, opener.asked
+        self._context, self._opener = context, opener
         self.progress = self._events = context.events
         self._empty_cache_every = context.plan.reports.empty_cache_every
         self.executor, self.schedule = context.built.executor, context.built.schedule
@@ -302,7 +302,7 @@ class Run(LoopHooks, Interruptible):
         self._events.fire("on_train_end")
         self.checkpoints.finish()  # a callback may have saved there
         with run_clock().within(UPLOAD):
-            self._folder.upload()
+            self._opener.folder.upload()
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
     def _end(self) -> None:
@@ -320,7 +320,7 @@ class Run(LoopHooks, Interruptible):
         if self._context.interruption.epoch_goes_on:
             state = self._events.state
             get_job_logger(SCRIPT_HINTS).warning(
-                resume_hint(state.global_step, state.max_steps, self.newest_checkpoint, self._asked)
+                resume_hint(state.global_step, state.max_steps, self.newest_checkpoint, self._opener.asked)
             )
 
     def data_ahead(self) -> None:
