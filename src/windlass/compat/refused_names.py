@@ -96,8 +96,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     _LAYERWISE: ("LayerWiseDummyOptimizer", "LayerWiseDummyScheduler"),
     _NOT_A_TRACKER: (
-        "AzureMLCallback", "CodeCarbonCallback", "DagsHubCallback", "FlyteCallback", "KubeflowCallback",
-        "NeptuneCallback", "NeptuneMissingConfiguration", "WandbLogModel", "save_model_architecture_to_file",
+        "FlyteCallback", "KubeflowCallback", "NeptuneMissingConfiguration", "WandbLogModel",
+        "save_model_architecture_to_file",
     ),
     NEFTUNE: ("activate_neftune", "deactivate_neftune", "neftune", "neftune_post_forward_hook"),
     _LIGER: ("apply_liger_kernel", "liger"),
