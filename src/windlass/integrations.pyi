@@ -4,10 +4,8 @@ from windlass.search.default_spaces import (
     BestRun as BestRun, hp_params as hp_params,
 )
 from windlass.compat.tracker_callbacks import (
-    AzureMLCallback as AzureMLCallback, ClearMLCallback as ClearMLCallback,
-    CodeCarbonCallback as CodeCarbonCallback, CometCallback as CometCallback, DVCLiveCallback as DVCLiveCallback,
-    DagsHubCallback as DagsHubCallback, INTEGRATION_TO_CALLBACK as INTEGRATION_TO_CALLBACK,
-    MLflowCallback as MLflowCallback, NeptuneCallback as NeptuneCallback,
+    ClearMLCallback as ClearMLCallback, CometCallback as CometCallback, DVCLiveCallback as DVCLiveCallback,
+    INTEGRATION_TO_CALLBACK as INTEGRATION_TO_CALLBACK, MLflowCallback as MLflowCallback,
     SwanLabCallback as SwanLabCallback, TensorBoardCallback as TensorBoardCallback,
     TrackioCallback as TrackioCallback, WandbCallback as WandbCallback, default_logdir as default_logdir,
     get_available_reporting_integrations as get_available_reporting_integrations,

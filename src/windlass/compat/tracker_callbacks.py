@@ -37,30 +37,6 @@ class _TrackerCallback(TrackingCallback, metaclass=_OneTracker):
         return next((getattr(tracker, "tracker", None) for tracker in self.trackers), None)
 
 
-class AzureMLCallback(_TrackerCallback):
-    """Reports to Azure ML."""
-
-    name = "azure_ml"
-
-
-class CodeCarbonCallback(_TrackerCallback):
-    """Measures energy with CodeCarbon."""
-
-    name = "codecarbon"
-
-
-class DagsHubCallback(_TrackerCallback):
-    """Reports to DagsHub."""
-
-    name = "dagshub"
-
-
-class NeptuneCallback(_TrackerCallback):
-    """Reports to Neptune."""
-
-    name = "neptune"
-
-
 class ClearMLCallback(_TrackerCallback):
     """Reports to ClearML."""
 
@@ -130,14 +106,10 @@ class WandbCallback(_TrackerCallback):
 INTEGRATION_TO_CALLBACK: dict[str, type[TrackingCallback]] = {
     cls.name: cls
     for cls in (
-        AzureMLCallback,
         ClearMLCallback,
-        CodeCarbonCallback,
         CometCallback,
-        DagsHubCallback,
         DVCLiveCallback,
         MLflowCallback,
-        NeptuneCallback,
         SwanLabCallback,
         TensorBoardCallback,
         TrackioCallback,

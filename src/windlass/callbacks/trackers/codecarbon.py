@@ -9,7 +9,7 @@ from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process
 
 
 class CodeCarbonTracker(PackageTracker):
-    """An `EmissionsTracker`: `emissions.csv` has energy and emissions of the machine from the start to the end of a run.
+    """An `EmissionsTracker`: `emissions.csv` has energy and emissions of the machine, from the start of a run on.
     It takes no metrics; each report brings the file up to date, so that a killed run has those up to its last report.
 
     CodeCarbon asks the network where the machine is, and assumes a place if it gets no answer: see its documentation of
