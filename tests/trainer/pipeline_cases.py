@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from windlass import LossTerms, ParallelismConfig
 from windlass.core.errors import ConfigError, ModelError
+from windlass.dist.gang import leave
+from windlass.dist.sharded import whole
 
 # Of four layers each.
 for _options in context_cases.MODELS.values():
@@ -134,7 +136,7 @@ def train(
     run.evaluate()
     run.save_model(str(folder / "saved"))
     saved = load_file(folder / "saved" / "model.safetensors")
-    head = run.model.get_parameter("lm_head.weight") if name == "dropping" else torch.zeros(1)
+    head = whole(run.model.get_parameter("lm_head.weight")) if name == "dropping" else torch.zeros(1)
     reported = [[one[key] for key in KEPT if key in one] for one in run.noted]
     return {
         "reported": [value for one in reported for value in one] + [result.training_loss],
@@ -161,6 +163,7 @@ def main() -> None:
                 found[case] = train(name, folder / case, **layout(parallel), **changes)
             except (ConfigError, ModelError) as error:
                 found[case] = {"error": str(error)}
+            leave()  # the next case may have another layout
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 

@@ -123,17 +123,17 @@ def test_a_checkpoint_is_continued_on_any_layout(run: Run, tmp_path: Path) -> No
 
 
 def check_continued(
-    run: Run, folder: Path, cases: dict[str, Case], others: dict[str, Case], ranks: int = 2
+    run: Run, folder: Path, cases: dict[str, Case], others: dict[str, Case], ranks: int = 2, first: int = 2
 ) -> None:
-    """Runs of two ranks are continued from their third update: on the same layout to the bit; on one process, and as
-    `others` on `ranks` ranks, to the same results.
+    """Runs of `first` ranks are continued from their third update: on the same layout to the bit; on one process, and
+    as `others` on `ranks` ranks, to the same results.
     """
-    whole = run(2, cases, folder / "same")[0]
+    whole = run(first, cases, folder / "same")[0]
     for copy in ("alone", "other"):
         shutil.copytree(folder / "same", folder / copy)
     for newest in folder.glob("*/*/checkpoint-6"):
         shutil.rmtree(newest)
-    again = run(2, resumed(cases), folder / "same")[0]
+    again = run(first, resumed(cases), folder / "same")[0]
     layout = {"fsdp"}
     alone: dict[str, Case] = {
         name: (model, {}, {key: value for key, value in each.items() if key not in layout})

@@ -82,7 +82,8 @@ class PipelineExecutor(NativeExecutor):
             self.model.train()
         self._beacon.call("forward and backward")
         before = self._clock.enter(BACKWARD)
-        done = self._pipelined(update, hooks)
+        with self._pipeline.accumulating():
+            done = self._pipelined(update, hooks)
         self._pipeline.reduce()
         self._clock.enter(before)
         return super().run_step(update, done, max_norm=max_norm, guard=guard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from windlass.finetuning.base_model import (
 )
 from windlass.finetuning.peft_adapters import add_adapter, is_peft_model, is_quantized, let_gradients_in
 from windlass.finetuning.templates import adopt_template
-from windlass.finetuning.tuning_config import TuningConfig
+from windlass.finetuning.tuning_config import LORA_B, TuningConfig
 from windlass.trainer.defaults import seed_all
 from windlass.transforms.few_bits import keep_trainable
 
@@ -70,9 +71,19 @@ def open_tuned_model(
     write_special_tokens(tokenizer, opened)
     if peft_config is not None:
         opened = add_adapter(opened, peft_config, new_tokens)
+    _check_loraplus(args, opened)
     if is_peft_model(opened) and args.gradient_checkpointing:
         let_gradients_in(opened)
     return TunedModel(opened, processing_class, tokenizer)
+
+
+def _check_loraplus(args: TuningConfig, model: nn.Module) -> None:
+    ratio = args.loraplus_lr_ratio
+    if ratio is not None and not any(
+        re.search(LORA_B, name) and p.requires_grad for name, p in model.named_parameters()
+    ):
+        fix = "is of the matrices B of LoRA, and none is trained: pass peft_config=LoraConfig(...), or leave it out"
+        raise ConfigError(Problem("loraplus_lr_ratio", ratio, fix))
 
 
 def _check_sharding(args: TuningConfig, model: nn.Module) -> None:

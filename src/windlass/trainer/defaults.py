@@ -39,6 +39,7 @@ from windlass.core.world import World
 from windlass.data.collate_default import auto_collate
 from windlass.data.collate_pad import DataCollatorWithPadding
 from windlass.transforms.placing import to_device
+from windlass.transforms.quantization_aware import apply_qat as apply_qat
 
 # Imported if a run publishes.
 publishing: Any = LazyModule("windlass.trainer.publishing")

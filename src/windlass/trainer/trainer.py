@@ -222,6 +222,7 @@ class Trainer:
         # No device need hold all layers of a pipeline.
         if self.place_model_on_device and self._session.all_ranks.mesh.pipeline == 1:
             defaults.place_model(model, self._session.device)
+        defaults.apply_qat(model, self.args.qat)  # evaluations before training round as well
         self.model = self.model_wrapped = model
         self._writer = self._new_writer(None)
         config: Any = getattr(model, "config", None)

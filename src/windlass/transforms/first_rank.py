@@ -69,12 +69,13 @@ def _torn_apart(module: nn.Module) -> list[str]:
 
 
 class FirstRank:
-    """Moves tensors of a module onto a device, with rank 0's values. `module` is the whole model; replaced tensors stay
-    tied in it.
+    """Moves tensors of a module onto a device, with rank 0's values, unless a pipeline sent these before. `module` is
+    the whole model; replaced tensors stay tied in it.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, loss_ranks: Gang) -> None:
-        self._device, self._alone = device, loss_ranks.size == 1
+        self._device = device
+        self._alone = loss_ranks.size == 1 or loss_ranks.mesh.pipeline > 1
         self._slots = _slots(module)
 
     def place(self, tensors: Iterable[Tensor]) -> None:
