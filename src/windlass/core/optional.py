@@ -40,6 +40,10 @@ EXTRAS = {
 }
 
 
+# import name -> the distribution that brings it, if it has another name and no extra
+_DISTRIBUTIONS = {"azureml": "azureml-mlflow"}
+
+
 def is_available(name: str) -> bool:
     """Whether package `name` is installed. Does not import it."""
     if name in sys.modules:
@@ -63,7 +67,11 @@ def version_of(distribution: str) -> str | None:
 def install_command(package: str, extra: str | None = None) -> str:
     """Return the command that installs a package: by `extra`, by the extra that brings it, or by its own name."""
     extra = extra or EXTRAS.get(package)
-    return f'pip install "{DISTRIBUTION}[{extra}]"' if extra else f"pip install {package}"
+    return (
+        f'pip install "{DISTRIBUTION}[{extra}]"'
+        if extra
+        else f"pip install {_DISTRIBUTIONS.get(package, package)}"
+    )
 
 
 def check_installed(name: str, purpose: str, extra: str | None = None) -> None:
