@@ -359,7 +359,7 @@ class Run(LoopHooks, Interruptible):
                 self.checkpoints.finish()  # no later update does, and the process may end
         finally:
             if wait:
-                self._folder.release(None)
+                self._opener.folder.release(None)
 
     def broke_off(self, error: BaseException) -> None:
         """Give up the save under way, unless Ctrl-C ended the run, and record how it ended."""
