@@ -125,7 +125,7 @@ def prepare_run(
         files = request.new_files(built.executor.strategy)
         _check_built(built, plan, hooks, folder.disks, files, session.all_ranks)
         context = RunContext(services, plan, hooks, built, files, interruption)
-        record = RunRecord(folder.path, args, hooks.data_facts, writes=session.world.is_main)
+        record = RunRecord(folder.path, args, hooks.data_facts, session.world.is_main, opener.needs)
         run = Run(context, source, opener, record, getattr(tokenizer, "pad_token_id", None))
     except BaseException:
         built.executor.release()
