@@ -48,6 +48,11 @@ def instead_of_runs(call: Instead) -> Iterator[None]:
         _chosen.remove(call)
 
 
+def takes_place() -> bool:
+    """Return True if something takes the place of a run, so that nothing is trained."""
+    return bool(_chosen)
+
+
 def give_way(request: Callable[[], RunRequest]) -> None:
     """Call what takes the place of a run, if something does."""
     if _chosen:
