@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from tests.trainer import context_cases
-from tests.trainer.context_cases import KEPT, Noted, arguments, collate, first_logits, samples, token_loss
+from tests.trainer.context_cases import (
+    KEPT,
+    Noted,
+    arguments,
+    collate,
+    first_logits,
+    killing,
+    samples,
+    token_loss,
+)
 from torch import Tensor, nn
 
 from windlass import LossTerms, ParallelismConfig
@@ -113,8 +122,10 @@ def train(
     *,
     trainer: str = "",
     own_loss: bool = False,
-    resume: bool = False,
+    resume: bool | str = False,
     evaluate_first: bool = False,
+    killed_at: int = 0,
+    killed_on: str = "on_step_end",
     **changes: Any,
 ) -> dict[str, list[float]]:
     """Train, evaluate and save; return what was reported, and the weights that were saved."""
@@ -129,6 +140,7 @@ def train(
         if own_loss or trainer or changes.get("label_smoothing_factor")
         else token_loss,
         compute_metrics=first_logits,
+        callbacks=killing(killed_at, killed_on),
     )
     if evaluate_first:
         run.evaluate()

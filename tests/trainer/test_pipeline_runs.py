@@ -17,6 +17,7 @@ from tests.trainer.test_context_runs import (
     Run,
     check_continued,
     check_equal,
+    check_killed,
     resumed,
     rewind,
 )
@@ -162,6 +163,20 @@ def test_stages_with_two_other_axes_equal_one_process(run: Run) -> None:
 def test_divided_stages_are_continued_on_any_layout(run: Run, tmp_path: Path) -> None:
     shards: Case = ("tied", SHARDS, {**SAVING, "per_device_train_batch_size": 1})
     check_continued(run, tmp_path, {"x": ("tied", TENSOR, SAVING)}, {"x": shards}, ranks=4, first=4)
+
+
+@pytest.mark.dist
+def test_a_killed_run_of_divided_stages_ends_with_the_same_bits(run: Run, tmp_path: Path) -> None:
+    check_killed(run, CASES, tmp_path, ("tied", TENSOR, {}), 4, (2,), updates=4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [TWO | {"dp_replicate_size": 2}, V | {"tp_size": 2}, SHARDS])
+def test_killed_runs_of_stages_end_with_the_same_bits(
+    run: Run, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    check_killed(run, CASES, tmp_path, ("dropping", layout, {}), 4, (2, 3, 5))
 
 
 @pytest.mark.slow
