@@ -338,15 +338,15 @@ TRIALS = [
         own_disks=True,
         unfit=frozenset({"damage", "stale folders"}),  # of one disk
     ),
+    Trial("two stages of a pipeline", Case(stages(**BY_STEPS), model=Layered, callbacks=own_callbacks), (2,)),
     Trial(
         "micro-batches that memory does not hold",
         Case({"auto_find_batch_size": True, **BY_EPOCHS}, model=Narrow),
         exact=False,
     ),
     Trial("two ranks that divide layers", Case(axes(tp_size=2, **BY_EPOCHS), model=Layered), (2,)),
-    Trial("two stages of a pipeline", Case(stages(**BY_STEPS), model=Layered, callbacks=own_callbacks), (2,)),
-    Trial("four ranks, stages of divided layers", Case(stages(tp_size=2, **BY_EPOCHS), model=Layered), (4,)),
     Trial("two ranks that divide experts", Case(axes(ep_size=2, **BY_STEPS), model=Mixture), (2,)),
+    Trial("four ranks, stages of divided layers", Case(stages(tp_size=2, **BY_EPOCHS), model=Layered), (4,)),
     Trial("one, two and three ranks in turn", Case(_ELASTIC, model=Plain), (1, 2, 3), exact=False),
     Trial("the same, sharded", Case({**_ELASTIC, **_SHARDED}, model=Plain), (1, 2, 3), exact=False),
 ]  # fmt: skip
