@@ -97,11 +97,24 @@ class OwnLoss(Noted):
 def made(name: str) -> Any:
     if name in context_cases.MODELS:
         return context_cases.model(name)
+    if name.startswith("adapted "):
+        return adapted(name.partition(" ")[2])
     torch.manual_seed(0)
     if name in ("plain", "skipping"):
         return (Plain() if name == "plain" else Skipping()).double()
     layers = [nn.Embedding(23, 16), Block(), nn.ReLU(), Block(), nn.Linear(16, 23)]
     return nn.Sequential(*layers).double()
+
+
+def adapted(name: str) -> Any:
+    """A model of which low-rank factors are trained."""
+    import peft
+
+    base = context_cases.model(name)
+    torch.manual_seed(1)
+    layers = ["q_proj", "o_proj", "down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(base, config, autocast_adapter_dtype=False)
 
 
 class OfSequence(Noted):
@@ -147,7 +160,8 @@ def train(
     result = run.train(resume_from_checkpoint=resume)
     run.evaluate()
     run.save_model(str(folder / "saved"))
-    saved = load_file(folder / "saved" / "model.safetensors")
+    kind = "adapter_model" if name.startswith("adapted ") else "model"
+    saved = load_file(folder / "saved" / f"{kind}.safetensors")
     head = whole(run.model.get_parameter("lm_head.weight")) if name == "dropping" else torch.zeros(1)
     reported = [[one[key] for key in KEPT if key in one] for one in run.noted]
     return {
