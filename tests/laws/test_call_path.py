@@ -11,7 +11,7 @@ import pytest
 from tests.laws.source import ROOT
 
 UPDATE_FILES, UPDATE_CALLS = 33, 113
-SAVE_FILES = 62
+SAVE_FILES = 61
 
 
 @pytest.fixture(scope="module")

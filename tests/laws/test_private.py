@@ -50,6 +50,7 @@ THIRD_PARTY = {
     **dict.fromkeys(("_get_fsdp_state", "_fsdp_param_groups", "_lazy_init", "_unsharded_param"), _SHARDED),
     **dict.fromkeys(("_post_forward", "_root_post_backward_final_callback"), _SHARDED),
     "_GLOBAL_CLIENT_FACTORY": "huggingface_hub does not publish if a script makes its HTTP client",
+    "_keep_in_fp32_modules": "models of transformers name there what stays in float32 when they are quantized",
     "_flatten": "a mesh joins its axes under no other name",
     **dict.fromkeys(("_current_frames", "_get_sequence_number_for_group"), _DEBUG),
     "_getframe": "sys has this under no other name",

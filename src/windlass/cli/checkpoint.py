@@ -6,6 +6,7 @@ import argparse
 import importlib
 
 from windlass.cli.command_line import DTYPES, CommandParser
+from windlass.config.sections.fields import TRAINED_SCHEME
 from windlass.core.errors import CheckpointError
 
 
@@ -102,6 +103,13 @@ def _add_export(actions: argparse._SubParsersAction[CommandParser]) -> None:
     add("--merge", action="store_true", help="add an adapter to the weights of its base, into a new folder")
     add(
         "--base", metavar="MODEL", help="name or folder of the base (default: the one that the adapter names)"
+    )
+    add(
+        "--quantize",
+        nargs="?",
+        const=TRAINED_SCHEME,
+        metavar="SCHEME",
+        help="weights of few bits for from_pretrained (default: what the run trained for with qat)",
     )
     add("--force", action="store_true", help="replace an earlier result")
     add("--json", action="store_true", help="as one JSON object")

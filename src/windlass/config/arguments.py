@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from windlass.config.accepting import AcceptsOldNames
 from windlass.config.described import described
 from windlass.config.helpers import Helpers
+from windlass.config.json_document import mapping
 from windlass.config.refusal import refuse
 from windlass.config.renamed import BOTH_WAYS, OLD_NAMES, announce, translate
 from windlass.config.sections.setting import default_of, rules_of
@@ -79,6 +80,10 @@ class TrainingArguments(Helpers, Setters, metaclass=AcceptsOldNames):
         made of all values, which does not show what was requested.
         """
         return name in self.__dict__.get("_given", ())
+
+    def group_options(self) -> dict[str, dict[str, Any]]:
+        """The pattern of names of parameters -> the options of their group in the optimizer."""
+        return mapping(self.optim_groups)
 
     def _assign_old(self, name: str, value: Any) -> None:
         old = OLD_NAMES[name]

@@ -123,8 +123,7 @@ class SchedulePlan:
     """The schedule, which is planned before the number of updates is known.
 
     Attributes:
-        name: a key of the registry of schedules.
-        options: of that schedule.
+        name, options: a key of the registry of schedules, and the options of that schedule.
         warmup: linear warm-up, in updates; below 1 as a share of all updates.
     """
 
@@ -207,11 +206,13 @@ class TransformPlan:
     """Transforms of the model, in the order of `apply_transforms` (`assemble/build.py`).
 
     Attributes:
-        liger: parts of the model -> use Liger's kernel for them; None replaces none, {} those of its default.
+        liger: parts of the model -> use Liger's kernel; None replaces none, {} those of its default.
+        qat: what linear layers round weights and inputs to (`QAT_SCHEMES`).
         neftune_alpha: the scale of noise on the input embeddings while the run lasts.
     """
 
     liger: dict[str, bool] | None = None
+    qat: str | None = None
     recompute: bool = False
     recompute_options: dict[str, Any] = field(default_factory=dict)
     compile: CompilePlan | None = None
@@ -370,8 +371,7 @@ class DistPlan:
         reduce_each: gradients are reduced after each micro-batch, which needs less memory of a sharded model.
         context: how many ranks divide the sequences of a batch, among which keys and values travel.
         sequence: how many ranks divide each such part once more, and exchange heads.
-        tensor: how many ranks divide the layers of one model.
-        expert: how many ranks with different samples divide the experts of one model.
+        tensor, expert: how many ranks divide the layers, and with different samples the experts, of one model.
         pipeline: how the layers are divided among further ranks; None: they are not.
     """
 

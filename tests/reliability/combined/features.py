@@ -118,6 +118,12 @@ def _precision(recipe: Recipe, value: str) -> None:
     recipe.approximate(5e-2, 2e-2)
 
 
+def _qat(recipe: Recipe, value: str) -> None:
+    recipe.arguments["qat"], recipe.dtype = value, "float32"
+    recipe.approximate(2e-2)  # a last bit may move a value to the next step
+    recipe.by_hand = None  # what is saved is not rounded
+
+
 def _full_eval(recipe: Recipe, value: str) -> None:
     recipe.arguments[value] = True
     recipe.approximate(0.0, 2e-2)
@@ -247,6 +253,11 @@ FEATURES = (
     ),
     Feature("accumulation", ("2", "3"), _accumulation, checks.micro_batches_are_counted),
     Feature("precision", ("bf16", "fp16"), _precision, checks.layers_compute_in_it),
+    *(
+        [Feature("qat", ("int8", "int8_weight_only"), _qat, checks.losses_are_others, TRAINERS, compared=True,
+                 needs={"model": "llama"}, apart={"adapter": ANY, "prompts": ANY})]
+        if is_available("torchao") else []
+    ),
     Feature(
         "full_eval", ("bf16_full_eval",), _full_eval, checks.evaluation_is_coarser, TRAINERS, compared=True,
         apart={"evaluation": ANY, "best": ANY, "precision": ANY},
