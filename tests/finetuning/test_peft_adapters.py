@@ -336,8 +336,13 @@ def test_a_base_of_four_bits_is_sharded(tmp_path: Path) -> None:
     alone, first, second = (
         json.loads((tmp_path / f"{run}.json").read_text()) for run in ("1-0", "2-0", "2-1")
     )
+    assert (first["sent"].pop("empty"), second["sent"].pop("empty")) == (0, 4), (
+        "the first process alone has them"
+    )
     assert first == second
     assert first["whole"]["sharded"]
+    for key in ("adapter", "losses"):
+        assert first["sent"][key] == first["whole"][key], "the same bits"
     assert first["whole"]["adapter"] == first["resumed"]["adapter"], "the same bits"
     assert len(first["whole"]["losses"]) == 4
     assert first["whole"]["losses"] == pytest.approx(alone["whole"]["losses"], rel=1e-5)

@@ -46,6 +46,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", _SIZES | _LATENT),
     "gpt2": ("GPT2Config", {"vocab_size": 23, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64,
                             "bos_token_id": 1, "eos_token_id": 2} | _DROPS),
+    "phi3": ("Phi3Config", _SIZES),
+    "olmoe": ("OlmoeConfig", _SIZES | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "t5": ("T5Config", {"vocab_size": 23, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 4,
+                        "dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0,
+                        "feed_forward_proj": "gated-gelu"}),
 }  # fmt: skip
 
 
@@ -54,7 +59,9 @@ def model(name: str) -> Any:
     kind, options = MODELS[name]
     config = getattr(transformers, kind)(**options)
     # Grouped products are not built in float64.
-    made = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    kind_of_model = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
+    auto = getattr(transformers, f"AutoModelFor{kind_of_model}")
+    made = auto.from_config(config, experts_implementation="eager")
     return made.to(torch.float64)
 
 

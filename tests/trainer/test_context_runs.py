@@ -165,8 +165,23 @@ def test_layers_divided_among_two_ranks_equal_one_process(run: Run) -> None:
     cases: dict[str, Case] = {
         "a head in parts": ("even", TENSOR, {}),
         "tied, norms of heads": ("qwen3", TENSOR, {}),
+        "experts": ("qwen3_moe", TENSOR, {}),
+        "a plan of the family, weights with inputs in rows": ("gpt2", TENSOR, {}),
+        "encoder and decoder": ("t5", TENSOR, {"own_loss": True}),
     }
     check_equal(run, 2, cases, {})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_layers_of_other_families_equal_one_process(run: Run) -> None:
+    names = ("mixtral", "balanced", "olmoe", "deepseek_v3", "gpt_oss", "phi3")
+    check_equal(run, 2, {name: (name, TENSOR, {}) for name in names}, {})
+    one = {"per_device_train_batch_size": 1}
+    shards = {"tp_size": 2, "dp_shard_size": 2}
+    cases: dict[str, Case] = {name: (name, shards, one) for name in ("mixtral", "gpt2")}
+    cases["t5"] = ("t5", shards, {**one, "own_loss": True})
+    check_equal(run, 4, cases, {}, {"per_device_train_batch_size": 2})
 
 
 @pytest.mark.dist

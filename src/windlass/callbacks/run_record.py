@@ -34,6 +34,7 @@ from windlass.core.output_folder import OutputFolder
 from windlass.core.plain_text import parse_json
 from windlass.core.redact import is_secret_name, redact_command, redact_text, redact_value
 from windlass.core.run_clock import run_clock
+from windlass.core.script_command import Needs
 from windlass.core.whole_file import write_whole
 from windlass.core.world import LAUNCH_VARIABLE, world_from_environment
 
@@ -62,12 +63,19 @@ class RunRecord:
         args: of the run.
         data: returns what the report shows of the data.
         writes: False on all processes but the main one.
+        needs: what the command of this process, typed again, needs to resume.
     """
 
     def __init__(
-        self, folder: Path, args: TrainingArguments, data: Callable[[], Mapping[str, Any]], *, writes: bool
+        self,
+        folder: Path,
+        args: TrainingArguments,
+        data: Callable[[], Mapping[str, Any]],
+        writes: bool,
+        needs: Needs = "script",
     ) -> None:
         self._folder, self._args, self._data, self._writes = OutputFolder(folder), args, data, writes
+        self._needs = needs
         self._record: Record = {}  # empty before `begin`, and for a session that trains nothing
         self._clock, self._is_timed, self._began = run_clock(), False, False
         self._clock_file = ClockFile(self._folder, self._clock)
@@ -97,7 +105,7 @@ class RunRecord:
                 "settings": settings_of(self._args),
                 "data": data,
                 "environment": environment(),
-                "process": _process(),
+                "process": {**_process(), "needs": self._needs},
             }
             self._record = {
                 "max_steps": max_steps,

@@ -42,7 +42,7 @@ def status_of_run(view: RunView) -> dict[str, Any]:
     last = view.rows[-1] if view.rows else None
     seconds = _seconds_per_update(view)
     command, needs = resume_recorded(
-        view.process, bool(view.arguments.get("resume_from_checkpoint")) if newest else True
+        view.process, newest is None or view.arguments.get("resume_from_checkpoint") in (True, "auto")
     )
     return {
         "schema": SCHEMA,

@@ -12,13 +12,8 @@ from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
 from windlass.cli.print_config import render_config
 from windlass.cli.recipe import open_recipe
 from windlass.cli.recipe_sources import note_recipe
-from windlass.cli.resume_point import (
-    check_folder,
-    find_resume_point,
-    past_the_end,
-    shown_path,
-)
-from windlass.cli.resume_words import folded_command, resume_command, start_command
+from windlass.cli.resume_point import check_folder, find_resume_point, past_the_end
+from windlass.cli.resume_words import resume_command, start_command
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.tokenizing import saved_tokenizer
@@ -28,9 +23,10 @@ from windlass.config.callback_interface import TrainerCallback
 from windlass.core.activity import Activity
 from windlass.core.errors import EXIT_PREEMPTED, Preempted
 from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.locations import shown_path
 from windlass.core.optional import check_installed
 from windlass.core.output import STDERR, say, say_json
-from windlass.core.terminal import folded
+from windlass.core.terminal import folded, folded_command
 from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
 

@@ -19,6 +19,7 @@ from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.setting import default_of
 from windlass.config.values import coerce
 from windlass.core.plain_text import read_text
+from windlass.core.script_command import note_flags
 
 __all__ = ["HfArg", "HfArgumentParser", "string_to_bool"]
 
@@ -116,6 +117,8 @@ class HfArgumentParser(argparse.ArgumentParser):
             ValueError: words that no flag takes.
             ConfigError: a dataclass refused its values.
         """
+        if args is None:
+            note_flags(self)
         words = list(sys.argv[1:] if args is None else args)
         files, words = _args_files(words, look_for_args_file, args_filename, args_file_flag)
         # The command line is after the files, because the last value of a flag counts.

@@ -12,6 +12,7 @@ from typing import Any
 from windlass.compat.parser import HfArgumentParser, places_in
 from windlass.config import documents
 from windlass.core.plain_text import read_text
+from windlass.core.script_command import note_flags
 
 _FLAG = "--config"
 
@@ -54,6 +55,8 @@ class TrlParser(HfArgumentParser):
         Returns:
             The instances of the dataclasses, as `parse_args_into_dataclasses` returns them.
         """
+        if args is None:
+            note_flags(self)
         words = list(sys.argv[1:] if args is None else args)
         path, words = _config_file(words)
         values: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -9,6 +10,7 @@ from importlib import metadata
 from types import ModuleType
 
 from windlass.core.errors import MissingDependencyError
+from windlass.core.package_remarks import muted_import_remarks
 
 DISTRIBUTION = "windlass-trainer"  # `windlass` on the package index is another project
 # import name -> the extra of the distribution that brings it
@@ -84,7 +86,8 @@ def require(name: str, purpose: str) -> ModuleType:
     `purpose` completes the sentence "... is needed to <purpose>".
     """
     try:
-        return importlib.import_module(name)
+        with contextlib.nullcontext() if is_imported(name) else muted_import_remarks():
+            return importlib.import_module(name)
     except ImportError as error:
         top = name.split(".")[0]
         if error.name is not None and error.name.split(".")[0] != top:

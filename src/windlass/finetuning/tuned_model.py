@@ -22,6 +22,7 @@ from windlass.finetuning.templates import adopt_template
 from windlass.finetuning.tuning_config import LORA_B, TuningConfig
 from windlass.trainer.defaults import seed_all
 from windlass.transforms.few_bits import keep_trainable
+from windlass.transforms.first_rank import to_meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ def open_tuned_model(
     quantization_config: Any = None,
     peft_config: Any = None,
     with_images: bool = False,
+    may_be_empty: bool = False,
 ) -> TunedModel:
     """Load or build the model and its tokenizer, and add the adapter. Seeds all random generators.
 
@@ -56,14 +58,18 @@ def open_tuned_model(
         quantization_config: how a loaded model is quantized.
         peft_config: the adapter to train; the model's own weights are frozen.
         with_images: a processor is looked for, instead of a tokenizer.
+        may_be_empty: with `cpu_ram_efficient_loading` only the first rank has weights, until the model is sharded.
 
     Raises:
         ConfigError, ModelError, TypeError: what cannot be loaded, or not combined.
     """
     seed_all(args)  # new weights and new adapters are drawn from these generators
-    opened = open_model(model, args, quantization_config)
+    empty = may_be_empty and _receives_weights(args)
+    opened = open_model(model, args, quantization_config, empty=empty)
     keep_trainable(opened)
     _check_sharding(args, opened)
+    if empty and is_quantized(opened):  # its scales had to be read; the packed weights are sent
+        to_meta(opened)
     processing_class = open_tokenizer(processing_class, opened, args, with_images)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     new_tokens = adopt_template(getattr(args, "chat_template_path", None), opened, processing_class)
@@ -84,6 +90,13 @@ def _check_loraplus(args: TuningConfig, model: nn.Module) -> None:
     ):
         fix = "is of the matrices B of LoRA, and none is trained: pass peft_config=LoraConfig(...), or leave it out"
         raise ConfigError(Problem("loraplus_lr_ratio", ratio, fix))
+
+
+def _receives_weights(args: TuningConfig) -> bool:
+    """Return True if another process reads the weights and sends them."""
+    world = world_from_environment()
+    shard = resolve_parallel(args, world).dist.shard
+    return shard is not None and shard.ram_efficient and world.rank != 0
 
 
 def _check_sharding(args: TuningConfig, model: nn.Module) -> None:
