@@ -13,7 +13,7 @@ import transformers
 from tests.trainer.resume_cases import kill
 from torch import Tensor, nn
 
-from windlass import ParallelismConfig, Trainer, TrainingArguments
+from windlass import ParallelismConfig, Trainer, TrainerCallback, TrainingArguments
 from windlass.dist.gang import leave
 from windlass.dist.sharded import whole
 
@@ -122,6 +122,11 @@ def first_logits(found: Any) -> dict[str, float]:
     return {"logits": float(logits[:, :3].sum())}
 
 
+def killing(step: int, event: str) -> list[TrainerCallback]:
+    """Kills the last rank at an event of update `step`; 0: none is killed."""
+    return [kill(event, step, only_rank=int(os.environ.get("WORLD_SIZE", "1")) - 1)] if step else []
+
+
 KEPT = (
     "loss", "grad_norm", "eval_loss", "eval_logits", "num_input_tokens_seen", "expert_load", "expert_load_max",
     "experts_unused", "aux_loss",
@@ -135,10 +140,11 @@ def train(
     own_loss: bool = False,
     resume: bool | str = False,
     killed_at: int = 0,
+    killed_on: str = "on_step_end",
     **changes: Any,
 ) -> dict[str, list[float]]:
-    """Train and evaluate; return what was reported, and the weights. The last of four ranks is killed at the end of
-    update `killed_at`.
+    """Train and evaluate; return what was reported, and the weights. The last rank is killed at an event of update
+    `killed_at`.
     """
     trainer = Noted(
         model(name),
@@ -148,7 +154,7 @@ def train(
         eval_dataset=samples(7),
         compute_loss_func=None if own_loss else token_loss,
         compute_metrics=first_logits,
-        callbacks=[kill("on_step_end", killed_at, only_rank=3)] if killed_at else None,
+        callbacks=killing(killed_at, killed_on),
     )
     result = trainer.train(resume_from_checkpoint=resume)
     trainer.evaluate()

@@ -38,7 +38,7 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
     """The layers that the plan of `module` divides among `ranks`, with their style, by name. Raises ConfigError for a
     model without a plan, or a plan that cannot be followed.
     """
-    name, base = type(module).__name__, _without_adapters(module)
+    name, base = type(module).__name__, without_adapters(module)
     plan = plan_of(base)
     if not isinstance(plan, Mapping) or not plan:
         fix = "has no plan for tensor parallelism: set module.tp_plan = {'layers.*.up': 'colwise', ...}, or tp_size=1"
@@ -69,7 +69,7 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
     return found
 
 
-def _without_adapters(module: nn.Module) -> nn.Module:
+def without_adapters(module: nn.Module) -> nn.Module:
     """The model that adapters of peft were added to, in which layers have the names of its plan; else the module."""
     base: Callable[[], nn.Module] | None = getattr(module, "get_base_model", None)
     return module if base is None else base()
