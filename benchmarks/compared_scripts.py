@@ -87,7 +87,7 @@ def render(recipes: list[Recipe], results: dict[str, Any], figures: dict[str, An
     command = (
         f"python benchmarks/compared_scripts.py FOLDER --updates {updates} --write docs/compatibility.md"
     )
-    missing = f"\n\nNot compared, since the files were absent: {', '.join(absent)}." if absent else ""
+    missing = f"\n\nNot compared, since files or packages were absent: {', '.join(absent)}." if absent else ""
     return f"{table(head, rows)}\n\n{caption(figures, command)}{missing}"
 
 

@@ -207,7 +207,7 @@ def test_a_comparison_is_a_line_and_what_is_absent_is_named(
         "2", "same", "same", "from 2", "same", "same", "0.50", "from update 2", "own: packing",
     ]  # fmt: skip
     absent = compared.render([one], {"one": {"lacking": "absent"}}, figures, 2)
-    assert "Not compared, since the files were absent: some/one `a/train.py`." in absent
+    assert "Not compared, since files or packages were absent: some/one `a/train.py`." in absent
     assert "with Windlass: Error" in compared.row(one, {"failure": "with Windlass: Error"})[1]
 
 
