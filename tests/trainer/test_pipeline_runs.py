@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,8 @@ def test_adapters_of_stages_are_continued_on_any_layout(
 
 @pytest.mark.dist
 def test_a_killed_run_of_divided_stages_ends_with_the_same_bits(run: Run, tmp_path: Path) -> None:
-    check_killed(run, CASES, tmp_path, ("tied", TENSOR, {}), 4, (2,), updates=4)
+    said = check_killed(run, CASES, tmp_path, ("tied", TENSOR, {}), 4, (2,), updates=4)
+    assert re.search(r"This was rank \d of 4 \(pipeline \d, tensor \d\), at step \d", said), said[-3000:]
 
 
 @pytest.mark.slow
