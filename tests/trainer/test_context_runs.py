@@ -74,7 +74,7 @@ def test_two_ranks_equal_one_process(run: Run) -> None:
 def test_models_with_windows_and_norms_of_heads(run: Run) -> None:
     cases: dict[str, Case] = {
         f"{model} {method}": (model, parallel, {})
-        for model in ("qwen3", "gemma3", "gpt2", "llama")
+        for model in ("qwen3", "gemma3", "gpt2", "llama", "mixtral")
         for method, parallel in (("ring", RING), ("heads", ULYSSES))
     }
     check_equal(run, 2, cases, {name: SINGLE for name in cases if name.startswith("gemma3")})

@@ -93,6 +93,7 @@ def test_every_schedule_equals_one_process(run: Run) -> None:
 @pytest.mark.dist
 def test_other_models_and_losses_in_stages(run: Run) -> None:
     cases: dict[str, Case] = {
+        "experts": ("mixtral", TWO, {}),
         "gpt2, evaluated before": ("gpt2", TWO, {"evaluate_first": True}),
         "gemma3": ("gemma3", of_schedule("Interleaved1F1B"), {}),
         "qwen3": ("qwen3", TWO, {"gradient_checkpointing": True}),
@@ -136,6 +137,8 @@ def test_divided_and_sharded_stages_of_other_models_and_schedules(run: Run) -> N
         "a vocabulary of 23": ("llama", TENSOR, {}),
         "norms of heads": ("qwen3", TENSOR, {"gradient_checkpointing": True}),
         "windows": ("gemma3", TENSOR, {}),
+        "experts": ("mixtral", TENSOR, {}),
+        "parts of learned positions": ("gpt2", TENSOR, {}),
         "no tie, units": ("llama", TWO, wrapped),
         "learned positions": ("gpt2", SHARDS, one),
         "recomputed shards": ("qwen3", SHARDS, {**one, "gradient_checkpointing": True}),
