@@ -72,6 +72,16 @@ def load_model(name: str, options: dict[str, Any], empty: bool = False) -> nn.Mo
         loaded: nn.Module = kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         raise ModelError(f"the model {name!r} cannot be loaded: {error}") from error
+    except RuntimeError as error:
+        if "quantization_config" not in options:
+            raise
+        how = type(
+            getattr(options["quantization_config"], "quant_type", options["quantization_config"])
+        ).__name__
+        raise ModelError(
+            f"the model {name!r} cannot be quantized with {how} here: it may need a GPU, or other sizes of layers. "
+            f"transformers: {' '.join(str(error).split())}"
+        ) from error
     except ImportError as error:  # of flash_attn, or what a quantization needs
         attention = options.get("attn_implementation")
         fix = f"needs a package that is not installed: {str(error).splitlines()[0]}"

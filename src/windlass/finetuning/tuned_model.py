@@ -21,6 +21,7 @@ from windlass.finetuning.peft_adapters import add_adapter, is_peft_model, is_qua
 from windlass.finetuning.templates import adopt_template
 from windlass.finetuning.tuning_config import LORA_B, TuningConfig
 from windlass.trainer.defaults import seed_all
+from windlass.transforms.buffers import inner_tensors
 from windlass.transforms.few_bits import keep_trainable
 from windlass.transforms.first_rank import to_meta
 
@@ -67,6 +68,7 @@ def open_tuned_model(
     empty = may_be_empty and _receives_weights(args)
     opened = open_model(model, args, quantization_config, empty=empty)
     keep_trainable(opened)
+    _check_torchao(opened)
     _check_sharding(args, opened)
     if empty and is_quantized(opened):  # its scales had to be read; the packed weights are sent
         to_meta(opened)
@@ -99,6 +101,26 @@ def _receives_weights(args: TuningConfig) -> bool:
     return shard is not None and shard.ram_efficient and world.rank != 0
 
 
+def _check_torchao(model: nn.Module) -> None:
+    """Raise ConfigError if torchao quantized no layer, or no gradient passes through those that it did."""
+    config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    form = getattr(config, "quant_type", None)
+    if form is None:
+        return
+    fix = ""
+    if "DynamicActivation" in type(form).__name__:
+        fix = (
+            "rounds the inputs of layers, and torchao passes no gradient on through them: use a form for weights alone "
+            "(Int8WeightOnlyConfig, IntxWeightOnlyConfig), or train all weights with qat"
+        )
+    elif not any(map(inner_tensors, model.parameters())):
+        fix = (
+            "fits no layer of the model, so that none was quantized; compare its group_size with their sizes"
+        )
+    if fix:
+        raise ConfigError(Problem("quantization_config", type(form).__name__, fix))
+
+
 def _check_sharding(args: TuningConfig, model: nn.Module) -> None:
     """Raise ConfigError for a quantized model under FSDP2, unless its packed weights have the shape of a column of
     floating-point numbers: FSDP2 divides those like any other weight, and their scales stay on each process.
@@ -107,7 +129,10 @@ def _check_sharding(args: TuningConfig, model: nn.Module) -> None:
         return
     packed = [p for p in model.parameters() if hasattr(p, "quant_state")]
     if not packed:
-        fix = "does not divide weights of few bits but NF4 and FP4 of bitsandbytes; train without fsdp"
+        fix = (
+            "divides weights of few bits of bitsandbytes alone (NF4 and FP4); those of torchao have no storage of "
+            "their own, which FSDP2 needs: use bitsandbytes, or several processes without fsdp"
+        )
         raise ConfigError(Problem("fsdp", args.fsdp, fix))
     whole = {p.dtype for p in model.parameters()} - {p.dtype for p in packed}
     stored = next(iter(packed)).dtype
