@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from windlass.cli.estimate_memory import in_words
 from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.forecast.child import Child
+from windlass.forecast.child import apart
 from windlass.forecast.layouts import Devices, Layout, layouts
 from windlass.forecast.trace import Trace
 
@@ -43,7 +43,7 @@ def find_layout(
     for layout in layouts(devices.number):
         trace = None
         try:
-            trace = Trace.from_dict(_apart(lambda words=layout.overrides: traced(words).to_dict()))  # type: ignore[misc]
+            trace = Trace.from_dict(apart(lambda words=layout.overrides: traced(words).to_dict()))  # type: ignore[misc]
             found = Tried(layout, trace.peak[1].total, None)
         except ModelError as error:
             found = Tried(layout, None, " ".join(str(error).split()))
@@ -54,10 +54,6 @@ def find_layout(
     raise ConfigError(
         Problem("--fit", f"{devices.number}x{devices.memory // 10**9}GB", _least(tried, devices))
     )
-
-
-def _apart(work: Callable[[], Any]) -> Any:
-    return Child(work).result() if Child.can_fork else work()
 
 
 def _least(tried: list[Tried], devices: Devices) -> str:

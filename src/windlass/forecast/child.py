@@ -40,6 +40,11 @@ class Child:
         return answer["value"]
 
 
+def apart(work: Callable[[], Any]) -> Any:
+    """What `work` returns, which is run in a process of its own if there can be one."""
+    return Child(work).result() if Child.can_fork else work()
+
+
 def _answer(work: Callable[[], Any], writer: int) -> None:
     """Write the result of `work`, and end the process, without what a process does at its end."""
     try:

@@ -129,6 +129,16 @@ class Meter(TorchDispatchMode):
         finally:
             self._kind = before
 
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Within the body, operations count so many times."""
+        before = self.times
+        self.times = before * times
+        try:
+            yield
+        finally:
+            self.times = before
+
     def hold(self, owner: Owner, nbytes: int) -> None:
         """Count memory that no tensor of the update has."""
         self._change(owner, nbytes)

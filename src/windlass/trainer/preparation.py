@@ -214,7 +214,7 @@ def _check_built(
 ) -> None:
     """Refuse, before the first update, what could not be saved or differs between ranks. Collective."""
     check_alike({"optimizer": optimizer_facts(built.executor.optimizer)}, all_ranks)
-    _check_optimizer(built.executor.optimizer, files.model, plan.save, all_ranks)
+    check_optimizer(built.executor.optimizer, files.model, plan.save, all_ranks)
     _check_disks(disks, built.executor.strategy, plan.save.on_each_node)
     # A script's own way to save, and adapters, whose weights peft names, are not checked.
     if not hooks.saves_own_way and files.adapter is None:
@@ -232,7 +232,7 @@ def _check_disks(disks: Disks, strategy: Strategy, on_each_node: bool) -> None:
         raise whole_on_one_disk(disks, "fsdp_config.state_dict_type", "output_dir")
 
 
-def _check_optimizer(
+def check_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, plan: SavePlan, all_ranks: Gang
 ) -> None:
     """Raise ModelError if the optimizer updates tensors that are not the model's, and that a run would have to save, or

@@ -70,7 +70,7 @@ class Pipeline(Strategy):
         lean_head = _lean_head(module)
         staged = StagedModel(module, cut, placement, self._ranks, self._device)
         staged.lean_head = lean_head
-        if example is not None:
+        if example is not None and self._ranks.exists:
             args, kwargs = send_to_device(example, self._device)
             with evaluating(module):
                 self._refuse_difference(type(module).__name__, whole, module(*args, **kwargs))

@@ -59,6 +59,7 @@ class StagedModel(ElsewhereState):
         copies: parameters of this rank that an earlier stage updates with it (tied ones), and the index of its rank.
         lent: parameters of this rank of which a later stage has a copy, and the index of its rank.
         lean_head: makes the loss of a training step without logits; None if only the model's own loss is exact.
+        arriving: of a pipeline whose other ranks are imagined, what each module returns, by name.
     """
 
     in_stages = True
@@ -77,6 +78,8 @@ class StagedModel(ElsewhereState):
         self.copies: dict[nn.Parameter, int] = {}
         self.lent: dict[nn.Parameter, int] = {}
         self.lean_head: LeanHead | None = None
+        self.arriving: Mapping[str, Tensor] = {}
+        self._ends = cut.last
         self._owners: dict[nn.Parameter, int] = {}
         self._of_stage: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.local}
         self._divide(cut, device)
@@ -106,6 +109,12 @@ class StagedModel(ElsewhereState):
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
         """The parameters that a stage of this rank computes with."""
         return self._of_stage[stage]
+
+    def room(self, stage: int) -> Tensor | None:
+        """Memory for what the stage before sends; None if that failed. Waits for its header."""
+        if not self.link.ranks.exists:
+            return torch.empty_like(self.arriving[self._ends[stage - 1]]).detach()
+        return self.link.expect(self.placement[stage - 1])
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
