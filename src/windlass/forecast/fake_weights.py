@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from windlass.core.errors import ModelError
 from windlass.core.optional import is_available, require
 from windlass.core.tensors import is_fake
+from windlass.forecast.few_bits import pack
 
 
 def new_mode() -> FakeTensorMode:
@@ -100,9 +101,7 @@ def _unloaded(mode: FakeTensorMode) -> Iterator[None]:
     own = vars(kind)["from_pretrained"]
 
     def from_pretrained(cls: Any, name: Any, /, *args: Any, config: Any = None, **options: Any) -> Any:
-        if options.get("quantization_config") is not None:
-            fix = "weights of few bits are laid out when they are loaded; leave the quantization out"
-            raise ModelError(f"a plan of a quantized model is not built: {fix}")
+        quantization = options.pop("quantization_config", None)
         dtype = options.pop("dtype", None) or options.pop("torch_dtype", None)
         if not hasattr(config, "to_dict"):
             config, options = cls.config_class.from_pretrained(name, return_unused_kwargs=True, **options)
@@ -112,6 +111,8 @@ def _unloaded(mode: FakeTensorMode) -> Iterator[None]:
             chosen["attn_implementation"] = attention
         with mode:
             model = cls._from_config(config, **chosen)
+            if quantization is not None:
+                pack(model, quantization)
         model.eval()
         return model
 

@@ -38,6 +38,7 @@ from windlass.forecast.meter import (
 from windlass.forecast.places import ModulePlaces
 from windlass.forecast.stack import find_stack
 from windlass.forecast.trace import Trace
+from windlass.metrics.predictions import key_of
 from windlass.metrics.tokens import rows
 from windlass.trainer.defaults import align_special_tokens
 from windlass.trainer.instead import RunRequest
@@ -100,7 +101,8 @@ class Rehearsal:
         """The update with the largest of the first micro-batches, as often as an update has them."""
         accumulation = self._plan.batch.accumulation
         batches = (batch for group in self._source.groups(accumulation) for batch in group.batches)
-        largest = max(itertools.islice(batches, _READ), key=_positions)
+        read = list(itertools.islice(batches, _READ))
+        self._first, largest = read[0], max(read, key=_positions)
         number = min(accumulation, at_most)
         return UpdateBatch([largest] * number, [[]] * number, 0, 0, False)
 
@@ -237,7 +239,7 @@ class Rehearsal:
         return map_leaves(lambda tensor: with_values(tensor, self._mode), batch)
 
     def _facts(self, model: nn.Module) -> dict[str, Any]:
-        plan, batch = self._plan, self.update.batches[0]
+        plan, batch, services = self._plan, self.update.batches[0], self._request.services
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
             "model": type(model).__name__,
@@ -249,6 +251,9 @@ class Rehearsal:
             "tf32": bool(plan.precision.tf32),
             "copies": plan.save.background
             and (plan.save.cadence.strategy != "no" or plan.save.every is not None),
+            "key": key_of(
+                model, plan, services.session.all_ranks.mesh, self._first, on_device=self._on_device
+            ),
             "family": getattr(getattr(model, "config", None), "model_type", type(model).__name__),
             "layers": None if self.stack is None else [self.stack.name, self.stack.length],
             "stages": None if (staged := staged_of(model)) is None else staged.local,

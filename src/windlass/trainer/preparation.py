@@ -114,6 +114,7 @@ def prepare_run(
     if checkpoint is None:
         folder.warn_of_earlier_run()
     events.begin_run()
+    session.memory.mark(_bytes_on(hooks.model, session.device))
     services.loss.begin_run()
     loader = hooks.get_train_dataloader()
     plan, source, place = plan_run(args, services, hooks, loader, checkpoint)
@@ -177,6 +178,12 @@ def plan_run(
     if note is not None:
         get_job_logger(__name__).warning(note)
     return plan, source, place
+
+
+def _bytes_on(model: nn.Module, device: torch.device) -> int:
+    """The bytes of the weights and buffers of a model on a kind of device."""
+    tensors = (*model.parameters(), *model.buffers())
+    return sum(t.numel() * t.element_size() for t in tensors if t.device.type == device.type)
 
 
 def _width(model: nn.Module) -> int | None:
