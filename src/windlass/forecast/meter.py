@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.core.tensors import is_fake
 from windlass.forecast.places import ModulePlaces, pattern
-from windlass.forecast.work import Sent, Work, sent_by, tensors_of, work_of
+from windlass.forecast.work import Sent, Work, grouped_product, sent_by, tensors_of, work_of
 
 WEIGHTS, BUFFERS, GRADIENTS, STATE = "weights", "buffers", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, BUCKETS, COPIES = "activations", "logits", "buckets", "copies of weights"
@@ -174,7 +174,7 @@ class Meter(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # its parts come here one by one
         given = kwargs or {}
-        answer = answer_of(func, args)
+        answer = answer_of(func, args, given)
         found = func(*args, **given) if answer is None else answer
         if func in _UNSEEN:
             return found
@@ -252,7 +252,7 @@ _UNSEEN = (
 )
 
 
-def answer_of(func: Any, args: tuple[Any, ...]) -> Any:
+def answer_of(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
     """What takes the place of an operation whose result depends on values that no memory has; None for any other. A
     mask has no padding, a norm is finite, and every position is chosen: the most that memory can be needed for.
     """
@@ -263,6 +263,8 @@ def answer_of(func: Any, args: tuple[Any, ...]) -> Any:
         if tensor.dtype is torch.bool:
             return True
         return 1.0 if tensor.is_floating_point() else 1
+    if func is torch.ops.aten._grouped_mm.default:
+        return grouped_product(*args, **given)
     if func in (torch.ops.aten.allclose.default, torch.ops.aten.equal.default):
         return True
     if func is torch.ops.aten.nonzero.default and tensor.constant is None:

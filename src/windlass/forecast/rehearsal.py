@@ -63,7 +63,7 @@ class SomeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if DTensor in types:
             return NotImplemented
-        answer = answer_of(func, args)
+        answer = answer_of(func, args, kwargs or {})
         return func(*args, **(kwargs or {})) if answer is None else answer
 
 
