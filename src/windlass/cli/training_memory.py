@@ -122,11 +122,11 @@ def _prepared(model: Any, training: Training) -> Any:
     from windlass.finetuning.peft_adapters import add_adapter
 
     dtype = getattr(torch, training.dtype)
+    model = model.to(dtype)
     if training.quantization is not None:
         from windlass.forecast.few_bits import pack
 
         pack(model, _quantization(training, dtype))
-    model = model.to(dtype)
     if training.lora_r is None:
         return model
     lora = peft_library("count an adapter").LoraConfig(r=training.lora_r, target_modules="all-linear")

@@ -96,6 +96,12 @@ class Meter(TorchDispatchMode):
         self._moments: dict[tuple[str, bool, str], Instant] = {}
         self._kind: str | None = None
 
+    def begin_again(self) -> None:
+        """Forget what was seen; memory that exists is still followed."""
+        self.peaks.clear()
+        self.work.clear()
+        self.sent.clear()
+
     # --- owners -------------------------------------------------------------------------------------------------------
 
     def adopt(self, tensor: Tensor, kind: str, place: str) -> None:

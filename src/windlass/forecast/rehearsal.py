@@ -22,7 +22,7 @@ from windlass.core.trees import map_leaves, tensors_in
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.absent import Absent
 from windlass.engine.splitting import Kind
-from windlass.forecast.chunks import few_chunks
+from windlass.forecast.devices import few_chunks, finite_gradients, kernels_of_devices
 from windlass.forecast.fake_weights import known_values, take_memory, with_values
 from windlass.forecast.meter import (
     BATCH,
@@ -120,7 +120,7 @@ class Rehearsal:
             built = build(
                 model,
                 request.hooks.create_optimizer,
-                self._plan,
+                _without_tf32(self._plan),
                 services.session.device,
                 services.session.loss_ranks,
                 request.optimizer,
@@ -158,6 +158,8 @@ class Rehearsal:
             places.followed(),
             _saved(meter),
             chunks,
+            kernels_of_devices(self._on_device),
+            finite_gradients(),
         ):
             self._updates(meter, context, steps, updates)
         return Trace(meter.peaks, meter.work, meter.sent, _sizes_of_save(model, built), self._facts(model))
@@ -213,8 +215,7 @@ class Rehearsal:
                 for tensor in tensors_in(batch):
                     meter.adopt(tensor, BATCH, "")
             if number:
-                meter.work.clear()
-                meter.sent.clear()
+                meter.begin_again()
             executor.run_step(update, steps, max_norm=plan.stability.max_grad_norm, guard=guard)
             if number == 0:
                 _adopt_state(meter, model, context.built)
@@ -258,6 +259,11 @@ class Rehearsal:
             "layers": None if self.stack is None else [self.stack.name, self.stack.length],
             "stages": None if (staged := staged_of(model)) is None else staged.local,
         }
+
+
+def _without_tf32(plan: RunPlan) -> RunPlan:
+    """The plan for a CPU, which has no such products; their rate is chosen by the original one."""
+    return replace(plan, precision=replace(plan.precision, tf32=None))
 
 
 class FollowedSteps(MicroSteps):
