@@ -138,4 +138,6 @@ def _quantization(training: Training, dtype: torch.dtype) -> Any:
     if training.quantization == "int8":
         return config(load_in_8bit=True)
     compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(training.precision, dtype)
-    return config(load_in_4bit=True, bnb_4bit_quant_type=training.quantization, bnb_4bit_compute_dtype=compute)
+    return config(
+        load_in_4bit=True, bnb_4bit_quant_type=training.quantization, bnb_4bit_compute_dtype=compute
+    )

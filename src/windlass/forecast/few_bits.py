@@ -34,7 +34,9 @@ class FewBitsLinear(nn.Linear):
             scale = _DOUBLE_BITS if config.bnb_4bit_use_double_quant else _SCALE_BITS
             bits, stored = 4.0, config.bnb_4bit_quant_storage
             self._compute = config.bnb_4bit_compute_dtype
-            self.register_buffer("scales", torch.empty(int(count * scale / _BLOCK / 8), dtype=torch.uint8), False)
+            self.register_buffer(
+                "scales", torch.empty(int(count * scale / _BLOCK / 8), dtype=torch.uint8), False
+            )
         else:
             self.register_buffer("scales", torch.empty(layer.out_features, dtype=torch.float32), False)
         packed = torch.empty(int(count * bits / 8 / stored.itemsize), 1, dtype=stored)

@@ -13,6 +13,7 @@ from windlass.forecast.child import Child, apart
 from windlass.forecast.fake_weights import fake_weights, new_mode
 from windlass.forecast.rehearsal import Rehearsal
 from windlass.forecast.trace import Trace
+from windlass.precision.check import for_any_device
 from windlass.trainer.instead import RunRequest, instead_of_runs
 
 
@@ -36,13 +37,16 @@ def trace_of(
     found: list[Trace] = []
 
     def planned(request: RunRequest) -> NoReturn:
-        found.append(_traced(Rehearsal(request, mode, on_device=on_device, whole=whole or not Child.can_fork)))
+        found.append(
+            _traced(Rehearsal(request, mode, on_device=on_device, whole=whole or not Child.can_fork))
+        )
         raise _Traced
 
     with (
         imagined_job(world, rank),
         fake_weights(mode),
         instead_of_runs(planned),
+        for_any_device() if on_device else contextlib.nullcontext(),
         contextlib.suppress(_Traced),
     ):
         start()

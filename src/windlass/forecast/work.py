@@ -77,7 +77,9 @@ def _grouped(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
     return 2 * rows * other.shape[-1]
 
 
-def grouped_product(one: Tensor, other: Tensor, offsets: Tensor | None = None, *_: Any, **more: Any) -> Tensor:
+def grouped_product(
+    one: Tensor, other: Tensor, offsets: Tensor | None = None, *_: Any, **more: Any
+) -> Tensor:
     """The result of `_grouped_mm` without memory, in any dtype: PyTorch's own function for such tensors takes bfloat16
     alone. A matrix on both sides is divided along what is summed, and `offsets` has an end for each part.
     """

@@ -50,7 +50,9 @@ def key_of(model: nn.Module, plan: RunPlan, mesh: Mesh, batch: Any, *, on_device
         model: as it is trained, on any rank: shapes are those of whole parameters.
         batch: the first micro-batch, of whose tensors the shapes count.
     """
-    parameters = [[name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()]
+    parameters = [
+        [name, list(p.shape), str(p.dtype), p.requires_grad] for name, p in model.named_parameters()
+    ]
     said = {
         "model": type(model).__name__,
         "parameters": parameters,
@@ -132,7 +134,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict) or found.get("schema") != SCHEMA or not _is_size(found.get("predicted")):
         return None
     runs = found.get("runs")
-    if not isinstance(runs, Sequence) or not all(isinstance(run, dict) and _is_size(run.get("measured")) for run in runs):
+    if not isinstance(runs, Sequence) or not all(
+        isinstance(run, dict) and _is_size(run.get("measured")) for run in runs
+    ):
         return None
     return found if isinstance(found.get("key"), str) and isinstance(found.get("family"), str) else None
 
