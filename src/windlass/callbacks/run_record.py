@@ -117,7 +117,7 @@ class RunRecord:
             self._write()
 
     def add_memory(self, facts: Mapping[str, int]) -> None:
-        """Record the peak of this session in bytes, `measured`, and as `windlass plan` `predicted` it. `end` writes it."""
+        """Record the peak of this session in bytes, and its prediction by `windlass plan`. `end` writes it."""
         if self._record:
             self._record["sessions"][-1]["memory"] = dict(facts)
 

@@ -61,6 +61,11 @@ def estimate_memory_command(words: list[str]) -> int:
     parameters = sum(param.numel() for param in model.parameters())
     facts = {"model": options.model, "class": type(model).__name__, "parameters": parameters}
     if options.batch_size is not None:
+        if getattr(model, "main_input_name", None) != "input_ids":
+            raise ModelError(
+                f"{type(model).__name__} cannot be run on input_ids and labels alone; `windlass plan` predicts the "
+                "memory of a script that trains it"
+            )
         _print_training(options, facts)
         return 0
     sizes = estimate(model, options.dtypes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from windlass.cli.estimate_memory import in_words
 from windlass.core.errors import ConfigError, ModelError, Problem
@@ -46,7 +46,7 @@ def find_layout(
             trace = Trace.from_dict(apart(lambda words=layout.overrides: traced(words).to_dict()))  # type: ignore[misc]
             found = Tried(layout, trace.peak[1].total, None)
         except ModelError as error:
-            found = Tried(layout, None, " ".join(str(error).split()))
+            found = Tried(layout, None, _in_one_line(error))
         tried.append(found)
         say(found.line(devices))
         if trace is not None and found.peak is not None and found.peak <= devices.room:
@@ -54,6 +54,13 @@ def find_layout(
     raise ConfigError(
         Problem("--fit", f"{devices.number}x{devices.memory // 10**9}GB", _least(tried, devices))
     )
+
+
+def _in_one_line(error: ModelError) -> str:
+    """The message, without the line that counts problems."""
+    lines = str(error).splitlines()
+    problems = [line.strip().removeprefix("- ") for line in lines if line.strip().startswith("- ")]
+    return " ".join(" ".join(problems or lines).split())
 
 
 def _least(tried: list[Tried], devices: Devices) -> str:

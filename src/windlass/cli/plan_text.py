@@ -53,9 +53,9 @@ def _update(forecast: Forecast) -> Iterator[str]:
         f"sample{'s' if facts['samples'] > 1 else ''}, {facts['positions']:,} positions"
     )
     if (peaks := facts.get("peaks")) is not None:
-        largest, nbytes = max(peaks, key=lambda each: each[1])
+        rank, _ = max(peaks, key=lambda each: each[1])
         stages = ", ".join(map(str, facts["stages"]))
-        yield f"shown is rank {largest} (stage {stages}), whose peak is the largest; that of rank 0 is {in_words(peaks[0][1])}"
+        yield f"shown is rank {rank} (stage {stages}), the largest; rank 0 takes {in_words(peaks[0][1])}"
     if facts["layers"] is not None:
         yield f"{facts['layers'][1]} layers in {facts['layers'][0]}, of which few were run: the others add the same"
 

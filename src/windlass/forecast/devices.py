@@ -1,4 +1,4 @@
-"""What a device does otherwise than a CPU, where tensors without memory are: chunks of the loss, kernels of optimizers."""
+"""What a device does otherwise than a CPU, on which tensors without memory are."""
 
 from __future__ import annotations
 

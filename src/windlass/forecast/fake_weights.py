@@ -57,7 +57,7 @@ def fake_weights(mode: FakeTensorMode) -> Iterator[None]:
     nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]
     nn.Module._apply = apply_to_fake  # type: ignore[method-assign]
     try:
-        with _unloaded(mode):
+        with _unloaded(mode), _undrawn():
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
@@ -89,6 +89,22 @@ def take_memory(model: nn.Module, mode: FakeTensorMode) -> None:
         for name, param in module._parameters.items():
             if param is not None:
                 module._parameters[name] = without_memory(param, mode)
+
+
+@contextlib.contextmanager
+def _undrawn() -> Iterator[None]:
+    """PyTorch draws a truncated normal distribution again until all values are within its limits."""
+    module: Any = nn.init
+    own = module._no_grad_trunc_normal_
+
+    def draw(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return tensor if is_fake(tensor) else own(tensor, *args, **options)
+
+    module._no_grad_trunc_normal_ = draw
+    try:
+        yield
+    finally:
+        module._no_grad_trunc_normal_ = own
 
 
 @contextlib.contextmanager

@@ -272,6 +272,7 @@ class FollowedSteps(MicroSteps):
     def __init__(self, context: RunContext, meter: Meter) -> None:
         super().__init__(context)
         self._meter, self._accumulated = meter, context.plan.batch.accumulation
+        self._model = context.hooks.model
 
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         self._meter.stage = "micro-batch" if index == 0 else "later micro-batch"
@@ -284,6 +285,9 @@ class FollowedSteps(MicroSteps):
 
     def rescale(self) -> Tensor | None:
         self._meter.stage = "gradient norm"
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:  # that of a shard, which no hook has seen
+                self._meter.adopt(parameter.grad, GRADIENTS, name.rpartition(".")[0])
         return super().rescale()
 
     def event(self, name: str) -> None:

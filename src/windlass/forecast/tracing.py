@@ -59,8 +59,8 @@ def trace_of(
 
 
 def trace_of_largest(start: Callable[[], Any], world: int = 1, *, on_device: bool = False) -> Trace:
-    """As `trace_of`, on the rank of a pipeline whose peak is largest. Other layouts have equal ranks, but for remainders,
-    of which rank 0 has the most.
+    """As `trace_of`, on the rank of a pipeline whose peak is largest. The ranks of other layouts are equal but for
+    remainders, of which rank 0 has the most.
     """
     first = trace_of(start, world, on_device=on_device)
     stages = first.facts["mesh"]["pipeline"]
