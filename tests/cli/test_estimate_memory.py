@@ -11,8 +11,9 @@ import pytest
 from accelerate.utils import calculate_maximum_sizes
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, ViTConfig
 
-from windlass.cli.estimate_memory import build_empty, build_whole, estimate, in_words
+from windlass.cli.estimate_memory import build_empty, build_whole, estimate
 from windlass.cli.main import main
+from windlass.cli.screen import in_words
 from windlass.cli.training_memory import Training, plan_training
 
 SIZES = {

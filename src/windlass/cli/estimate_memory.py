@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from windlass.cli.command_line import CommandParser
+from windlass.cli.screen import in_words
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.core.output import say, say_json
@@ -204,12 +205,3 @@ def estimate(model: Any, dtypes: list[str]) -> list[Sizes]:
         trained = None if training is None else whole // 4 * training
         rows.append(Sizes(dtype, largest * bits / 32, whole * bits / 32, trained))
     return rows
-
-
-def in_words(size: float) -> str:
-    """Return bytes in the largest unit that is at most the size."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:,.4g} TiB"

@@ -36,7 +36,7 @@ def few_chunks(meter: Meter, *, on_device: bool, every: bool) -> Iterator[None]:
             yield found[1]
         yield found[-1]
 
-    ChunkLogits.chunks = chunks  # type: ignore[method-assign]
+    ChunkLogits.chunks = chunks  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -64,7 +64,7 @@ def kernels_of_devices(on_device: bool) -> Iterator[None]:
 def finite_gradients() -> Iterator[None]:
     """Within the body, no scaled gradient of fp16 overflows."""
     own = LossScaler.overflowed
-    LossScaler.overflowed = lambda scaler, found_inf: False  # type: ignore[method-assign]
+    LossScaler.overflowed = lambda scaler, found_inf: False  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -41,7 +41,7 @@ class FewBitsLinear(nn.Linear):
             self.register_buffer("scales", torch.empty(layer.out_features, dtype=torch.float32), False)
         packed = torch.empty(int(count * bits / 8 / stored.itemsize), 1, dtype=stored)
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.weight.quant_state = self  # type: ignore[assignment]  # what marks packed weights
+        vars(self.weight)["quant_state"] = None  # what marks packed weights
         self.bias = layer.bias
 
     def forward(self, input: Tensor) -> Tensor:
