@@ -124,7 +124,7 @@ def _prepared(model: Any, training: Training) -> Any:
     dtype = getattr(torch, training.dtype)
     model = model.to(dtype)
     if training.quantization is not None:
-        from windlass.forecast.few_bits import pack
+        from windlass.forecast.packed_layers import pack
 
         pack(model, _quantization(training, dtype))
     if training.lora_r is None:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from windlass.core.errors import ModelError
 from windlass.core.optional import is_available, require
 from windlass.core.tensors import is_fake
-from windlass.forecast.few_bits import pack
+from windlass.forecast.packed_layers import pack
 
 
 def new_mode() -> FakeTensorMode:

@@ -67,7 +67,7 @@ def key_of(model: nn.Module, plan: RunPlan, mesh: Mesh, batch: Any, *, on_device
 
 
 def _described(value: Any) -> Any:
-    """A value as JSON can carry it, the same in each process: of an object that is no data, its type."""
+    """A value as JSON can carry it, the same in each process: of any other object, its type."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {each.name: _described(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, Mapping):

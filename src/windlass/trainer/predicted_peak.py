@@ -17,11 +17,14 @@ class PredictedPeak:
 
     On the CPU the memory of the process is measured. It is not that of the rank if the model was divided among ranks:
     each process builds all of it first.
+
+    Attributes:
+        memory: what is measured with.
     """
 
     def __init__(self, context: RunContext) -> None:
         device, strategy = context.session.device, context.built.executor.strategy
-        self._context = context
+        self._context, self.memory = context, context.session.memory
         self._looks = context.all_ranks.rank == 0 and not (device.type == "cpu" and strategy.sharded)
         self._found: dict[str, Any] | None = None
 
@@ -41,7 +44,7 @@ class PredictedPeak:
         """
         if self._found is None or updates < _UPDATES:
             return None
-        growth = self._context.session.memory.growth()
+        growth = self.memory.growth()
         if growth is None:
             return None
         add_measured(self._found["key"], growth, datetime.date.today().isoformat())

@@ -42,7 +42,6 @@ class RunReports:
         self._plan, self._events, self._ledger = context.plan, context.events, ledger
         self._state = context.events.state
         self._model, self._schedule = context.files.model, context.built.schedule
-        self._memory = context.session.memory
         self._flops_per_position = 6 * multiplied_parameters(self._model)
         self._rates, self._predicted = RunRates(context), PredictedPeak(context)
         self._record, self._samples, self._updates = record, 0.0, 0
@@ -146,7 +145,7 @@ class RunReports:
         metrics["total_flos"] = self._state.total_flos
         metrics["train_loss"] = self._ledger.mean_loss()
         if self._plan.reports.memory:
-            metrics.update(self._memory.report("train", "train"))
+            metrics.update(self._predicted.memory.report("train", "train"))
         if self._compiled is not None:
             metrics["train_compiled_graphs"] = self._compiled.graphs
             metrics["train_recompilations"] = self._compiled.recompilations
