@@ -66,6 +66,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/checkpoint.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/contention.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/text_preparation.py --write docs/benchmarks.md
+	$(BIN)/python benchmarks/page.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/sft.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/sft_images.py --write docs/benchmarks.md
 	$(BIN)/python benchmarks/loss_memory.py --write docs/benchmarks.md

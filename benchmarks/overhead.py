@@ -121,6 +121,8 @@ def render(figures: dict[str, Any], command: str) -> str:
             continue
         added = "" if name == "raw" else f"{it['p10'] - base['p10']:+.0f}"
         rows.append([label, f"{it['p10']:.0f}", added, f"{it['median']:.0f}", f"{it['steps']}"])
+        if name == "windlass" and (ledger := figures.get("ledger")):
+            rows.append(["of it, the time ledger", "", f"+{ledger['microseconds']:.1f}", "", ""])
     head = ["loop", "step, us (p10)", "over the raw loop, us", "step, us (median)", "steps timed"]
     return f"{table(head, rows)}\n\n{caption(figures, command)}"
 
@@ -193,7 +195,10 @@ def main() -> None:
     with checkout(options.against) as before:
         times = run(names, options.steps, options.rounds, before)
     LABELS["before"] = f"windlass at {options.against}"
-    figures = {**facts(), "steps": options.steps, "rounds": options.rounds, "microseconds": summarise(times)}
+    figures = {
+        **facts(), "steps": options.steps, "rounds": options.rounds, "microseconds": summarise(times),
+        "ledger": clock_cost(),
+    }  # fmt: skip
     command = f"python benchmarks/overhead.py --steps {options.steps} --rounds {options.rounds}"
     command += f" --against {options.against}" if options.against else ""
     report("overhead", render(figures, command), figures, options.write, options.json)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.browser import needs_browser
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -19,7 +20,11 @@ def _load(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(FOLDER))  # as for a script: they share a module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(FOLDER))
     return module
 
 
@@ -44,6 +49,18 @@ def test_optimizers_are_measured_and_written_into_their_page(tmp_path: Path) -> 
     assert "| `adamw_torch` | 8.00 |" in written
     assert "| `schedule_free_sgd` | 4.00 |" in written
     assert picture.read_text().lstrip().startswith("<?xml")
+
+
+@pytest.mark.slow
+@needs_browser
+def test_a_page_costs_little(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason="windlass ui needs uvicorn")
+    found = tmp_path / "figures.json"
+    _run(str(FOLDER / "page.py"), "--rounds", "1", "--seconds", "5", "--json", str(found))
+    figures = json.loads(found.read_text())
+    assert figures["bytes"] < 1e6
+    assert figures["following"] < 0.05, "processor time, of which a look may take 1 %"
+    assert len(figures["first_paint_ms"]) == 1
 
 
 def test_percentile() -> None:
@@ -80,6 +97,7 @@ def test_the_page_has_every_section() -> None:
         "contention",
         "resume",
         "preparation",
+        "page",
         "gpu",
         "gpu-axes",
         "axes",
@@ -217,11 +235,7 @@ def test_gpu_runs_on_a_toy_model(tmp_path: Path) -> None:
 
 
 def test_mfu_of_a_known_case() -> None:
-    sys.path.insert(0, str(FOLDER))
-    try:
-        gpu = _load("gpu")
-    finally:
-        sys.path.remove(str(FOLDER))
+    gpu = _load("gpu")
     it = {
         "parameters": 1_000_000_000,
         "layers": 10,

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.callbacks.report_page import TrainingTime, curve, evaluation_losses, render_details
+from windlass.callbacks.run_view import Configured
 
 
 def details(*given: Any) -> str:
@@ -60,16 +61,16 @@ class Page(HTMLParser):
 
 def test_what_the_page_tells() -> None:
     facts = {
-        "arguments": {"learning_rate": 1e-4},
         "environment": {"torch": "2.13"},
         "data": {"rows": "a sentence"},
     }
     skipped = {"step": 15, "skipped_update": 14, "reason": "NaN"}
-    page = Page(details([*HISTORY, skipped, skipped], facts))
+    rate = Configured("learning_rate", 1e-4, "a.yaml:3")
+    page = Page(details([*HISTORY, skipped, skipped], facts, None, [rate]))
     for text in (
         "Training loss", "Best eval_loss", "2.25", "1:05", "12.5 samples per second",
         "eval_accuracy", "1. step 15", "update 14 skipped: NaN",
-        "2. step 15", "a sentence", "2.13", "0.0001",
+        "2. step 15", "a sentence", "2.13", "0.0001", "a.yaml:3",
     ):  # fmt: skip
         assert text in page.text, text
 
@@ -110,11 +111,11 @@ def test_everything_is_escaped() -> None:
     history = [
         {EVIL: 1.0, f"eval_{EVIL}": 2.0, f"eval_{EVIL}_loss": 3.0, "loss": 1.0, "step": s} for s in (1, 2)
     ]
-    facts: dict[str, Any] = {name: {EVIL: EVIL} for name in ("arguments", "environment", "data")}
+    facts: dict[str, Any] = {name: {EVIL: EVIL} for name in ("environment", "data")}
     history.append({"step": EVIL, "skipped_update": EVIL, "reason": EVIL})
-    page = Page(details(history, facts))
+    page = Page(details(history, facts, None, [Configured(EVIL, EVIL, EVIL)]))
     assert "script" not in page.tags
-    assert page.text.count(EVIL) >= 7
+    assert page.text.count(EVIL) >= 8
 
 
 VALUE = st.one_of(

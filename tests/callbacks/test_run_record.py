@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.callbacks.test_report import NOTHING, arguments, log_run
 
+from windlass.callbacks.page_file import PageRun, render_page
 from windlass.callbacks.report import training_time
 from windlass.callbacks.report_page import TrainingTime
 from windlass.callbacks.row_reader import read_rows
@@ -21,7 +22,8 @@ from windlass.callbacks.run_record import (
     read_failures,
     read_record,
 )  # fmt: skip
-from windlass.config.arguments import TrainingArguments
+from windlass.callbacks.run_view import read_run
+from windlass.config.arguments import TrainingArguments, note_sources
 from windlass.core.errors import PeerError
 
 
@@ -102,6 +104,28 @@ def test_changed_arguments_are_those_that_were_set_without_secrets(tmp_path: Pat
         "use_cpu": True,
     }
     assert changed_arguments(TrainingArguments()) == {}
+
+
+def test_each_setting_has_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    args = TrainingArguments(str(tmp_path), seed=3, weight_decay=0.5, use_cpu=True)
+    beside = {"data.train": ("my.txt", "a.yaml:7"), "data.password": ("secret", "a.yaml:8")}
+    note_sources(args, {"seed": "a.yaml:2"}, beside)
+    RunRecord(tmp_path, args, dict, writes=True).begin(0, 4, NOTHING)
+    view = read_run(tmp_path)
+    assert {one.name: (one.value, one.source) for one in view.configuration} == {
+        "output_dir": (str(tmp_path), "the script"),
+        "seed": (3, "a.yaml:2"),
+        "weight_decay": (0.5, "the script"),
+        "use_cpu": (True, "the script"),
+        "data.train": ("my.txt", "a.yaml:7"),
+        "precision": ("bf16", "ACCELERATE_MIXED_PRECISION"),
+    }
+    page = render_page([PageRun(view, "", None)])
+    assert '<th scope="row">seed</th><td class="num">3</td><td class="muted">a.yaml:2</td>' in page
+    record = json.loads((tmp_path / RECORD).read_text())
+    (tmp_path / RECORD).write_text(json.dumps({**record, "sources": None, "settings": [1]}))
+    assert {one.source for one in read_run(tmp_path).configuration} == {""}, "of an earlier version"
 
 
 def test_the_command_is_shown_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

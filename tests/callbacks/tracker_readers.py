@@ -31,6 +31,8 @@ def offline(folder: Path) -> dict[str, str]:
         "COMET_OFFLINE_DIRECTORY": str(folder / "comet"),
         "SWANLAB_MODE": "offline",
         "DVC_NO_ANALYTICS": "1",
+        "NEPTUNE_MODE": "offline",
+        "NEPTUNE_PROJECT": "someone/tests",
     }
 
 
@@ -166,6 +168,17 @@ def comet_ml(folder: Path) -> Curves:
     return found
 
 
+def neptune(folder: Path) -> Curves:
+    found: Curves = {}
+    for path in folder.rglob("data-*.log"):
+        for line in path.read_text().splitlines():
+            done = json.loads(line)["obj"]
+            if done["type"] == "LogFloats" and done["path"][0] != "monitoring":
+                for one in done["values"]:
+                    found.setdefault("/".join(done["path"]), {})[int(one["step"])] = one["value"]
+    return found
+
+
 def _add(found: Curves, values: dict[str, Any], step: int) -> None:
     for name, value in values.items():
         value = math.nan if value == "NaN" else value
@@ -174,9 +187,21 @@ def _add(found: Curves, values: dict[str, Any], step: int) -> None:
 
 
 READERS: dict[str, Callable[[Path], Curves]] = {
-    reader.__name__: reader
-    for reader in (aim, clearml, comet_ml, dvclive, mlflow, swanlab, tensorboard, trackio, wandb)
+    "aim": aim,
+    "azure_ml": mlflow,
+    "clearml": clearml,
+    "comet_ml": comet_ml,
+    "dagshub": mlflow,
+    "dvclive": dvclive,
+    "mlflow": mlflow,
+    "neptune": neptune,
+    "swanlab": swanlab,
+    "tensorboard": tensorboard,
+    "trackio": trackio,
+    "wandb": wandb,
 }
+# What a tracker needs, if that is not the package of its name alone.
+PACKAGES = {"azure_ml": "azureml"}
 
 
 def each_installed() -> Iterator[Any]:
@@ -184,5 +209,6 @@ def each_installed() -> Iterator[Any]:
     from windlass.core.optional import is_available
 
     for name in READERS:
-        missing = pytest.mark.skipif(not is_available(name), reason=f"{name} is not installed")
+        package = PACKAGES.get(name, name)
+        missing = pytest.mark.skipif(not is_available(package), reason=f"{package} is not installed")
         yield pytest.param(name, marks=missing)

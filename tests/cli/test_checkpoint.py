@@ -285,7 +285,8 @@ def rounding(source: Path) -> float:
 
 def test_one_file_holds_the_weights_and_says_what_is_tied(run: Run, tmp_path: Path, say: Say) -> None:
     target = tmp_path / "out" / "weights.safetensors"
-    assert say("export", run.root / "checkpoint-4", target)[0] == 0
+    _, told, _ = say("export", run.root / "checkpoint-4", target, "--json")
+    assert json.loads(told) == {"written": [{"path": str(target), "bytes": target.stat().st_size}]}
     found, expected = load_file(target), run.model.state_dict()
     with safe_open(target, "pt") as file:
         aliases = json.loads(file.metadata()["windlass.aliases"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,12 @@ def test_the_newest_checkpoint_of_a_run(hub: Hub, run: Path, capsys: pytest.Capt
     assert hub.files("someone/mine")["README.md"] == b"mine", "a card that a user edited stays"
 
 
-def test_one_checkpoint_without_what_resuming_needs(hub: Hub, run: Path) -> None:
-    assert checkpoint_command(["push", str(run / "checkpoint-1"), "mine", "--model-only"]) == 0
+def test_one_checkpoint_without_what_resuming_needs(
+    hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert checkpoint_command(["push", str(run / "checkpoint-1"), "mine", "--model-only", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"published": str(run / "checkpoint-1"), "repository": "someone/mine"}
     assert set(hub.files("someone/mine")) == {"model.safetensors", "README.md"}
 
 

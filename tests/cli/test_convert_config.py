@@ -150,6 +150,13 @@ def test_printed_it_is_a_recipe_with_the_list_on_top(tmp_path: Path, capsys: Any
         "task": "sft", "model": {"name": "hub/model"},
         "data": {"format": "hub", "train": "hub/data", "eval_fraction": 0},
     }  # fmt: skip
+    assert main(["convert-config", str(path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["recipe"], facts["written"]) == (values, None)
+    assert facts["not_carried_over"]["unknown_thing"] == {
+        "value": [1, 2],
+        "reason": "a recipe has no such key",
+    }
 
 
 @pytest.mark.parametrize(
@@ -230,4 +237,31 @@ def test_the_loss_is_that_of_the_datasets_that_are_kept(tmp_path: Path) -> None:
     both = of("chats,more")
     assert both.recipe["data"]["mixture"] == ["chats.json", "more.json"]
     assert both.recipe["training"]["assistant_only_loss"]
-    assert "training.assistant_only_loss=false" in of("elsewhere").lost["dataset"][1]
+    assert "convert again with dataset_dir=FOLDER" in of("elsewhere").lost["dataset"][1]
+
+
+@pytest.mark.parametrize(
+    ("row", "is_chat"),
+    [
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, True),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, True),
+        ({"instruction": "a", "output": "b"}, False),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_a_dataset_that_is_not_listed_is_named_on_the_command_line(
+    row: Any, is_chat: bool, suffix: str, places: tuple[Path, Path], capsys: Any
+) -> None:
+    rows, theirs = places[1].with_name(f"rows{suffix}"), places[0].parent / "theirs.yaml"
+    rows.write_text(json.dumps([row, row] if suffix == ".json" else row) + "\n")
+    theirs.write_text(FACTORY.replace("MODEL", str(places[0])).replace("DATA", "identity"))
+    ours = theirs.with_name("ours.yaml")
+    words = ["convert-config", str(theirs), "--output", str(ours)]
+    assert main(words) == 0
+    assert "convert again with dataset_dir=FOLDER" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, f"dataset={rows}", "cutoff_len=64"]) == 0
+    recipe = load_recipe(ours)
+    assert (recipe.data.train, recipe.training["max_length"]) == (str(rows), 64)
+    assert recipe.training.get("assistant_only_loss", False) is is_chat
+    assert main([*words, "dataset"]) == 2
+    assert "VALUE='dataset': write the name of the value as well" in capsys.readouterr().err

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from tests.callbacks.page_runs import append_rows, row, write_run
 
+from windlass.callbacks import row_reader
 from windlass.callbacks.page_data import page_data
 from windlass.callbacks.row_file import cut_back
 from windlass.callbacks.run_view import read_run
-from windlass.cli.followed_runs import FollowedRuns
+from windlass.cli.followed_runs import FollowedRuns, RunHistories, RunHistory
 
 
 def logged(step: int) -> dict[str, Any]:
@@ -22,19 +23,19 @@ def logged(step: int) -> dict[str, Any]:
 
 def following(folder: Path) -> FollowedRuns:
     """What follows a page of a run, after its first look."""
-    page = FollowedRuns([folder])
-    page.whole()
-    followed = FollowedRuns([folder], [page.position])
+    history = RunHistory(folder)
+    followed = FollowedRuns([history], [history.page()[1]])
     followed.look()
     return followed
 
 
 def test_new_rows_are_sent_and_no_others(tmp_path: Path) -> None:
     write_run(tmp_path, 50)
-    page = FollowedRuns([tmp_path])
-    page.whole()
+    history = RunHistory(tmp_path)
+    _, position = history.page()
     append_rows(tmp_path, logged(51))  # before the page has asked for what is new
-    followed = FollowedRuns([tmp_path], [page.position])
+    history.view()  # another page has
+    followed = FollowedRuns([history], [position])
     (first,) = followed.look()["runs"]
     assert first["growth"]["series"]["loss"] == {
         "s": [51], "v": [1 / 51], "t": [51.0], "k": [51 * 512], "bad": 0, "of": 1
@@ -60,8 +61,8 @@ def test_a_page_of_other_rows_gets_all(tmp_path: Path) -> None:
     append_rows(tmp_path, logged(5))
     (found,) = followed.look()["runs"]
     assert found["whole"] == page_data(read_run(tmp_path))
-    for position in ("", "1-2-3", "0-0-0", "x", "f" * 99, "1-fffffffffffffff-3"):
-        (found,) = FollowedRuns([tmp_path], [position]).look()["runs"]
+    for position in ("", "1-2-3", "x", "f" * 99, "1-fffffffffffffff-3"):
+        (found,) = FollowedRuns([RunHistory(tmp_path)], [position]).look()["runs"]
         assert found["whole"] == page_data(read_run(tmp_path))
 
 
@@ -70,9 +71,44 @@ def test_state_and_tables_are_those_of_all_rows(tmp_path: Path) -> None:
     followed = following(tmp_path)
     append_rows(tmp_path, *(logged(step) for step in range(301, 340)), row(339, "evaluate", eval_loss=0.25))
     found = followed.look()["sections"]
-    whole = FollowedRuns([tmp_path]).look()["sections"]
+    whole = FollowedRuns([RunHistory(tmp_path)]).look()["sections"]
     assert found == {key: text for key, text in whole.items() if key in found}
     assert {"header", "run-0-tiles", "run-0-evaluations", "run-0-metrics"} <= found.keys()
+
+
+def test_each_row_is_read_once_for_all_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, 5000)
+    read: list[int] = []
+    parsed = row_reader._parsed
+    monkeypatch.setattr(
+        row_reader, "_parsed", lambda lines, first: (read.append(len(lines)), parsed(lines, first))[1]
+    )
+    histories = RunHistories()
+    pages = [histories.of(tmp_path).page() for _ in range(3)]
+    histories.of(tmp_path).view()
+    append_rows(tmp_path, logged(5001))
+    followers = [FollowedRuns([histories.of(tmp_path)], [position]) for _, position in pages]
+    found = [one.look()["runs"][0]["growth"]["series"]["loss"]["s"] for one in followers]
+    assert found == [[5001]] * 3
+    assert sum(read) == 5002, "and the evaluation"
+    page, _ = histories.of(tmp_path).page()
+    assert page.data is not None
+    loss, fresh = page.data["series"]["loss"], page_data(read_run(tmp_path))["series"]["loss"]
+    assert (loss["of"], max(loss["v"]), min(loss["v"])) == (5001, max(fresh["v"]), min(fresh["v"]))
+    assert page.data["clip"] == page_data(read_run(tmp_path))["clip"]
+
+
+def test_a_page_that_was_away_for_long_gets_all(tmp_path: Path) -> None:
+    write_run(tmp_path, 10)
+    history = RunHistory(tmp_path)
+    followed = FollowedRuns([history], [history.page()[1]])
+    for first in range(11, 3011, 1000):
+        append_rows(tmp_path, *(logged(step) for step in range(first, first + 1000)))
+        history.view()
+    (found,) = followed.look()["runs"]
+    assert found["whole"]["series"]["loss"]["of"] == 3010
+    (found,) = followed.look()["runs"]
+    assert found["growth"] == {"series": {}, "clip": None}
 
 
 def calls_of(followed: FollowedRuns) -> tuple[int, int]:

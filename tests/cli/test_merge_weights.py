@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,12 @@ def test_merged_and_kept(parts: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert parts.exists()
 
 
-def test_merged_and_removed(parts: Path, tmp_path: Path) -> None:
-    assert main(["merge-weights", str(parts), str(tmp_path / "whole"), "--remove_checkpoint_dir"]) == 0
+def test_merged_and_removed(parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(parts), str(tmp_path / "whole"), "--remove_checkpoint_dir", "--json"]
+    assert main(["merge-weights", *words]) == 0
+    found, written = json.loads(capsys.readouterr().out), tmp_path / "whole" / "model.safetensors"
+    assert (found["written"], found["removed"]) == (str(written), [str(parts)])
+    assert found["bytes"] == written.stat().st_size
     assert not parts.exists()
     assert (tmp_path / "whole" / "model.safetensors").exists()
 

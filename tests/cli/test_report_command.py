@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -24,10 +25,13 @@ def test_the_files_of_the_run_are_only_read(tmp_path: Path, capsys: pytest.Captu
     assert "killed after step 5 of 10" in (shown / "report.html").read_text()
 
 
-def test_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log_run(tmp_path, max_steps=10)
     with RunLock(tmp_path):
-        assert main(["report", str(tmp_path)]) == 0
+        assert main(["report", str(tmp_path), "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)["written"]
+    assert str(tmp_path / "report.html") in written
+    assert all(Path(path).is_file() for path in written)
     assert "running, step 5 of 10" in (tmp_path / "report.html").read_text()
 
 

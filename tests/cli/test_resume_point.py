@@ -13,7 +13,7 @@ from tests.cli.test_train import LM
 from windlass.checkpoint.store import Store
 from windlass.cli.command_line import program
 from windlass.cli.main import main
-from windlass.cli.resume_point import find_resume_point, shown_path
+from windlass.cli.resume_point import find_resume_point
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import CheckpointError, ConfigError
 
@@ -136,9 +136,3 @@ def test_the_program_is_named_so_that_a_shell_finds_it(
     assert named("./my env/windlass", path=tmp_path) == ["my env/windlass"]
     monkeypatch.setattr(sys, "argv", ["/somewhere/windlass/__main__.py"])
     assert program() == [sys.executable, "-m", "windlass"]
-
-
-def test_paths_are_shown_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert shown_path(tmp_path / "runs" / "a") == shown_path("runs/a") == "runs/a"
-    assert shown_path("/elsewhere/a") == "/elsewhere/a"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -19,10 +20,12 @@ def stateless() -> Iterator[None]:
 
 @pytest.mark.dist
 def test_this_installation_trains_in_two_processes() -> None:
-    code, said = windlass("test")
+    code, said = windlass("test", "--json")
     assert code == 0, said
-    assert said.count("  ok  ") == 4
-    assert "all checks passed" in said
+    found = json.loads(said[said.index("{") :])
+    assert found["passed"] is True
+    assert [one["result"] for one in found["checks"]] == ["passed"] * 4
+    assert found["launched_with"] == ["--num_processes", "2", "--cpu"]
 
 
 @pytest.mark.usefixtures("stateless")

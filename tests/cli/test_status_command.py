@@ -84,8 +84,25 @@ def test_a_killed_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["state"], found["step"]) == ("killed", 5)
     assert found["at_risk"]["updates"] == 2
     assert found["resume"]["command"]
-    assert "resume_from_checkpoint=True" in found["resume"]["needs"]
+    assert 'resume_from_checkpoint="auto"' in found["resume"]["needs"]
     assert found["notes"] == ["metrics.jsonl, line 3: an unfinished line; it is left out"]
+
+
+@pytest.mark.parametrize(
+    ("needs", "end"),
+    [("nothing", "train.py --lr 1"), ("flag", "train.py --lr 1 --resume_from_checkpoint auto")],
+)
+def test_what_a_recorded_script_needs_to_resume(
+    needs: str, end: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kill(run)
+    record = json.loads((run / "run.json").read_text())
+    assert record["process"]["needs"] == "script", "its train() was called without an argument"
+    record["process"] |= {"arguments": ["train.py", "--lr", "1"], "needs": needs}
+    (run / "run.json").write_text(json.dumps(record))
+    found = status(run, capsys)["resume"]
+    assert found["command"].endswith(f"python {end}")
+    assert found["needs"] == ""
 
 
 def test_a_damaged_checkpoint_is_not_the_one_to_resume_from(

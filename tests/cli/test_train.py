@@ -175,8 +175,14 @@ def test_dry_run_leaves_nothing_and_says_what_it_takes(room: Path, windlass: Run
 
 
 def test_dry_run_counts_epochs(windlass: Run) -> None:
-    out = windlass("train", "classifier.yaml", "--dry-run", "training.gradient_accumulation_steps=3")
-    assert re.search(r"steps +12 at", out)  # 64 texts, 24 to an update, 3 updates to an epoch, 4 epochs
+    out = windlass(
+        "train", "classifier.yaml", "--dry-run", "--json", "training.gradient_accumulation_steps=3"
+    )
+    found = json.loads(out)
+    assert found["steps"] == 12  # 64 texts, 24 to an update, 3 updates to an epoch, 4 epochs
+    assert found["checked"] == {"updates": 2, "evaluation": True, "save": True, "load": True}
+    assert found["disk_bytes"] == found["checkpoints_kept"] * found["checkpoint_bytes"] > 0
+    assert found["schema"] == "windlass-dry-run/1"
 
 
 @pytest.mark.parametrize(

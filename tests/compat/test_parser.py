@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.compat.parser import HfArg, HfArgumentParser, string_to_bool
-from windlass.config.arguments import TrainingArguments
+from windlass.compat.trl_parser import TrlParser
+from windlass.config.arguments import TrainingArguments, source_of
 
 
 class Mode(Enum):
@@ -200,6 +201,36 @@ def test_dicts_and_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"numbr.*did you mean 'number'"):
         parser.parse_dict({"numbr": 1})
     assert parser.parse_dict({"numbr": 1}, allow_extra_keys=True) == (Options(), Switches())
+
+
+def test_arguments_know_where_each_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sources(found: tuple[Any, ...]) -> dict[str, str]:
+        names = ("learning_rate", "seed", "eval_strategy", "weight_decay", "optim")
+        return {name: source_of(found[0], name) for name in names if found[0].is_given(name)}
+
+    (tmp_path / "script.args").write_text("--learning_rate 0.1 --seed 2")
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "script.py"), "--seed", "3", "--weight-dec", "0.5"])
+    parser = HfArgumentParser(TrainingArguments)
+    assert sources(parser.parse_args_into_dataclasses()) == {
+        "learning_rate": str(tmp_path / "script.args"),
+        "seed": "the command line",
+        "weight_decay": "the command line",
+    }
+    old = parser.parse_args_into_dataclasses(["--evaluation_strategy", "epoch"], look_for_args_file=False)
+    assert sources(old) == {"eval_strategy": "the command line"}
+    file = tmp_path / "a.yaml"
+    file.write_text("# settings\nseed: 3\nevaluation_strategy: epoch\n")
+    assert sources(parser.parse_yaml_file(file)) == {"seed": f"{file}:2", "eval_strategy": f"{file}:3"}
+    assert sources(parser.parse_dict({"seed": 3})) == {"seed": "the script"}
+    (tmp_path / "script.args").unlink()
+    mixed = TrlParser(TrainingArguments).parse_args_and_config(
+        ["--config", str(file), "--learning_rate", "1"]
+    )
+    assert sources(mixed) == {
+        "seed": f"{file}:2",
+        "eval_strategy": f"{file}:3",
+        "learning_rate": "the command line",
+    }
 
 
 @dataclass

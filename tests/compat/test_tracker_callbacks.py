@@ -120,5 +120,5 @@ def test_callbacks_are_found_by_name() -> None:
     assert ours.get_reporting_integration_callbacks("all") == [
         ours.INTEGRATION_TO_CALLBACK[name] for name in installed if name in ours.INTEGRATION_TO_CALLBACK
     ]
-    with pytest.raises(ValueError, match="'neptune': is not a tracker"):
-        ours.get_reporting_integration_callbacks("neptune")
+    with pytest.raises(ValueError, match="'flyte': is not a tracker"):
+        ours.get_reporting_integration_callbacks("flyte")

@@ -20,7 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.compat.parser import HfArgumentParser
-from windlass.config.arguments import TrainingArguments, describe
+from windlass.config.arguments import (
+    TrainingArguments,
+    describe,
+    note_sources,
+    settings_beside,
+    source_of,
+)
 from windlass.config.validate import check
 from windlass.core.errors import ConfigError
 from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments
@@ -243,6 +249,19 @@ def test_describe_says_what_was_changed() -> None:
     changed = {name: value for name, value, default in describe(args) if not default}
     assert changed == {"output_dir": "out", "learning_rate": 1e-3, "eval_strategy": "steps"}
     assert [name for name, _, _ in describe(args)] == [f.name for f in dataclasses.fields(args)]
+
+
+def test_an_argument_that_is_assigned_was_set_by_the_script() -> None:
+    args = TrainingArguments("out", learning_rate=1e-3, seed=3)
+    note_sources(
+        args, {"seed": "a.yaml:2", "learning_rate": "the command line"}, {"task": ("dpo", "a.yaml:1")}
+    )
+    again = copy.copy(args)
+    again.seed = 4
+    assert [source_of(one, "seed") for one in (args, again)] == ["a.yaml:2", "the script"]
+    assert [source_of(one, "learning_rate") for one in (args, again)] == ["the command line"] * 2
+    assert source_of(args, "output_dir") == "the script"
+    assert settings_beside(again) == {"task": ("dpo", "a.yaml:1")}
 
 
 def _settings() -> st.SearchStrategy[dict[str, Any]]:

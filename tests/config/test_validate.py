@@ -68,7 +68,7 @@ WRONG: list[tuple[dict[str, Any], set[str]]] = [
     ({"include_for_metrics": ["outputs"]}, {"include_for_metrics"}),
     ({"log_level": "loud"}, {"log_level"}),
     ({"log_level_replica": "quiet"}, {"log_level_replica"}),
-    ({"report_to": ["wandb", "neptune"]}, {"report_to"}),
+    ({"report_to": ["wandb", "flyte"]}, {"report_to"}),
     ({"report_to": ["all", "flyte"]}, {"report_to"}),
     ({"report_to": "wandbb"}, {"report_to"}),
     ({"eval_delay": -1}, {"eval_delay"}),

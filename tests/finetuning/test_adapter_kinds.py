@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "orthogonal": {"init_lora_weights": "orthogonal"},
     "dora": {"use_dora": True},
     "rslora": {"use_rslora": True},
+    "loraplus": {},
     "whole modules": {"modules_to_save": ["lm_head"]},
     "experts": {"target_modules": "all-linear"},
 }
@@ -51,6 +52,7 @@ def _trainer(folder: Path, kind: str) -> Any:
         save_strategy="steps",
         save_steps=2,
         learning_rate=1e-2,
+        loraplus_lr_ratio=4 if kind == "loraplus" else None,
     )
 
 
@@ -139,21 +141,35 @@ def test_a_model_of_peft_resumes_to_the_bit(kind: str, tmp_path: Path) -> None:
 
 
 def test_loraplus_trains_b_faster_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    """The field gives the groups and the weights of peft's optimizer."""
     from peft.optimizers import create_loraplus_optimizer
 
-    def trainer() -> Any:
+    def trainer(folder: str, by_field: bool = True) -> Any:
         torch.manual_seed(3)
         config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         model = peft.get_peft_model(small.model(), config)
-        optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
-        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-        return trainer_of(tmp_path, small.texts(12), model=model, optimizers=(optimizer, None), **options)
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
+        if by_field:
+            options["loraplus_lr_ratio"] = 16
+        else:
+            options["optimizers"] = (
+                create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16), None
+            )  # fmt: skip
+        return trainer_of(tmp_path / folder, small.texts(12), model=model, **options)
 
-    whole = trainer()
+    whole, by_hand = trainer("run"), trainer("by_hand", by_field=False)
     whole.train()
-    resumed = trainer()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    by_hand.train()
+    resumed = trainer("run")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     rates = {group["initial_lr"] for group in resumed.optimizer.param_groups if group["params"]}
     assert rates == {1e-3, 16e-3}
     for name, weight in _trained(whole).items():
         assert torch.equal(weight, _trained(resumed)[name]), name
+        torch.testing.assert_close(weight, _trained(by_hand)[name])
+
+
+def test_loraplus_without_lora_is_refused(tmp_path: Path) -> None:
+    for model in (small.model(), peft.get_peft_model(small.model(), peft.IA3Config(task_type="CAUSAL_LM"))):
+        with pytest.raises(ConfigError, match=r"loraplus_lr_ratio=16.*none is trained"):
+            trainer_of(tmp_path, small.texts(12), model=model, loraplus_lr_ratio=16)

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.finetuning import preferences, small
 from tests.finetuning.trainers import trainer_of
 
+from windlass import DPOTrainer, KTOTrainer
 from windlass.callbacks.run_view import read_run
 from windlass.callbacks.samples_log import FILE_NAME, read_samples
 from windlass.checkpoint.export import model_files
 from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.stored import open_folder
+from windlass.finetuning.kto_config import KTOConfig
 from windlass.text.mixture import DatasetMixture
 
 PAIRS = [{"prompt": "the cat ", "completion": "sat on a mat"}, {"prompt": "two dogs ", "completion": "run"}]
@@ -57,6 +60,34 @@ def test_the_samples_stay_on_this_machine(
     assert "metrics.jsonl" in names
     assert FILE_NAME not in names
     assert not read_samples(away.output_folder)
+
+
+def test_answers_are_shown_with_what_they_are_judged_as(tmp_path: Path) -> None:
+    rows = small.table([{"prompt": "the cat", "chosen": " sat", "rejected": " run"}] * 2)
+    model, tokenizer = small.model(), small.tokenizer()
+    DPOTrainer(
+        model, args=preferences.settings(tmp_path / "pairs", max_steps=1), train_dataset=rows,
+        processing_class=tokenizer,
+    ).train()  # fmt: skip
+    names = [one["name"] for one in read_samples(tmp_path / "pairs")]
+    assert names == [f"train, row {row}, {which}" for row in (0, 1) for which in ("chosen", "rejected")]
+    assert read_samples(tmp_path / "pairs")[1]["pieces"] == [["the cat", False], ["run <eos>", True]]
+    judged = small.table(
+        [{"prompt": "the cat", "completion": " sat", "label": flag} for flag in (True, False)]
+    )
+    KTOTrainer(
+        model, args=KTOConfig(str(tmp_path / "judged"), **{**preferences.SHORT, "max_steps": 1}),
+        train_dataset=judged, processing_class=tokenizer,
+    ).train()  # fmt: skip
+    assert [one["label"] for one in read_samples(tmp_path / "judged")] == ["desirable", "undesirable"]
+
+
+def test_a_stream_shows_its_first_batch(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, small.table(PAIRS * 4).to_iterable_dataset(), max_steps=1)
+    trainer.train()
+    first = read_samples(tmp_path)[0]
+    assert first["name"] == "first batch, row 0"
+    assert first["pieces"] == [["the cat", False], ["sat on a mat <eos>", True]]
 
 
 def test_a_mixture_has_what_was_wanted_and_what_is_used(tmp_path: Path) -> None:

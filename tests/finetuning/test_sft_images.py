@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from windlass import prepare_multimodal_messages
 from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.finetuning.sft_trainer import SFTTrainer
 from windlass.text.located_rows import LocatedRows
+from windlass.transforms import document_attention
 
 
 def trainer_of(folder: Path, name: str, rows: Any, **changes: Any) -> SFTTrainer:
@@ -198,7 +200,7 @@ def test_no_logits_are_made(tmp_path: Path, name: str) -> None:
     assert made[-1] == 1  # the loss; earlier ones are those of the model's own loss on eight tokens
 
 
-@pytest.mark.parametrize("name", ["llava", "idefics3"])
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("joined", [{"packing": True, "max_length": 256}, {"padding_free": True}])
 def test_joined_rows_have_the_loss_of_rows_alone(tmp_path: Path, name: str, joined: dict[str, Any]) -> None:
     rows = mixed_rows()
@@ -214,10 +216,65 @@ def test_joined_rows_have_the_loss_of_rows_alone(tmp_path: Path, name: str, join
     assert all(torch.isfinite(value).all() for value in weights(trainer).values())
 
 
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "gemma3"])
+def test_the_gradient_of_a_joined_row_is_that_of_its_rows(tmp_path: Path, name: str) -> None:
+    """With an adapter, which calls the model's forward without its hooks; and the images of one row are several."""
+    import peft
+
+    config = peft.LoraConfig(
+        r=2, target_modules=r".*language_model.*\.(q_proj|v_proj)", task_type="CAUSAL_LM"
+    )
+    rows = mixed_rows()[:3]
+    norms = []
+    for joined in ({}, {"padding_free": True}):
+        trainer = trainer_of(
+            tmp_path, name, rows, peft_config=config, per_device_train_batch_size=3, max_steps=1,
+            logging_steps=1, **joined,
+        )  # fmt: skip
+        with torch.no_grad():
+            for weight_name, weight in trainer.model.named_parameters():
+                if "lora_B" in weight_name:
+                    weight.fill_(0.1)
+        trainer.train()
+        norms.append(trainer.state.log_history[0]["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "gemma3", "paligemma"])
-def test_models_whose_positions_depend_on_other_images_are_not_packed(tmp_path: Path, name: str) -> None:
+def test_a_model_that_does_not_keep_images_apart_is_not_packed(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one would be that `images_apart` does not know."""
+    monkeypatch.setattr(document_attention, "images_apart", contextlib.nullcontext)
     with pytest.raises(ModelError, match="without packing and padding_free"):
         trainer_of(tmp_path, name, mixed_rows(), packing=True, max_length=256)
+
+
+def test_a_stream_trains_as_the_table_does_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    """Rows with one image, with two and with none; images are files, or records of a table."""
+    import datasets
+
+    rows = mixed_rows(tmp_path)
+    images = datasets.List(datasets.Image())
+    table = datasets.Dataset.from_list(rows).cast_column("images", images)
+    streams = {
+        "table": table.to_iterable_dataset(),
+        "generator": datasets.IterableDataset.from_generator(lambda: iter(rows)),
+    }
+    options = {"lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
+    expected = trainer_of(tmp_path / "whole", "llava", table, max_steps=4, **options)
+    expected.train()
+    for name, stream in streams.items():
+        trainer = trainer_of(
+            tmp_path / name, "llava", stream, max_steps=2, save_strategy="steps", save_steps=2, **options
+        )
+        trainer.train()
+        longer = trainer_of(tmp_path / name, "llava", stream, max_steps=4, **options)
+        longer.train(resume_from_checkpoint=True)
+        for key, value in weights(expected).items():
+            torch.testing.assert_close(weights(longer)[key], value, rtol=0, atol=0)
+    with pytest.raises(DataError, match="a stream with images is not packed: set packing=False"):
+        trainer_of(tmp_path, "llava", streams["table"], max_steps=1, packing=True, max_length=256)
 
 
 def test_a_collator_of_the_script_gets_the_rows_as_they_are(tmp_path: Path) -> None:

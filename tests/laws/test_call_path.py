@@ -10,8 +10,8 @@ import sys
 import pytest
 from tests.laws.source import ROOT
 
-UPDATE_FILES, UPDATE_CALLS = 34, 114
-SAVE_FILES = 62
+UPDATE_FILES, UPDATE_CALLS = 33, 113
+SAVE_FILES = 61
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ CORE = {"torch", "numpy", "safetensors", "yaml"}
 # Engines that Windlass replaces: their parts may be read for facts, never leaned on.
 NEVER = {"accelerate", "trl", "lightning", "pytorch_lightning", "deepspeed_trainer", "fastai", "composer"}
 TRACKERS = (
-    "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb",
+    "aim", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard",
+    "trackio", "wandb",
 )  # fmt: skip
 # package -> how many files may import it, and which rooms those are in.
 HOMES: dict[str, set[str]] = {

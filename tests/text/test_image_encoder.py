@@ -6,6 +6,7 @@ import copy
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.finetuning.vision_families import FAMILIES, family, picture
@@ -250,7 +251,8 @@ def test_the_grey_image_of_a_batch_without_any_changes_nothing_but_the_path(name
         list(prepared(images, rows, assistant_only_loss=True).dataset)
     )
     assert int(bare["attention_mask"].sum()) == int(batch["attention_mask"].sum())
-    kinds = images.kinds(bare["input_ids"].numpy(), bare["labels"].numpy())
+    ids = bare["input_ids"].numpy()
+    kinds = images.kinds(ids, bare["labels"].numpy(), np.arange(ids.shape[1])[None] == 0)
     bare |= {key: torch.tensor(value) for key, value in kinds.items()}
     loss = model(**batch).loss
     torch.testing.assert_close(loss, model(**bare).loss, rtol=1e-6, atol=0)

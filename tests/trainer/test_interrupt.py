@@ -208,7 +208,7 @@ def test_a_signal_from_outside(tmp_path: Path) -> None:
                 break
         code, said = process.end()
     assert code == 0, said
-    assert "train(resume_from_checkpoint=True)" in said
+    assert 'trainer.train(resume_from_checkpoint="auto")' in said
     step = int(said.split("ended ")[1].split()[0])
     assert (folder / f"checkpoint-{step}").is_dir()
     again = run_script(script, folder, step + 2)

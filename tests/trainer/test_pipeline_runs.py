@@ -7,13 +7,26 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.dist.launch import launch
-from tests.trainer.test_context_runs import Case, Results, Run, check_continued, check_equal
+from tests.trainer.test_context_runs import (
+    DOUBLE,
+    Case,
+    Results,
+    Run,
+    check_continued,
+    check_equal,
+    check_killed,
+    resumed,
+    rewind,
+)
 
 pytest.importorskip("transformers")
 CASES = Path(__file__).with_name("pipeline_cases.py")
 TWO: dict[str, Any] = {"pp_size": 2}
+TENSOR: dict[str, Any] = {"pp_size": 2, "tp_size": 2}
+SHARDS: dict[str, Any] = {"pp_size": 2, "dp_shard_size": 2}
 V: dict[str, Any] = {"pp_size": 2, "pp_schedule": "ZBVZeroBubble"}
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 
@@ -41,6 +54,7 @@ def test_two_stages_equal_one_process(run: Run) -> None:
         "tied": ("tied", TWO, {}),
         "there and back": ("tied", V, {}),
         "a loss of the script's": ("llama", TWO, {"trainer": "own"}),
+        "an adapter": ("adapted tied", TWO, {}),
         "a model of the script's": ("plain", {**of_schedule("GPipe"), "pp_split_points": ["second"]}, {}),
     }
     check_equal(run, 2, cases, {})
@@ -97,6 +111,112 @@ def test_replicas_of_pipelines_and_four_stages(run: Run) -> None:
     replicas: dict[str, Case] = {"replicas": ("llama", TWO, one), "tied replicas": ("tied", V, one)}
     check_equal(run, 4, replicas, {}, {"per_device_train_batch_size": 2})
     check_equal(run, 4, {"four": ("tied", of_schedule("1F1B", 4), {})}, {})
+
+
+@pytest.mark.dist
+def test_divided_and_sharded_stages_equal_one_process(run: Run) -> None:
+    """A tie of two stages, whose parts and shards lie on both."""
+    one = {"per_device_train_batch_size": 1}
+    cases: dict[str, Case] = {"divided": ("tied", TENSOR, {}), "sharded": ("tied", SHARDS, one)}
+    check_equal(run, 4, cases, {}, {"per_device_train_batch_size": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_divided_and_sharded_stages_of_other_models_and_schedules(run: Run) -> None:
+    one = {"per_device_train_batch_size": 1}
+    wrapped = {"fsdp": "full_shard auto_wrap", **one}
+    cases: dict[str, Case] = {
+        f"{name} of {kind}": ("tied", layout | of_schedule(name), changes)
+        for name in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+        for kind, layout, changes in (("parts", TENSOR, {}), ("shards", SHARDS, one))
+    }
+    cases |= {
+        "a vocabulary of 23": ("llama", TENSOR, {}),
+        "norms of heads": ("qwen3", TENSOR, {"gradient_checkpointing": True}),
+        "windows": ("gemma3", TENSOR, {}),
+        "no tie, units": ("llama", TWO, wrapped),
+        "learned positions": ("gpt2", SHARDS, one),
+        "recomputed shards": ("qwen3", SHARDS, {**one, "gradient_checkpointing": True}),
+        "a loss of the script's": ("llama", TENSOR, {"trainer": "own"}),
+        "an adapter": ("adapted llama", TENSOR, {}),
+        "an adapter in shards": ("adapted tied", SHARDS, one),
+        "the loss without logits": ("llama", TENSOR, {"own_loss": True}),
+        "the model's own loss": ("llama", TENSOR, {"own_loss": True, "lean_loss": False}),
+    }
+    single = {"windows": 1e-5, "the loss without logits": 2e-6, "the model's own loss": 2e-6}
+    check_equal(run, 4, cases, single, {"per_device_train_batch_size": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_stages_with_two_other_axes_equal_one_process(run: Run) -> None:
+    one = {"per_device_train_batch_size": 1}
+    cases: dict[str, Case] = {
+        "replicas of parts": ("tied", TENSOR, one),
+        "shards of parts": ("tied", {**TENSOR, "dp_shard_size": 2}, one),
+        "replicas of shards": ("llama", {**TWO, "dp_replicate_size": 2, "dp_shard_size": 2}, one),
+    }
+    whole = {"replicas of shards": {"per_device_train_batch_size": 4}}
+    for name, case in cases.items():
+        check_equal(run, 8, {name: case}, {}, whole.get(name, {"per_device_train_batch_size": 2}))
+
+
+@pytest.mark.dist
+def test_divided_stages_are_continued_on_any_layout(run: Run, tmp_path: Path) -> None:
+    shards: Case = ("tied", SHARDS, {**SAVING, "per_device_train_batch_size": 1})
+    check_continued(run, tmp_path, {"x": ("tied", TENSOR, SAVING)}, {"x": shards}, ranks=4, first=4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [TWO, TENSOR])
+def test_adapters_of_stages_are_continued_on_any_layout(
+    run: Run, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    shards: Case = ("adapted tied", SHARDS, {**SAVING, "per_device_train_batch_size": 1})
+    first = 4 if "tp_size" in layout else 2
+    check_continued(
+        run, tmp_path, {"x": ("adapted tied", layout, SAVING)}, {"x": shards}, ranks=4, first=first
+    )
+
+
+@pytest.mark.dist
+def test_a_killed_run_of_divided_stages_ends_with_the_same_bits(run: Run, tmp_path: Path) -> None:
+    check_killed(run, CASES, tmp_path, ("tied", TENSOR, {}), 4, (2,), updates=4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [TWO | {"dp_replicate_size": 2}, V | {"tp_size": 2}, SHARDS])
+def test_killed_runs_of_stages_end_with_the_same_bits(
+    run: Run, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    check_killed(run, CASES, tmp_path, ("dropping", layout, {}), 4, (2, 3, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_sharded_stages_are_continued_to_the_bit_and_on_any_layout_and_back(run: Run, tmp_path: Path) -> None:
+    case: Case = ("tied", SHARDS, {**SAVING, "per_device_train_batch_size": 1})
+    expected = run(4, {"x": case}, tmp_path / "same")[0]["x"]["weights"]
+    layouts: dict[str, tuple[int, Case]] = {
+        "one process": (1, ("tied", {}, SAVING)),
+        "parts": (4, ("tied", TENSOR, SAVING)),
+        "stages": (2, ("tied", TWO, SAVING)),
+    }
+    for name in layouts:
+        shutil.copytree(tmp_path / "same", tmp_path / name)
+    rewind(tmp_path / "same")
+    assert run(4, resumed({"x": case}), tmp_path / "same")[0]["x"]["weights"] == expected, "to the bit"
+    longer: Case = (case[0], case[1], {**case[2], "max_steps": 8})
+    onward = np.array(run(4, resumed({"x": longer}), tmp_path / "same")[0]["x"]["weights"])
+    for name, (ranks, other) in layouts.items():
+        rewind(tmp_path / name)
+        found = run(ranks, resumed({"x": other}), tmp_path / name)[0]["x"]["weights"]
+        assert np.abs(np.array(found) - np.array(expected)).max() <= DOUBLE, name
+        back = run(4, resumed({"x": longer}), tmp_path / name)[0]["x"]["weights"]
+        assert np.abs(np.array(back) - onward).max() <= DOUBLE, f"{name}, and back"
 
 
 @pytest.mark.dist

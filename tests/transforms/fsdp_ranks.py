@@ -25,7 +25,8 @@ from windlass.checkpoint.optimizer_state import (
 from windlass.checkpoint.sharded import parts_of_rank
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import load_weights, save_weights
-from windlass.config.plan import DistPlan, ShardPlan
+from windlass.config.plan import DistPlan
+from windlass.config.strategy_plans import ShardPlan
 from windlass.core.errors import CheckpointError, ConfigError, ModelError
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
@@ -472,7 +473,7 @@ def low_precision(gang: Gang) -> None:
 
 def main() -> None:
     gang = join(world_from_environment(), CPU, 60)
-    count = int(sys.argv[2])
+    folder, count = Path(sys.argv[1]), int(sys.argv[2])
     if SIZE > 2:
         hybrid(gang, count)
     else:
@@ -489,7 +490,6 @@ def main() -> None:
             low_precision,
         ):
             check(gang)
-    folder = Path(sys.argv[1])
     carried_state(gang, folder)
     in_parts(gang, folder, folder / "checkpoint-4")
     gang.barrier()

@@ -24,6 +24,7 @@ from windlass.precision.scaler import build_scaler
 from windlass.transforms.compile import apply_compile
 from windlass.transforms.float8 import apply_float8
 from windlass.transforms.liger import apply_liger
+from windlass.transforms.quantization_aware import apply_qat
 from windlass.transforms.rebind import names_of, rebind
 from windlass.transforms.recompute import apply_recompute
 from windlass.transforms.strategies import spread
@@ -153,13 +154,14 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
 
 
 def apply_transforms(model: nn.Module, plan: TransformPlan, float8: Float8Plan | None = None) -> nn.Module:
-    """Transform `model` in place, in this order: kernels replace parts, layers multiply in float8, blocks are
+    """Transform `model` in place, in this order: kernels replace parts, layers compute in few bits, blocks are
     recomputed, compilation traces through them. Names in its state dict do not change. Wrappers for data parallelism
     follow, from the executor that owns them. Raises ConfigError if a transform cannot be applied to this model.
     `float8`: how linear layers multiply; None leaves them as they are.
     """
     if plan.liger is not None:
         apply_liger(model, plan.liger)
+    apply_qat(model, plan.qat)
     if float8 is not None:
         apply_float8(model, float8)
     if plan.recompute:

@@ -7,9 +7,10 @@ from typing import Any
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.deepspeed import ARGUMENTS, SIZES, RunValues, completed, for_engine, in_precision
-from windlass.config.plan import CallPlan, DistPlan, OptimizerPlan, UpdateSize, ZeroPlan
+from windlass.config.plan import CallPlan, DistPlan, OptimizerPlan, UpdateSize
 from windlass.config.refusal import refuse
 from windlass.config.sections.setting import default_of
+from windlass.config.strategy_plans import ZeroPlan
 from windlass.core.errors import Problem
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")

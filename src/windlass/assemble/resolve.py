@@ -38,11 +38,11 @@ from windlass.config.plan import (
     SchedulePlan,
     StabilityPlan,
     TransformPlan,
-    ZeroPlan,
 )
 from windlass.config.quantities import options_from, seconds, size_in_bytes
 from windlass.config.refusal import refuse
 from windlass.config.sections.fields import OptimisationSection
+from windlass.config.strategy_plans import ZeroPlan
 from windlass.config.support_rows import IN_BACKWARD_OPTIMIZERS
 from windlass.config.validate import check
 from windlass.core.mesh import Mesh
@@ -164,7 +164,7 @@ def resolve_optimizer(args: TrainingArguments, in_backward: bool = False) -> Opt
         epsilon=args.adam_epsilon,
         # `optim_args` is a mapping, or text of `key=value` pairs that was validated before.
         options=dict(given) if isinstance(given, dict) else options_from(given or ""),
-        groups=mapping(args.optim_groups),
+        groups=args.group_options(),
         targets=args.optim_target_modules,
         layer_decay=args.layerwise_lr_decay,
         in_backward=in_backward or name in IN_BACKWARD_OPTIMIZERS,
@@ -250,6 +250,7 @@ def _transforms(args: TrainingArguments, parallel: Parallel) -> TransformPlan:
         compiled, on = replace(compiled, memory_budget=float(budget)), False  # the compiler recomputes
     return TransformPlan(
         liger=mapping(args.liger_kernel_config) if args.use_liger_kernel else None,
+        qat=args.qat,
         recompute=on,
         recompute_options=options,
         compile=compiled,

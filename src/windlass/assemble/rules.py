@@ -152,6 +152,22 @@ RULES: tuple[tuple[str, Condition, str], ...] = (
         "has no effect without use_liger_kernel=True; set it, or leave this out",
     ),
     (
+        "qat",
+        lambda args, plan, facts: args.qat and plan.dist.tensor * plan.dist.expert > 1,
+        "a layer whose weights are divided among ranks would have a scale for each part, which no export has: set "
+        "tp_size and ep_size to 1, and use fsdp",
+    ),
+    (
+        "qat",
+        lambda args, plan, facts: args.qat and (plan.dist.zero or plan.dist.pipeline),
+        "is built for one process, DDP and FSDP2: leave out deepspeed and pp_size, or qat",
+    ),
+    (
+        "qat",
+        lambda args, plan, facts: args.qat and plan.precision.float8,
+        "rounds the weights that fp8 would multiply in float8: use one of the two",
+    ),
+    (
         "auto_find_batch_size",
         lambda args, plan, facts: args.auto_find_batch_size and "get_train_dataloader" in facts.overridden,
         "a loader of your own makes its batches itself, so they cannot be made smaller: give a train_dataset",

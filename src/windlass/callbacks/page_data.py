@@ -14,6 +14,7 @@ from windlass.core.output import shown
 
 # At most so many points of a series, and of all series together: the page stays below a megabyte.
 MOST_POINTS, _ALL_POINTS, _FEWEST = 2000, 16_000, 100
+_KEPT_POINTS = 4000  # of a series whose rows are added one by one
 _MOST_MARKS = 500
 _TOKENS = ("num_input_tokens_seen", "num_tokens")
 _NOT_SERIES = {"step", "epoch", "total_flos", "slowest_rank", "wall", "elapsed", *_TOKENS}
@@ -31,26 +32,60 @@ def page_data(view: RunView) -> dict[str, Any]:
     start, `k` tokens (null if they are not counted), `bad`: how many values are not finite, which are left out, and
     `of`: how many there are. `clip` has the largest norm that is not clipped, and how many norms were above it.
     """
-    return {
-        "name": shown(view.name),
-        "began": _began(view),
-        **page_growth(view, view.all_rows, None),
-        **page_events(view),
-    }
+    curves = Curves()
+    curves.add(view, view.all_rows)
+    return whole_data(view, curves)
 
 
-def page_growth(view: RunView, rows: Sequence[Row], tokens: float | None) -> dict[str, Any]:
-    """Return what rows add to the curves of a run.
+def whole_data(view: RunView, curves: Curves) -> dict[str, Any]:
+    """Return the data of a run whose rows were added to `curves`; `view` may have few of them."""
+    return {"name": shown(view.name), "began": _began(view), **curves.as_data(), **page_events(view)}
+
+
+class Curves:
+    """The curves of a run, to which rows are added as they are logged. Of a long one few points are kept.
 
     Args:
-        tokens: that were counted before them.
+        tokens: that were counted before the first row.
+
+    Attributes:
+        tokens: that were counted up to the last row; None if they are not counted.
     """
-    series = _series(rows, _began(view), tokens)
-    limit = max(_FEWEST, min(MOST_POINTS, _ALL_POINTS // max(len(series), 1)))
-    return {
-        "series": {shown(name): _columns(points, bad, limit) for name, (points, bad) in series.items()},
-        "clip": _clipped(view, series.get("grad_norm", ([], 0))[0]),
-    }
+
+    def __init__(self, tokens: float | None = None) -> None:
+        self.tokens = tokens
+        self._points: dict[str, list[Point]] = {}
+        self._bad: dict[str, int] = {}
+        self._of: dict[str, int] = {}
+        self._clip: dict[str, Any] | None = None
+
+    def add(self, view: RunView, rows: Sequence[Row]) -> None:
+        """Add rows of a run."""
+        series = _series(rows, _began(view), self.tokens)
+        for name, (points, bad) in series.items():
+            kept = self._points.setdefault(name, [])
+            kept += points
+            self._bad[name] = self._bad.get(name, 0) + bad
+            self._of[name] = self._of.get(name, 0) + len(points)
+            if len(kept) > 2 * _KEPT_POINTS:
+                self._points[name] = list(thinned(kept, _KEPT_POINTS))
+        if (clip := _clipped(view, series.get("grad_norm", ([], 0))[0])) is not None:
+            before = self._clip or {"over": 0, "of": 0}
+            self._clip = {
+                "at": clip["at"],
+                **{name: before[name] + clip[name] for name in before if name != "at"},
+            }
+        counted = (tokens_of(row) for row in reversed(rows))
+        self.tokens = next((found for found in counted if found is not None), self.tokens)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return `series` and `clip` of `page_data`."""
+        limit = max(_FEWEST, min(MOST_POINTS, _ALL_POINTS // max(len(self._points), 1)))
+        series = {
+            shown(name): _columns(points, self._bad[name], self._of[name], limit)
+            for name, points in self._points.items()
+        }
+        return {"series": series, "clip": self._clip}
 
 
 def page_events(view: RunView) -> dict[str, Any]:
@@ -135,7 +170,7 @@ def _largest_norms(view: RunView) -> list[tuple[float, float]]:
     return found[::-1] or [(0.0, float(limit) if is_number(limit) else 0.0)]
 
 
-def _columns(points: Sequence[Point], bad: int, limit: int) -> dict[str, Any]:
+def _columns(points: Sequence[Point], bad: int, of: int, limit: int) -> dict[str, Any]:
     kept = thinned(points, limit)
     return {
         "s": [point[0] for point in kept],
@@ -143,7 +178,7 @@ def _columns(points: Sequence[Point], bad: int, limit: int) -> dict[str, Any]:
         "t": [round(point[2], 2) for point in kept],
         "k": [point[3] for point in kept] if any(point[3] is not None for point in kept) else None,
         "bad": bad,
-        "of": len(points),
+        "of": of,
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -32,12 +32,14 @@ class PageRun:
         status: one line, below its name.
         time: of all its sessions.
         facts: names and values, below that line.
+        data: of its charts; None: that of the rows of `view`, which are all then.
     """
 
     view: RunView
     status: str
     time: TrainingTime | None
     facts: Sequence[tuple[str, str]] = ()
+    data: Mapping[str, Any] | None = None
 
 
 # Reports whose speed the time that is left is estimated by, and more.
@@ -65,7 +67,7 @@ def render_page(found: Sequence[PageRun], *, live: str = "") -> str:
         "STYLE": _asset("uplot.min.css") + _asset("page.css"),
         "HEADER": sections.pop("header"),
         "DETAILS": "".join(sections.values()),
-        "DATA": in_script({"live": live, "runs": [page_data(run.view) for run in found]}),
+        "DATA": in_script({"live": live, "runs": [run.data or page_data(run.view) for run in found]}),
         "SCRIPTS": "".join(f"<script>{script}</script>\n" for script in scripts),
     }
     head, *rest = page.split("{{")
@@ -78,14 +80,18 @@ def page_sections(found: Sequence[PageRun]) -> dict[str, str]:
     sections = {"differences": render_differences([run.view for run in found])}
     for number, run in enumerate(found):
         view = run.view
-        facts = {"arguments": view.arguments, "data": view.data, "environment": view.environment}
+        facts = {"data": view.data, "environment": view.environment}
         header += (
             f'<h1>{in_html(view.name)}</h1>\n<p class="sub">{in_html(run.status)}</p>\n'
             f"{render_facts(run.facts)}{render_notes(view)}"
         )
         name = f'<h2 class="run">{in_html(view.name)}</h2>\n' if len(found) > 1 else ""
         metrics = [measured(row) for row in telling(view.all_rows)]
-        parts = {"name": name, **render_tables(view), **render_details(metrics, facts, run.time)}
+        parts = {
+            "name": name,
+            **render_tables(view),
+            **render_details(metrics, facts, run.time, view.configuration),
+        }
         sections |= {f"run-{number}-{key}": text for key, text in parts.items()}
     return {"header": header, **sections}
 

@@ -42,16 +42,16 @@ def render_tables(view: RunView) -> dict[str, str]:
 
 
 def render_differences(views: Sequence[RunView]) -> str:
-    """Return the table of arguments that differ between runs; empty for one run, and for runs of equal arguments."""
-    names = sorted({name for view in views for name in view.arguments} - {"output_dir"})
+    """Return the table of settings that differ between runs; empty for one run, and for runs of equal settings."""
+    settings = [{one.name: one.value for one in view.configuration} for view in views]
     rows = []
-    for name in names:
-        values = [view.arguments.get(name, "default") for view in views]
+    for name in sorted({name for one in settings for name in one} - {"output_dir"}):
+        values = [one.get(name, "default") for one in settings]
         if any(value != values[0] for value in values):
             rows.append([name, *map(str, values)])
     if not rows:
         return ""
-    heads = ["argument", *(view.name for view in views)]
+    heads = ["setting", *(view.name for view in views)]
     return f"<h2>Differences between the runs</h2>\n{_table(heads, [map(in_html, row) for row in rows])}"
 
 
@@ -148,12 +148,24 @@ def _samples(folder: Path) -> str:
             f"<mark>{in_html(piece)}</mark>" if trained else in_html(piece)
             for piece, trained in _first_letters(one["pieces"])
         )
-        counts = f"{one['trained']:,} of {one['tokens']:,} tokens trained"
-        rows.append(
-            [f'{in_html(one["name"])}<div class="more">{counts}</div>', f'<div dir="auto">{text}</div>']
+        label = (
+            f'<div class="more">label: <mark>{in_html(one["label"])}</mark></div>' if "label" in one else ""
         )
-    head = '<h2>Samples of the data</h2>\n<p class="muted"><mark>Marked</mark> tokens are trained on.</p>\n'
+        rows.append(
+            [
+                f'{in_html(one["name"])}<div class="more">{_counts(one)}</div>',
+                f'<div dir="auto">{text}</div>{label}',
+            ]
+        )
+    head = '<h2>Samples of the data</h2>\n<p class="muted"><mark>Marked</mark>: trained on.</p>\n'
     return head + _table(("sample", "as the model gets it"), rows) if rows else ""
+
+
+def _counts(sample: Mapping[str, Any]) -> str:
+    if not sample["tokens"]:
+        return ""
+    trained = f"{sample['trained']:,} of " if sample["trained"] or "label" not in sample else ""
+    return f"{trained}{sample['tokens']:,} tokens{' trained' if trained else ''}"
 
 
 def _first_letters(pieces: Sequence[Sequence[Any]]) -> Iterator[tuple[str, bool]]:

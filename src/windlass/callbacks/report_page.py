@@ -10,6 +10,7 @@ from typing import Any
 from windlass.callbacks.charts import Point, short
 from windlass.callbacks.log_table import clock_text
 from windlass.callbacks.rows import described_event, is_number, is_timing
+from windlass.callbacks.run_view import Configured
 from windlass.core.output import in_html
 
 
@@ -39,29 +40,42 @@ _SPEED = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 
 def render_details(
-    history: History, facts: Mapping[str, Any], time: TrainingTime | None = None
+    history: History,
+    facts: Mapping[str, Any],
+    time: TrainingTime | None = None,
+    configuration: Sequence[Configured] = (),
 ) -> dict[str, str]:
     """Return the figures and tables of a run as HTML without scripts, each by its name.
 
     Args:
         history: the rows of `metrics.jsonl` as metrics; each has `step`, most have `epoch`.
-        facts: any of `arguments`, `data`, `environment` (name -> value).
+        facts: any of `data`, `environment` (name -> value).
         time: of all sessions; None if only that of the last one is known, from its summary in `history`.
+        configuration: what differs from the defaults.
     """
     rows = [row for row in history if described_event(row) is None]
     return {
         "tiles": _tiles(rows, time),
         "evaluations": _evaluations(rows),
         "metrics": _cards("Details", {"Final metrics": _final(rows), "Events": _events(history)}),
+        "configuration": _configuration(configuration),
         "settings": _cards(
-            "Settings, data and environment",
-            {
-                "Arguments that differ from their defaults": facts.get("arguments"),
-                "Data": facts.get("data"),
-                "Environment": facts.get("environment"),
-            },
+            "Data and environment", {"Data": facts.get("data"), "Environment": facts.get("environment")}
         ),
     }
+
+
+def _configuration(found: Sequence[Configured]) -> str:
+    if not found:
+        return ""
+    rows = "".join(
+        f'<tr><th scope="row">{in_html(one.name)}</th><td class="num">{_cell(one.value)}</td>'
+        f'<td class="muted">{in_html(one.source)}</td></tr>\n'
+        for one in found
+    )
+    head = "<tr><th>setting</th><th>value</th><th>set in</th></tr>"
+    table = f"<table><thead>{head}</thead><tbody>\n{rows}</tbody></table>"
+    return f'<h2>Settings that differ from their defaults</h2>\n<div class="card">{table}</div>\n'
 
 
 def _events(history: History) -> dict[str, str]:

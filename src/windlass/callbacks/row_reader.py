@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from windlass.core.plain_text import parse_json
 # Of the last line of a file: the run writes it now, or was killed while it did.
 UNFINISHED = "an unfinished line"
 _TOGETHER = 500  # lines that are parsed in one call
-_POSITION = re.compile(r"([0-9a-f]{1,16})-([0-9a-f]{1,15})-([0-9a-f]{1,8})")
 _SEAL = 512  # bytes before a position, by which a file is recognised
 
 
@@ -73,7 +71,7 @@ class RowTail:
 
     @property
     def position(self) -> str:
-        """Where it is, for another reader of the same file (`read_to`)."""
+        """Where it is: the file, and how much of it was read."""
         return f"{self._inode:x}-{self._offset:x}-{self._seal:x}"
 
     def read(self) -> NewRows:
@@ -86,24 +84,12 @@ class RowTail:
             continues = self._is_same(file)
             if not continues:
                 self._forget()
-            return self._read(file, -1, continues)
+            return self._read(file, continues)
 
-    def read_to(self, position: str) -> list[Row]:
-        """Read up to where another reader was, and return these rows; none if it read another file."""
-        numbers = _POSITION.fullmatch(position)
-        if numbers is None or not self._path.is_file():
-            return []
-        inode, end, seal = (int(number, 16) for number in numbers.groups())
-        with open(self._path, "rb") as file:
-            self._inode, self._offset, self._seal = inode, end, seal
-            is_same = self._is_same(file)
-            self._forget()
-            return self._read(file, end, True).rows if is_same else []
-
-    def _read(self, file: Any, end: int, continues: bool) -> NewRows:
+    def _read(self, file: Any, continues: bool) -> NewRows:
         self._inode = os.fstat(file.fileno()).st_ino
         file.seek(self._offset)
-        *lines, rest = file.read(end).split(b"\n")
+        *lines, rest = file.read().split(b"\n")
         self._offset += sum(map(len, lines)) + len(lines)
         self._seal = self._seal_of(file)
         rows, damage = _parsed(lines, self._lines + 1)

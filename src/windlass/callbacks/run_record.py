@@ -22,7 +22,9 @@ from typing import Any
 from windlass import __version__
 from windlass.callbacks.clock_file import ClockFile, is_seconds, read_clock, rounded
 from windlass.callbacks.row_reader import read_rows
-from windlass.config.arguments import TrainingArguments, describe
+from windlass.config.arguments import TrainingArguments, describe, settings_beside, source_of
+from windlass.config.parallel.from_launcher import from_environment
+from windlass.config.parallel.table import KEYS
 from windlass.core.clock import LATEST
 from windlass.core.errors import DataError, Preempted
 from windlass.core.logs import get_logger
@@ -32,6 +34,7 @@ from windlass.core.output_folder import OutputFolder
 from windlass.core.plain_text import parse_json
 from windlass.core.redact import is_secret_name, redact_command, redact_text, redact_value
 from windlass.core.run_clock import run_clock
+from windlass.core.script_command import Needs
 from windlass.core.whole_file import write_whole
 from windlass.core.world import LAUNCH_VARIABLE, world_from_environment
 
@@ -60,12 +63,19 @@ class RunRecord:
         args: of the run.
         data: returns what the report shows of the data.
         writes: False on all processes but the main one.
+        needs: what the command of this process, typed again, needs to resume.
     """
 
     def __init__(
-        self, folder: Path, args: TrainingArguments, data: Callable[[], Mapping[str, Any]], *, writes: bool
+        self,
+        folder: Path,
+        args: TrainingArguments,
+        data: Callable[[], Mapping[str, Any]],
+        writes: bool,
+        needs: Needs = "script",
     ) -> None:
         self._folder, self._args, self._data, self._writes = OutputFolder(folder), args, data, writes
+        self._needs = needs
         self._record: Record = {}  # empty before `begin`, and for a session that trains nothing
         self._clock, self._is_timed, self._began = run_clock(), False, False
         self._clock_file = ClockFile(self._folder, self._clock)
@@ -91,9 +101,11 @@ class RunRecord:
             arguments, data = changed_arguments(self._args), dict(self._data())
             facts = {
                 "arguments": arguments,
+                "sources": {name: source_of(self._args, name) for name in arguments},
+                "settings": settings_of(self._args),
                 "data": data,
                 "environment": environment(),
-                "process": _process(),
+                "process": {**_process(), "needs": self._needs},
             }
             self._record = {
                 "max_steps": max_steps,
@@ -305,6 +317,23 @@ def changed_arguments(args: TrainingArguments) -> dict[str, Any]:
         name: redact_value(name, value)
         for name, value, is_default in describe(args)
         if not is_default and not is_secret_name(name)
+    }
+
+
+def settings_of(args: TrainingArguments) -> dict[str, dict[str, Any]]:
+    """Return what was set beside the arguments to something else than its default, as `value` and `source`: keys of a
+    recipe, and what the launcher of this process passed.
+    """
+    launched = from_environment(os.environ)
+    found = {
+        name: (setting.value, setting.origin)
+        for name, setting in launched.items()
+        if not setting.implicit and setting.value != KEYS[name].default
+    }
+    return {
+        name: {"value": redact_value(name, value), "source": source}
+        for name, (value, source) in {**settings_beside(args), **found}.items()
+        if not is_secret_name(name)
     }
 
 

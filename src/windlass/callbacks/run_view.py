@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -154,6 +154,20 @@ class TimeLedger:
 
 
 @dataclass(frozen=True, slots=True)
+class Configured:
+    """A setting that differs from its default.
+
+    Attributes:
+        source: where it was set, such as `recipe.yaml:12`, `the command line`, `the script`, or a variable; empty if
+            the record does not have it.
+    """
+
+    name: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunView:
     """All that a run's folder holds, as it was at `read_at` (seconds since 1970).
 
@@ -163,6 +177,7 @@ class RunView:
         max_steps: None without a record.
         step: the last update that is known.
         arguments, data, environment, process: the facts of the last attempt.
+        configuration: what differs from the defaults, arguments first.
         attempts: calls of `train()`, in order.
         rows, evaluations, summary: rows of `metrics.jsonl` that are logs, evaluations, and the last summary.
         all_rows: every row, in order.
@@ -180,6 +195,7 @@ class RunView:
     max_steps: int | None
     step: int
     arguments: Mapping[str, Any]
+    configuration: tuple[Configured, ...]
     data: Mapping[str, Any]
     environment: Mapping[str, Any]
     process: Mapping[str, Any]
@@ -242,6 +258,7 @@ def read_run(
         max_steps=facts.get("max_steps"),
         step=last,
         arguments=facts.get("arguments", {}),
+        configuration=tuple(_configuration(facts)),
         data=facts.get("data", {}),
         environment=facts.get("environment", {}),
         process=facts.get("process") or {},
@@ -272,6 +289,18 @@ def _record(folder: Path, strict: bool, notes: list[str]) -> Record | None:
             raise
         notes.append(f"{error}; it is left out")
         return None
+
+
+def _configuration(record: Record) -> Iterator[Configured]:
+    """Yield what differs from the defaults; records of earlier versions have no sources."""
+    sources, settings = (
+        found if isinstance(found := record.get(name), dict) else {} for name in ("sources", "settings")
+    )
+    for name, value in record.get("arguments", {}).items():
+        yield Configured(name, value, str(sources.get(name, "")))
+    for name, one in settings.items():
+        if isinstance(one, dict) and {"value", "source"} <= one.keys():
+            yield Configured(name, one["value"], str(one["source"]))
 
 
 def _rows(folder: Path, strict: bool, notes: list[str], whole: tuple[list[Row], list[str]]) -> list[Row]:

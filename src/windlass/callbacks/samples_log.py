@@ -1,13 +1,14 @@
-"""`samples.json`: some rows of the training data as the model gets them, written once, when a run begins.
+"""`samples.json`: some rows of the training data as the model gets them, written once, with the first batch of a run.
 
-A list of samples, each with `name` (of its dataset, and its row), `tokens`, `trained` (tokens with a label) and
-`pieces`: pairs of a text and whether it is trained on.
+A list of samples, each with `name` (of its dataset, and its row), `tokens`, `trained` (tokens with a label), `pieces`
+(pairs of a text and whether it is trained on) and, for a row with one label, `label`.
 
 They stay on this machine: a run with a remote folder, to which its files are uploaded, does not write them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,20 +34,29 @@ class SamplesLog(TrainerCallback):
     keeps the file that it finds.
 
     Args:
-        samples: returns them; nothing is written if there are none.
+        samples: returns them, given the first batch; nothing is written if there are none.
     """
 
-    def __init__(self, samples: Callable[[], Samples]) -> None:
+    def __init__(self, samples: Callable[[Any], Samples]) -> None:
         self._samples = samples
+        self._path: Path | None = None  # of a file that is to be written
 
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or is_url(args.output_path):
-            return
-        path = local_folder(args.output_path) / FILE_NAME
-        if state.global_step > 0 and path.is_file():
+        self._path = None
+        if state.is_world_process_zero and not is_url(args.output_path):
+            path = local_folder(args.output_path) / FILE_NAME
+            if state.global_step == 0:
+                with contextlib.suppress(OSError):
+                    path.unlink()  # of an earlier run
+            self._path = None if path.is_file() else path
+
+    def first_batch(self, batch: Any) -> None:
+        """Write the file. Called with the first batch of a call of `train()`, before its first update."""
+        path, self._path = self._path, None
+        if path is None:
             return
         try:
-            found = self._samples()
+            found = self._samples(batch)
             if found:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, json.dumps(found, indent=1) + "\n")
@@ -71,7 +81,12 @@ def _is_sample(one: Any) -> bool:
     if not isinstance(one, dict) or not isinstance(one.get("pieces"), list):
         return False
     counts = all(type(one.get(name)) is int for name in ("tokens", "trained"))
-    return counts and isinstance(one.get("name"), str) and all(map(_is_piece, one["pieces"]))
+    return (
+        counts
+        and isinstance(one.get("label", ""), str)
+        and isinstance(one.get("name"), str)
+        and all(map(_is_piece, one["pieces"]))
+    )
 
 
 def _is_piece(piece: Sequence[Any]) -> bool:

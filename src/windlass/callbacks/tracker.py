@@ -71,6 +71,8 @@ class GeneralTracker:
         name: used by `log_with` and `get_tracker`.
         requires_logging_directory: whether the constructor takes a folder after the project's name.
         main_process_only: read by `on_main_process`.
+        packages: that a built-in tracker needs, if they are not the one of its name.
+        in_all: whether "all" has it, if its package is installed.
 
     Raises:
         ConfigError: the class lacks one of the three.
@@ -79,6 +81,8 @@ class GeneralTracker:
     name: ClassVar[str]
     requires_logging_directory: ClassVar[bool]
     main_process_only: ClassVar[bool] = True
+    packages: ClassVar[tuple[str, ...]] = ()
+    in_all: ClassVar[bool] = True
 
     def __init__(self, _blank: bool = False) -> None:
         if not _blank:
@@ -131,7 +135,7 @@ class PackageTracker(GeneralTracker):
     @property
     def package(self) -> Any:
         """The package of the tracker. Raises MissingDependencyError if it is not installed."""
-        return require(self.name, f"report to {self.name}")
+        return require((self.packages or (self.name,))[0], f"report to {self.name}")
 
     @property
     def tracker(self) -> Any:

@@ -10,9 +10,12 @@ from typing import Any
 from windlass.callbacks.tracker import GeneralTracker, check_attributes
 from windlass.callbacks.trackers.aim import AimTracker
 from windlass.callbacks.trackers.clearml import ClearMLTracker
+from windlass.callbacks.trackers.codecarbon import CodeCarbonTracker
 from windlass.callbacks.trackers.comet_ml import CometMLTracker
 from windlass.callbacks.trackers.dvclive import DVCLiveTracker
+from windlass.callbacks.trackers.hosted_mlflow import AzureMLTracker, DagsHubTracker
 from windlass.callbacks.trackers.mlflow import MLflowTracker
+from windlass.callbacks.trackers.neptune import NeptuneTracker
 from windlass.callbacks.trackers.swanlab import SwanLabTracker
 from windlass.callbacks.trackers.tensorboard import TensorBoardTracker
 from windlass.callbacks.trackers.trackio import TrackioTracker
@@ -24,13 +27,16 @@ from windlass.core.optional import is_available, require
 
 # Name of a tracker -> keywords for it.
 TrackerOptions = Mapping[str, Mapping[str, Any]]
-# A built-in tracker has the name of its package.
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     "aim": AimTracker,
+    "azure_ml": AzureMLTracker,
     "clearml": ClearMLTracker,
+    "codecarbon": CodeCarbonTracker,
     "comet_ml": CometMLTracker,
+    "dagshub": DagsHubTracker,
     "dvclive": DVCLiveTracker,
     "mlflow": MLflowTracker,
+    "neptune": NeptuneTracker,
     "swanlab": SwanLabTracker,
     "tensorboard": TensorBoardTracker,
     "trackio": TrackioTracker,
@@ -40,8 +46,15 @@ BUILT_IN = tuple(LOGGER_TYPE_TO_CLASS)
 
 
 def get_available_trackers() -> list[str]:
-    """Return the built-in trackers whose packages are installed."""
-    return [name for name in BUILT_IN if is_available(name)]
+    """Return the built-in trackers whose packages are installed, without services that take the runs of MLflow."""
+    found = ((name, LOGGER_TYPE_TO_CLASS[name]) for name in BUILT_IN)
+    return [name for name, cls in found if cls.in_all and not _missing(name)]
+
+
+def _missing(name: str) -> list[str]:
+    """The packages of a built-in tracker that are not installed."""
+    needed = LOGGER_TYPE_TO_CLASS[name].packages or (name,)
+    return [package for package in needed if not is_available(package)]
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -82,8 +95,8 @@ def filter_trackers(
     names = [item for item in wanted if isinstance(item, str)]
     refuse(Problem(field, name, fix) for name in names if (fix := _objection(name, logging_dir)))
     for name in names:
-        if name in BUILT_IN and not is_available(name):
-            require(name, f"report to {name}")  # raises with the command that installs it
+        for package in _missing(name) if name in BUILT_IN else ():
+            require(package, f"report to {name}")  # raises with the command that installs it
     return wanted
 
 

@@ -104,8 +104,16 @@ def export_file(
     return entry
 
 
-def export_folder(source: Folder, target: Path, options: ExportOptions, files: Files | None = None) -> None:
-    """Write the weights of `source`, their configuration and tokenizer into the folder `target`."""
+def export_folder(
+    source: Folder,
+    target: Path,
+    options: ExportOptions,
+    files: Files | None = None,
+    finish: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Write the weights of `source`, their configuration and tokenizer into the folder `target`. `finish` may change
+    the complete folder before it has that name.
+    """
     files = files or Files()
     _recover(target, files)
     _check_place(target, options)
@@ -123,6 +131,7 @@ def export_folder(source: Folder, target: Path, options: ExportOptions, files: F
             export_file(source, new / ADAPTER_WEIGHTS, options, files)
         for name in _companions(source):
             _copy(source, name, new / name, options, files)
+        finish(new)
         files.sync_folder(new)
         _put(new, target, files)
     except BaseException:

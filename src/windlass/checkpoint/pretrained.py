@@ -123,18 +123,26 @@ def ignored_names(model: nn.Module) -> frozenset[str]:
     return frozenset(named) - set(canonical_names(trained).values())
 
 
+def has_configurations(model: nn.Module) -> bool:
+    """Return True if `write_configurations` writes a file."""
+    return is_pretrained(model) or bool(_savable_configurations(model))
+
+
+def _savable_configurations(model: nn.Module) -> list[Any]:
+    parts = [getattr(model, name, None) for name in ("config", "generation_config")]
+    return [part for part in parts if hasattr(part, "save_pretrained")]
+
+
 def write_configurations(model: nn.Module, folder: Path) -> None:
     """Write the configurations of a model of transformers, with its class and dtype, and the code of a class that
     `register_for_auto_class` publishes; of another model those of its configurations that can be saved.
     """
     own: Any = model
     if not is_pretrained(model):
-        for name in ("config", "generation_config"):
-            part: Any = getattr(model, name, None)
-            if hasattr(part, "save_pretrained"):
-                if getattr(part, "architectures", False) is None:
-                    part.architectures = [type(model).__name__]
-                part.save_pretrained(str(folder))
+        for part in _savable_configurations(model):
+            if getattr(part, "architectures", False) is None:
+                part.architectures = [type(model).__name__]
+            part.save_pretrained(str(folder))
         return
     own.config.dtype = str(own.dtype).removeprefix("torch.")
     # FSDP2 puts its name before that of the class.

@@ -39,7 +39,7 @@ from windlass.core.errors import CheckpointError
 from windlass.core.types import State
 from windlass.dist.flat import FlatParts
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import Part, all_holders, holders, is_sharded, local
+from windlass.dist.sharded import Held, Part, all_holders, holders, is_sharded, local
 
 VERSION = 2  # 1: no tensor is divided along several dimensions
 
@@ -126,7 +126,7 @@ def _writers(tensor: Tensor, here: Sequence[int], load: dict[int, int]) -> list[
     rank so far; those of this tensor are added.
     """
     chosen = holders(tensor, here)
-    if load and is_sharded(tensor):
+    if load and (is_sharded(tensor) or isinstance(tensor, Held)):
         chosen = [(min(ranks, key=lambda rank: (load[rank], rank)), p) for p, ranks in all_holders(tensor)]
     for rank, found in chosen if load else ():
         load[rank] += math.prod(found.sizes) * tensor.element_size()

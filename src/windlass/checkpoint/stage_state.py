@@ -1,4 +1,4 @@
-"""The state of an optimizer whose parameters are whole, each on one rank of a pipeline."""
+"""The state of an optimizer whose parameters each are on the ranks of one stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,56 +10,71 @@ from torch import Tensor, nn
 from windlass.checkpoint.names import canonical_names
 from windlass.core.module_state import kept_elsewhere
 from windlass.core.types import State
-from windlass.dist.absent import Held, held
 from windlass.dist.gang import current
+from windlass.dist.sharded import Blocks, Held, Part, all_holders, is_sharded, part
 
 
 def is_in_stages(model: nn.Module) -> bool:
-    """Return True if each parameter of `model` is whole on one rank, and others have nothing of it."""
+    """Return True if each parameter of `model` is on the ranks of one stage, and others have nothing of it."""
     elsewhere = kept_elsewhere(model)
     return elsewhere is not None and elsewhere.in_stages
 
 
 def joined_state(state: State, model: nn.Module, mark: Any) -> tuple[State, dict[str, Tensor]]:
     """The state of all ranks, from that of this one, with marks in place of tensors; and the tensors by name, of which
-    each is on one rank. Collective: every rank returns the same names.
+    each is on the ranks of a stage. Collective: every rank returns the same names.
 
     Args:
         mark: what takes the place of a tensor, by its name.
     """
     all_ranks, owners = current(), _owners(model)
     tensors: dict[str, Tensor] = {}
+    kinds: dict[str, list[Any]] = {}
 
-    def apart(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor) and value.dim():
+    def apart(value: Any, path: str, describes: bool) -> Any:
+        if isinstance(value, Tensor) and (value.dim() or is_sharded(value)):
             tensors[path] = value
+            if describes:
+                kinds[path] = [str(value.dtype)[6:], list(value.shape), _as_lists(value, all_ranks.rank)]
             return mark(path)
         if isinstance(value, dict):
-            return {key: apart(item, f"{path}/{key}") for key, item in value.items()}
+            return {key: apart(item, f"{path}/{key}", describes) for key, item in value.items()}
         return value.cpu() if isinstance(value, Tensor) else value
 
-    entries = {
-        name: apart(entry, name) for name, entry in state["state"].items() if owners[name] == all_ranks.rank
-    }
-    kinds = {path: [str(value.dtype)[6:], list(value.shape)] for path, value in tensors.items()}
+    entries: dict[str, Any] = {}
+    for name, entry in state["state"].items():
+        if all_ranks.rank in owners[name]:
+            describes = all_ranks.rank == owners[name][0]  # the first rank of a stage, for all of them
+            marked = apart(entry, name, describes)
+            if describes:
+                entries[name] = marked
     everywhere = all_ranks.gather_objects([entries, kinds])
     parts: dict[str, Tensor] = {}
-    for rank, (_, found) in enumerate(everywhere):
-        for path, (dtype, shape) in found.items():
-            own = rank == all_ranks.rank
-            tensor = tensors[path] if own else torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
-            parts[path] = held(tensor, rank, present=own)
+    for _, found in everywhere:
+        for path, (dtype, shape, blocks) in found.items():
+            like = torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
+            parts[path] = Held(like, tensors.get(path), _as_blocks(blocks))
     whole = {name: entry for found, _ in everywhere for name, entry in found.items()}
     return {**state, "state": {name: whole[name] for name in state["shapes"] if name in whole}}, parts
 
 
-def _owners(model: nn.Module) -> dict[str, int]:
-    """The rank that writes each parameter, by canonical name."""
+def _as_lists(value: Tensor, rank: int) -> list[list[list[int]]]:
+    blocks: Blocks = all_holders(value) if is_sharded(value) else [(part(value), [rank])]
+    return [[list(block.offsets), list(block.sizes), list(ranks)] for block, ranks in blocks]
+
+
+def _as_blocks(lists: list[list[list[int]]]) -> Blocks:
+    return [(Part(tuple(offsets), tuple(sizes)), ranks) for offsets, sizes, ranks in lists]
+
+
+def _owners(model: nn.Module) -> dict[str, list[int]]:
+    """The ranks that write each parameter, in ascending order, by canonical name."""
     named = dict(model.named_parameters())
     short, elsewhere = canonical_names(named), kept_elsewhere(model)
     values = {} if elsewhere is None else elsewhere.values
-    found = {short[name]: values[parameter] for name, parameter in named.items()}
-    return {
-        name: value.pieces[0][0] if isinstance(value, Held) and value.pieces else 0
-        for name, value in found.items()
-    }
+    found: dict[str, list[int]] = {}
+    for name, parameter in named.items():
+        value = values[parameter]
+        blocks = value.blocks if isinstance(value, Held) else []
+        found[short[name]] = sorted({rank for _, ranks in blocks for rank in ranks}) or [0]
+    return found

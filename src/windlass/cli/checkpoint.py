@@ -6,6 +6,7 @@ import argparse
 import importlib
 
 from windlass.cli.command_line import DTYPES, CommandParser
+from windlass.config.sections.fields import TRAINED_SCHEME
 from windlass.core.errors import CheckpointError
 
 
@@ -74,6 +75,7 @@ def build_parser() -> CommandParser:
         action="store_true",
         help="into the folder checkpoint-N of the repository, instead of last-checkpoint",
     )
+    push.add_argument("--json", action="store_true", help="as one JSON object")
     prune = actions.add_parser("prune", help="remove checkpoints")
     prune.add_argument("folder", metavar="DIR", help="a run's output folder")
     prune.add_argument("--keep-last", type=_count, metavar="N", help="keep this many of the newest")
@@ -102,7 +104,15 @@ def _add_export(actions: argparse._SubParsersAction[CommandParser]) -> None:
     add(
         "--base", metavar="MODEL", help="name or folder of the base (default: the one that the adapter names)"
     )
+    add(
+        "--quantize",
+        nargs="?",
+        const=TRAINED_SCHEME,
+        metavar="SCHEME",
+        help="weights of few bits for from_pretrained (default: what the run trained for with qat)",
+    )
     add("--force", action="store_true", help="replace an earlier result")
+    add("--json", action="store_true", help="as one JSON object")
 
 
 def _count(text: str) -> int:

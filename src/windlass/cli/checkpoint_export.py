@@ -14,9 +14,10 @@ from windlass.cli.command_line import DTYPES
 from windlass.cli.screen import in_words
 from windlass.config.quantities import size_in_bytes
 from windlass.config.refusal import refuse
+from windlass.config.sections.fields import QAT_SCHEMES, TRAINED_SCHEME
 from windlass.core.errors import Problem
 from windlass.core.locations import is_url
-from windlass.core.output import one_line, say
+from windlass.core.output import one_line, say, say_json
 
 
 def export_command(options: argparse.Namespace) -> int:
@@ -28,20 +29,31 @@ def export_command(options: argparse.Namespace) -> int:
         from windlass.finetuning.merging import merge_adapter
 
         merge_adapter(local_path(options.checkpoint), target, options.base, how.dtype)
-        _say_sizes(sorted(path for path in target.iterdir() if path.suffix == ".safetensors"))
+        _say_sizes(sorted(path for path in target.iterdir() if path.suffix == ".safetensors"), options.json)
         return 0
     source = open_folder(local_path(options.checkpoint))
+    if options.quantize:
+        from windlass.finetuning.quantized_export import export_quantized
+
+        scheme = export_quantized(source, target, options.quantize, how)
+        if not options.json:
+            say(f"quantized: {scheme}, {QAT_SCHEMES[scheme]}")
+        _say_sizes(sorted(path for path in target.iterdir() if path.suffix == ".safetensors"), options.json)
+        return 0
     if form == "hf":
         export_folder(source, target, how)
         written = sorted(path for path in target.iterdir() if path.suffix == ".safetensors")
     else:
         export_file(source, target, how)
         written = [target]
-    _say_sizes(written)
+    _say_sizes(written, options.json)
     return 0
 
 
-def _say_sizes(written: list[Path]) -> None:
+def _say_sizes(written: list[Path], as_json: bool) -> None:
+    if as_json:
+        say_json({"written": [{"path": str(path), "bytes": path.stat().st_size} for path in written]})
+        return
     for path in written:
         say(f"{one_line(path)}: {in_words(path.stat().st_size)}")
 
@@ -56,7 +68,7 @@ def _export_options(options: argparse.Namespace, form: str) -> ExportOptions:
     if form == "safetensors" and options.max_shard_size is not None:
         fix = "divides the files of a folder: leave it out, or use --format hf"
         problems.append(Problem("--max-shard-size", options.max_shard_size, fix))
-    problems += _merge_problems(options, form)
+    problems += [*_merge_problems(options, form), *_quantize_problems(options, form)]
     limit = MAX_SHARD_SIZE
     if options.max_shard_size is not None:
         try:
@@ -77,4 +89,22 @@ def _merge_problems(options: argparse.Namespace, form: str) -> list[Problem]:
         problems.append(Problem("--merge", options.target, fix))
     if options.merge and options.tensors == "optimizer":
         problems.append(Problem("--merge", True, "merges weights; leave out --tensors"))
+    return problems
+
+
+def _quantize_problems(options: argparse.Namespace, form: str) -> list[Problem]:
+    scheme = options.quantize
+    if scheme is None:
+        return []
+    problems = []
+    if scheme not in (*QAT_SCHEMES, TRAINED_SCHEME):
+        problems.append(Problem("--quantize", scheme, f"use one of {', '.join(QAT_SCHEMES)}"))
+    if form != "hf":
+        fix = "writes a folder for from_pretrained; name a folder as TARGET"
+        problems.append(Problem("--quantize", scheme, fix))
+    if options.merge:
+        fix = "rounds the weights of a whole model: merge the adapter into a folder first, and export that"
+        problems.append(Problem("--quantize", scheme, fix))
+    if options.tensors == "optimizer":
+        problems.append(Problem("--quantize", scheme, "rounds weights; leave out --tensors"))
     return problems

@@ -42,6 +42,7 @@ class TrainOptions:
     all_keys: bool = False
     dry_run: bool = False
     tiny: bool = False
+    json: bool = False
     search: str | None = None
 
 

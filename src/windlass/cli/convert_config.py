@@ -14,7 +14,7 @@ from windlass.cli.schema import Recipe, field_names
 from windlass.cli.training import training_arguments, training_fields
 from windlass.config.documents import loads, one_line
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.output import say
+from windlass.core.output import say, say_json
 from windlass.core.outside import load_outside
 from windlass.core.plain_text import read_text
 from windlass.core.terminal import folded
@@ -24,6 +24,9 @@ Turn a configuration of TRL, Axolotl or LLaMA-Factory into a recipe, and list wh
 
   windlass convert-config axolotl.yaml
   windlass convert-config trl.yaml --output recipe.yaml
+  windlass convert-config factory.yaml dataset_dir=LLaMA-Factory/data
+
+key=value replaces a value of the file before it is converted.
 """
 
 
@@ -32,22 +35,30 @@ def build_parser() -> CommandParser:
         prog="windlass convert-config", description=_HELP, example="windlass convert-config trl.yaml"
     )
     parser.add_argument("file", metavar="FILE", help="the configuration, in YAML")
+    parser.add_argument("values", nargs="*", metavar="key=value", help="a key of it, with another value")
     parser.add_argument(
         "--output", metavar="RECIPE.yaml", help="write the recipe there instead of printing it"
     )
+    parser.add_argument("--json", action="store_true", help="print the conversion as one JSON object")
     return parser
 
 
 def convert_command(arguments: Sequence[str]) -> int:
     """Run `windlass convert-config`, and return the exit code."""
-    options = build_parser().parse_args(list(arguments))
+    options = build_parser().parse_intermixed_args(list(arguments))
     path = Path(options.file)
-    made = convert(_read(path), path.parent)
+    made = convert(_read(path) | _given(options.values), path.parent)
     text = render(made, f"From {path.name}, a configuration of {made.program}.")
+    if options.output is not None:
+        Path(options.output).write_text(text, encoding="utf-8")
+    if options.json:
+        lost = {name: {"value": value, "reason": reason} for name, (value, reason) in made.lost.items()}
+        facts = {"program": made.program, "recipe": made.recipe, "not_carried_over": lost}
+        say_json({**facts, "written": options.output})
+        return 0
     if options.output is None:
         say(text, end="")
         return 0
-    Path(options.output).write_text(text, encoding="utf-8")
     say(f"{options.output}: written. Not carried over: {len(made.lost)} keys" + ("" if made.lost else "."))
     for name, (value, reason) in made.lost.items():
         say(f"  {folded(f'{name}={one_line(value)}: {reason}', 4)}")
@@ -59,6 +70,18 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(loads(read_text(path), str(path), json_text=path.suffix == ".json").values)
     except OSError as error:
         raise ConfigError(Problem("FILE", str(path), f"cannot be read: {error.strerror}")) from error
+
+
+def _given(words: Sequence[str]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for word in words:
+        key, sign, text = word.partition("=")
+        if not sign:
+            raise ConfigError(
+                Problem("VALUE", word, "write the name of the value as well, such as dataset_dir=FOLDER")
+            )
+        given |= loads(f"{key}: {text}", word).values
+    return given
 
 
 def convert(values: Mapping[str, Any], folder: Path = Path()) -> Any:

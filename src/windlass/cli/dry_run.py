@@ -29,6 +29,7 @@ from windlass.core.locations import is_url
 from windlass.core.world import world_from_environment
 from windlass.trainer.run_folder import check_writable
 
+SCHEMA = "windlass-dry-run/1"
 STEPS = 2
 EVAL_BATCHES = 2
 
@@ -69,8 +70,9 @@ class Findings:
     checkpoint_bytes: int
 
 
-def dry_run(recipe: Recipe, args: TrainingArguments, say: Callable[[str], None]) -> None:
-    """Build `recipe`, run two updates, an evaluation, a save and a load in a temporary folder, and print an estimate.
+def dry_run(recipe: Recipe, args: TrainingArguments, say: Callable[[str], None]) -> dict[str, Any]:
+    """Build `recipe`, run two updates, an evaluation, a save and a load in a temporary folder; print an estimate of the
+    full run, and return it as plain data.
 
     Raises what the full run would raise.
     """
@@ -81,7 +83,9 @@ def dry_run(recipe: Recipe, args: TrainingArguments, say: Callable[[str], None])
             check_remote(str(args.output_dir))
     parts = TASKS[recipe.task].build_parts(recipe, args)
     with tempfile.TemporaryDirectory(prefix="windlass-dry-run-") as folder:
-        say(_estimate(args, _rehearse(recipe, parts, folder, say)))
+        estimate = _estimate(args, _rehearse(recipe, parts, folder, say))
+    say(_in_lines(estimate))
+    return estimate
 
 
 def _try_output_folder(folder: Path, shown: str) -> None:
@@ -153,23 +157,48 @@ def _times(cadence: CadencePlan, steps: int, epochs: float) -> int:
     return max(1, round(epochs) if cadence.strategy == "epoch" else -(-steps // cadence.steps))
 
 
-def _estimate(args: TrainingArguments, found: Findings) -> str:
+def _estimate(args: TrainingArguments, found: Findings) -> dict[str, Any]:
+    """What the full run would take; times in seconds, sizes in bytes."""
     steps, epochs = found.steps, args.num_train_epochs
     stride = args.eval_steps or args.logging_steps
     evaluations = _times(resolve_cadence(args.eval_strategy, stride, steps), steps, epochs)
     saves = _times(resolve_cadence(args.save_strategy, args.save_steps, steps), steps, epochs)
     seconds = steps * found.step + evaluations * (found.evaluation or 0.0) + saves * found.save
     kept = saves if args.save_total_limit is None else min(saves, args.save_total_limit + 1)
-    size, (peak, owner) = found.checkpoint_bytes, peak_memory()
+    peak, owner = peak_memory()
+    return {
+        "schema": SCHEMA,
+        "checked": {"updates": STEPS, "evaluation": found.evaluation is not None, "save": True, "load": True},
+        "steps": steps,
+        "seconds_per_step": found.step,
+        "seconds": seconds,
+        "evaluations": evaluations,
+        "saves": saves,
+        "checkpoint_bytes": found.checkpoint_bytes,
+        "checkpoints_kept": kept,
+        "disk_bytes": kept * found.checkpoint_bytes,
+        "memory": {"bytes": peak, "of": owner},
+    }
+
+
+def _in_lines(found: dict[str, Any]) -> str:
+    size, memory = found["checkpoint_bytes"], found["memory"]
+    kept, checked = found["checkpoints_kept"], found["checked"]
     rows = [
         (
             "checked",
-            f"{STEPS} updates, {'' if found.evaluation is None else 'an evaluation, '}a save, a load",
+            f"{checked['updates']} updates, {'an evaluation, ' if checked['evaluation'] else ''}a save, a load",
         ),
-        ("steps", f"{steps:,} at {found.step * 1000:,.0f} ms"),
-        ("time", f"about {duration(seconds)}, with {evaluations} evaluations and {saves} saves"),
+        ("steps", f"{found['steps']:,} at {found['seconds_per_step'] * 1000:,.0f} ms"),
+        (
+            "time",
+            f"about {duration(found['seconds'])}, with {found['evaluations']} evaluations and {found['saves']} saves",
+        ),
         ("disk", f"{in_words(size)} per checkpoint, at most {in_words(kept * size)} for the {kept} kept"),
-        ("memory", f"{in_words(peak)} at the peak of this rehearsal (memory of the {owner})"),
+        (
+            "memory",
+            f"{in_words(memory['bytes'])} at the peak of this rehearsal (memory of the {memory['of']})",
+        ),
     ]
     return "\n".join(["", "The full run would take:", *(f"  {name:<10}{value}" for name, value in rows)])
 

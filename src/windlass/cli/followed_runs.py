@@ -1,17 +1,20 @@
-"""What changed in the folders of runs since the last look, for a page that follows them.
+"""Runs whose pages are served: each row of their files is read once, however many pages show it, and however often.
 
-Rows are read once. Of those that were read, few are kept: the ones that the state and the tables of a run are made of.
-So a look costs as much as what is new, however long the run is.
+Of the rows that were read, few are kept: the ones that the state and the tables of a run are made of, and the newest,
+for pages that lack them. So a look costs as much as what is new, however long the run is.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.metrics_log import FILE_NAME
-from windlass.callbacks.page_data import page_data, page_events, page_growth, tokens_of
+from windlass.callbacks.page_data import Curves, page_events, whole_data
 from windlass.callbacks.page_file import PageRun, page_sections, telling
 from windlass.callbacks.report import summarised
 from windlass.callbacks.row_reader import RowTail
@@ -20,49 +23,118 @@ from windlass.callbacks.run_view import RunView
 from windlass.cli.report_command import described
 from windlass.cli.status_command import read_folder
 
+_MOST_RUNS = 64  # whose histories are kept
+_NEWEST_ROWS = 2000  # that a page may lack without getting all
+
+
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    """What one look found: rows, the position before them, and the tokens counted until then."""
+
+    position: str
+    rows: Sequence[Row]
+    tokens: float | None
+
+
+class RunHistory:
+    """A run as far as its folder was read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._tail = folder, RowTail(folder / FILE_NAME)
+        self._lock = threading.Lock()  # pages are made in threads
+        self._curves, self._kept = Curves(), list[Row]()
+        self._grown: deque[_Grown] = deque()
+        self._grown_rows = 0
+
+    def view(self) -> RunView:
+        """Read what is new; return the run, with few of its rows."""
+        with self._lock:
+            return self._read()
+
+    def page(self) -> tuple[PageRun, str]:
+        """Read what is new; return the run for its page, and the position up to which that has its rows."""
+        with self._lock:
+            return self._page(self._read()), self._tail.position
+
+    def since(self, position: str) -> tuple[RunView, dict[str, Any], str]:
+        """Read what is new; return the run, what a page that has the rows up to `position` lacks, and the new position.
+        It lacks `whole`, all of the run, if the file is another one or the position is not known.
+        """
+        with self._lock:
+            view = self._read()
+            found = [number for number, one in enumerate(self._grown) if one.position == position]
+            if position == self._tail.position:
+                news = {"growth": Curves().as_data()}
+            elif found:
+                missing = list(self._grown)[found[0] :]
+                curves = Curves(missing[0].tokens)
+                curves.add(view, [row for one in missing for row in one.rows])
+                news = {"growth": curves.as_data()}
+            else:
+                news = {"whole": whole_data(view, self._curves)}
+            return view, news, self._tail.position
+
+    def _read(self) -> RunView:
+        before = self._tail.position
+        found = self._tail.read()
+        if not found.continues:
+            self._curves, self._kept = Curves(), []
+            self._grown.clear()
+            self._grown_rows = 0
+        tokens = self._curves.tokens
+        self._kept = telling([*self._kept, *found.rows])
+        view = read_folder(self._folder, whole=(self._kept, found.damage))
+        self._curves.add(view, found.rows)
+        if found.continues and self._tail.position != before:
+            self._grown.append(_Grown(before, found.rows, tokens))
+            self._grown_rows += len(found.rows)
+            while self._grown_rows > _NEWEST_ROWS:
+                self._grown_rows -= len(self._grown.popleft().rows)
+        return view
+
+    def _page(self, view: RunView) -> PageRun:
+        return replace(summarised(view, described(view)), data=whole_data(view, self._curves))
+
+
+class RunHistories:
+    """The runs that were looked at last, by their folders."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Path, RunHistory] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, folder: Path) -> RunHistory:
+        """Return the history of a run."""
+        with self._lock:
+            history = self._found.setdefault(folder, RunHistory(folder))
+            self._found.move_to_end(folder)
+            if len(self._found) > _MOST_RUNS:
+                self._found.popitem(last=False)
+            return history
+
 
 class FollowedRun:
-    """A run whose folder is looked at again and again.
+    """A run as one page has it.
 
-    Args:
-        position: of the reader that the page was made by; empty for none.
+    Attributes:
+        position: up to where the page has its rows; empty for none.
     """
 
-    def __init__(self, folder: Path, position: str = "") -> None:
-        self._folder, self._tail = folder, RowTail(folder / FILE_NAME)
+    def __init__(self, history: RunHistory, position: str = "") -> None:
+        self.position = position
+        self._history = history
         self._sent: dict[str, Any] = {}
-        before = self._tail.read_to(position)
-        self._kept, self._tokens = telling(before), _last_tokens(before)
-        self._is_known = bool(before)
-
-    @property
-    def position(self) -> str:
-        """Up to where its rows were read."""
-        return self._tail.position
-
-    def whole(self) -> PageRun:
-        """Return all of the run: the first look."""
-        found = self._tail.read()
-        return _page_run(read_folder(self._folder, whole=(found.rows, found.damage)))
 
     def look(self) -> tuple[PageRun, dict[str, Any]]:
         """Return the run, with few of its rows, and what is new for its curves: all of them as `whole`, if the page has
         other ones.
         """
-        found = self._tail.read()
-        is_whole = not (found.continues and self._is_known)
-        if is_whole:
-            self._kept, self._tokens, self._sent = [], None, {}
-        tokens = self._tokens
-        self._kept = telling([*self._kept, *found.rows])
-        self._tokens = _last_tokens(found.rows, tokens)
-        self._is_known = True
-        if is_whole:
-            view = read_folder(self._folder, whole=(found.rows, found.damage))
-            return _page_run(view), {"whole": page_data(view)}
-        view = read_folder(self._folder, whole=(self._kept, found.damage))
-        growth = page_growth(view, found.rows, tokens) if found.rows else {"series": {}, "clip": None}
-        return _page_run(view), {"growth": growth, **self._unsent(page_events(view))}
+        view, news, self.position = self._history.since(self.position)
+        run = summarised(view, described(view))
+        if "whole" in news:
+            self._sent = {}
+            return run, news
+        return run, {**news, **self._unsent(page_events(view))}
 
     def _unsent(self, events: dict[str, Any]) -> dict[str, Any]:
         new = {name: value for name, value in events.items() if self._sent.get(name) != value}
@@ -74,22 +146,18 @@ class FollowedRuns:
     """The runs of one page.
 
     Args:
-        positions: of the readers that the page was made by, one for each run; empty for a page that has nothing.
+        positions: up to where the page has the rows, one for each run; empty for a page that has nothing.
     """
 
-    def __init__(self, folders: Sequence[Path], positions: Sequence[str] = ()) -> None:
-        known = positions if len(positions) == len(folders) else [""] * len(folders)
-        self._runs = [FollowedRun(folder, at) for folder, at in zip(folders, known, strict=True)]
+    def __init__(self, histories: Sequence[RunHistory], positions: Sequence[str] = ()) -> None:
+        known = positions if len(positions) == len(histories) else [""] * len(histories)
+        self._runs = [FollowedRun(history, at) for history, at in zip(histories, known, strict=True)]
         self._sections: dict[str, str] = {}
 
     @property
     def position(self) -> str:
-        """Up to where the rows of all runs were read."""
+        """Up to where the page has the rows of all runs."""
         return ",".join(run.position for run in self._runs)
-
-    def whole(self) -> list[PageRun]:
-        """Return all of the runs: the first look."""
-        return [run.whole() for run in self._runs]
 
     def look(self) -> dict[str, Any]:
         """Return what changed: `sections`, the parts of the page as HTML by the names of their elements, and `runs`."""
@@ -98,11 +166,3 @@ class FollowedRuns:
         changed = {key: text for key, text in sections.items() if self._sections.get(key) != text}
         self._sections = sections
         return {"sections": changed, "runs": [news for _, news in found]}
-
-
-def _page_run(view: RunView) -> PageRun:
-    return summarised(view, described(view))
-
-
-def _last_tokens(rows: Sequence[Row], before: float | None = None) -> float | None:
-    return next((found for row in reversed(rows) if (found := tokens_of(row)) is not None), before)

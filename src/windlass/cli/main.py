@@ -20,7 +20,7 @@ from windlass.config.nearest import nearest
 from windlass.core.activity import Activity
 from windlass.core.errors import WindlassError
 from windlass.core.job_signals import surviving_hangup
-from windlass.core.output import flush_standard_streams, say
+from windlass.core.output import flush_standard_streams, say, say_json
 from windlass.core.terminal import folded_message
 
 TRAIN_HELP = """\
@@ -118,7 +118,10 @@ def _dispatch(arguments: list[str]) -> int:
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "version":
-        say(f"windlass {__version__}")
+        if options.json:
+            say_json({"version": __version__})
+        else:
+            say(f"windlass {__version__}")
     else:
         parser.print_help()
     return 0
@@ -150,13 +153,15 @@ def parsers() -> tuple[CommandParser, CommandParser]:
     add("--all", action="store_true", help="with --print-config: also the keys that are seldom set")
     rehearse = "build everything, run two steps, an evaluation, a save and a load, and estimate the full run"
     add("--dry-run", action="store_true", help=rehearse)
+    add("--json", action="store_true", help="with --dry-run: print the estimate as one JSON object")
     tiny = "try the recipe here, in seconds: a tiny model with random weights, few rows and steps, on the CPU"
     add("--tiny", action="store_true", help=tiny)
     search = "train once for each set of values of a space, and list the trials (docs/search.md)"
     add("--search", metavar="SPACE.yaml", help=search)
     for name, (_, _, help_) in COMMANDS.items():
         commands.add_parser(name, help=help_, add_help=False)
-    commands.add_parser("version", help="print the version of Windlass")
+    version = commands.add_parser("version", help="print the version of Windlass")
+    version.add_argument("--json", action="store_true", help="as one JSON object")
     return parser, train
 
 
@@ -181,6 +186,8 @@ def _train_options(
             train.error(f"{word} is data and not a recipe: write data.train={word}")
     if len(recipes) > 1:
         train.error(f"one recipe at a time: {' '.join(recipes)}")
+    if options.json and not options.dry_run:
+        train.error("--json is for --dry-run; of a run that was started: windlass status RUN --json")
     return TrainOptions(
         recipe=recipes[0] if recipes else None,
         overrides=[word for word in words if "=" in word],
@@ -190,6 +197,7 @@ def _train_options(
         all_keys=options.all,
         dry_run=options.dry_run,
         tiny=options.tiny,
+        json=options.json,
         search=options.search,
     )
 

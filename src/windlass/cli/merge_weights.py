@@ -6,7 +6,7 @@ from pathlib import Path
 
 from windlass.cli.command_line import CommandParser
 from windlass.core.errors import CheckpointError, ConfigError, Problem
-from windlass.core.output import say
+from windlass.core.output import say, say_json
 
 
 def merge_weights_command(words: list[str]) -> int:
@@ -31,10 +31,16 @@ def merge_weights_command(words: list[str]) -> int:
         fix = f"{target} lies in the folder that would be removed; name another, or leave this out"
         raise ConfigError(Problem("--remove_checkpoint_dir", True, fix))
     entry = export_file(open_folder(source), target / WEIGHTS_NAME, ExportOptions())
-    say(f"{target / WEIGHTS_NAME}: {entry.size:,} bytes, sha256 {entry.sha256}")
+    written = target / WEIGHTS_NAME
     if options.remove_checkpoint_dir:
         Files().remove_tree(source)
-        say(f"{source} removed")
+    removed = [str(source)] if options.remove_checkpoint_dir else []
+    if options.json:
+        say_json({"written": str(written), "bytes": entry.size, "sha256": entry.sha256, "removed": removed})
+        return 0
+    say(f"{written}: {entry.size:,} bytes, sha256 {entry.sha256}")
+    for folder in removed:
+        say(f"{folder} removed")
     return 0
 
 
@@ -48,4 +54,5 @@ def build_parser() -> CommandParser:
     add("output_path", help="the folder that model.safetensors is written to")
     add("--unsafe_serialization", action="store_true", help="refused: nothing is written as a pickle")
     add("--remove_checkpoint_dir", action="store_true", help="remove the parts once they are merged")
+    add("--json", action="store_true", help="as one JSON object")
     return parser

@@ -6,25 +6,16 @@ import contextlib
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 
 from windlass.core.logs import SCRIPT_HINTS
 from windlass.core.optional import require
 from windlass.core.output import is_terminal
+from windlass.core.package_remarks import LOGGERS, hidden_deprecations
 
-# They report at import what they found of optional parts of their own, or each try to reach the Hub.
-_LOGGERS = (
-    "torchao",
-    "bitsandbytes",
-    "torch.utils._pytree",
-    "DeepSpeed",
-    "huggingface_hub.utils._http",
-    SCRIPT_HINTS,
-)
+# The last but one reports each try to reach the Hub.
+_LOGGERS = (*LOGGERS, "huggingface_hub.utils._http", SCRIPT_HINTS)
 _NO_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # of huggingface_hub, which transformers reads too
-# They call deprecated functions of each other.
-_MODULES = r"(transformers|peft|torchao|torch|bitsandbytes|deepspeed|datasets|tokenizers|accelerate)(\.|$)"
 
 
 @contextlib.contextmanager
@@ -37,10 +28,7 @@ def quiet_libraries() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     hides_bars = _NO_BARS not in os.environ and not is_terminal(sys.stderr)
-    with warnings.catch_warnings():
-        if not sys.warnoptions:
-            for category in (FutureWarning, DeprecationWarning):
-                warnings.filterwarnings("ignore", category=category, module=_MODULES)
+    with hidden_deprecations():
         for logger in loggers:
             logger.setLevel(logging.ERROR)
             logger.addFilter(_is_error)  # DeepSpeed sets the level of its own when it is imported

@@ -34,7 +34,20 @@ def load_recipe(
     tiny: bool = False,
     asks_libraries: bool = True,
 ) -> Recipe:
-    """Read a recipe, apply `key=value` overrides, and check the result. Raises ConfigError with all problems found.
+    """As `open_recipe`, without where its values were set."""
+    return open_recipe(path, overrides, output_dir, tiny=tiny, asks_libraries=asks_libraries)[0]
+
+
+def open_recipe(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    output_dir: str | None = None,
+    *,
+    tiny: bool = False,
+    asks_libraries: bool = True,
+) -> tuple[Recipe, RecipeDraft]:
+    """Read a recipe, apply `key=value` overrides, and check the result; return it, and where its values were set.
+    Raises ConfigError with all problems found.
 
     Args:
         path: YAML file, or the name of a built-in recipe; None: the default one. Data paths in it are relative to the
@@ -50,7 +63,7 @@ def load_recipe(
 
         check_installed("transformers", "run a recipe", extra="train")
         shrink(draft)
-    return check_draft(draft, asks_libraries=asks_libraries)
+    return check_draft(draft, asks_libraries=asks_libraries), draft
 
 
 def read_draft(

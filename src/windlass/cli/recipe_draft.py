@@ -31,6 +31,7 @@ class RecipeDraft:
         self.problems: list[Problem] = []
         self._source, self._lines = document.source, dict(document.lines)
         self._overridden: set[Keys] = set()
+        self._amended: dict[Keys, str] = {}
         for section, key in SHORTHANDS.items():
             if isinstance(self.values.get(section), str):
                 self.values[section] = {key: self.values[section]}
@@ -66,10 +67,11 @@ class RecipeDraft:
         self._set(keys, value)
         self._overridden.add(keys)
 
-    def amend(self, keys: Keys, value: Any) -> None:
-        """Set one value, creating its sections, unless it is an override."""
+    def amend(self, keys: Keys, value: Any, origin: str = "--tiny") -> None:
+        """Set one value, creating its sections, unless it is an override; `origin`: the flag that asks for it."""
         if not self.is_overridden(*keys):
             self._set(keys, value)
+            self._amended[keys] = origin
 
     def _set(self, keys: Keys, value: Any) -> None:
         node = self.values
@@ -83,9 +85,12 @@ class RecipeDraft:
         node[keys[-1]] = value
 
     def origin(self, *keys: str) -> str | None:
-        """Return where a value was set: `recipe.yaml:12` or `the command line`; None if it was not."""
+        """Return where a value was set: `recipe.yaml:12`, `the command line` or a flag; None if it was not."""
         if self.is_overridden(*keys):
             return "the command line"
+        for depth in range(len(keys), 0, -1):
+            if keys[:depth] in self._amended:
+                return self._amended[keys[:depth]]
         return f"{self._source}:{self._lines[keys]}" if keys in self._lines else None
 
     def is_overridden(self, *keys: str) -> bool:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.cli.argument_table import all_arguments
 from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
-from windlass.cli.recipe import load_recipe
+from windlass.cli.recipe import load_recipe, open_recipe
+from windlass.cli.recipe_sources import note_recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.training import run_folder, training_arguments
 from windlass.config.documents import load
@@ -131,13 +132,14 @@ class _Trials:
         from windlass.cli.train import RunEnds, early_stopping
 
         overrides = [f"{key}={json.dumps(value)}" for key, value in trial.params.items()]
-        recipe = load_recipe(
+        recipe, draft = open_recipe(
             self._options.recipe,
             [*self._options.overrides, *overrides],
             str(self._root / trial.name),
             tiny=self._options.tiny,
         )
         args = training_arguments(recipe.training, recipe.task)
+        note_recipe(args, recipe, draft, chosen=trial.params)
         task, early = TASKS[recipe.task], early_stopping(recipe)
         ends = RunEnds(early)
         trainer = task.open_trainer(task.build_parts(recipe, args), args)

@@ -13,7 +13,7 @@ from windlass.cli.run_status import status_of_run
 from windlass.cli.status_command import facts_of
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import install_command, is_available
-from windlass.core.output import say
+from windlass.core.output import say, say_json
 
 
 def report_command(words: list[str]) -> int:
@@ -23,12 +23,21 @@ def report_command(words: list[str]) -> int:
     for one in options.runs:
         if not is_run(one):
             raise ConfigError(Problem("RUN", str(one), _fix(one)))
-    for path in write_report(
+    written = write_report(
         run, options.output_dir or run, runs=is_held(run), others=others, describe=described
-    ):
+    )
+    missing = (
+        ""
+        if is_available("matplotlib")
+        else f"training.png needs matplotlib: {install_command('matplotlib')}"
+    )
+    if options.json:
+        say_json({"written": [str(path) for path in written], "notes": [missing] if missing else []})
+        return 0
+    for path in written:
         say(str(path))
-    if not is_available("matplotlib"):
-        say(f"training.png needs matplotlib: {install_command('matplotlib')}", error=True)
+    if missing:
+        say(missing, error=True)
     return 0
 
 
@@ -49,6 +58,7 @@ def build_parser() -> CommandParser:
     parser.add_argument(
         "--output-dir", metavar="DIR", type=Path, help="where the report goes; by default the first RUN"
     )
+    parser.add_argument("--json", action="store_true", help="print what was written as one JSON object")
     return parser
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from windlass.cli.training import run_folder
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import CheckpointError, ConfigError, Problem
-from windlass.core.locations import is_url
+from windlass.core.locations import is_url, shown_path
 from windlass.core.world import world_from_environment
 
 
@@ -78,9 +78,3 @@ def check_folder(args: TrainingArguments) -> None:
         raise unwritable(str(args.output_dir), OSError(errno.ENOTDIR, f"{existing} is a file"))
     if not os.access(existing, os.W_OK | os.X_OK):
         raise unwritable(str(args.output_dir), OSError(errno.EACCES, os.strerror(errno.EACCES)))
-
-
-def shown_path(path: Path | str) -> str:
-    """Return a path as messages show it: relative within the working directory, else absolute."""
-    whole = Path(path).absolute()
-    return os.path.relpath(whole) if whole.is_relative_to(Path.cwd()) else str(whole)

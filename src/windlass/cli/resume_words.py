@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +9,9 @@ from typing import Any
 
 from windlass.cli.built_in_recipes import is_recipe
 from windlass.cli.command_line import program
-from windlass.core.output import TolerantStream
 from windlass.core.redact import HIDDEN
-from windlass.core.terminal import row_width
-from windlass.core.world import LAUNCH_VARIABLE, world_from_environment
+from windlass.core.script_command import launch_words, torchrun, with_flag
+from windlass.core.world import world_from_environment
 
 
 def resume_command(arguments: Sequence[str]) -> str:
@@ -25,20 +22,6 @@ def resume_command(arguments: Sequence[str]) -> str:
 def start_command(arguments: Sequence[str]) -> str:
     """Return this command line itself, quoted for a shell."""
     return shlex.join([*_launcher(), *arguments])
-
-
-def folded_command(command: str, stream: TolerantStream, indent: int) -> str:
-    """Return a command line as rows that fit the terminal of `stream`, joined by backslashes so that a shell takes them
-    as they are; further rows are indented. Elsewhere it stays one line.
-    """
-    if not stream.isatty():
-        return command
-    width, lines = row_width() - len(" \\"), [" " * indent]
-    for word in map(shlex.quote, shlex.split(command)):
-        if lines[-1].strip() and len(lines[-1]) + len(word) > width:
-            lines.append(" " * (indent + 2))
-        lines[-1] += f"{word} "
-    return " \\\n".join(line.rstrip() for line in lines)[indent:]
 
 
 def _resuming(arguments: Sequence[str]) -> list[str]:
@@ -58,18 +41,13 @@ def _resuming(arguments: Sequence[str]) -> list[str]:
 
 def _launcher() -> list[str]:
     """The words before "train" in the command that started this process."""
-    launched: list[str] = json.loads(os.environ.get(LAUNCH_VARIABLE, "[]"))
+    launched = launch_words()
     if launched and Path(launched[-1]).name == "windlass":  # and not a script that started this command
         return launched
     world = world_from_environment()
     if not world.is_distributed:
         return program()
-    return _torchrun(world.machines, world.local_size, ["-m", "windlass"])
-
-
-def _torchrun(machines: int, processes: int, script: list[str]) -> list[str]:
-    nodes = [] if machines == 1 else ["--nnodes", str(machines)]
-    return ["torchrun", *nodes, "--nproc-per-node", str(processes), *script]
+    return [*torchrun(world.machines, world.local_size), "-m", "windlass"]
 
 
 def resume_recorded(process: Mapping[str, Any], resumes: bool) -> tuple[str | None, str]:
@@ -77,7 +55,7 @@ def resume_recorded(process: Mapping[str, Any], resumes: bool) -> tuple[str | No
 
     Args:
         process: `process` of `run.json`.
-        resumes: the arguments of a script request that it resumes.
+        resumes: the same command resumes it, whatever is recorded.
     """
     words, launcher = process.get("arguments"), process.get("launcher") or []
     if not _are_words(words) or not words or not _are_words(launcher):
@@ -90,13 +68,16 @@ def resume_recorded(process: Mapping[str, Any], resumes: bool) -> tuple[str | No
         sizes = process.get("machines"), process.get("processes_per_machine")
         machines, processes = (value if type(value) is int else 1 for value in sizes)
         if machines * processes > 1:
-            start = _torchrun(machines, processes, ["-m", "windlass"] if is_command else [script])
+            start = [*torchrun(machines, processes), *(["-m", "windlass"] if is_command else [script])]
         else:
             start = ["windlass"] if is_command else ["python", script]
     command = [*start, *(_resuming(rest) if is_command else rest)]
+    needed = "nothing" if is_command or resumes else process.get("needs")
+    if needed == "flag":
+        command = with_flag(command)
     needs = []
-    if not is_command and not resumes:
-        needs.append("the script must call trainer.train(resume_from_checkpoint=True)")
+    if needed not in ("nothing", "flag"):
+        needs.append('the script must call trainer.train(resume_from_checkpoint="auto")')
     if any(HIDDEN in word for word in command):
         needs.append(f"put back the secrets that are shown as {HIDDEN}")
     folder = process.get("folder")

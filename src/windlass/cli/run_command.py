@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, program
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.outside import load_outside
+from windlass.core.world import LAUNCH_VARIABLE
 
 _HELP = """\
 Run a script that imports transformers' Trainer or accelerate, without changing it: those names are Windlass's, and
@@ -29,7 +31,11 @@ def run_command(words: Sequence[str]) -> int:
         raise ConfigError(Problem("SCRIPT", options.script, "there is no such file"))
     command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
     sys.stdout.flush()
-    added = load_outside("imports of other libraries").environment(os.environ)
+    typed = [*program(), "run", *(["-m"] if options.module else []), options.script]
+    added = {
+        **load_outside("imports of other libraries").environment(os.environ),
+        LAUNCH_VARIABLE: json.dumps(typed),
+    }
     os.execve(sys.executable, command, {**os.environ, **added})
 
 

@@ -42,7 +42,7 @@ def status_of_run(view: RunView) -> dict[str, Any]:
     last = view.rows[-1] if view.rows else None
     seconds = _seconds_per_update(view)
     command, needs = resume_recorded(
-        view.process, bool(view.arguments.get("resume_from_checkpoint")) if newest else True
+        view.process, newest is None or view.arguments.get("resume_from_checkpoint") in (True, "auto")
     )
     return {
         "schema": SCHEMA,
@@ -72,6 +72,9 @@ def status_of_run(view: RunView) -> dict[str, Any]:
         "resume": {"command": command, "needs": needs},
         "alerts": _alerts(view),
         "goodput": _goodput(view),
+        "configuration": [
+            {"name": one.name, "value": _plain(one.value), "source": one.source} for one in view.configuration
+        ],
         "attempts": [_attempt(attempt) for attempt in view.attempts],
         "notes": list(view.notes),
     }  # fmt: skip
@@ -166,6 +169,15 @@ def _number(values: Mapping[str, Any] | None, name: str) -> float | None:
     value = None if values is None else values.get(name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return value if is_number else None
+
+
+def _plain(value: Any) -> Any:
+    """A value of a setting; numbers that JSON cannot represent as text."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _evaluation(view: RunView) -> dict[str, Any] | None:

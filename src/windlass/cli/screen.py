@@ -8,13 +8,11 @@ from typing import Any
 
 from windlass.cli.images import Images
 from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.resume_point import shown_path
-from windlass.cli.resume_words import folded_command
 from windlass.cli.samples import Blocks, MaskedBlocks
 from windlass.cli.text_metrics import PREDICTIONS
-from windlass.core.locations import is_url, local_folder
+from windlass.core.locations import is_url, local_folder, shown_path
 from windlass.core.output import STDOUT
-from windlass.core.terminal import folded
+from windlass.core.terminal import folded, folded_command
 from windlass.core.types import TrainOutput
 from windlass.finetuning.peft_adapters import count_parameters, describe_trained, is_peft_model
 from windlass.metrics.answer_scores import ROUGE

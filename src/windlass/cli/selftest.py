@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from windlass.cli.command_line import CommandParser
 from windlass.cli.launch_command import launch_command
-from windlass.core.output import say
+from windlass.core.output import say, say_json
+from windlass.core.plain_text import parse_json
+
+SCHEMA = "windlass-test/1"
 
 
 def selftest_command(words: Sequence[str]) -> int:
@@ -17,9 +22,22 @@ def selftest_command(words: Sequence[str]) -> int:
         processes += ["--config_file", options.config_file]
     if options.num_processes:
         processes += ["--num_processes", str(options.num_processes)]
+    ranks = [*processes, *flags, "-m", "windlass.cli.selftest_ranks"]
+    if options.json:
+        return _in_json(ranks, [*processes, *flags])
     say(f"windlass test: launching with {' '.join([*processes, *flags])}")
-    code = launch_command([*processes, *flags, "-m", "windlass.cli.selftest_ranks"])
+    code = launch_command(ranks)
     say("windlass test: all checks passed" if code == 0 else "windlass test: a check failed, see above")
+    return code
+
+
+def _in_json(ranks: list[str], flags: list[str]) -> int:
+    """Run the checks, whose results the main process writes into a file, and print them as one object."""
+    with tempfile.TemporaryDirectory(prefix="windlass-test-") as folder:
+        path = Path(folder) / "checks.json"
+        code = launch_command([*ranks, str(path)])
+        checks = parse_json(path.read_bytes()) if path.is_file() else []
+    say_json({"schema": SCHEMA, "passed": code == 0, "launched_with": flags, "checks": checks})
     return code
 
 
@@ -32,4 +50,5 @@ def build_parser() -> CommandParser:
     add = parser.add_argument
     add("--config_file", metavar="FILE", help="a launch file of `windlass config`")
     add("--num_processes", type=int, metavar="N", help="processes in all")
+    add("--json", action="store_true", help="print the results as one JSON object")
     return parser

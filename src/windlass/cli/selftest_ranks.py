@@ -5,6 +5,7 @@ Run by the launcher, as `windlass launch -m windlass.cli.selftest_ranks`.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from windlass.accelerator.accelerator import Accelerator
 from windlass.config.loop_options import Plugin
 from windlass.core.output import say
 from windlass.core.outside import load_outside
+from windlass.core.whole_file import write_whole
 from windlass.dist.beacon import beacon
 from windlass.dist.operations import gather_object
 
@@ -27,8 +29,12 @@ _TOLERANCE = 1e-5
 _CHECKPOINT = "a checkpoint is loaded as it was saved"
 
 
-def main() -> int:
-    """Run the checks, each of which prints a line from the main process; return 1 if one fails."""
+def main(path: str | None = None) -> int:
+    """Run the checks; return 1 if one fails. The main process prints a line of each, or writes all into a JSON file.
+
+    Args:
+        path: of that file; None to print.
+    """
     checks: dict[str, Callable[[], str | None]] = {
         "values reach every process": exchanges,
         "a replicated update equals that of one process": update,
@@ -37,16 +43,26 @@ def main() -> int:
     several_machines = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     if not several_machines:
         checks[_CHECKPOINT] = checkpoint
-    failed = 0
+    found: list[dict[str, str | None]] = []
     for name, check in checks.items():
         beacon().call(name)
         wrong = check()
-        failed += wrong is not None
-        if Accelerator().is_main_process:
-            say(f"  {'ok  ' if wrong is None else 'FAIL'} {name}{f': {wrong}' if wrong else ''}")
-    if several_machines and Accelerator().is_main_process:
-        say(f"  --   {_CHECKPOINT}: skipped, since no folder is known that all machines share")
-    return min(failed, 1)
+        found.append({"name": name, "result": "passed" if wrong is None else "failed", "detail": wrong})
+        _show(found[-1], path)
+    if several_machines:
+        why = "skipped, since no folder is known that all machines share"
+        found.append({"name": _CHECKPOINT, "result": "skipped", "detail": why})
+        _show(found[-1], path)
+    if path is not None and Accelerator().is_main_process:
+        write_whole(Path(path), json.dumps(found))
+    return int(any(one["result"] == "failed" for one in found))
+
+
+def _show(one: dict[str, str | None], path: str | None) -> None:
+    if path is None and Accelerator().is_main_process:
+        sign = {"passed": "ok  ", "failed": "FAIL", "skipped": "--  "}[str(one["result"])]
+        detail = "" if one["detail"] is None else f": {one['detail']}"
+        say(f"  {sign} {one['name']}{detail}")
 
 
 def _sharded() -> Plugin:
@@ -128,4 +144,4 @@ def _difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str | 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:2]))

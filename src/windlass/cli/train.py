@@ -10,14 +10,10 @@ from windlass.callbacks.early_stopping import EarlyStoppingCallback
 from windlass.callbacks.tracker_registry import check_trackers
 from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
 from windlass.cli.print_config import render_config
-from windlass.cli.recipe import load_recipe
-from windlass.cli.resume_point import (
-    check_folder,
-    find_resume_point,
-    past_the_end,
-    shown_path,
-)
-from windlass.cli.resume_words import folded_command, resume_command, start_command
+from windlass.cli.recipe import open_recipe
+from windlass.cli.recipe_sources import note_recipe
+from windlass.cli.resume_point import check_folder, find_resume_point, past_the_end
+from windlass.cli.resume_words import resume_command, start_command
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.tokenizing import saved_tokenizer
@@ -27,9 +23,10 @@ from windlass.config.callback_interface import TrainerCallback
 from windlass.core.activity import Activity
 from windlass.core.errors import EXIT_PREEMPTED, Preempted
 from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.locations import shown_path
 from windlass.core.optional import check_installed
-from windlass.core.output import STDERR, say
-from windlass.core.terminal import folded
+from windlass.core.output import STDERR, say, say_json
+from windlass.core.terminal import folded, folded_command
 from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
 
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
 def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
     """Run `windlass train`; `arguments` is the command line, for the command that resumes."""
     with Activity("checking the recipe"):
-        recipe = load_recipe(
+        recipe, draft = open_recipe(
             options.recipe,
             options.overrides,
             options.output_dir,
@@ -52,12 +49,15 @@ def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
             return 0
         check_installed("transformers", "train by a recipe", extra="train")
         args = training_arguments(recipe.training, recipe.task)
+        note_recipe(args, recipe, draft)
         check_trackers(args.report_to)  # before data and model are prepared
     if options.dry_run:
         with Activity("rehearsing"):
             from windlass.cli.dry_run import dry_run
 
-            dry_run(recipe, args, _speaker())
+            found = dry_run(recipe, args, (lambda text: None) if options.json else _speaker())
+        if options.json and world_from_environment().is_main:
+            say_json(found)
         return 0
     resume = options.resume or args.resume_from_checkpoint or None
     try:

@@ -17,10 +17,9 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from windlass.callbacks.page_file import render_page
-from windlass.cli.followed_runs import FollowedRuns
+from windlass.cli.followed_runs import FollowedRuns, RunHistories, RunHistory
 from windlass.cli.ps_command import runs_below
 from windlass.cli.run_status import status_of_run
-from windlass.cli.status_command import read_folder
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
 from windlass.core.output import in_html
@@ -81,16 +80,17 @@ def application(folder: Path, token: str) -> Any:
     responses = require("starlette.responses", _PURPOSE)
     routing = require("starlette.routing", _PURPOSE)
     applications = require("starlette.applications", _PURPOSE)
+    histories = RunHistories()
 
     async def index(request: Any) -> Any:
-        text = await asyncio.to_thread(_index, folder)
+        text = await asyncio.to_thread(_index, folder, histories)
         return responses.HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": _POLICY})
 
     async def page(request: Any) -> Any:
         runs = await asyncio.to_thread(_chosen, folder, request.query_params.getlist("run"))
         if not runs:
             return responses.PlainTextResponse("no such run", status_code=404, headers=_HEADERS)
-        text = await asyncio.to_thread(_page, runs)
+        text = await asyncio.to_thread(_page, {name: histories.of(path) for name, path in runs.items()})
         return responses.HTMLResponse(text, headers=_HEADERS)
 
     async def events(request: Any) -> Any:
@@ -99,7 +99,8 @@ def application(folder: Path, token: str) -> Any:
             return responses.PlainTextResponse("no such run", status_code=404, headers=_HEADERS)
         # A browser that lost the connection names the last event that it got.
         at = request.headers.get("last-event-id") or request.query_params.get("at", "")
-        following = follow(list(runs.values()), at.split(","))
+        paths = list(runs.values())
+        following = follow(paths, FollowedRuns([histories.of(path) for path in paths], at.split(",")))
         return responses.StreamingResponse(following, media_type="text/event-stream", headers=_HEADERS)
 
     guard = _guarded(token, responses)
@@ -155,17 +156,17 @@ def _chosen(folder: Path, wanted: Sequence[str]) -> dict[str, Path]:
     return {name: found[name] for name in wanted[:_MOST_RUNS] if name in found}
 
 
-def _page(runs: Mapping[str, Path]) -> str:
-    followed = FollowedRuns(list(runs.values()))
-    found = followed.whole()
-    live = "events?" + urlencode([*(("run", name) for name in runs), ("at", followed.position)])
-    return render_page(found, live=live)
+def _page(runs: Mapping[str, RunHistory]) -> str:
+    found = [history.page() for history in runs.values()]
+    position = ",".join(position for _, position in found)
+    live = "events?" + urlencode([*(("run", name) for name in runs), ("at", position)])
+    return render_page([run for run, _ in found], live=live)
 
 
-def _index(folder: Path) -> str:
+def _index(folder: Path, histories: RunHistories) -> str:
     rows = ""
     for name, path in _names(folder).items():
-        status = status_of_run(read_folder(path))
+        status = status_of_run(histories.of(path).view())
         link = in_html(f"page?{urlencode({'run': name})}")
         loss = "" if status["loss"] is None else f"{status['loss']['value']:.4g}"
         rows += (
@@ -188,17 +189,14 @@ def _index(folder: Path) -> str:
     )
 
 
-async def follow(runs: Sequence[Path], positions: Sequence[str]) -> AsyncIterator[str]:
-    """Yield an event whenever the files of the runs changed, with what is new since the `positions` of the page.
-    Between two, at least a hundred times the time that it took to read them is waited.
+async def follow(runs: Sequence[Path], followed: FollowedRuns) -> AsyncIterator[str]:
+    """Yield an event whenever the files of the runs changed, with what the page lacks. Between two, at least a hundred
+    times the time that it took to read them is waited.
     """
     seen: Any = None
-    followed: FollowedRuns | None = None
     while True:
         pause = _LOOK_SECONDS
         found = await asyncio.to_thread(_signature, runs)
-        if followed is None:  # what the page has is read once more, and the pause does not count it
-            followed = await asyncio.to_thread(FollowedRuns, runs, positions)
         if found != seen:
             text, spent = await asyncio.to_thread(_event, followed)
             seen, pause = found, max(pause, spent * _SHARE)

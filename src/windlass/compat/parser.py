@@ -13,11 +13,13 @@ from typing import Any
 from windlass.compat.flags import add_field, string_to_bool
 from windlass.config import documents
 from windlass.config.accepting import AcceptsOldNames
+from windlass.config.arguments import TrainingArguments, note_sources
 from windlass.config.nearest import did_you_mean
 from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.setting import default_of
 from windlass.config.values import coerce
 from windlass.core.plain_text import read_text
+from windlass.core.script_command import note_flags
 
 __all__ = ["HfArg", "HfArgumentParser", "string_to_bool"]
 
@@ -59,6 +61,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         elif dataclasses.is_dataclass(dataclass_types) or not isinstance(dataclass_types, Iterable):
             dataclass_types = [dataclass_types]
         self.dataclass_types: list[Any] = list(dataclass_types)
+        self._defaults_set: dict[str, str] = {}  # name -> the file that replaced its default
         for dtype in self.dataclass_types:
             self._add_dataclass(dtype)
         for dtype in self.dataclass_types:
@@ -114,12 +117,16 @@ class HfArgumentParser(argparse.ArgumentParser):
             ValueError: words that no flag takes.
             ConfigError: a dataclass refused its values.
         """
+        if args is None:
+            note_flags(self)
         words = list(sys.argv[1:] if args is None else args)
         files, words = _args_files(words, look_for_args_file, args_filename, args_file_flag)
         # The command line is after the files, because the last value of a flag counts.
-        words = [word for path in files if path.exists() for word in path.read_text().split()] + words
-        namespace, remaining = self.parse_known_args(words)
-        outputs = self._instances(namespace, self._given(words))
+        read = [(str(path), path.read_text().split()) for path in files if path.exists()]
+        read.append(("the command line", words))
+        namespace, remaining = self.parse_known_args([word for _, some in read for word in some])
+        given = {name: place for place, some in read for name in self._given(some)}
+        outputs = self._instances(namespace, given)
         if vars(namespace):
             outputs.append(namespace)
         if return_remaining_strings:
@@ -132,15 +139,23 @@ class HfArgumentParser(argparse.ArgumentParser):
         return tuple(outputs)
 
     def _given(self, words: Sequence[str]) -> set[str]:
-        """Names of the arguments whose flags are on the command line."""
+        """Names of the arguments whose flags are among the words; a flag may be abbreviated."""
         actions = self._option_string_actions
-        flags = (word.partition("=")[0] for word in words)
-        return {actions[flag].dest for flag in flags if flag in actions}
+        found = set()
+        for flag in (word.partition("=")[0] for word in words):
+            meant = [flag] if flag in actions else [one for one in actions if one.startswith(flag)]
+            names = {actions[one].dest for one in meant}
+            if len(names) == 1 and (flag in actions or flag.startswith("--")):
+                found |= names
+        return found
 
-    def _instances(self, namespace: argparse.Namespace, given: set[str]) -> list[Any]:
+    def _instances(self, namespace: argparse.Namespace, given: Mapping[str, str]) -> list[Any]:
         """Build each dataclass and take its values out of the namespace.
 
         A default is only passed on if the command line has its flag, so that the dataclass knows what was requested.
+
+        Args:
+            given: where each argument was set that has a flag.
         """
         found = vars(namespace)
         old = {
@@ -156,7 +171,9 @@ class HfArgumentParser(argparse.ArgumentParser):
         outputs = []
         for dtype, values in zip(self.dataclass_types, inputs, strict=True):
             takes_old = isinstance(dtype, AcceptsOldNames)
-            outputs.append(dtype(**values, **(old if takes_old else {})))
+            outputs.append(
+                _noted(dtype(**values, **(old if takes_old else {})), {**self._defaults_set, **given})
+            )
         return outputs
 
     def _declared(self, name: str) -> bool:
@@ -166,6 +183,11 @@ class HfArgumentParser(argparse.ArgumentParser):
         """Fill the dataclasses from a mapping. Raises ValueError for a key that no dataclass takes, unless
         `allow_extra_keys`.
         """
+        return self._filled(args, allow_extra_keys, {})
+
+    def _filled(
+        self, args: Mapping[str, Any], allow_extra_keys: bool, sources: Mapping[str, str]
+    ) -> tuple[Any, ...]:
         used: set[str] = set()
         outputs = []
         for dtype in self.dataclass_types:
@@ -174,7 +196,7 @@ class HfArgumentParser(argparse.ArgumentParser):
                 keys |= {name for name in OLD_NAMES if not self._declared(name)}
             inputs = {name: value for name, value in args.items() if name in keys}
             used |= set(inputs)
-            outputs.append(dtype(**coerce(dtype, inputs)))
+            outputs.append(_noted(dtype(**coerce(dtype, inputs)), sources))
         unused = sorted(set(args) - used)
         if unused and not allow_extra_keys:
             known = [f.name for dtype in self.dataclass_types for f in dataclasses.fields(dtype)]
@@ -187,15 +209,29 @@ class HfArgumentParser(argparse.ArgumentParser):
     ) -> tuple[Any, ...]:
         """Fill the dataclasses from a JSON file. Raises the errors of `parse_dict`."""
         text = read_text(Path(json_file))
-        values = documents.loads(text, str(json_file), json_text=True).values
-        return self.parse_dict(values, allow_extra_keys)
+        found = documents.loads(text, str(json_file), json_text=True)
+        return self._filled(found.values, allow_extra_keys, places_in(found))
 
     def parse_yaml_file(
         self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False
     ) -> tuple[Any, ...]:
         """Fill the dataclasses from a YAML file. Raises the errors of `parse_dict`."""
-        text = read_text(Path(yaml_file))
-        return self.parse_dict(documents.loads(text, str(yaml_file)).values, allow_extra_keys)
+        found = documents.loads(read_text(Path(yaml_file)), str(yaml_file))
+        return self._filled(found.values, allow_extra_keys, places_in(found))
+
+
+def places_in(document: documents.Document) -> dict[str, str]:
+    """Return where each value of a file was set: `args.yaml:3`."""
+    return {name: document.place(name) for name in document.values}
+
+
+def _noted(instance: Any, sources: Mapping[str, str]) -> Any:
+    """`instance`, which knows where its arguments were set if it is one of `TrainingArguments`."""
+    if isinstance(instance, TrainingArguments):
+        own = {name: place for name, place in sources.items() if instance.is_given(name)}
+        old = {OLD_NAMES[name].new: place for name, place in sources.items() if name in OLD_NAMES}
+        note_sources(instance, {**{name: place for name, place in old.items() if name}, **own})
+    return instance
 
 
 def _typed_fields(dtype: Any) -> list[tuple[dataclasses.Field[Any], Any]]:
@@ -210,7 +246,7 @@ def _typed_fields(dtype: Any) -> list[tuple[dataclasses.Field[Any], Any]]:
     return [(field, types[field.name]) for field in dataclasses.fields(dtype) if field.init]
 
 
-def _passed_on(field: dataclasses.Field[Any], value: Any, given: set[str]) -> bool:
+def _passed_on(field: dataclasses.Field[Any], value: Any, given: Mapping[str, str]) -> bool:
     if field.name in given:
         return True
     default = default_of(field)

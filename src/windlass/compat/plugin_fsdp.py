@@ -15,8 +15,8 @@ from windlass.config.described import described
 from windlass.config.loop_options import Plugin
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.table import SECTIONS
-from windlass.config.plan import ShardPlan
 from windlass.config.refusal import refuse
+from windlass.config.strategy_plans import ShardPlan
 from windlass.config.values import stated
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import warn_of_argument

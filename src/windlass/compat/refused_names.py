@@ -29,6 +29,7 @@ SEARCH = "is a part of the search of transformers; Trainer.hyperparameter_search
 _LAYERWISE = (
     "an optimizer that updates layer by layer, such as optim='galore_adamw_layerwise', needs no stand-in"
 )
+_BY_REPORT_TO = "name the tracker in report_to: there is no callback of its own"
 _NOT_A_TRACKER = "this tracker is not built; a GeneralTracker or a callback of your own can send logs to it"
 _MODELS = "it belongs to the models of transformers; import it from there, its models train as they are"
 NEFTUNE = "a run adds the noise itself and takes it away: set neftune_noise_alpha"
@@ -96,8 +97,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     _LAYERWISE: ("LayerWiseDummyOptimizer", "LayerWiseDummyScheduler"),
     _NOT_A_TRACKER: (
-        "AzureMLCallback", "CodeCarbonCallback", "DagsHubCallback", "FlyteCallback", "KubeflowCallback",
-        "NeptuneCallback", "NeptuneMissingConfiguration", "WandbLogModel", "save_model_architecture_to_file",
+        "FlyteCallback", "KubeflowCallback", "WandbLogModel", "save_model_architecture_to_file",
+    ),
+    _BY_REPORT_TO: (
+        "AzureMLCallback", "CodeCarbonCallback", "DagsHubCallback", "NeptuneCallback", "NeptuneMissingConfiguration",
     ),
     NEFTUNE: ("activate_neftune", "deactivate_neftune", "neftune", "neftune_post_forward_hook"),
     _LIGER: ("apply_liger_kernel", "liger"),

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from windlass.compat.parser import HfArgumentParser
+from windlass.compat.parser import HfArgumentParser, places_in
 from windlass.config import documents
 from windlass.core.plain_text import read_text
+from windlass.core.script_command import note_flags
 
 _FLAG = "--config"
 
@@ -54,9 +55,13 @@ class TrlParser(HfArgumentParser):
         Returns:
             The instances of the dataclasses, as `parse_args_into_dataclasses` returns them.
         """
+        if args is None:
+            note_flags(self)
         words = list(sys.argv[1:] if args is None else args)
         path, words = _config_file(words)
-        values = {} if path is None else _read(path)
+        values: dict[str, Any] = {}
+        if path is not None:
+            values, self._defaults_set = _read(path)
         unknown = self.set_defaults_with_config(**values)
         if unknown and fail_with_unknown_args and not return_remaining_strings:
             raise ValueError(
@@ -89,15 +94,16 @@ def _config_file(words: list[str]) -> tuple[Path | None, list[str]]:
     return found.config, remaining
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The values of a file, without `env`, whose variables are set."""
-    values = dict(documents.loads(read_text(path), str(path)).values)
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of a file, without `env`, whose variables are set; and where each value stands."""
+    document = documents.loads(read_text(path), str(path))
+    values = dict(document.values)
     variables = values.pop("env", {})
     if not isinstance(variables, Mapping):
         raise ValueError(f"{path}: env must be a mapping of names to values")
     for name, value in variables.items():
         os.environ[name] = str(value)
-    return values
+    return values, places_in(document)
 
 
 def _set_defaults(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> set[str]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.config.accepting import AcceptsOldNames
 from windlass.config.described import described
 from windlass.config.helpers import Helpers
+from windlass.config.json_document import mapping
 from windlass.config.refusal import refuse
 from windlass.config.renamed import BOTH_WAYS, OLD_NAMES, announce, translate
 from windlass.config.sections.setting import default_of, rules_of
@@ -54,6 +56,8 @@ class TrainingArguments(Helpers, Setters, metaclass=AcceptsOldNames):
             self.__dict__["_given"] = self.__dict__.get("_given", frozenset()) | {name}
             if name in derived:  # a new dict, because a shallow copy of the arguments shares the old one
                 self.__dict__["_derived"] = {n: said for n, said in derived.items() if n != name}
+            if name in (sources := self.__dict__.get("_sources", {})):
+                self.__dict__["_sources"] = {n: place for n, place in sources.items() if n != name}
             if name in BOTH_WAYS:
                 object.__setattr__(self, BOTH_WAYS[name], value)
         object.__setattr__(self, name, value)
@@ -76,6 +80,10 @@ class TrainingArguments(Helpers, Setters, metaclass=AcceptsOldNames):
         made of all values, which does not show what was requested.
         """
         return name in self.__dict__.get("_given", ())
+
+    def group_options(self) -> dict[str, dict[str, Any]]:
+        """The pattern of names of parameters -> the options of their group in the optimizer."""
+        return mapping(self.optim_groups)
 
     def _assign_old(self, name: str, value: Any) -> None:
         old = OLD_NAMES[name]
@@ -115,6 +123,29 @@ def describe(args: TrainingArguments) -> list[tuple[str, Any, bool]]:
     plain = next(cls for cls in type(args).__mro__ if _needs_nothing(cls))().to_dict()
     derived = args.__dict__.get("_derived", {})
     return [(n, v, n in derived or (n in plain and plain[n] == v)) for n, v in values.items()]
+
+
+def note_sources(
+    args: TrainingArguments, sources: Mapping[str, str], others: Mapping[str, tuple[Any, str]] | None = None
+) -> None:
+    """Record where arguments were set, for `source_of`. One that is assigned later was set by the script.
+
+    Args:
+        sources: by name, such as `recipe.yaml:12` or `the command line`.
+        others: settings beside the arguments, such as the keys of a recipe: name -> (value, source).
+    """
+    args.__dict__["_sources"] = {**args.__dict__.get("_sources", {}), **sources}
+    args.__dict__["_others"] = {**args.__dict__.get("_others", {}), **(others or {})}
+
+
+def source_of(args: TrainingArguments, name: str) -> str:
+    """Return where an argument that differs from its default was set: the script, unless `note_sources` knows."""
+    return str(args.__dict__.get("_sources", {}).get(name, "the script"))
+
+
+def settings_beside(args: TrainingArguments) -> dict[str, tuple[Any, str]]:
+    """Return the settings of `note_sources` that are not arguments: name -> (value, source)."""
+    return dict(args.__dict__.get("_others", {}))
 
 
 def shared_arguments(args: TrainingArguments) -> dict[str, Any]:

@@ -31,11 +31,14 @@ class Document:
     source: str = "<settings>"
     lines: Mapping[Keys, int] = field(default_factory=dict)
 
+    def place(self, *keys: str) -> str:
+        """Return `recipe.yaml:12`, the line of a key."""
+        line = self.lines.get(keys)
+        return f"{self.source}:{line}" if line else self.source
+
     def where(self, *keys: str) -> str:
         """Return `recipe.yaml:12: a.b`, for an error about the value at `keys`."""
-        line = self.lines.get(keys)
-        place = f"{self.source}:{line}" if line else self.source
-        return f"{place}: {'.'.join(keys)}"
+        return f"{self.place(*keys)}: {'.'.join(keys)}"
 
 
 class _Loader(yaml.SafeLoader):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from windlass.config.pipeline_plan import PipelinePlan
+from windlass.config.strategy_plans import PipelinePlan, ShardPlan, ZeroPlan
 from windlass.core.mesh import Mesh
 from windlass.core.types import State
 
@@ -123,8 +123,7 @@ class SchedulePlan:
     """The schedule, which is planned before the number of updates is known.
 
     Attributes:
-        name: a key of the registry of schedules.
-        options: of that schedule.
+        name, options: a key of the registry of schedules, and the options of that schedule.
         warmup: linear warm-up, in updates; below 1 as a share of all updates.
     """
 
@@ -207,11 +206,13 @@ class TransformPlan:
     """Transforms of the model, in the order of `apply_transforms` (`assemble/build.py`).
 
     Attributes:
-        liger: parts of the model -> use Liger's kernel for them; None replaces none, {} those of its default.
+        liger: parts of the model -> use Liger's kernel; None replaces none, {} those of its default.
+        qat: what linear layers round weights and inputs to (`QAT_SCHEMES`).
         neftune_alpha: the scale of noise on the input embeddings while the run lasts.
     """
 
     liger: dict[str, bool] | None = None
+    qat: str | None = None
     recompute: bool = False
     recompute_options: dict[str, Any] = field(default_factory=dict)
     compile: CompilePlan | None = None
@@ -360,66 +361,6 @@ class ReportPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPlan:
-    """Fully sharded data parallelism (FSDP2).
-
-    Attributes:
-        reshard: True frees gathered parameters after each forward (full_shard), False keeps them until the backward
-            (shard_grad_op), an integer reshards to that many ranks.
-        replicas: replicas of the model over all ranks; above 1 it is hybrid sharding, with `world / replicas` ranks per
-            replica. `replicas == world` shards nothing (no_shard).
-        wrap: which submodules are gathered separately: those of `layers` (class names; by default the model's
-            `_no_split_modules`), those of at least `min_parameters`, or only the whole model.
-        cpu_offload: parameters, gradients and optimizer state stay in host memory between uses.
-        param_dtype, reduce_dtype, output_dtype: None keeps that of the parameters.
-        forward_prefetch, backward_prefetch: how many layers ahead are gathered explicitly; 0 leaves it to PyTorch.
-        recompute: recompute the activations of each layer in the backward.
-        recompute_offload: keep the inputs of recomputed layers in host memory.
-        state: format in checkpoints: one file of whole tensors, or the shards of each rank.
-        ram_efficient: only rank 0 loads the weights into host memory; the others start from the meta device.
-        ignored: regular expression or names of modules that are not sharded.
-    """
-
-    reshard: bool | int = True
-    replicas: int = 1
-    wrap: Literal["none", "transformer", "size"] = "none"
-    layers: tuple[str, ...] = ()
-    min_parameters: int = 100_000_000
-    cpu_offload: bool = False
-    param_dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    reduce_dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    output_dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    forward_prefetch: int = 0
-    backward_prefetch: int = 0
-    recompute: bool = False
-    recompute_offload: bool = False
-    state: Literal["full", "sharded"] = "sharded"
-    ram_efficient: bool = False
-    ignored: str | tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ZeroPlan:
-    """DeepSpeed's ZeRO: each rank has a part of the optimizer state (stage 1), the gradients (2), the parameters (3).
-
-    Attributes:
-        config: of DeepSpeed's engine; in a loop of the user's own, as it was given, with "auto" and the sections of
-            the optimizer and the schedule.
-        origin: where it was given, for messages.
-        max_norm: the global norm to which a loop clips that does not do so itself; None does not clip.
-        any_optimizer: an optimizer may be used of which it is not known if its update of an element depends on that
-            element alone.
-        divides_new: models of transformers are divided while they are built.
-    """
-
-    config: dict[str, Any]
-    origin: str = "deepspeed"
-    divides_new: bool = False
-    max_norm: float | None = None
-    any_optimizer: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class DistPlan:
     """How the model is distributed over ranks. With one rank only `shard` has an effect.
 
@@ -430,8 +371,7 @@ class DistPlan:
         reduce_each: gradients are reduced after each micro-batch, which needs less memory of a sharded model.
         context: how many ranks divide the sequences of a batch, among which keys and values travel.
         sequence: how many ranks divide each such part once more, and exchange heads.
-        tensor: how many ranks divide the layers of one model.
-        expert: how many ranks with different samples divide the experts of one model.
+        tensor, expert: how many ranks divide the layers, and with different samples the experts, of one model.
         pipeline: how the layers are divided among further ranks; None: they are not.
     """
 

@@ -26,14 +26,13 @@ OPTIMIZER_ADVICE = {
     "npu": " (it needs torch_npu, on whose devices Windlass does not train); use adamw_torch_fused",
     **dict.fromkeys(("galore", "lomo"), "; adafactor keeps the smallest state of those that are"),
 }
-TRACKERS = tuple(sorted(kind.value for kind in LoggerType if kind is not LoggerType.ALL))
-_MLFLOW = "takes the runs of MLflow: use report_to='mlflow', and"
+_OTHER_TRACKERS = ("azure_ml", "codecarbon", "dagshub", "neptune")  # that accelerate does not have
+TRACKERS = tuple(
+    sorted([*(kind.value for kind in LoggerType if kind is not LoggerType.ALL), *_OTHER_TRACKERS])
+)
 # Name -> why logs cannot be sent to it by its name, and what to do instead.
 UNBUILT_TRACKERS = {
-    "azure_ml": f"{_MLFLOW} install azureml-mlflow and set MLFLOW_TRACKING_URI to the workspace (azureml://...)",
-    "codecarbon": "measures energy and takes no metrics: start its EmissionsTracker in the script or in a callback",
-    "dagshub": f"{_MLFLOW} set MLFLOW_TRACKING_URI=https://dagshub.com/OWNER/REPOSITORY.mlflow",
-    **dict.fromkeys(("flyte", "kubeflow", "neptune"), TRACKER_NOTE),
+    **dict.fromkeys(("flyte", "kubeflow"), TRACKER_NOTE),
 }
 
 

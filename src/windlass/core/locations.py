@@ -53,6 +53,12 @@ def home_folder(environ: Mapping[str, str]) -> Path:
     return Path(home).expanduser()
 
 
+def shown_path(path: Path | str) -> str:
+    """Return a path as messages show it: relative within the working directory, else absolute."""
+    whole = Path(path).absolute()
+    return os.path.relpath(whole) if whole.is_relative_to(Path.cwd()) else str(whole)
+
+
 def working_folder() -> str:
     """The working directory; "" if it was removed."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -9,6 +10,7 @@ from importlib import metadata
 from types import ModuleType
 
 from windlass.core.errors import MissingDependencyError
+from windlass.core.package_remarks import muted_import_remarks
 
 DISTRIBUTION = "windlass-trainer"  # `windlass` on the package index is another project
 # import name -> the extra of the distribution that brings it
@@ -38,6 +40,10 @@ EXTRAS = {
 }
 
 
+# import name -> the distribution that brings it, if it has another name and no extra
+_DISTRIBUTIONS = {"azureml": "azureml-mlflow"}
+
+
 def is_available(name: str) -> bool:
     """Whether package `name` is installed. Does not import it."""
     if name in sys.modules:
@@ -61,7 +67,11 @@ def version_of(distribution: str) -> str | None:
 def install_command(package: str, extra: str | None = None) -> str:
     """Return the command that installs a package: by `extra`, by the extra that brings it, or by its own name."""
     extra = extra or EXTRAS.get(package)
-    return f'pip install "{DISTRIBUTION}[{extra}]"' if extra else f"pip install {package}"
+    return (
+        f'pip install "{DISTRIBUTION}[{extra}]"'
+        if extra
+        else f"pip install {_DISTRIBUTIONS.get(package, package)}"
+    )
 
 
 def check_installed(name: str, purpose: str, extra: str | None = None) -> None:
@@ -76,7 +86,8 @@ def require(name: str, purpose: str) -> ModuleType:
     `purpose` completes the sentence "... is needed to <purpose>".
     """
     try:
-        return importlib.import_module(name)
+        with contextlib.nullcontext() if is_imported(name) else muted_import_remarks():
+            return importlib.import_module(name)
     except ImportError as error:
         top = name.split(".")[0]
         if error.name is not None and error.name.split(".")[0] != top:

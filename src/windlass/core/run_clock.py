@@ -81,6 +81,7 @@ class RunClock:
 
     Attributes:
         row: what the next row of `metrics.jsonl` gets under `timing`; set by the owner of the report.
+        since: when the present kind began, which is when `clock` was last read.
 
     Args:
         clock: returns seconds of a clock that is never set.
@@ -100,7 +101,7 @@ class RunClock:
     def _restart(self, earlier: float) -> None:
         self._seconds = [0.0] * (len(KINDS) + 1)
         self._kind, self._step, self._highest = START_UP, 0, 0
-        self._since = self._began_at = self._clock() - earlier
+        self.since = self._began_at = self._clock() - earlier
         self._began = self._wall() - earlier
         self._mark_update()
         self._reported = list(self._seconds)
@@ -147,8 +148,8 @@ class RunClock:
     def enter(self, kind: int) -> int:
         """End the present kind, and begin `kind`; return the one that ended, to enter it again."""
         now, before = self._clock(), self._kind
-        self._seconds[before] += now - self._since
-        self._since, self._kind = now, kind
+        self._seconds[before] += now - self.since
+        self.since, self._kind = now, kind
         return before
 
     @contextmanager

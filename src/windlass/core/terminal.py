@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -53,6 +54,20 @@ def folded_message(text: str) -> str:
         else folded(line, len(line) - len(line.lstrip()) + 4, STDERR)
         for line in text.splitlines()
     )
+
+
+def folded_command(command: str, stream: TolerantStream, indent: int) -> str:
+    """Return a command line as rows that fit the terminal of `stream`, joined by backslashes so that a shell takes them
+    as they are; further rows are indented. Elsewhere it stays one line.
+    """
+    if not stream.isatty():
+        return command
+    width, lines = row_width() - len(" \\"), [" " * indent]
+    for word in map(shlex.quote, shlex.split(command)):
+        if lines[-1].strip() and len(lines[-1]) + len(word) > width:
+            lines.append(" " * (indent + 2))
+        lines[-1] += f"{word} "
+    return " \\\n".join(line.rstrip() for line in lines)[indent:]
 
 
 def foot_of(stream: Any) -> Foot:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import threading
 import time
@@ -40,6 +41,9 @@ class ThreadWaiting:
         waited: seconds for which the calling thread has waited for a core since it started; None if unknown.
         clock: seconds, monotonic.
         shorten: makes waits short from now on, and returns what ends that; None if it cannot.
+
+    Attributes:
+        due: the reading of `clock` from which on `look` chooses again; infinite if there is no choice.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class ThreadWaiting:
         self._waited, self._clock, self._shorten = waited, clock, shorten
         self._since, self._waited_then = clock(), waited()
         self._lengthen: Callable[[], None] | None = None
-        self._enabled = self._waited_then is not None
+        self.due = math.inf if self._waited_then is None else self._since + _WINDOW
 
     @property
     def sleeps(self) -> bool:
@@ -59,19 +63,20 @@ class ThreadWaiting:
         return self._lengthen is not None
 
     def look(self) -> None:
-        """Called by the main thread after each update: choose again, at most twice a second."""
+        """Called by the main thread between updates: choose again, at most twice a second."""
         now = self._clock()
-        if now - self._since < _WINDOW or not self._enabled:
+        if now < self.due:
             return
         waited = self._waited()
         if waited is None or self._waited_then is None:
-            self._enabled = False
+            self.due = math.inf
             return
         share = (waited - self._waited_then) / (now - self._since)
-        self._since, self._waited_then = now, waited
+        self._since, self._waited_then, self.due = now, waited, now + _WINDOW
         if self._lengthen is None and share > _TAKEN:
             self._lengthen = self._shorten()
-            self._enabled = self._lengthen is not None
+            if self._lengthen is None:
+                self.due = math.inf
             logger.info("waiting for a core took %.0f %% of the time: threads sleep early", 100 * share)
         elif self._lengthen is not None and share < _FREE:
             self._lengthen()
@@ -85,7 +90,7 @@ def thread_waiting() -> ThreadWaiting:
 
     stays = torch.get_num_threads() == 1 or any(name in os.environ for name in _POLICIES)
     waited = (lambda: None) if stays else _seconds_without_core
-    return ThreadWaiting(waited, time.monotonic, shorten_waits)
+    return ThreadWaiting(waited, time.perf_counter, shorten_waits)
 
 
 def _seconds_without_core() -> float | None:

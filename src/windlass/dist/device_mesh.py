@@ -43,12 +43,13 @@ def fsdp_device_meshes(mesh: Mesh, device: torch.device) -> tuple[DeviceMesh, De
 
 
 def tensor_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """All ranks: the last axis, "tensor", is that of this rank's tensor view; along the first, "loss", if there is one,
-    ranks have the same parts. Collective.
+    """The ranks of this rank's stage view: the last axis, "tensor", is that of its tensor view; along the first,
+    "loss", if there is one, ranks have the same parts. Collective.
     """
-    sizes = {"loss": mesh.size("loss"), "tensor": mesh.tensor}
+    sizes = {"pipeline": mesh.pipeline, "loss": mesh.size("loss"), "tensor": mesh.tensor}
     axes = [axis for axis in sizes if axis == "tensor" or sizes[axis] > 1]
-    return init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+    whole = init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+    return whole[tuple(axes[1:])] if axes[0] == "pipeline" else whole
 
 
 def expert_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:

@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 
 
-class FlatParts(Tensor):
-    """A tensor of which each rank holds a run of elements. It has a shape and a dtype, and no operations.
+class InParts(Tensor):
+    """A tensor of which this rank need not hold all. It has a shape and a dtype, and no operations."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise TypeError(f"{func} needs a whole tensor, and each rank holds a part of this one")
+
+
+class FlatParts(InParts):
+    """A tensor of which each rank holds a run of elements.
 
     Attributes:
         mine: this rank's elements, one-dimensional; a view of the memory in which they lie.
@@ -45,12 +55,6 @@ class FlatParts(Tensor):
         for rank, start, count in self.pieces:
             flat[start : start + count] = found[rank][:count]
         return flat.view(self.shape)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> NoReturn:
-        raise TypeError(f"{func} needs a whole tensor, and each rank holds a part of this one")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FlatParts(shape={list(self.shape)}, start={self.start}, elements={self.mine.numel()})"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import ConfigError, Problem
-from windlass.dist.flat import FlatParts
+from windlass.dist.flat import FlatParts, InParts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -49,6 +49,48 @@ class Part:
         return Part(tuple(map(sub, self.offsets, outer.offsets)), self.sizes)
 
 
+Blocks = Sequence[tuple[Part, Sequence[int]]]
+"""The parts of a tensor, each with the ranks of the job that hold it."""
+
+
+class Held(InParts):
+    """A tensor that some ranks of the job hold, whole or in parts, and others not at all.
+
+    Attributes:
+        mine: what this rank holds: the tensor, or a sharded one with this rank's part; None if it holds nothing.
+        blocks: the parts, with the ranks that write them.
+    """
+
+    mine: Tensor | None
+    blocks: Blocks
+
+    @staticmethod
+    def __new__(cls, like: Tensor, mine: Tensor | None, blocks: Blocks) -> Held:
+        made: Held = Tensor._make_wrapper_subclass(
+            cls, tuple(like.shape), dtype=like.dtype, device=like.device
+        )
+        made.mine, made.blocks = None if mine is None else mine.detach(), blocks
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Held(shape={list(self.shape)}, here={self.mine is not None})"
+
+    @property
+    def nothing(self) -> Tensor:
+        """The part of a rank that holds nothing: no rows, and of a scalar memory that is not used."""
+        return torch.empty((0, *self.shape[1:])[: self.dim()], dtype=self.dtype, device=self.device)
+
+    def whole(self) -> Tensor:
+        """The tensor, on every rank. Collective."""
+        if self.mine is None:
+            value = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        else:
+            value = whole(self.mine).contiguous()
+        if torch.distributed.is_initialized() and value.numel():
+            torch.distributed.broadcast(value, self.blocks[0][1][0])
+        return value
+
+
 def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     """Whether `tensor` is spread over a mesh (even one on which each rank happens to hold all of it)."""
     # If DTensor was not imported, no tensor is one. Importing it takes 0.3 seconds.
@@ -60,6 +102,8 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part as a plain tensor, in the same memory."""
     if isinstance(tensor, FlatParts):
         return tensor.mine
+    if isinstance(tensor, Held):
+        return tensor.nothing if tensor.mine is None else local(tensor.mine)
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -86,13 +130,13 @@ def check_takes_parts(optimizer: torch.optim.Optimizer, field: str, value: str) 
 
 
 def is_in_parts(tensor: Any) -> bool:
-    """Return True if each rank holds a part of `tensor`: a block of a mesh, or a run of elements."""
-    return is_sharded(tensor) or isinstance(tensor, FlatParts)
+    """Return True if each rank holds a part of `tensor`: a block of a mesh, a run of elements, or all or nothing."""
+    return is_sharded(tensor) or isinstance(tensor, InParts)
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of `tensor` on every rank, where the collectives of its mesh run. Collective for a sharded tensor."""
-    if isinstance(tensor, FlatParts):
+    if isinstance(tensor, FlatParts | Held):
         return tensor.whole()
     if not is_sharded(tensor):
         return tensor
@@ -166,6 +210,10 @@ def sum_of_parts(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Te
 
 def part(tensor: Tensor) -> Part:
     """Where this rank's part of `tensor` lies in the whole one."""
+    if isinstance(tensor, Held):
+        if tensor.mine is not None:
+            return part(tensor.mine)
+        return Part((0,) * tensor.dim(), tuple(tensor.nothing.shape))
     if not is_sharded(tensor):
         return Part((0,) * tensor.dim(), tuple(tensor.shape))
     _check_placements(tensor)
@@ -190,7 +238,7 @@ def holders(tensor: Tensor, preferred: Sequence[int] = (0,)) -> list[tuple[int, 
         preferred: ranks to name where they hold a part; else it is the first rank that does. Of a plain tensor, the
             first of them.
     """
-    if not is_sharded(tensor):
+    if not is_sharded(tensor) and not isinstance(tensor, Held):
         return [(preferred[0], part(tensor))]
     return [
         (next((rank for rank in ranks if rank in preferred), ranks[0]), held)
@@ -198,10 +246,12 @@ def holders(tensor: Tensor, preferred: Sequence[int] = (0,)) -> list[tuple[int, 
     ]
 
 
-def all_holders(tensor: DTensor) -> list[tuple[Part, list[int]]]:
+def all_holders(tensor: DTensor | Held) -> Blocks:
     """Every part of a sharded tensor with all ranks that hold it, parts without elements left out. The same on every
     rank, without communication.
     """
+    if isinstance(tensor, Held):
+        return tensor.blocks
     _check_placements(tensor)
     mesh = tensor.device_mesh
     found: dict[Part, list[int]] = {}

@@ -155,7 +155,8 @@ class NativeExecutor:
         self._applying = True
         self.optimizer.step()
         self._applying = False
-        self._waiting.look()
+        if self._clock.since >= self._waiting.due:  # read in this update, by both clocks alike
+            self._waiting.look()
         return True
 
     def zero_grad(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.config.pipeline_plan import PipelinePlan
+from windlass.config.strategy_plans import PipelinePlan
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.run_clock import BACKWARD
@@ -82,7 +82,8 @@ class PipelineExecutor(NativeExecutor):
             self.model.train()
         self._beacon.call("forward and backward")
         before = self._clock.enter(BACKWARD)
-        done = self._pipelined(update, hooks)
+        with self._pipeline.accumulating():
+            done = self._pipelined(update, hooks)
         self._pipeline.reduce()
         self._clock.enter(before)
         return super().run_step(update, done, max_norm=max_norm, guard=guard)

@@ -66,6 +66,7 @@ class DPOTrainer(ReferenceTrainer):
     TAGS = ("windlass", "dpo")
     REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
     COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", *REFERENCE_COLUMNS)
+    PAIRS = True
 
     def __init__(
         self,

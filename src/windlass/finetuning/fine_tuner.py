@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from windlass.callbacks.samples_log import SamplesLog
 from windlass.core.logs import get_job_logger
 from windlass.core.types import EvalLoopOutput, TrainOutput
 from windlass.finetuning.card_writer import CardWriter
@@ -18,6 +17,7 @@ from windlass.finetuning.mean_figures import Extremes, MeanFigures, Sums, Update
 from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
 from windlass.finetuning.tuning_config import TuningConfig
 from windlass.text.summary import TextSummary
+from windlass.trainer.batch_rows import rows_of_batch
 from windlass.trainer.losses import without_gradient
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.activation_offload import ActivationOffload
@@ -34,11 +34,13 @@ class FineTuner(Trainer):
     Attributes:
         TAGS: of the model and of its card.
         COLUMNS: of prepared rows.
+        PAIRS: the second half of a batch are the rejected answers of the first half.
     """
 
     args: TuningConfig
     TAGS: ClassVar[tuple[str, ...]] = ("windlass",)
     COLUMNS: ClassVar[tuple[str, ...]] = ()
+    PAIRS: ClassVar[bool] = False
 
     # Prepares datasets: an `SFTData` or a `PreferenceData`.
     _data: Any
@@ -61,7 +63,6 @@ class FineTuner(Trainer):
         )
         accelerator.register_for_checkpointing(self._figures)
         self.add_callback(UpdateBorders(self._figures))
-        self.add_callback(SamplesLog(lambda: kept_samples(self.train_dataset, self._data.tokenizer)))
         self.add_callback(CardWriter(lambda: self.create_model_card()))  # late bound: scripts override it
         add_tags: Any = getattr(self.model, "add_model_tags", None)
         if add_tags is not None:
@@ -100,6 +101,11 @@ class FineTuner(Trainer):
         summaries = self.data_summaries()
         counts = {f"{n}: {k}": v for n, summary in summaries.items() for k, v in summary.facts().items()}
         return {**mixture_facts(self.train_dataset, summaries), **counts}
+
+    def data_samples(self, batch: Any) -> list[dict[str, Any]]:
+        """Return the first rows of a prepared dataset, or of each source of a mixture; of a stream, of `batch`."""
+        kept = kept_samples(self.train_dataset, self._data.tokenizer)
+        return kept or rows_of_batch(batch, self.model, self.processing_class, pairs=self.PAIRS)
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:

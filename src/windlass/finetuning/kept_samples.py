@@ -8,14 +8,14 @@ from typing import Any
 from windlass.text.encoder import IGNORED
 from windlass.text.mixture import DatasetMixture
 from windlass.text.summary import TextSummary
-from windlass.text.trained_pieces import trained_pieces
+from windlass.trainer.batch_rows import sample_of
 
-_SAMPLES, _MOST_TOKENS = 3, 1024  # of each dataset, and of each sample
+_SAMPLES = 3  # of each dataset
 
 
 def kept_samples(dataset: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """Return the first rows of a prepared dataset, or of each source of a mixture, as `samples.json` has them; none of
-    a stream, and of rows without labels.
+    a stream, and of rows that are not prepared text.
     """
     sources = dataset.sources if isinstance(dataset, DatasetMixture) else {"train": dataset}
     return [sample for name, rows in sources.items() for sample in _samples(name, rows, tokenizer)]
@@ -26,17 +26,26 @@ def _samples(name: str, rows: Any, tokenizer: Any) -> Iterator[dict[str, Any]]:
         return
     for number in range(min(len(rows), _SAMPLES)):
         row = rows[number]
-        if not isinstance(row, Mapping) or not {"input_ids", "labels"} <= row.keys():
-            return
-        ids, labels = list(row["input_ids"]), list(row["labels"])
-        yield {
-            "name": f"{name}, row {number}",
-            "tokens": len(ids),
-            "trained": sum(label != IGNORED for label in labels),
-            "pieces": [
-                list(piece) for piece in trained_pieces(ids[:_MOST_TOKENS], labels[:_MOST_TOKENS], tokenizer)
-            ],
-        }
+        if isinstance(row, Mapping):
+            for which, sample in _in_row(row, tokenizer):
+                yield {"name": f"{name}, row {number}{which}", **sample}
+
+
+def _in_row(row: Mapping[str, Any], tokenizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what a prepared row holds: its text, or the answers to its prompt."""
+    if {"input_ids", "labels"} <= row.keys():
+        labels = list(row["labels"])
+        yield "", sample_of(list(row["input_ids"]), [label != IGNORED for label in labels], tokenizer)
+    elif "prompt_ids" in row:
+        prompt = list(row["prompt_ids"])
+        judged = {True: "desirable", False: "undesirable"}
+        label = judged[bool(row["label"])] if "label" in row else None
+        for name in ("chosen", "rejected", "completion"):
+            if f"{name}_ids" in row:
+                answer = list(row[f"{name}_ids"])
+                trained = [False] * len(prompt) + [True] * len(answer)
+                which = "" if name == "completion" else f", {name}"
+                yield which, sample_of(prompt + answer, trained, tokenizer, label=label)
 
 
 def mixture_facts(dataset: Any, summaries: Mapping[str, TextSummary]) -> dict[str, Any]:

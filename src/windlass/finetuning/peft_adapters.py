@@ -15,6 +15,7 @@ from torch import nn
 from windlass.checkpoint.adapters import peft_library
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
+from windlass.core.package_remarks import hidden_deprecations
 
 logger = get_job_logger(__name__)
 
@@ -102,7 +103,8 @@ def _refuse_beginnings(peft_config: Any) -> None:
 
 def _adapted(model: nn.Module, peft_config: Any) -> nn.Module:
     try:
-        adapted: nn.Module = peft_library(_PURPOSE).get_peft_model(model, peft_config)
+        with hidden_deprecations():
+            adapted: nn.Module = peft_library(_PURPOSE).get_peft_model(model, peft_config)
     except ValueError as error:
         if "not found in the base model" in str(error):
             raise ConfigError(_target_problem(model, peft_config, "matches no module")) from error

@@ -49,6 +49,7 @@ class RewardTrainer(FineTuner):
     args: RewardConfig
     TAGS = ("windlass", "reward-trainer")
     COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids", "margin")
+    PAIRS = True
 
     def __init__(
         self,

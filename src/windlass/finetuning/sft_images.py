@@ -15,6 +15,7 @@ from windlass.core.errors import ModelError, Problem
 from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.tuned_model import TunedModel
+from windlass.text.encoder import IGNORED
 from windlass.text.image_files import ImageFiles
 from windlass.text.image_processing import ImageProcessing
 from windlass.text.image_rows import ImageCollator
@@ -70,7 +71,7 @@ def refuse_unequal(model: nn.Module, images: ImageProcessing) -> None:
     noise = [draw.integers(0, 256, (*reversed(grey.size), 3), dtype=np.uint8) for _ in range(2)]
     documents = [[*range(1, 1 + before), *tokens, *range(10, 16 - before)] for before in (4, 2)]
     samples = [
-        {"input_ids": ids, "labels": ids, "images": [image]}
+        {"input_ids": ids, "labels": [IGNORED] * (len(ids) - 4) + ids[-4:], "images": [image]}
         for ids, image in zip(documents, noise, strict=True)
     ]
     joined, alone = (

@@ -9,8 +9,10 @@ from typing import Any, ClassVar
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.described import described
-from windlass.config.sections.setting import STRIDE, at_least, setting
+from windlass.config.sections.setting import STRIDE, above, at_least, setting
 from windlass.core.errors import ConfigError, Problem
+
+LORA_B = r"\.lora_B\."  # in names of the matrices of LoRA that begin as zeros
 
 
 @described()
@@ -45,6 +47,12 @@ class TuningConfig(TrainingArguments):
     )
     trust_remote_code: bool = setting(False, "Run Python code that comes with a model or tokenizer.")
 
+    loraplus_lr_ratio: float | None = setting(
+        None,
+        "LoRA+ (arXiv:2402.12354): train the matrices B of an adapter with learning_rate times this.",
+        bounds=above(0),
+    )
+
     # --- data ---
     dataset_num_proc: int | None = setting(
         None,
@@ -74,6 +82,13 @@ class TuningConfig(TrainingArguments):
             self.pad_to_multiple_of = None
         elif isinstance(value, str) and value.isdecimal():
             self.pad_to_multiple_of = int(value)
+
+    def group_options(self) -> dict[str, dict[str, Any]]:
+        """As for `TrainingArguments`, with the group of `loraplus_lr_ratio`."""
+        found = super().group_options()
+        if self.loraplus_lr_ratio is not None:
+            found[LORA_B] = {"lr": self.learning_rate * self.loraplus_lr_ratio}
+        return found
 
     @property
     def padding_step(self) -> int | None:

@@ -199,13 +199,18 @@ class ImageProcessing:
             )
         return {name: value for name, value in made.items() if name not in _OF_TEXT}
 
-    def kinds(self, ids: Any, labels: Any) -> dict[str, Any]:
+    def kinds(self, ids: Any, labels: Any, starts: Any) -> dict[str, Any]:
         """Return the kinds of tokens that the model takes: int64 arrays of the shape of `ids`.
 
-        PaliGemma: 0 up to the first target of a row, which see each other; 1 after it. Others: 1 for tokens of images.
+        PaliGemma: 0 up to the first target of a text, which see each other; 1 after it. Others: 1 for tokens of images.
+
+        Args:
+            starts: which tokens begin a text: bool, of the same shape; the first of each row does.
         """
         if self.has_prefix:
-            kinds = ((labels != IGNORED).cumsum(axis=-1) > 0).astype(np.int64)
+            targets = (labels != IGNORED).cumsum(axis=-1)
+            before = np.maximum.accumulate(np.where(starts, targets - (labels != IGNORED), 0), axis=-1)
+            kinds = (targets > before).astype(np.int64)
         else:
             kinds = np.isin(ids, self._ids).astype(np.int64)
         return dict.fromkeys(self._types, kinds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from windlass.data.collate_default import Batch, Features
 from windlass.text.encoder import IGNORED
 from windlass.text.image_processing import ImageProcessing
@@ -85,7 +87,9 @@ class ImageCollator:
     def __call__(self, samples: Features) -> Batch:
         opened = [[self._images.files.open(image) for image in sample["images"]] for sample in samples]
         batch = self._text(samples) if any(opened) else self._with_grey(samples, opened)
-        kinds = self._images.kinds(batch["input_ids"].numpy(), batch["labels"].numpy())
+        ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
+        starts = batch["position_ids"].numpy() == 0 if self._joins else np.arange(ids.shape[1])[None] == 0
+        kinds = self._images.kinds(ids, labels, starts)
         tensors = {name: batch["input_ids"].new_tensor(values) for name, values in kinds.items()}
         if self._joins:
             opened = [[image for row in opened for image in row]]

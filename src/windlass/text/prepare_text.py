@@ -79,12 +79,7 @@ def prepare_text(
     """
     options = options or TextOptions()
     if is_stream(dataset):
-        if images is not None:
-            raise DataError(
-                "a stream with images is not prepared: load the dataset (streaming=False), whose images are opened "
-                "when they are used"
-            )
-        return PreparedText(_prepared_stream(dataset, tokenizer, options), None)
+        return PreparedText(_prepared_stream(dataset, tokenizer, options, images), None)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(
             f"rows of a {type(dataset).__name__} have no numbers; pass a list, a datasets.Dataset, or "
@@ -232,14 +227,26 @@ def _report(summary: TextSummary) -> None:
         _logger.warning("dropped %d of %d rows, which have no token to train on", summary.dropped, total)
 
 
-def _prepared_stream(stream: Any, tokenizer: Any, options: TextOptions) -> Any:
+def _prepared_stream(
+    stream: Any, tokenizer: Any, options: TextOptions, images: ImageProcessing | None
+) -> Any:
+    if images is not None:
+        if options.packing is not None:
+            fix = (
+                "a stream with images is not packed: set packing=False, or load the dataset (streaming=False)"
+            )
+            raise DataError(fix)
+        stream = stream.decode(False) if stream.features else stream  # the collator opens images
     example = next(iter(stream), None)
     if example is None:
         raise DataError("the dataset has no rows")
     form = _form_of(example, stream.column_names, options)
     if options.formatting_func is not None and form is Form.TEXT:
         example = {options.dataset_text_field: _formatted(options.formatting_func, example, 0)}
-    encoder = RowEncoder(tokenizer, options.of_tokens(), form, example)
+    if images is None:
+        encoder = RowEncoder(tokenizer, options.of_tokens(), form, example)
+    else:
+        encoder = ImageRowEncoder(images, options.of_tokens(), form, example)
     function = options.formatting_func if form is Form.TEXT else None
     tokens = stream.map(
         StreamStep(encoder, function, options.dataset_text_field, stream.features),
@@ -279,7 +286,13 @@ class StreamStep:
                 numbers[0],
                 numbers[-1],
             )
-        return {"input_ids": found.input_ids, "labels": found.labels}
+        made: dict[str, Any] = {"input_ids": found.input_ids, "labels": found.labels}
+        if isinstance(self._encoder, ImageRowEncoder):
+            places = zip(found.places[::2], found.places[1::2], strict=True)
+            made["images"] = [
+                self._encoder.images(rows[number - numbers[0]], number)[:count] for number, count in places
+            ]
+        return made
 
 
 # Read by the preparation, but without influence on its result. The text that a formatting function returns is hashed

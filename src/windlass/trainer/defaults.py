@@ -17,13 +17,15 @@ from windlass.callbacks.notebook import NotebookProgressCallback
 from windlass.callbacks.printer import PrinterCallback
 from windlass.callbacks.progress import ProgressCallback
 from windlass.callbacks.report import ReportCallback
+from windlass.callbacks.samples_log import Samples, SamplesLog
 from windlass.callbacks.tracking import TrackingCallback
 from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import TrainerCallback
-from windlass.config.plan import SavePlan, ZeroPlan
+from windlass.config.plan import SavePlan
 from windlass.config.refusal import refuse
+from windlass.config.strategy_plans import ZeroPlan
 from windlass.config.support_rows import REPORT
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
@@ -36,7 +38,9 @@ from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.world import World
 from windlass.data.collate_default import auto_collate
 from windlass.data.collate_pad import DataCollatorWithPadding
+from windlass.transforms.first_rank import has_weights
 from windlass.transforms.placing import to_device
+from windlass.transforms.quantization_aware import apply_qat as apply_qat
 
 # Imported if a run publishes.
 publishing: Any = LazyModule("windlass.trainer.publishing")
@@ -171,6 +175,11 @@ def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
     ]
 
 
+def samples_callback(samples: Callable[[Any], Samples]) -> SamplesLog:
+    """The callback that keeps the first rows of the data, which `samples` returns of the first batch."""
+    return SamplesLog(samples)
+
+
 def display_callback(args: TrainingArguments) -> type[TrainerCallback]:
     """The callback that shows the progress of a run."""
     if args.disable_tqdm:
@@ -208,8 +217,12 @@ def default_collator(tokenizer: Any) -> Callable[[list[Any]], Any]:
 
 
 def place_model(model: nn.Module, device: torch.device) -> None:
-    """Move the model to `device`, unless a device map or a quantized loader has put its parts on devices."""
+    """Move the model to `device`, unless a device map or a quantized loader has put its parts on devices, or it has no
+    weights yet.
+    """
     device_map = getattr(model, "hf_device_map", None) or {}
+    if not has_weights(model):
+        return
     if len(set(device_map.values())) <= 1 and getattr(model, "quantization_method", None) is None:
         to_device(model, device)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from windlass.callbacks import handler as handler
     from windlass.data import columns as columns
     from windlass.metrics import evaluation as evaluation
+    from windlass.trainer import batch_rows as batch_rows
     from windlass.trainer import card as card
     from windlass.trainer import defaults as defaults
     from windlass.trainer import evaluator as evaluator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ from windlass.accelerator.saved_parts import SavedModel
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, Adapter
 from windlass.checkpoint.files import written_by
 from windlass.checkpoint.opening import upload_files
-from windlass.checkpoint.pretrained import file_layout, overrides_saving, write_configurations
+from windlass.checkpoint.pretrained import (
+    file_layout,
+    has_configurations,
+    overrides_saving,
+    write_configurations,
+)
 from windlass.checkpoint.split import LARGEST_FILE, save_split
 from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights
 from windlass.core.locations import local_folder
@@ -82,16 +88,19 @@ class ModelWriter:
     def write(self, folder: Path, state: Mapping[str, Any] | None = None) -> None:
         """Write all files into a folder, with the weights of `state` (empty: none) or the model's own."""
         folder.mkdir(parents=True, exist_ok=True)
+        small = self._arguments_file()
         if self.saves_own_way and state != {}:
             model: Any = bare(self.model)
             model.save_pretrained(str(folder), state_dict=None if state is None else dict(state))
-            self._write_arguments(folder)
         else:
             self._write_weights(folder, state)
-            _write(self.write_small, folder)
-        tokenizer = self.tokenizer
-        if tokenizer is not None:
-            _write(lambda place: tokenizer.save_pretrained(str(place)), folder)
+            small |= self._configurations(folder)
+        if self.tokenizer is not None:
+            small |= _saved_by(self.tokenizer, folder)
+        for name, content in small.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content)
 
     def _write_weights(self, folder: Path, state: Mapping[str, Any] | None) -> None:
         weights = state_of(self.model) if state is None else state
@@ -102,18 +111,16 @@ class ModelWriter:
             else:
                 save_weights(folder, self.layout(tensors), name=name)
 
-    def write_small(self, folder: Path) -> None:
-        """Write configurations and the run's arguments."""
-        adapter = self.adapter
+    def _configurations(self, target: Path) -> dict[str, bytes]:
+        adapter, model = self.adapter, bare(self.model)
         if adapter is not None:
-            adapter.save_config(folder)  # The base model has been published with its configuration.
-        else:
-            write_configurations(bare(self.model), folder)
-        self._write_arguments(folder)
+            return _written(adapter.save_config, target)  # the base model was published with its own
+        return _written(partial(write_configurations, model), target) if has_configurations(model) else {}
 
-    def _write_arguments(self, folder: Path) -> None:
+    def _arguments_file(self) -> dict[str, bytes]:
+        """The arguments of the run, which `from_pretrained` does not read."""
         arguments = json.dumps(self._arguments(), indent=2, sort_keys=True, default=str)
-        write_whole(folder / "training_args.json", arguments + "\n")
+        return {"training_args.json": f"{arguments}\n".encode()}
 
     def small_files(self, target: Path) -> dict[str, bytes]:
         """Contents of all files but the weights, by relative name.
@@ -124,14 +131,14 @@ class ModelWriter:
         A tokenizer may need a second, and no other thread may use it meanwhile: it is written here, not in the
         background, and only if it has changed.
         """
-        tokenizer = self.tokenizer
+        tokenizer, small = self.tokenizer, self._arguments_file() | self._configurations(target)
         if tokenizer is None:
-            return _written(self.write_small, target)
+            return small
         version = _version_of(tokenizer)
         if version is None or version != self._tokenizer_version:
-            self._tokenizer_files = _written(lambda folder: tokenizer.save_pretrained(str(folder)), target)
+            self._tokenizer_files = _saved_by(tokenizer, target)
             self._tokenizer_version = version
-        return {**_written(self.write_small, target), **self._tokenizer_files}
+        return small | self._tokenizer_files
 
 
 def save_final(
@@ -155,16 +162,12 @@ def save_final(
         all_ranks.barrier()
 
 
-def _write(save: Callable[[Path], None], folder: Path) -> None:
-    """Replace the files in `folder` that `save` writes, each as a whole."""
-    for name, content in _written(save, folder).items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content)
+def _saved_by(tokenizer: Any, target: Path) -> dict[str, bytes]:
+    return _written(lambda folder: tokenizer.save_pretrained(str(folder)), target)
 
 
 def _written(save: Callable[[Path], None], target: Path) -> dict[str, bytes]:
-    """See `written_by`; messages that transformers logs meanwhile name `target`."""
+    """The files that `save` writes into a folder; messages that transformers logs meanwhile name `target`."""
 
     def write(folder: Path) -> None:
         with showing_place("transformers", folder, target):

@@ -17,6 +17,7 @@ from windlass.config.plan import UpdateSize
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
+from windlass.core.script_command import Needs, needs_to_resume
 from windlass.core.types import State
 from windlass.data.update_batch import GroupSource
 from windlass.dist.gang import Gang
@@ -48,10 +49,21 @@ _FREE_TO_DIFFER = frozenset(
 
 
 class CheckpointSource:
-    """Finds checkpoints, verifies them and opens them on all ranks. `manager` is that of the run's `folder`."""
+    """Finds checkpoints, verifies them and opens them on all ranks. `manager` is that of the run's `folder`.
+
+    Attributes:
+        asked: the argument `resume_from_checkpoint` of the run.
+    """
+
+    asked: str | bool | os.PathLike[str] | None = None
 
     def __init__(self, all_ranks: Gang, folder: RunFolder, manager: CheckpointManager) -> None:
         self._all_ranks, self.folder, self.manager = all_ranks, folder, manager
+
+    @property
+    def needs(self) -> Needs:
+        """What the command of this process, typed again, needs to resume."""
+        return needs_to_resume(self.asked)
 
     def resume_point(
         self, asked: str | bool | os.PathLike[str] | None, resolve_path: Callable[[str], str]
@@ -59,6 +71,7 @@ class CheckpointSource:
         """The verified checkpoint that `resume_from_checkpoint` names, None for a fresh run. Collective. Raises
         ConfigError if the value is not one of those allowed, and CheckpointError if there is no such checkpoint.
         """
+        self.asked = asked
         if asked is None or asked is False:
             return None
         if not isinstance(asked, (bool, str, os.PathLike)):

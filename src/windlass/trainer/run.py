@@ -22,6 +22,7 @@ from windlass.core.logs import SCRIPT_HINTS, get_job_logger, get_logger
 from windlass.core.mesh import Mesh
 from windlass.core.rng import StepSeeder
 from windlass.core.run_clock import SAVE, UPLOAD, run_clock
+from windlass.core.script_command import resume_hint
 from windlass.core.types import State, Stateful, TrainOutput
 from windlass.core.world import World
 from windlass.data.update_batch import GroupSource, UpdateBatch
@@ -74,7 +75,7 @@ class Run(LoopHooks, Interruptible):
         pad_token: int | None,
     ) -> None:  # fmt: skip
         plan, services, session = context.plan, context.services, context.session
-        self._context, self._folder = context, opener.folder
+        self._context, self._opener = context, opener
         self.progress = self._events = context.events
         self._empty_cache_every = context.plan.reports.empty_cache_every
         self.executor, self.schedule = context.built.executor, context.built.schedule
@@ -301,7 +302,7 @@ class Run(LoopHooks, Interruptible):
         self._events.fire("on_train_end")
         self.checkpoints.finish()  # a callback may have saved there
         with run_clock().within(UPLOAD):
-            self._folder.upload()
+            self._opener.folder.upload()
         return TrainOutput(state.global_step, metrics["train_loss"], metrics)
 
     def _end(self) -> None:
@@ -317,11 +318,9 @@ class Run(LoopHooks, Interruptible):
             )
         self.checkpoints.check_last()
         if self._context.interruption.epoch_goes_on:
+            state = self._events.state
             get_job_logger(SCRIPT_HINTS).warning(
-                "stopped at step %d of %d; train(resume_from_checkpoint=True) continues from %s",
-                self._events.state.global_step,
-                self._events.state.max_steps,
-                self.newest_checkpoint or "the beginning: nothing was saved",
+                resume_hint(state.global_step, state.max_steps, self.newest_checkpoint, self._opener.asked)
             )
 
     def data_ahead(self) -> None:
@@ -360,7 +359,7 @@ class Run(LoopHooks, Interruptible):
                 self.checkpoints.finish()  # no later update does, and the process may end
         finally:
             if wait:
-                self._folder.release(None)
+                self._opener.folder.release(None)
 
     def broke_off(self, error: BaseException) -> None:
         """Give up the save under way, unless Ctrl-C ended the run, and record how it ended."""
@@ -395,6 +394,7 @@ class Run(LoopHooks, Interruptible):
         else:
             self._reports.loss_decided(self._context.services.loss.without_logits.facts())
             self._reports.first_batch(group.batches[0])
+            self._events.first_batch(group.batches[0])
             self._context.services.faults.warn_of_length(Fed("training", group.batches[0], group.ids[0]))
             return None
         # Outside the handler: its traceback keeps the memory of the failed attempt alive.

@@ -14,6 +14,7 @@ from windlass.callbacks.handler import CallbackHandler
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.progress import ProgressCallback
 from windlass.callbacks.report import ReportCallback
+from windlass.callbacks.samples_log import SamplesLog
 from windlass.callbacks.weight_averaging import SWACallback
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import RunPlan
@@ -140,6 +141,12 @@ class Events(RunProgress):
         for callback in self.handler.callbacks:
             if isinstance(callback, MetricsLogCallback | AnswersLog):
                 callback.roll_back(self.state)
+
+    def first_batch(self, batch: Any) -> None:
+        """Show the first batch of a call of `train()` to what keeps its rows."""
+        for callback in self.handler.callbacks:
+            if isinstance(callback, SamplesLog):
+                callback.first_batch(batch)
 
     def _displays(self) -> list[ProgressCallback]:
         return [callback for callback in self.handler.callbacks if isinstance(callback, ProgressCallback)]

@@ -49,7 +49,8 @@ class Session:
         """
         if dist.pipeline is None:
             return self.all_ranks.over("model").rank == 0
-        return self.all_ranks.over("pipeline").rank == dist.pipeline.placement[-1]
+        last = self.all_ranks.over("pipeline").rank == dist.pipeline.placement[-1]
+        return last and self.all_ranks.over("tensor").rank == 0
 
     @classmethod
     def open(cls, args: TrainingArguments) -> Session:

@@ -20,6 +20,7 @@ from windlass.core.run_clock import run_clock
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, PredictionOutput, TrainOutput
 from windlass.trainer.lazy_modules import (
+    batch_rows,
     card,
     columns,
     defaults,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from windlass.core.events import TrainerControl, TrainerState
     from windlass.search.default_spaces import BestRun, HPSearchBackend
     from windlass.search.search import ChosenTrial, TrialWatch
+    from windlass.trainer.instead import RunRequest
     from windlass.trainer.interruption import Interruption
     from windlass.trainer.model_writer import ModelWriter
     from windlass.trainer.run import Run
@@ -163,6 +165,7 @@ class Trainer:
         )
         self._services.loss.take_model(self.model, self.label_names)
         self._services.loss.adopt(hooks.loss_hooks(self, Trainer))
+        self.add_callback(defaults.samples_callback(lambda batch: self.data_samples(batch)))
         self.add_callback(defaults.display_callback(self.args))
         self._session.memory.end("init")
         self._services.events.fire("on_init_end")
@@ -220,6 +223,7 @@ class Trainer:
         # No device need hold all layers of a pipeline.
         if self.place_model_on_device and self._session.all_ranks.mesh.pipeline == 1:
             defaults.place_model(model, self._session.device)
+        defaults.apply_qat(model, self.args.qat)  # evaluations before training round as well
         self.model = self.model_wrapped = model
         self._writer = self._new_writer(None)
         config: Any = getattr(model, "config", None)
@@ -398,7 +402,7 @@ class Trainer:
             self.lr_scheduler, self._made_scheduler = None, False
         # Before any other collective.
         preparation.begin_call(self, Trainer, self._services, "train", "train()", resume)
-        self._give_way(ignore_keys_for_eval)
+        instead.give_way(lambda: self._request(ignore_keys_for_eval))
         earlier, self._run = self._run, None
         self._folder = run_folder.RunFolder(self.args, self._session.all_ranks)
         self._folder.take()
@@ -424,34 +428,19 @@ class Trainer:
             if timed:
                 run_clock().end()
 
-    def _give_way(self, ignore_keys: list[str] | None) -> None:
-        """Call what takes the place of a run, if something does."""
-        planned = instead.in_place_of_run()
-        if planned is None:
-            return
+    def _request(self, ignore_keys: list[str] | None) -> RunRequest:
+        """What a run is made of."""
         evaluations = self._plan.evaluations
         bound = hooks.TrainHooks(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
-        planned(
-            instead.RunRequest(
-                self.args, self._services, bound, self.optimizer, self.processing_class, self._new_writer
-            )
+        return instead.RunRequest(
+            self.args, self._services, bound, self.optimizer, self.processing_class, self._new_writer
         )
 
     def _train(self, signals: Interruption, resume: Any, ignore_keys: list[str] | None) -> TrainOutput:
         assert self._folder is not None
         publishing.opened(self.callback_handler, self._services.session.all_ranks)
-        evaluations = self._plan.evaluations
-        bound = hooks.TrainHooks(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
         self._run, self._writer, checkpoint, place = preparation.prepare_run(
-            self.args,
-            self._services,
-            bound,
-            signals,
-            self._folder,
-            resume,
-            optimizer=self.optimizer,
-            tokenizer=self.processing_class,
-            new_files=self._new_writer,
+            self._request(ignore_keys), signals, self._folder, resume
         )
         self.model_wrapped = self._run.executor.model
         return self._run.execute(checkpoint, place)
@@ -874,6 +863,20 @@ class Trainer:
     def data_facts(self) -> dict[str, Any]:
         """Return names and values that the report of a run shows of its data; override it. Empty by default."""
         return {}
+
+    def data_samples(self, batch: Any) -> list[dict[str, Any]]:
+        """Return rows that the page of a run shows of its data, as its model gets them; override it. By default the
+        first rows of `batch`, if a tokenizer is known.
+
+        Args:
+            batch: the first one of a run.
+
+        Returns:
+            Each with `name`, `tokens`, `trained` (how many), `pieces` (pairs of a text and whether it is trained on)
+            and, for a row with one label, `label`.
+        """
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        return batch_rows.rows_of_batch(batch, self.model, tokenizer)
 
     def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
         """Print metrics of one split ("train", "eval", ...) as aligned lines, on the main process."""

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from windlass.core.errors import ModelError
 from windlass.core.optional import is_available, is_imported, require
 from windlass.transforms.branches import current_row
+from windlass.transforms.document_images import has_masks_of_images, images_apart
 from windlass.transforms.document_mask import DocumentMask, document_lengths, masks_of
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.neftune import vocabulary_of
@@ -44,7 +45,10 @@ def documents_apart(model: nn.Module, *, branched: bool = False) -> Iterator[Non
             part.set_attn_implementation(chosen)
             changed.append((part.config, before))
     try:
-        yield
+        with contextlib.ExitStack() as parts:
+            for part in _models_of_transformers(model):
+                parts.enter_context(images_apart(part))
+            yield
     finally:
         for config, before in changed:
             config._attn_implementation = before
@@ -119,7 +123,7 @@ def _chosen(model: Any, before: str | None, branched: bool) -> str | None:
     if before not in ("eager", "sdpa") and not branched:
         return before
     parameter = next(model.parameters())
-    if parameter.is_cuda and not branched:
+    if parameter.is_cuda and not branched and not has_masks_of_images(model):
         if is_available("flash_attn") and parameter.dtype in (torch.float16, torch.bfloat16):
             return "flash_attention_2"
         if getattr(model, "_supports_flex_attn", False):

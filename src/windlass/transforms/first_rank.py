@@ -21,6 +21,11 @@ from windlass.transforms.buffers import broadcast
 _Slot = tuple[dict[str, Any], str]
 
 
+def has_weights(module: nn.Module) -> bool:
+    """Return True unless another rank has the weights of `module`, and sends them when it is sharded."""
+    return not any(parameter.is_meta for parameter in module.parameters())
+
+
 def to_meta(module: nn.Module) -> nn.Module:
     """Move every parameter and buffer to the meta device, in place; tied ones stay tied."""
     for places in _slots(module).values():
@@ -69,12 +74,13 @@ def _torn_apart(module: nn.Module) -> list[str]:
 
 
 class FirstRank:
-    """Moves tensors of a module onto a device, with rank 0's values. `module` is the whole model; replaced tensors stay
-    tied in it.
+    """Moves tensors of a module onto a device, with rank 0's values, unless a pipeline sent these before. `module` is
+    the whole model; replaced tensors stay tied in it.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, loss_ranks: Gang) -> None:
-        self._device, self._alone = device, loss_ranks.size == 1
+        self._device = device
+        self._alone = loss_ranks.size == 1 or loss_ranks.mesh.pipeline > 1
         self._slots = _slots(module)
 
     def place(self, tensors: Iterable[Tensor]) -> None:

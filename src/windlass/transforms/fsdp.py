@@ -21,10 +21,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from windlass.config.plan import DistPlan, ShardPlan
+from windlass.config.plan import DistPlan
 from windlass.config.refusal import refuse
+from windlass.config.strategy_plans import ShardPlan
 from windlass.core import host
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.dist.absent import Absent, present
 from windlass.dist.device_mesh import fsdp_device_meshes
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import copies, is_sharded, locals_of
@@ -72,7 +74,7 @@ class FullyShardedModel(Strategy):
         division = TensorDivision(module, self._tensor_ranks) if self._tensor_ranks.size > 1 else None
         if not isinstance(module, FSDPModule):
             shard_(module, self._device, plan, loss_ranks, division)
-        self._division = division
+        self._division, in_stages = division, loss_ranks.mesh.pipeline > 1
         _free_after_evaluations(module)
         # FSDP2 prepares itself in its first forward. That may be one of a measurement, which undoes what a forward does
         # to a module: hooks that free gathered parameters before a state dict would be gone.
@@ -90,7 +92,7 @@ class FullyShardedModel(Strategy):
         self._norm_on_host = self._on_host or self._device.type == "cpu"
         self._copies: dict[Any, int] = {}
         self._forwards = self._seen = 0
-        if division is not None:
+        if division is not None and not in_stages:  # one rank cannot compare the losses of a whole model
             division.finish()
         self._shared = AfterBackward([] if division is None else division.trainable, self._average_shared)
         self._hook = module.register_forward_pre_hook(self._count)
@@ -115,6 +117,36 @@ class FullyShardedModel(Strategy):
         finally:
             if not last:
                 self._reduce(True)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Parameters stay gathered, and gradients whole, until `reduce`."""
+        self._keep_gathered(True)
+        try:
+            with self.micro(last=False):
+                yield
+        finally:
+            self._keep_gathered(False)
+
+    def reduce(self) -> None:
+        for unit in self._units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                group.post_backward()
+        self._root._get_fsdp_state()._root_post_backward_final_callback()
+        for unit in self._units:  # those that no backward reached
+            unit.reshard()
+        self._plain.reduce()
+        self._average_shared()
+
+    def stage_ended(self, tensor: Tensor) -> Tensor:
+        """What FSDP2 does at the end of a forward, which does not return here."""
+        found: Tensor = self._module._get_fsdp_state()._post_forward(self._module, (), tensor)  # type: ignore[operator]
+        return found
+
+    def _keep_gathered(self, yes: bool) -> None:
+        self._free_after_forward(not yes)
+        for unit in self._units:
+            unit.set_reshard_after_backward(not yes, recurse=False)
 
     def _average_shared(self) -> None:
         """Average what is equal in a tensor gang over it, after FSDP2 has reduced it."""
@@ -299,19 +331,21 @@ def shard_(
     _check(plan, device)
     mesh, tensor_mesh = fsdp_device_meshes(loss_ranks.mesh.with_replicas(chosen.replicas), device)
     stage_ranks = loss_ranks.over("stage")
-    if chosen.ram_efficient and stage_ranks.rank != 0:
+    in_stages = loss_ranks.mesh.pipeline > 1
+    if chosen.ram_efficient and stage_ranks.rank != 0 and not in_stages:
         to_meta(module)
     check_same_structure(module, stage_ranks)
     check_sparse(module, stage_ranks)
     first = FirstRank(module, device, stage_ranks)
     first.place(module.buffers())
-    ignored = ignored_parameters(module, chosen.ignored)
+    absent = {p for p in module.parameters() if isinstance(p, Absent)}
+    ignored = ignored_parameters(module, chosen.ignored) | absent
     # In the order of the module: that of a set differs between ranks.
-    first.place(parameter for parameter in module.parameters() if parameter in ignored)
+    first.place(parameter for parameter in present(module.parameters()) if parameter in ignored)
     if loss_ranks.mesh.expert > 1:
         divide_experts(module, first, loss_ranks, device)
-    ignored = ignored_parameters(module, chosen.ignored) | set(expert_parameters(module))
-    units = units_of(module, chosen, ignored)
+    ignored = ignored_parameters(module, chosen.ignored) | set(expert_parameters(module)) | absent
+    units = [u for u in units_of(module, chosen, ignored) if absent.isdisjoint(u.parameters())]
     if chosen.recompute:
         apply_recompute(module, {"offload": chosen.recompute_offload}, units)
     for unit in (*reversed(units), module):
@@ -413,11 +447,12 @@ class _PlainGradients(AfterBackward):
     """
 
     def __init__(self, module: nn.Module, loss_ranks: Gang) -> None:
-        plain = [p for p in module.parameters() if not is_sharded(p) and p.requires_grad]
+        plain = [p for p in present(module.parameters()) if not is_sharded(p) and p.requires_grad]
         self._loss_ranks, self._parameters = loss_ranks, plain if loss_ranks.size > 1 else []
-        super().__init__(self._parameters, self._average)
+        super().__init__(self._parameters, self.reduce)
 
-    def _average(self) -> None:
+    def reduce(self) -> None:
+        """Average them now."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.config.pipeline_plan import PipelinePlan
+from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import keep_elsewhere, state_of
 from windlass.core.trees import send_to_device
-from windlass.dist.absent import Absent
+from windlass.dist.absent import Absent, present
 from windlass.dist.gang import Gang
+from windlass.dist.sharded import from_part, is_sharded, local
 from windlass.transforms.averaging import average_gradients
 from windlass.transforms.buffers import broadcast, check_sparse
 from windlass.transforms.evaluating import evaluating
@@ -29,53 +30,77 @@ from windlass.transforms.lean_head import InexactLossError, LeanHead, head_of
 from windlass.transforms.pipeline_cut import example_of, find_cut
 from windlass.transforms.stage_forwards import output_tensors
 from windlass.transforms.staged_model import StagedModel, staged_of
-from windlass.transforms.strategy import Strategy, squared_norm
+from windlass.transforms.strategy import Strategy
+from windlass.transforms.tensor_plan import without_adapters
+
+
+class StageCopies(Strategy):
+    """Stages of which each loss rank has a copy."""
+
+    def __init__(self, module: nn.Module, loss_ranks: Gang) -> None:
+        self._loss_ranks = loss_ranks
+        super().__init__(module)
+
+    def reduce(self) -> None:
+        if self._loss_ranks.size > 1:
+            trained = [p for p in present(self._module.parameters()) if p.requires_grad]
+            average_gradients(trained, self._loss_ranks.sum_on_device, self._loss_ranks.size)
 
 
 class Pipeline(Strategy):
     """A model whose layers are divided among the ranks of a pipeline. It stays divided after a run, and a module that
-    was divided before is not changed.
+    was divided before is not changed. How the layers of a stage are spread over its ranks is a strategy of its own.
 
     Args:
         module: whole, and best on the host still. All ranks get rank 0's weights and buffers. Collective.
+        plan: with `plan.pipeline`.
 
     Attributes:
         staged: the stages of this rank.
 
     Raises:
-        ConfigError: the model cannot be cut into so many stages.
+        ConfigError: the model cannot be cut into so many stages, or the layers of one not be divided.
         ModelError: the stages compute something else than the whole model.
     """
 
     sharded = True
     saves_parts = True
 
-    def __init__(self, module: nn.Module, plan: PipelinePlan, loss_ranks: Gang, device: torch.device) -> None:
-        self._loss_ranks, self._all_ranks = loss_ranks, loss_ranks.over("all")
-        self._ranks, self._device = loss_ranks.over("pipeline"), device
-        self.staged = staged_of(module) or self._divided(module, plan)
+    def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> None:
+        self._all_ranks, self._ranks = loss_ranks.over("all"), loss_ranks.over("pipeline")
+        self._device = device
+        known = staged_of(module)
+        if known is None:
+            self._inner = self._divided(module, plan, loss_ranks)
+        else:
+            self._inner = _spread_stage(module, plan, loss_ranks, device)
+            self.staged = known
+        self.staged.at_end = self._inner.stage_ended
         super().__init__(module, self._all_ranks.size > 1)
 
-    def _divided(self, module: nn.Module, plan: PipelinePlan) -> StagedModel:
-        _refuse_unfit(module)
+    def _divided(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> Strategy:
+        _refuse_unfit(module, self._all_ranks)
         check_same_structure(module, self._all_ranks)
         check_sparse(module, self._all_ranks)
         # Usually on the host still: no device need hold all of it.
         on_host = all(tensor.is_cpu for tensor in (*module.parameters(), *module.buffers()))
         group = self._all_ranks.host_group if on_host else self._all_ranks.device_group
         broadcast((tensor.detach() for tensor in (*module.parameters(), *module.buffers())), group)
-        placement = plan.placement
+        assert plan.pipeline is not None, "the caller looked"
+        placement = plan.pipeline.placement
         example = example_of(module)
-        cut, whole = find_cut(module, len(placement), plan.split_points, example)
+        cut, whole = find_cut(module, len(placement), plan.pipeline.split_points, example)
         lean_head = _lean_head(module)
-        staged = StagedModel(module, cut, placement, self._ranks, self._device)
+        self.staged = staged = StagedModel(module, cut, placement, self._ranks, self._device)
         staged.lean_head = lean_head
+        inner = staged.spread(lambda: _spread_stage(module, plan, loss_ranks, self._device))
         if example is not None and self._ranks.exists:
             args, kwargs = send_to_device(example, self._device)
             with evaluating(module):
                 self._refuse_difference(type(module).__name__, whole, module(*args, **kwargs))
         keep_elsewhere(module, staged)
-        return staged
+        keep_elsewhere(without_adapters(module), staged)
+        return inner
 
     def _refuse_difference(self, name: str, whole: Any, staged: Any) -> None:
         """Raise ModelError on all ranks if the result differs: else others would wait."""
@@ -96,16 +121,16 @@ class Pipeline(Strategy):
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
-    def reduce(self) -> None:
-        """Sum the gradients of tied parameters over their two stages, and average all over the ranks of the same stage.
+    def accumulating(self) -> AbstractContextManager[Any]:
+        return self._inner.accumulating()
 
-        The first of two stages averages for both, so that they cannot come to differ by rounding.
+    def reduce(self) -> None:
+        """Reduce gradients over the ranks of each stage, then sum those of tied parameters over their two stages.
+
+        The first of the two adds up for both, so that they cannot come to differ by rounding.
         """
+        self._inner.reduce()
         self._send_ties(self.staged.copies, self.staged.lent, add=True)
-        trained = [p for p in self._module.parameters() if p.requires_grad and not isinstance(p, Absent)]
-        if self._loss_ranks.size > 1:
-            own = [p for p in trained if p not in self.staged.copies]
-            average_gradients(own, self._loss_ranks.sum_on_device, self._loss_ranks.size)
         self._send_ties(self.staged.lent, self.staged.copies, add=False)
 
     def _send_ties(
@@ -114,29 +139,41 @@ class Pipeline(Strategy):
         link = self.staged.link
         for parameter, to in sent.items():
             if parameter.requires_grad:
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                link.run(link.sending(gradient.contiguous(), to))
+                gradient = parameter.grad
+                part = torch.zeros_like(local(parameter.detach())) if gradient is None else local(gradient)
+                link.run(link.sending(part.to(self._device).contiguous(), to))
         for parameter, source in received.items():
             if parameter.requires_grad:
-                room = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+                like, own = local(parameter.detach()), parameter.grad
+                room = torch.empty(like.shape, dtype=like.dtype, device=self._device)
                 link.run(link.receiving(room, source))
-                parameter.grad = room if parameter.grad is None or not add else parameter.grad + room
+                found = room.to(like.device)
+                parameter.grad = from_part(found if own is None or not add else local(own) + found, parameter)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Each parameter counts once, also a tied one."""
         again = {id(p.grad) for p in self.staged.copies}
-        square = torch.zeros((), dtype=torch.float64, device=self._device)
-        for gradient in gradients:
-            if id(gradient) not in again:
-                square += squared_norm(gradient).double()
-        return self.norm_of(square).to(gradients[0].dtype if gradients else square.dtype)
+        norm = self._inner.total_norm([gradient for gradient in gradients if id(gradient) not in again])
+        return self._over_stages(norm).to(gradients[0].dtype if gradients else norm.dtype)
 
     def square(self, gradient: Tensor) -> Tensor:
         again = any(p.grad is gradient for p in self.staged.copies)
-        return squared_norm(gradient) * (not again)
+        return self._inner.square(gradient) * (not again)
 
     def norm_of(self, square: Tensor) -> Tensor:
-        return self._ranks.sum_on_device(square).sqrt()
+        return self._over_stages(self._inner.norm_of(square))
+
+    def _over_stages(self, norm: Tensor) -> Tensor:
+        return self._ranks.sum_on_device(norm.to(self._device).double().square()).sqrt()
+
+    def local(self, gradients: list[Tensor]) -> list[Tensor]:
+        return self._inner.local(gradients)
+
+    def check_reached(self) -> None:
+        self._inner.check_reached()
+
+    def check_used(self) -> None:
+        self._inner.check_used()
 
     def max_over_ranks(self, flag: Tensor) -> Tensor:
         return self._all_ranks.max_on_device(flag)
@@ -148,7 +185,8 @@ class Pipeline(Strategy):
         is_first, whole = self._all_ranks.world.is_main, dict[int, Tensor]()
         for parameter, value in self.staged.whole_parameters():
             if is_first:
-                whole[id(parameter)] = value.cpu() if isinstance(parameter, Absent) else parameter.detach()
+                here = not isinstance(parameter, Absent) and not is_sharded(parameter)
+                whole[id(parameter)] = parameter.detach() if here else value.cpu()
         if not is_first:
             return {}
         named = dict(self._module.named_parameters(remove_duplicate=False))
@@ -160,12 +198,15 @@ class Pipeline(Strategy):
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Forwards inside run on each rank by itself. Changes to parameters are lost."""
-        with self.staged.whole():
+        with self.staged.whole(), self._inner.gathered():
             yield
 
     def generating(self) -> AbstractContextManager[Any]:
         """Whole parameters on every rank: each generates by itself."""
         return self.gathered()
+
+    def _release(self) -> None:
+        self._inner.release()
 
     def cast(self, dtype: torch.dtype, device: torch.device) -> None:
         fix = "is not built for pipelines: evaluate with bf16=True, or after training on one process"
@@ -174,19 +215,37 @@ class Pipeline(Strategy):
 
 def _lean_head(module: nn.Module) -> LeanHead | None:
     """What makes the loss of the whole model without logits; None if only its own loss is exact, or it has no head."""
-    getter = getattr(module, "get_output_embeddings", None)
-    if not callable(getter) or head_of(module) is None:
+    core = without_adapters(module)
+    getter = getattr(core, "get_output_embeddings", None)
+    if not callable(getter) or head_of(core) is None:
         return None
     try:
-        return LeanHead.measured(module, module)
+        return LeanHead.measured(module, core)
     except InexactLossError:
         return None
 
 
-def _refuse_unfit(module: nn.Module) -> None:
-    if hasattr(module, "peft_config"):
-        fix = "an adapter is not divided among the stages of a pipeline: train the whole model, or set pp_size=1"
-        raise ConfigError(Problem("peft_config", type(module).__name__, fix))
+def _spread_stage(module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> Strategy:
+    """Spread the layers of a stage over its ranks, of which each pipeline has one."""
+    if plan.strategy == "fsdp":
+        from windlass.transforms.fsdp import shard
+
+        return shard(module, device, plan, loss_ranks)
+    if plan.tensor > 1:
+        from windlass.transforms.tensor_parallel import TensorParallel
+
+        return TensorParallel(module, loss_ranks, device)
+    return StageCopies(module, loss_ranks)
+
+
+def _refuse_unfit(module: nn.Module, all_ranks: Gang) -> None:
+    for config in getattr(module, "peft_config", {}).values():
+        if config.is_prompt_learning:
+            fix = "learns prompts, which are not part of a stage of a pipeline: use LoRA, or set pp_size=1"
+            raise ConfigError(Problem("peft_config", type(config).__name__, fix))
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         fix = "has an encoder and a decoder, which are not cut into stages; set pp_size=1"
+        raise ConfigError(Problem("model", type(module).__name__, fix))
+    if any(all_ranks.gather_objects(any(p.is_meta for p in module.parameters()))):
+        fix = "is on the meta device on some processes, and a pipeline is cut on each: load it on all of them"
         raise ConfigError(Problem("model", type(module).__name__, fix))

@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,16 @@ from torch import Tensor, nn
 from windlass.core.errors import ModelError
 from windlass.core.module_state import ElsewhereState, kept_elsewhere
 from windlass.core.rng import PlacedRandomness
-from windlass.dist.absent import Absent, Held, absent_like, held
+from windlass.dist.absent import Absent, absent_like
 from windlass.dist.gang import Gang
+from windlass.dist.sharded import Blocks, Held, Part, all_holders, is_sharded, part
 from windlass.transforms.lean_head import LeanHead
 from windlass.transforms.pipeline_cut import Cut
 from windlass.transforms.stage_forwards import Call, StageForwards
 from windlass.transforms.stage_link import StageLink
 from windlass.transforms.stage_views import StageEnd, StageView
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -60,6 +63,7 @@ class StagedModel(ElsewhereState):
         lent: parameters of this rank of which a later stage has a copy, and the index of its rank.
         lean_head: makes the loss of a training step without logits; None if only the model's own loss is exact.
         arriving: of a pipeline whose other ranks are imagined, what each module returns, by name.
+        at_end: called with the tensor with which a forward of a training step ends before the last stage; returns it.
     """
 
     in_stages = True
@@ -80,7 +84,10 @@ class StagedModel(ElsewhereState):
         self.lean_head: LeanHead | None = None
         self.arriving: Mapping[str, Tensor] = {}
         self._ends = cut.last
+        self.at_end: Callable[[Tensor], Tensor] = lambda tensor: tensor
         self._owners: dict[nn.Parameter, int] = {}
+        self._values: dict[Tensor, Tensor] = {}
+        self._places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
         self._of_stage: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.local}
         self._divide(cut, device)
         self._views = {stage: StageView(module, cut, stage) for stage in self.local}
@@ -107,8 +114,15 @@ class StagedModel(ElsewhereState):
         return self._step is not None
 
     def parameters_of(self, stage: int) -> list[nn.Parameter]:
-        """The parameters that a stage of this rank computes with."""
-        return self._of_stage[stage]
+        """The parameters that a stage of this rank computes with; whole ones while they are gathered."""
+        return [self._now(parameter) for parameter in self._of_stage[stage]]
+
+    def _now(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the model has in the place of a parameter."""
+        module, name = self._places[parameter]
+        found = module._parameters[name]
+        assert found is not None
+        return found
 
     def room(self, stage: int) -> Tensor | None:
         """Memory for what the stage before sends; None if that failed. Waits for its header."""
@@ -132,6 +146,7 @@ class StagedModel(ElsewhereState):
             for name, old in module._parameters.items():
                 if old is not None:
                     module._parameters[name] = taken[old]
+                    self._places.setdefault(taken[old], (module, name))
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
 
@@ -156,11 +171,46 @@ class StagedModel(ElsewhereState):
         self._owners[mine] = ranks[0]
         return mine
 
+    def spread(self, spread: Callable[[], _T]) -> _T:
+        """What `spread` returns, which may replace the parameters of this rank by its parts of them. Collective."""
+        result = spread()
+        now = {parameter: self._now(parameter) for parameter in self._places}
+        self.copies = {now[p]: rank for p, rank in self.copies.items()}
+        self.lent = {now[p]: rank for p, rank in self.lent.items()}
+        self._owners = {now[p]: rank for p, rank in self._owners.items()}
+        self._of_stage = {stage: [now[p] for p in found] for stage, found in self._of_stage.items()}
+        self._places = {now[p]: place for p, place in self._places.items()}
+        self._values = {
+            p: Held(p, None if isinstance(p, Absent) else p, blocks)
+            for p, blocks in self._described().items()
+        }
+        return result
+
+    def _described(self) -> dict[nn.Parameter, Blocks]:
+        """The parts of each parameter, and the ranks that write them: those of the first stage that has it."""
+        all_ranks, stage = self.link.ranks.over("all"), self.link.ranks.over("stage").members
+        numbered = dict(enumerate(self._owners))
+        mine = {
+            number: all_holders(p) if is_sharded(p) else [(part(p), stage)]
+            for number, p in numbered.items()
+            if self._owners[p] == self.link.ranks.rank and all_ranks.rank == stage[0]
+        }
+        sent = [
+            [number, [[list(block.offsets), list(block.sizes), list(ranks)] for block, ranks in blocks]]
+            for number, blocks in mine.items()
+        ]
+        return {
+            numbered[number]: [
+                (Part(tuple(offsets), tuple(sizes)), ranks) for offsets, sizes, ranks in blocks
+            ]
+            for found in all_ranks.gather_objects(sent)
+            for number, blocks in found
+        }
+
     @property
     def values(self) -> Mapping[Tensor, Tensor]:
-        """Each parameter as one rank of the job writes it."""
-        each = self.link.ranks.mesh.size("stage")  # the pipeline is the outermost axis
-        return {p: held(p, owner * each, not isinstance(p, Absent)) for p, owner in self._owners.items()}
+        """Each parameter as ranks of the job write it."""
+        return self._values
 
     def loaded(self) -> None:
         """Nothing to do: parameters were filled in place."""
@@ -233,7 +283,10 @@ class StagedModel(ElsewhereState):
                 "the batches into one call, or set pp_size=1"
             )
         self.randomness.at(step.index, 1 + step.stage)
-        result = self._forward(*args, **kwargs)
+        try:
+            result = self._forward(*args, **kwargs)
+        except StageEnd as end:
+            raise StageEnd(self.at_end(end.tensor)) from None
         self.randomness.at(step.index, 0)
         return result
 

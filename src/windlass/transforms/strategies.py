@@ -60,7 +60,7 @@ def _spread(
     if plan.pipeline is not None:
         from windlass.transforms.pipeline import Pipeline
 
-        return Pipeline(module, plan.pipeline, loss_ranks, device)
+        return Pipeline(module, plan, loss_ranks, device)
     if plan.expert > 1:
         from windlass.transforms.expert_parallel import divided
 

@@ -64,6 +64,17 @@ class Strategy:
         """Context of one forward and backward: gradients are reduced over ranks in the last one of an update only."""
         return _NOTHING
 
+    def accumulating(self) -> AbstractContextManager[Any]:
+        """Context of all forwards and backwards of an update, in any order; `reduce` follows it."""
+        return self.micro(last=False)
+
+    def reduce(self) -> None:
+        """Reduce gradients over ranks that were accumulated without it. Collective."""
+
+    def stage_ended(self, tensor: Tensor) -> Tensor:
+        """Called with the tensor with which a forward ends before the last stage of a pipeline. Returns it."""
+        return tensor
+
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Global L2 norm of these gradients (`.grad` after the last micro-batch): a scalar on their device, the same on
         every rank. No host sync.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from windlass.dist.absent import Absent, present
 from windlass.dist.device_mesh import tensor_device_mesh
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded, locals_of
@@ -42,12 +43,14 @@ class TensorDivision:
         self.chosen = {} if is_divided(module) else chosen_layers(module, tensor_ranks.size)
 
     def apply(self, within: nn.Module, mesh: DeviceMesh) -> None:
-        """Divide those of the layers that are part of `within`, and whole. See `divide`."""
+        """Divide those of the layers that are part of `within`, whole, and on this rank. See `divide`."""
         parts = {id(part) for part in within.modules()}
         own = {
             path: (layer, style)
             for path, (layer, style) in self.chosen.items()
-            if id(layer) in parts and not hasattr(layer, "tensor_style")
+            if id(layer) in parts
+            and not hasattr(layer, "tensor_style")
+            and not any(isinstance(p, Absent) for p in layer.parameters())
         }
         divide(own, mesh, self._ranks)
 
@@ -59,13 +62,13 @@ class TensorDivision:
     @property
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that can have a gradient, now or once they are no longer frozen."""
-        return [p for p in self._module.parameters() if p.is_floating_point() or p.is_complex()]
+        return [p for p in present(self._module.parameters()) if p.is_floating_point() or p.is_complex()]
 
     def average_shared(self, total: Callable[[Tensor], Tensor], ranks: int) -> None:
         """Average the gradients of what is not divided over `ranks`, whose sum `total` makes in place. They are equal
         in a tensor gang, but for rounding, which must not make them differ.
         """
-        shared = [p for p in self._module.parameters() if p.requires_grad and not is_cut(p)]
+        shared = [p for p in present(self._module.parameters()) if p.requires_grad and not is_cut(p)]
         average_gradients(shared, total, ranks)
 
 
@@ -79,7 +82,8 @@ class TensorParallel(Strategy):
     that was divided before is not changed.
 
     Args:
-        module: on its device already. All ranks get rank 0's weights and buffers. Collective.
+        module: on its device already, or the stage of a pipeline. All ranks get rank 0's weights and buffers, unless
+            the pipeline sent them. Collective.
 
     Raises:
         ConfigError: the plan of the model names nothing, or sizes cannot be divided.
@@ -92,22 +96,25 @@ class TensorParallel(Strategy):
         self._loss_ranks, self._tensor_ranks = loss_ranks, loss_ranks.over("tensor")
         self._stage_ranks = loss_ranks.over("stage")
         self._division = TensorDivision(module, self._tensor_ranks)
-        check_same_structure(module, self._stage_ranks)
-        check_sparse(module, self._stage_ranks)
-        broadcast(p.detach() for p in module.parameters() if not is_sharded(p))
-        share_buffers(module)
+        in_stages = loss_ranks.mesh.pipeline > 1
+        if not in_stages:
+            check_same_structure(module, self._stage_ranks)
+            check_sparse(module, self._stage_ranks)
+            broadcast(p.detach() for p in module.parameters() if not is_sharded(p))
+            share_buffers(module)
         self._division.apply(module, tensor_device_mesh(loss_ranks.mesh, device))
         super().__init__(module, self._stage_ranks.size > 1)
-        self._division.finish()
-        self._after_backward = AfterBackward(self._division.trainable, self._reduce)
+        if not in_stages:  # one rank cannot compare the losses of a whole model
+            self._division.finish()
+        self._after_backward = AfterBackward(self._division.trainable, self.reduce)
 
     def micro(self, last: bool) -> AbstractContextManager[Any]:
         return self._after_backward.held(not last)
 
-    def _reduce(self) -> None:
+    def reduce(self) -> None:
         """Average gradients: those of parts over the loss ranks, the others over all ranks."""
         if self._loss_ranks.size > 1:
-            parts = [p for p in self._module.parameters() if p.requires_grad and is_cut(p)]
+            parts = [p for p in present(self._module.parameters()) if p.requires_grad and is_cut(p)]
             average_gradients(parts, self._loss_ranks.sum_on_device, self._loss_ranks.size)
         self._division.average_shared(self._stage_ranks.sum_on_device, self._stage_ranks.size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import json
 import math
@@ -11,20 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.callbacks.tracker_readers import READERS, Curves, each_installed, offline
+from tests.callbacks.tracker_readers import PACKAGES, READERS, Curves, each_installed, offline
 from tests.dist.launch import run_script
 
 from windlass.callbacks.metrics_log import read_metrics
 from windlass.callbacks.rows import Row
-from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS
+from windlass.callbacks.tracker_registry import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from windlass.callbacks.tracking import sent_values
+from windlass.core.errors import ConfigError
+from windlass.core.optional import is_available
 
 HERE = Path(__file__).resolve().parents[1]
 # What a tracker cannot draw, and what its file format rounds.
-NO_NAN = {"clearml"}
+NO_NAN = {"clearml", "neptune"}
 FLOAT32 = {"tensorboard"}
 # Without a connection ClearML begins a run again; the others continue the one of the checkpoint.
 ANEW = {"clearml"}
+NO_IDENTITY = {"neptune"}  # of a run that was recorded without a connection
 
 
 def run_in(folder: Path, name: str) -> dict[str, Any]:
@@ -54,7 +58,7 @@ def is_same(name: str, kept: float, measured: float) -> bool:
 @pytest.mark.parametrize("name", list(each_installed()))
 def test_trackers_keep_what_metrics_jsonl_holds(name: str, tmp_path: Path) -> None:
     identities = run_in(tmp_path, name)
-    assert identities["first"] is not None
+    assert (identities["first"] is None) is (name in NO_IDENTITY)
     assert (identities["first"] == identities["resumed"]) is (name not in ANEW)
     curves = READERS[name](tmp_path)
     wanted = expected(read_metrics(tmp_path / "out" / "metrics.jsonl"))
@@ -77,8 +81,8 @@ def test_trackers_keep_what_metrics_jsonl_holds(name: str, tmp_path: Path) -> No
 def test_names_and_classes_are_those_that_scripts_know() -> None:
     tracking = pytest.importorskip("accelerate.tracking")
     theirs = tracking.LOGGER_TYPE_TO_CLASS
-    assert set(LOGGER_TYPE_TO_CLASS) == set(theirs)
-    for name, cls in LOGGER_TYPE_TO_CLASS.items():
+    assert set(LOGGER_TYPE_TO_CLASS) - set(theirs) == {"azure_ml", "codecarbon", "dagshub", "neptune"}
+    for name, cls in ((name, LOGGER_TYPE_TO_CLASS[name]) for name in theirs):
         assert cls.__name__ == theirs[name].__name__
         assert cls.requires_logging_directory == theirs[name].requires_logging_directory
         public = {m for m in vars(theirs[name]) if not m.startswith("_")} - {"main_process_only"}
@@ -95,6 +99,31 @@ def test_what_is_not_installed_says_how_to_install_it(name: str, monkeypatch: py
     from windlass.callbacks.tracker_registry import filter_trackers
     from windlass.core.errors import MissingDependencyError
 
-    monkeypatch.setitem(sys.modules, name, None)  # as if it were not there
-    with pytest.raises(MissingDependencyError, match=f"pip install {name}"):
+    package = PACKAGES.get(name, name)
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not there
+    with pytest.raises(
+        MissingDependencyError, match=f"pip install {name.replace('azure_ml', 'azureml-mlflow')}"
+    ):
         filter_trackers(name, "logs")
+
+
+@pytest.mark.skipif(not is_available("codecarbon"), reason="codecarbon is not installed")
+def test_the_energy_of_each_session_is_measured(tmp_path: Path) -> None:
+    run_in(tmp_path, "codecarbon")
+    with open(tmp_path / "out" / "emissions.csv") as file:
+        found = list(csv.DictReader(file))
+    assert [row["project_name"] for row in found] == ["tests", "tests"], "of the run, and of the resumed one"
+    assert all(float(row["energy_consumed"]) > 0 for row in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "address"), [("azure_ml", "azureml://"), ("dagshub", "https://dagshub.com/")]
+)
+def test_a_service_of_mlflow_needs_its_address(
+    name: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracker: Any = LOGGER_TYPE_TO_CLASS[name]
+    with pytest.raises(ConfigError, match=f"MLFLOW_TRACKING_URI=None: set it to .*{address}"):
+        tracker("tests").start()
+    assert name not in get_available_trackers(), "MLflow has the run already"

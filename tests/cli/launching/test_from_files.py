@@ -13,7 +13,7 @@ import yaml
 
 from windlass.cli.launching.from_files import from_document, from_file, from_recipe
 from windlass.config.parallel.parallel_plan import plan_parallel
-from windlass.config.plan import ShardPlan
+from windlass.config.strategy_plans import ShardPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 

@@ -110,6 +110,8 @@ def axes(**sizes: int) -> dict[str, str]:
         (axes(ep=4, dp_shard=4), Mesh(expert=4)),
         (axes(ep=2, dp_shard=2, dp_replicate=2), Mesh(replicate=2, expert=2)),
         (axes(tp=2, dp_shard=2), Mesh(shard=2, tensor=2)),
+        (axes(pp=2, tp=2), Mesh(pipeline=2, tensor=2)),
+        (axes(pp=2, dp_shard=2), Mesh(shard=2, pipeline=2)),
         (
             {**axes(cp=2), "use_fsdp": True, "fsdp_sharding_strategy": "NO_SHARD"},
             Mesh(replicate=2, context=2),
@@ -136,8 +138,11 @@ def test_axes_of_a_model_leave_the_other_processes_to_data(flags: dict[str, Any]
             "sp_size=2: is not built together with compiled models",
         ),
         ({**axes(tp=2), "mixed_precision": "fp8"}, "tp_size=2: is not built together with float8"),
-        (axes(pp=2, tp=2), "pp_size=2: is not built together with --parallelism_config_tp_size=2"),
-        (axes(pp=2, dp_shard=2), "pp_size=2: is not built together with FSDP"),
+        (axes(pp=2, cp=2), "pp_size=2: is not built together with --parallelism_config_cp_size=2"),
+        (
+            {**axes(pp=2, dp_shard=2), "fsdp_cpu_ram_efficient_loading": True},
+            "fsdp_cpu_ram_efficient_loading=True: is not built for pipelines",
+        ),
         ({**axes(pp=2), "use_deepspeed": True}, "pp_size=2: is not built together with DeepSpeed"),
         (
             {**axes(pp=2), "parallelism_config_pp_stages_per_process": "2"},

@@ -55,9 +55,21 @@ def _model(recipe: Recipe, value: str) -> None:
     recipe.approximate(1e-4, 1e-5)
 
 
+# Layouts of axes, each of two processes.
+AXES: dict[str, dict[str, int]] = {
+    "tp-2": {"tp_size": 2},
+    "cp-2": {"cp_size": 2},
+    "pp-2": {"pp_size": 2},
+    "tp_cp-4": {"tp_size": 2, "cp_size": 2},
+    "pp_tp-4": {"pp_size": 2, "tp_size": 2},
+    "pp_shard-4": {"pp_size": 2, "dp_shard_size": 2},
+}
+
+
 def _ranks(recipe: Recipe, value: str) -> None:
     recipe.strategy, _, world = value.partition("-")
     recipe.world = int(world)
+    recipe.axes = AXES.get(value, {})
     if recipe.strategy.startswith("zero"):
         recipe.dtype = "float32"
         recipe.approximate(1e-4, 1e-5)
@@ -104,6 +116,12 @@ def _precision(recipe: Recipe, value: str) -> None:
     recipe.dtype = "float32"
     recipe.arguments |= {value: True}
     recipe.approximate(5e-2, 2e-2)
+
+
+def _qat(recipe: Recipe, value: str) -> None:
+    recipe.arguments["qat"], recipe.dtype = value, "float32"
+    recipe.approximate(2e-2)  # a last bit may move a value to the next step
+    recipe.by_hand = None  # what is saved is not rounded
 
 
 def _full_eval(recipe: Recipe, value: str) -> None:
@@ -209,7 +227,7 @@ FEATURES = (
     Feature("model", ("llama",), _model, checks.nothing),
     Feature(
         "ranks",
-        ("ddp-2", "ddp-3", "fsdp2-2", "fsdp2-3")
+        ("ddp-2", "ddp-3", "fsdp2-2", "fsdp2-3", *AXES)
         + (("zero1-2", "zero2-2", "zero3-2") if is_available("deepspeed") else ()),
         _ranks,
         checks.weights_are_spread,
@@ -235,6 +253,11 @@ FEATURES = (
     ),
     Feature("accumulation", ("2", "3"), _accumulation, checks.micro_batches_are_counted),
     Feature("precision", ("bf16", "fp16"), _precision, checks.layers_compute_in_it),
+    *(
+        [Feature("qat", ("int8", "int8_weight_only"), _qat, checks.losses_are_others, TRAINERS, compared=True,
+                 needs={"model": "llama"}, apart={"adapter": ANY, "prompts": ANY})]
+        if is_available("torchao") else []
+    ),
     Feature(
         "full_eval", ("bf16_full_eval",), _full_eval, checks.evaluation_is_coarser, TRAINERS, compared=True,
         apart={"evaluation": ANY, "best": ANY, "precision": ANY},

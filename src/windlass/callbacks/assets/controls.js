@@ -167,7 +167,9 @@
   }
 
   offer();
-  redraw();
-  document.body.dataset.drawn = String(windlass.charts().length);
-  if (page.live) follow();
+  windlass.open(() => {
+    document.body.dataset.drawn = String(windlass.charts().length);
+    if (page.live) follow();
+  });
+  timeline();
 })();

@@ -9,7 +9,7 @@ const windlass = (() => {
 
   const page = JSON.parse(document.getElementById("data").textContent);
   const view = { axis: "s", smooth: 0, log: false, difference: false, range: null };
-  let charts = [];
+  let frames = [], charts = [];
 
   // --- data ---------------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ const windlass = (() => {
 
   function series(line, ys, raw) {
     return { label: raw ? `${line.label} (raw)` : line.label, stroke: line.colour + (raw ? "59" : ""), dash: line.dash,
-      width: raw ? 1 : 2, spanGaps: true, points: { show: !raw && line.x.length <= 40, size: 6 },
+      width: raw ? 1 : 2, spanGaps: true, points: { show: !raw && line.x.length <= 40, size: 6, fill: colour("--card") },
       value: (chart, value) => short(value) };
   }
 
@@ -175,26 +175,50 @@ const windlass = (() => {
   }
 
   function draw() {
+    frame();
+    charts = frames.map(drawn);
+    zoom(view.range);
+  }
+
+  // The figures, without their charts.
+  function frame() {
     const place = document.getElementById("charts");
     charts.forEach((one) => one.chart.destroy());
+    charts = [];
     place.replaceChildren();
     // All figures before the first chart: how wide one is depends on how many there are.
-    const frames = groups().map(framed).filter(Boolean);
+    frames = groups().map(framed).filter(Boolean);
     place.append(...frames.map((one) => one.figure));
-    charts = frames.map(drawn);
-    if (!charts.length) {
+    if (!frames.length) {
       const nothing = document.createElement("p");
       nothing.className = "muted";
       nothing.textContent = "Nothing has been logged yet.";
       place.append(nothing);
     }
+  }
+
+  // Draw what is in view, then the rest, one chart at a time; then call `done`. The first paint waits for the former alone.
+  function open(done) {
+    frame();
+    const own = frames;
+    const rest = own.filter((one) => one.figure.getBoundingClientRect().top >= innerHeight);
+    charts = own.slice(0, own.length - rest.length).map(drawn);
     zoom(view.range);
+    const next = () => {
+      if (own !== frames) return done();  // all were drawn meanwhile
+      const one = rest.shift();
+      if (!one) return done();
+      charts.push(drawn(one));
+      zoom(view.range);
+      setTimeout(next);
+    };
+    requestAnimationFrame(() => setTimeout(next));
   }
 
   // --- the range that all charts show -------------------------------------------------------------------------------
 
   function whole() {
-    const ends = charts.flatMap((one) => [one.data[0][0], one.data[0][one.data[0].length - 1]]);
+    const ends = frames.flatMap((one) => one.found.flatMap((line) => [line.x[0], line.x[line.x.length - 1]]));
     const low = Math.min(...ends), high = Math.max(...ends);
     return ends.length ? [low, high > low ? high : low + 1] : [0, 1];
   }
@@ -232,5 +256,5 @@ const windlass = (() => {
     charts.forEach((one) => one.chart.setSize({ width: Math.max(one.figure.clientWidth - 32, 200), height: 240 }));
   }
 
-  return { page, view, draw, zoom, move, scale, visit, whole, resize, short, charts: () => charts };
+  return { page, view, draw, open, zoom, move, scale, visit, whole, resize, short, charts: () => charts };
 })();

@@ -22,11 +22,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from windlass.cli.command_line import EXIT_INTERRUPTED
 from windlass.core.activity import Opening
 from windlass.core.errors import Preempted
 from windlass.core.output import say, shown
+from windlass.core.package_remarks import mute_import_remarks
 from windlass.core.parent import end_with_parent
 from windlass.core.tracebacks import calls_of, printed, report_uncaught
+from windlass.core.world import world_from_environment
 from windlass.dist.beacon import END, END_ALONE, LEFT, beacon
 from windlass.dist.watchdog import watch
 
@@ -47,6 +50,7 @@ def main(words: Sequence[str]) -> None:
     if words[0] == "--exec":
         execute(words[1:])
     watch(os.environ)
+    mute_import_remarks()
     as_module, script = (True, words[1]) if words[0] == "-m" else (False, words[0])
     sys.argv[:] = words[1:] if as_module else words[:]
     if not os.environ.get("PYTHONSAFEPATH"):  # the flag is set in any case
@@ -61,6 +65,10 @@ def main(words: Sequence[str]) -> None:
         beacon().step(leaving.step)
         beacon().call(LEFT)
         raise
+    except KeyboardInterrupt:
+        if world_from_environment().is_main:
+            raise
+        sys.exit(EXIT_INTERRUPTED)  # one process shows where it was
     except Exception as error:
         error.__traceback__ = of_the_script(error.__traceback__)
         record(error, os.environ)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from windlass.compat.conversion.made import Conversion, ForeignConfig
+from windlass.text.conversations import is_conversational, is_conversational_from_value
 
 
 @dataclass(slots=True)
@@ -34,6 +36,20 @@ class Dataset:
 def is_on_hub(path: str) -> bool:
     """Return True unless the path names a file or folder of this machine."""
     return not Path(path).suffix and not Path(path).exists()
+
+
+def holds_conversations(path: str) -> bool:
+    """Return True if the first row of a file of JSON is a conversation; False also if it cannot be read."""
+    file = Path(path)
+    if file.suffix not in (".json", ".jsonl"):
+        return False
+    try:
+        with file.open(encoding="utf-8") as lines:
+            rows = json.loads(lines.readline() if file.suffix == ".jsonl" else lines.read())
+    except (OSError, ValueError):
+        return False
+    row = rows[0] if isinstance(rows, list) and rows else rows
+    return isinstance(row, dict) and (is_conversational(row) or is_conversational_from_value(row))
 
 
 def put_training_data(

@@ -13,6 +13,7 @@ from typing import Any
 
 from windlass.compat.conversion.datasets import (
     Dataset,
+    holds_conversations,
     messages_of,
     put_evaluation_data,
     put_streaming,
@@ -160,16 +161,19 @@ def _datasets(made: Conversion, source: ForeignConfig, key: str, folder: str) ->
     listed = _listed(source.folder, folder)
     found = [_listed_dataset(made, name, listed[name], Path(folder)) for name in names if name in listed]
     found += [
-        Dataset(name) for name in names if name not in listed and (Path(name).suffix or Path(name).exists())
+        Dataset(name, conversational=holds_conversations(name))
+        for name in names
+        if name not in listed and (Path(name).suffix or Path(name).exists())
     ]
     unknown = [
         name for name in names if name not in listed and not Path(name).suffix and not Path(name).exists()
     ]
     if unknown:
         file = Path(folder) / "dataset_info.json"
-        why = f"{', '.join(unknown)} is not in {file}, or there is no such file: set data.train to its file or hub name"
-        if key == "dataset" and not found:
-            why += "; for rows without conversations, also training.assistant_only_loss=false"
+        why = (
+            f"{', '.join(unknown)} is not in {file}, or there is no such file: convert again with dataset_dir=FOLDER, "
+            f"where that list is, or with {key}=FILE.jsonl"
+        )
         made.lose(source, key, why)
     return found
 

@@ -20,5 +20,7 @@ def _run_next() -> None:
 _run_next()
 if os.environ.get("WINDLASS_COMPAT"):
     from windlass.compat.import_hook import install
+    from windlass.core.package_remarks import mute_import_remarks
 
+    mute_import_remarks()
     install()

@@ -15,9 +15,17 @@ from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.settings import Setting, Settings, contradiction
 from windlass.config.parallel.table import values_for
 from windlass.config.parallel.xla_checks import xla_problems
-from windlass.config.pipeline_plan import SCHEDULES, PipelinePlan, Schedule, unfit_stages, usual_stages
-from windlass.config.plan import CompilePlan, DistPlan, Float8Plan, PrecisionPlan, ShardPlan, ZeroPlan
+from windlass.config.plan import CompilePlan, DistPlan, Float8Plan, PrecisionPlan
 from windlass.config.refusal import refuse
+from windlass.config.strategy_plans import (
+    SCHEDULES,
+    PipelinePlan,
+    Schedule,
+    ShardPlan,
+    ZeroPlan,
+    unfit_stages,
+    usual_stages,
+)
 from windlass.core.errors import Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.mesh import Mesh
@@ -114,9 +122,7 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
     yield from xla_problems(settings, world, sharded)
     if not sharded:
         fix = "has no effect, for sharding is off; set fsdp=True, --use_fsdp or distributed_type: FSDP, or leave it out"
-        for found in settings.explicit(*rows.FSDP):
-            if found.source in ("script", "flag"):
-                yield Problem(found.origin, found.value, fix)
+        yield from settings.without_effect(fix, *rows.FSDP)
         return
     for one, other in _contradictions(settings):
         yield contradiction(one, other)
@@ -126,26 +132,21 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
         and not settings.value(rows.CPU)
         and settings.value(rows.FSDP_OFFLOAD)
     ):
-        found = settings[rows.FSDP_OFFLOAD.name]
         fix = "keeps gradients in host memory, which the fp16 loss scaler of an accelerator cannot read; use bf16"
-        yield Problem(found.origin, found.value, fix)
+        yield settings[rows.FSDP_OFFLOAD.name].problem(fix)
     if settings.value(rows.FSDP_RECOMPUTE_OFFLOAD) and not settings.value(rows.FSDP_RECOMPUTE):
-        found = settings[rows.FSDP_RECOMPUTE_OFFLOAD.name]
         fix = "has an effect only with activation_checkpointing of fsdp; set it, or leave this out"
-        yield Problem(found.origin, found.value, fix)
+        yield settings[rows.FSDP_RECOMPUTE_OFFLOAD.name].problem(fix)
     if settings.value(rows.DDP_HOOK) != "no":
-        found = settings[rows.DDP_HOOK.name]
         fix = "compresses DDP's gradients; under FSDP set fsdp.reduce_dtype instead"
-        yield Problem(found.origin, found.value, fix)
+        yield settings[rows.DDP_HOOK.name].problem(fix)
 
 
 def _float8_objections(settings: Settings) -> Iterator[Problem]:
     precision = settings.get(rows.PRECISION.name)
     if precision is None or precision.value != "fp8":
         fix = "has no effect, for float8 is off; set fp8=True or --mixed_precision fp8, or leave it out"
-        for found in settings.explicit(*float8.OPTIONS):
-            if found.source in ("script", "flag"):
-                yield Problem(found.origin, found.value, fix)
+        yield from settings.without_effect(fix, *float8.OPTIONS)
     elif _asks_for_deepspeed(settings):
         fix = "is not built under DeepSpeed, whose engine casts the weights itself; use bf16, or FSDP"
         yield Problem(precision.origin, "fp8", fix)
@@ -155,14 +156,12 @@ def _deepspeed_objections(settings: Settings) -> Iterator[Problem]:
     fields = settings.explicit(*deepspeed.FIELDS)
     if not _asks_for_deepspeed(settings):
         fix = "has no effect, for DeepSpeed is off; set --use_deepspeed or distributed_type: DEEPSPEED, or leave it out"
-        for found in (*settings.explicit(deepspeed.CONFIG), *fields):
-            if found.source in ("script", "flag"):
-                yield Problem(found.origin, found.value, fix)
+        yield from settings.without_effect(fix, deepspeed.CONFIG, *deepspeed.FIELDS)
         return
     if is_sharded(settings):
         sharded = next(iter(settings.explicit(rows.STRATEGY, rows.MESH_SHARDS)))
         fix = "contradicts DeepSpeed, which is asked for too; choose one of the two"
-        yield Problem(sharded.origin, sharded.value, fix)
+        yield sharded.problem(fix)
     whole = settings.get(deepspeed.CONFIG.name)
     if whole is None:
         yield from unfit(_zero_config(settings), "deepspeed")
@@ -170,7 +169,7 @@ def _deepspeed_objections(settings: Settings) -> Iterator[Problem]:
     yield from unfit(whole.value, whole.origin)
     fix = f"contradicts {whole.origin}, which configures DeepSpeed as a whole; set it there"
     for found in fields:
-        yield Problem(found.origin, found.value, fix)
+        yield found.problem(fix)
 
 
 def _zero_config(settings: Settings) -> dict[str, Any]:
@@ -208,7 +207,7 @@ def _axes_objections(settings: Settings) -> Iterator[Problem]:
     """Combinations of those axes with other settings that are not built."""
     for axis in _axes(settings):
         for what in _apart_from_axes(settings):
-            yield Problem(axis.origin, axis.value, f"is not built together with {what}, or set it to 1")
+            yield axis.problem(f"is not built together with {what}, or set it to 1")
 
 
 def _expert_objections(settings: Settings) -> Iterator[Problem]:
@@ -217,9 +216,9 @@ def _expert_objections(settings: Settings) -> Iterator[Problem]:
         return
     for axis in _axes(settings):
         fix = f"is not built together with {axis.origin}={axis.value}: set one of the two to 1"
-        yield Problem(expert.origin, expert.value, fix)
+        yield expert.problem(fix)
     for what in _apart_from_axes(settings):
-        yield Problem(expert.origin, expert.value, f"is not built together with {what}, or set it to 1")
+        yield expert.problem(f"is not built together with {what}, or set it to 1")
 
 
 def _apart_from_axes(settings: Settings) -> Iterator[str]:
@@ -237,29 +236,22 @@ def _apart_from_axes(settings: Settings) -> Iterator[str]:
 def _pipeline_objections(settings: Settings) -> Iterator[Problem]:
     """What is not built together with a pipeline, and options that have no effect without one."""
     size = settings.get(rows.MESH_PIPELINE.name)
-    options = settings.explicit(
-        rows_pipeline.PP_SCHEDULE, rows_pipeline.PP_STAGES, rows_pipeline.PP_SPLIT_POINTS
-    )
     if size is None or size.value == 1:
-        for found in options:
-            if found.source in ("script", "flag"):
-                yield Problem(
-                    found.origin,
-                    found.value,
-                    "has no effect without a pipeline: set pp_size, or leave it out",
-                )
+        fix = "has no effect without a pipeline: set pp_size, or leave it out"
+        options = rows_pipeline.PP_SCHEDULE, rows_pipeline.PP_STAGES, rows_pipeline.PP_SPLIT_POINTS
+        yield from settings.without_effect(fix, *options)
         return
-    others = [found for found in _axes(settings) if found.key != rows.MESH_PIPELINE.name]
+    built = (rows.MESH_PIPELINE.name, rows.MESH_TENSOR.name)
+    others = [found for found in _axes(settings) if found.key not in built]
     for other in others:
         fix = f"is not built together with {other.origin}={other.value}: set one of the two to 1"
-        yield Problem(size.origin, size.value, fix)
-    if is_sharded(settings):
-        yield Problem(
-            size.origin, size.value, "is not built together with FSDP: leave fsdp out, or set it to 1"
-        )
+        yield size.problem(fix)
+    if is_sharded(settings) and settings.value(rows.FSDP_RAM_EFFICIENT):
+        fix = "is not built for pipelines, which are cut on each process: set it to false, and load the model on all"
+        yield settings[rows.FSDP_RAM_EFFICIENT.name].problem(fix)
     stages = settings.get(rows_pipeline.PP_STAGES.name)
     if stages is not None and (fix := unfit_stages(_schedule(settings), stages.value)):
-        yield Problem(stages.origin, stages.value, fix)
+        yield stages.problem(fix)
 
 
 def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Problem]:
@@ -268,7 +260,7 @@ def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Proble
     if all_ranks % together:
         times = "".join(f" times {found.origin}={found.value}" for found in axes[1:])
         fix = f"{times} must divide the number of processes, which is {all_ranks}: start a multiple of {together}"
-        yield Problem(axes[0].origin, axes[0].value, fix.strip())
+        yield axes[0].problem(fix.strip())
         return
     sizes = settings.explicit(rows.MESH_REPLICAS, rows.MESH_SHARDS)
     replicas, data_ranks = settings.value(rows.MESH_REPLICAS), all_ranks // together
@@ -285,7 +277,7 @@ def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Proble
         ranks = Mesh(replicate=replicas, shard=shards).size()
         if ranks != data_ranks:
             made = f"{replicas} replicas of {shards} shards make {ranks} processes"
-            yield Problem(sizes[0].origin, sizes[0].value, f"{made}, and {there_are}")
+            yield sizes[0].problem(f"{made}, and {there_are}")
     elif data_ranks % replicas:
         whose = "the number of processes" + (" with different samples" if axes else "")
         yield Problem(sizes[0].origin, replicas, f"must divide {whose}, which is {data_ranks}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -34,6 +34,10 @@ class Setting:
     source: Source = "default"
     implicit: bool = False
     overridden: tuple[Setting, ...] = field(default=(), compare=False)
+
+    def problem(self, fix: str) -> Problem:
+        """Its problem; `fix` is as for `Problem`."""
+        return Problem(self.origin, self.value, fix)
 
 
 class Settings(dict[str, Setting]):
@@ -87,6 +91,12 @@ class Settings(dict[str, Setting]):
         found = [self[key.name] for key in keys if key.name in self]
         return [setting for setting in found if not setting.implicit]
 
+    def without_effect(self, fix: str, *keys: Key) -> Iterator[Problem]:
+        """A problem for each of `keys` that a script or a flag sets. What a file or a variable sets may be meant for
+        other scripts.
+        """
+        return (found.problem(fix) for found in self.explicit(*keys) if found.source in ("script", "flag"))
+
 
 def merge(*layers: Settings) -> Settings:
     """Merge all layers. Flags come before variables, and these before files; a script must agree with the others.
@@ -104,7 +114,7 @@ def merge(*layers: Settings) -> Settings:
 
 def contradiction(one: Setting, other: Setting) -> Problem:
     fix = f"contradicts {other.origin}={other.value!r}; set it in one of the two places, or to the same value in both"
-    return Problem(one.origin, one.value, fix)
+    return one.problem(fix)
 
 
 def _must_agree(one: Setting, other: Setting) -> bool:

@@ -34,10 +34,10 @@ def xla_problems(settings: Settings, world: World, sharded: bool) -> Iterator[Pr
     for found in asked if xla.is_selected() else ():
         if cpu:
             fix = f"contradicts {settings[rows.CPU.name].origin}; on the CPU set PJRT_DEVICE=CPU instead"
-            yield Problem(found.origin, found.value, fix)
+            yield found.problem(fix)
         elif world.size > 1:
             fix = f"one process drives all devices, and there are {world.size} processes: start one"
-            yield Problem(found.origin, found.value, fix)
+            yield found.problem(fix)
     if sharded:
         yield from _of_sharding(settings, bool(asked), xla.is_selected() and not cpu)
 
@@ -45,7 +45,7 @@ def xla_problems(settings: Settings, world: World, sharded: bool) -> Iterator[Pr
 def absent_xla(settings: Settings) -> Iterator[Problem]:
     """The settings that ask for PyTorch/XLA by name, if it is not installed."""
     for found in () if xla.is_selected() else _asked(settings):
-        yield Problem(found.origin, found.value, xla.NEEDED)
+        yield found.problem(xla.NEEDED)
 
 
 def _asked(settings: Settings) -> Iterator[Setting]:
@@ -60,9 +60,7 @@ def _of_sharding(settings: Settings, asked: bool, on_xla: bool) -> Iterator[Prob
     if not asked:
         for found in settings.explicit(rows.FSDP_XLA_SETTINGS, rows.FSDP_XLA_RECOMPUTE):
             if found.value:
-                yield Problem(
-                    found.origin, found.value, "has an effect only with xla=True; set it, or leave this out"
-                )
+                yield found.problem("has an effect only with xla=True; set it, or leave this out")
     for found in settings.explicit(rows.FSDP_XLA_SETTINGS):
         yield from _of_options(found)
     if not on_xla:
@@ -70,12 +68,12 @@ def _of_sharding(settings: Settings, asked: bool, on_xla: bool) -> Iterator[Prob
     for key, refuses, fix in _REFUSED:
         for found in settings.explicit(key):
             if refuses(found.value):
-                yield Problem(found.origin, found.value, fix)
+                yield found.problem(fix)
     recompute = [f for f in settings.explicit(rows.FSDP_XLA_RECOMPUTE, rows.FSDP_RECOMPUTE) if f.value]
     wraps = settings.explicit(rows.FSDP_LAYERS, rows.FSDP_MIN_PARAMETERS) or rows.FSDP_WRAP.name in settings
     if recompute and not wraps:
         fix = "recomputes each wrapped layer, and none is wrapped: set transformer_layer_cls_to_wrap or min_num_params"
-        yield Problem(recompute[0].origin, recompute[0].value, fix)
+        yield recompute[0].problem(fix)
 
 
 _COMPILER = "PyTorch/XLA's compiler decides when parameters are gathered and freed; leave it out"
@@ -100,22 +98,20 @@ _REFUSED: tuple[tuple[Any, Any, str], ...] = (
 
 
 def _of_options(found: Setting) -> Iterator[Problem]:
-    known = (*_LEFT_TO_COMPILER, *_DTYPES, *_PROCESSES)
     for name, value in found.value.items():
-        origin = f"{found.origin}.{name}"
-        if name in _DTYPES and str(value) not in _FP32:
-            yield Problem(
-                origin, value, "under PyTorch/XLA the precision decides: use bf16=True, and leave it out"
-            )
-        elif name in _PROCESSES and value is not None:
-            yield Problem(
-                origin,
-                value,
-                "belongs to one process per device; one process drives all of them, leave it out",
-            )
-        elif name in _CALLABLES:
-            yield Problem(
-                origin, value, "a function: name the layers by transformer_layer_cls_to_wrap instead"
-            )
-        elif name not in known:
-            yield Problem(origin, value, f"there is no such option{did_you_mean(name, known)}")
+        if fix := _unfit(name, value):
+            yield Problem(f"{found.origin}.{name}", value, fix)
+
+
+def _unfit(name: str, value: Any) -> str:
+    """Why an option of the wrapper cannot have this value; empty if it can."""
+    if name in _DTYPES:
+        fix = "under PyTorch/XLA the precision decides: use bf16=True, and leave it out"
+        return fix * (str(value) not in _FP32)
+    if name in _PROCESSES:
+        fix = "belongs to one process per device; one process drives all of them, leave it out"
+        return fix * (value is not None)
+    if name in _CALLABLES:
+        return "a function: name the layers by transformer_layer_cls_to_wrap instead"
+    known = (*_LEFT_TO_COMPILER, *_DTYPES, *_PROCESSES)
+    return "" if name in known else f"there is no such option{did_you_mean(name, known)}"

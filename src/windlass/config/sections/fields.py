@@ -35,6 +35,14 @@ from windlass.config.sections.setting import (
 
 LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 SAMPLING_STRATEGIES = ("random", "sequential", "group_by_length", "batch_rebalance")
+TRAINED_SCHEME = "trained"  # that of the run that saved a checkpoint
+QAT_SCHEMES = {  # of `qat`: what linear layers round to
+    "int8": "weights of 8 bits, a scale per output, and inputs of 8 bits, a scale per token",
+    "int4": "weights of 4 bits, a scale per 32 of them, and inputs of 8 bits, a scale per token",
+    "int8_weight_only": "weights of 8 bits, a scale per output",
+    "int4_weight_only": "weights of 4 bits, a scale per 32 of them",
+    "float8": "weights and inputs in float8, a scale per output and per token",
+}
 # May differ between ranks: what this process reports, how fast this machine reads, what only scripts read.
 _reported = partial(setting, per_rank=OWN_OUTPUT)
 _reading = partial(setting, per_rank=READING)
@@ -116,6 +124,11 @@ class ComputeSection:
     bf16_full_eval: bool = setting(False, "Evaluate with the weights cast to bfloat16.")
     fp16_full_eval: bool = setting(False, "Evaluate with the weights cast to float16.")
     tf32: bool | None = setting(None, "Allow TF32 in float32 matrix products; by default PyTorch's setting.")
+    qat: str | None = setting(
+        None,
+        "Train for weights of few bits: int8, int4, int8_weight_only, int4_weight_only or float8 (torchao).",
+        words=tuple(QAT_SCHEMES),
+    )
 
     # --- recomputation ---
     activation_checkpointing: bool | None = setting(None, "Recompute activations in the backward.", **_SWITCH)

@@ -1,0 +1,78 @@
+"""Neptune."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, Self
+
+from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, split_numbers
+from windlass.core.logs import get_logger, warn_once
+from windlass.core.optional import require
+
+logger = get_logger(__name__)
+_PURPOSE = "report to Neptune"
+
+
+class NeptuneTracker(PackageTracker):
+    """A run of Neptune (`neptune` 1.x). `$NEPTUNE_PROJECT`, `$NEPTUNE_API_TOKEN` and `$NEPTUNE_MODE` ("offline") are
+    those of the package.
+
+    Args:
+        run_name: name of the project, as OWNER/NAME.
+        **kwargs: for `neptune.init_run`.
+    """
+
+    name = "neptune"
+    project_variable = "NEPTUNE_PROJECT"
+    run: Any = None
+
+    def __init__(self, run_name: str | None, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self._identity: str | None = None
+
+    @classmethod
+    def of_run(cls, facts: RunFacts) -> Self:
+        """A resumed run continues its own, unless that was recorded without a connection."""
+        project = os.environ.get(cls.project_variable) or facts.project
+        known = {"name": facts.name} if facts.run_id is None else {"with_id": facts.run_id}
+        return cls(project, **known)
+
+    @property
+    def run_id(self) -> str | None:
+        return self._identity
+
+    @on_main_process
+    def start(self) -> None:
+        self.run = self.package.init_run(project=self.run_name, **self.init_kwargs)
+        errors = require("neptune.exceptions", _PURPOSE)
+        try:
+            self._identity = str(self.run["sys/id"].fetch())
+        except (errors.MissingFieldException, errors.NeptuneOfflineModeFetchException):
+            self._identity = None  # a run without a connection has none, and cannot be continued
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run["parameters"] = require("neptune.utils", _PURPOSE).stringify_unsupported(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers and text, and warn of other values, once each. Neptune stores no number that is not finite: it is
+        sent as text, under a name of their own.
+        """
+        numbers, others = split_numbers(values)
+        for name, value in numbers.items():
+            if math.isfinite(value):
+                self.run[name].append(float(value), step=step, **kwargs)
+            else:
+                self.run[f"{name} (not finite)"].append(str(value), step=step, **kwargs)
+        for name, value in others.items():
+            if isinstance(value, str):
+                self.run[name].append(value, step=step, **kwargs)
+            else:
+                kind = type(value).__name__
+                warn_once(logger, f"Neptune cannot store {name!r}, of type {kind}: it is not sent to it")
+
+    @on_main_process
+    def finish(self) -> None:
+        self.run.stop()
