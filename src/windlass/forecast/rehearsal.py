@@ -128,7 +128,7 @@ class Rehearsal:
         check_optimizer(built.executor.optimizer, model, self._plan.save, services.session.all_ranks)
         services.engine.attach(services.loss.normaliser, built.executor)
         if (staged := staged_of(model)) is not None:
-            staged.arriving = borders
+            staged.link.arriving = borders
         places = ModulePlaces(model)
         part = (lambda name: "") if self.stack is None else self.stack.part
         meter = Meter(places, part, _vocabulary(model))

@@ -62,7 +62,6 @@ class StagedModel(ElsewhereState):
         copies: parameters of this rank that an earlier stage updates with it (tied ones), and the index of its rank.
         lent: parameters of this rank of which a later stage has a copy, and the index of its rank.
         lean_head: makes the loss of a training step without logits; None if only the model's own loss is exact.
-        arriving: of a pipeline whose other ranks are imagined, what each module returns, by name.
         at_end: called with the tensor with which a forward of a training step ends before the last stage; returns it.
     """
 
@@ -82,8 +81,7 @@ class StagedModel(ElsewhereState):
         self.copies: dict[nn.Parameter, int] = {}
         self.lent: dict[nn.Parameter, int] = {}
         self.lean_head: LeanHead | None = None
-        self.arriving: Mapping[str, Tensor] = {}
-        self._ends = cut.last
+        self.link.borders = cut.last
         self.at_end: Callable[[Tensor], Tensor] = lambda tensor: tensor
         self._owners: dict[nn.Parameter, int] = {}
         self._values: dict[Tensor, Tensor] = {}
@@ -127,7 +125,7 @@ class StagedModel(ElsewhereState):
     def room(self, stage: int) -> Tensor | None:
         """Memory for what the stage before sends; None if that failed. Waits for its header."""
         if not self.link.ranks.exists:
-            return torch.empty_like(self.arriving[self._ends[stage - 1]]).detach()
+            return self.link.imagine(stage)
         return self.link.expect(self.placement[stage - 1])
 
     # --- parameters -------------------------------------------------------------------------------------------------
