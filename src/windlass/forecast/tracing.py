@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from windlass.core.errors import ModelError
+from windlass.core.mesh import Mesh
 from windlass.dist.imagined import imagined_job
 from windlass.forecast.child import Child, apart
 from windlass.forecast.fake_weights import fake_weights, new_mode
@@ -63,15 +64,16 @@ def trace_of_largest(start: Callable[[], Any], world: int = 1, *, on_device: boo
     remainders, of which rank 0 has the most.
     """
     first = trace_of(start, world, on_device=on_device)
-    stages = first.facts["mesh"]["pipeline"]
-    if stages == 1:
+    mesh = Mesh(**first.facts["mesh"])
+    if mesh.pipeline == 1:
         return first
 
     def traced(rank: int) -> dict[str, Any]:
         return trace_of(start, world, rank, on_device=on_device).to_dict()
 
     # The pipeline is the outermost axis. A script is run again in a process of its own.
-    ranks = range(0, world, world // stages)
+    each = mesh.size("stage")
+    ranks = [number * each for number in range(mesh.pipeline)]
     traces = [first, *(Trace.from_dict(apart(lambda rank=rank: traced(rank))) for rank in ranks[1:])]  # type: ignore[misc]
     peaks = [found.peak[1].total for found in traces]
     largest = traces[peaks.index(max(peaks))]
