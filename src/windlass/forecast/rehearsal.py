@@ -173,7 +173,7 @@ class Rehearsal:
         found: dict[str, Tensor] = {}
 
         def looked_at(name: str) -> Callable[..., None]:
-            def look(module: nn.Module, args: Any, output: Any) -> None:
+            def look(module: nn.Module, inputs: Any, output: Any) -> None:
                 first = output[0] if isinstance(output, tuple) and output else output
                 if isinstance(first, Tensor):
                     found[name] = first
