@@ -18,7 +18,6 @@ from windlass.core.optional import require
 if TYPE_CHECKING:
     from windlass.forecast.forecast import Forecast
 
-_SHARDING = {"grad": "shard_grad_op", "full": "full_shard"}
 _UPDATES = 2
 
 
@@ -108,7 +107,10 @@ def _trainer(model: Any, training: Training, folder: str) -> Any:
         bf16=training.precision == "bf16",
         fp16=training.precision == "fp16",
         activation_checkpointing=training.recompute,
-        fsdp=_SHARDING.get(training.sharding, ""),
+        fsdp=training.sharding != "none",
+        fsdp_config={"reshard_after_forward": training.sharding == "full"}
+        if training.sharding != "none"
+        else None,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
