@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from windlass.cli.command_line import CommandParser
+from windlass.cli.screen import in_words
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.core.output import say, say_json
@@ -39,10 +40,9 @@ _WHY_MORE = (
     "activations. A small batch may thus need more than in float32."
 )
 _NOT_COUNTED = (
-    "Activations: the tensors that autograd saves in a forward of this size, with\n"
-    "attention that keeps no scores. Not counted: what the device's runtime and its\n"
-    "allocator reserve, and the temporary tensors of the backward. `windlass plan`\n"
-    "counts those too, for a recipe or a script."
+    "As `windlass plan` finds it for a recipe or a script: one update of the model on\n"
+    "a device, on tensors without memory. Not counted: what the device's runtime and\n"
+    "its allocator reserve."
 )
 _HEAD = "{class} of {model}: {parameters:,} parameters"
 HEADERS = ("dtype", "largest layer", "whole model", "training with Adam")
@@ -62,7 +62,12 @@ def estimate_memory_command(words: list[str]) -> int:
     parameters = sum(param.numel() for param in model.parameters())
     facts = {"model": options.model, "class": type(model).__name__, "parameters": parameters}
     if options.batch_size is not None:
-        _print_training(model, options, facts)
+        if getattr(model, "main_input_name", None) != "input_ids":
+            raise ModelError(
+                f"{type(model).__name__} cannot be run on input_ids and labels alone; `windlass plan` predicts the "
+                "memory of a script that trains it"
+            )
+        _print_training(options, facts)
         return 0
     sizes = estimate(model, options.dtypes)
     if options.json:
@@ -78,8 +83,9 @@ def estimate_memory_command(words: list[str]) -> int:
     return 0
 
 
-def _print_training(model: Any, options: argparse.Namespace, facts: dict[str, Any]) -> None:
-    from windlass.cli.training_memory import Training, training_rows
+def _print_training(options: argparse.Namespace, facts: dict[str, Any]) -> None:
+    from windlass.cli.plan_text import memory_lines
+    from windlass.cli.training_memory import Training, plan_training
 
     training = Training(
         options.batch_size,
@@ -92,12 +98,13 @@ def _print_training(model: Any, options: argparse.Namespace, facts: dict[str, An
         options.num_processes,
         options.sharding,
     )
-    rows = training_rows(model, training)
+    forecast = plan_training(lambda: build_whole(options.model, options.trust_remote_code), training)
     if options.json:
-        say_json({**facts, "bytes": dict(rows)})
+        say_json({**facts, "memory": forecast.to_dict()["memory"]})
         return
     say(_HEAD.format(**facts))
-    print_table([(name, in_words(size)) for name, size in rows], str.ljust)
+    for line in memory_lines(forecast):
+        say(line)
     say(_NOT_COUNTED)
     if options.precision != "no" and options.weights == "float32" and options.quantization is None:
         say(_WHY_MORE)
@@ -143,6 +150,12 @@ def build_empty(name: str, trust_remote_code: bool = False) -> Any:
 
     Raises ModelError if there is no such config.
     """
+    with load_outside("models without data").init_empty_weights():
+        return build_whole(name, trust_remote_code)
+
+
+def build_whole(name: str, trust_remote_code: bool = False) -> Any:
+    """As `build_empty`, where the caller has parameters made."""
     transformers = require("transformers", "build a model from its config")
     path = Path(name)
     if path.suffix == ".json" and not path.is_file():
@@ -154,8 +167,7 @@ def build_empty(name: str, trust_remote_code: bool = False) -> Any:
         config = transformers.AutoConfig.from_pretrained(
             str(source) if source.exists() else name, trust_remote_code=trust_remote_code
         )
-        with load_outside("models without data").init_empty_weights():
-            model = _constructor(transformers, config, trust_remote_code)(config)
+        model = _constructor(transformers, config, trust_remote_code)(config)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise ModelError(f"no model can be built from {name!r}: {reason}") from error
@@ -193,12 +205,3 @@ def estimate(model: Any, dtypes: list[str]) -> list[Sizes]:
         trained = None if training is None else whole // 4 * training
         rows.append(Sizes(dtype, largest * bits / 32, whole * bits / 32, trained))
     return rows
-
-
-def in_words(size: float) -> str:
-    """Return bytes in the largest unit that is at most the size."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:,.4g} TiB"
