@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,10 +40,9 @@ _WHY_MORE = (
     "activations. A small batch may thus need more than in float32."
 )
 _NOT_COUNTED = (
-    "Activations: the tensors that autograd saves in a forward of this size, with\n"
-    "attention that keeps no scores. Not counted: what the device's runtime and its\n"
-    "allocator reserve, and the temporary tensors of the backward. `windlass plan`\n"
-    "counts those too, for a recipe or a script."
+    "At the peak of an update, as `windlass plan` finds it for a recipe or a script,\n"
+    "with data, optimizer and layout of its own. Not counted: what the device's\n"
+    "runtime and its allocator reserve."
 )
 _HEAD = "{class} of {model}: {parameters:,} parameters"
 HEADERS = ("dtype", "largest layer", "whole model", "training with Adam")
@@ -58,11 +58,12 @@ def estimate_memory_command(words: list[str]) -> int:
     if options.batch_size is None and detailed:
         fix = f"is needed with --{detailed[0]}: samples of one process in a forward"
         raise ConfigError(Problem("--batch_size", None, fix))
-    model = build_empty(options.model, options.trust_remote_code)
+    build = builder(options.model, options.trust_remote_code)
+    model = _empty(build, options.model)
     parameters = sum(param.numel() for param in model.parameters())
     facts = {"model": options.model, "class": type(model).__name__, "parameters": parameters}
     if options.batch_size is not None:
-        _print_training(model, options, facts)
+        _print_training(build, options, facts)
         return 0
     sizes = estimate(model, options.dtypes)
     if options.json:
@@ -78,7 +79,7 @@ def estimate_memory_command(words: list[str]) -> int:
     return 0
 
 
-def _print_training(model: Any, options: argparse.Namespace, facts: dict[str, Any]) -> None:
+def _print_training(build: Callable[[], Any], options: argparse.Namespace, facts: dict[str, Any]) -> None:
     from windlass.cli.training_memory import Training, training_rows
 
     training = Training(
@@ -92,12 +93,14 @@ def _print_training(model: Any, options: argparse.Namespace, facts: dict[str, An
         options.num_processes,
         options.sharding,
     )
-    rows = training_rows(model, training)
+    rows = training_rows(build, training)
     if options.json:
-        say_json({**facts, "bytes": dict(rows)})
+        say_json({**facts, "bytes": {row.kind: {"peak": row.peak, "most": row.most} for row in rows}})
         return
     say(_HEAD.format(**facts))
-    print_table([(name, in_words(size)) for name, size in rows], str.ljust)
+    cells = [(row.kind, in_words(row.peak), in_words(row.most)) for row in rows[:-1]]
+    head = ("memory of a process", "at the peak", "at most")
+    print_table([head, *cells, (rows[-1].kind, in_words(rows[-1].peak), "")], str.ljust)
     say(_NOT_COUNTED)
     if options.precision != "no" and options.weights == "float32" and options.quantization is None:
         say(_WHY_MORE)
@@ -130,7 +133,7 @@ def build_parser() -> CommandParser:
     add_to("--quantization", choices=("nf4", "fp4", "int8"), help="of the base below adapters (QLoRA)")
     add_to("--recompute", action="store_true", help="with activation checkpointing")
     add_to("--num_processes", type=int, metavar="N", help="processes that train together (default: 1)")
-    sharding = "what they divide: none; grad: gradients and optimizer state; full: weights too, as FSDP (default: none)"
+    sharding = "full: divide all, as FSDP does; grad: the same, with whole weights until the backward (default: none)"
     add_to("--sharding", choices=("none", "grad", "full"), help=sharding)
     add("--json", action="store_true", help="as one JSON object, sizes in bytes")
     add("--library_name", help="transformers (the default)")
@@ -143,6 +146,25 @@ def build_empty(name: str, trust_remote_code: bool = False) -> Any:
 
     Raises ModelError if there is no such config.
     """
+    return _empty(builder(name, trust_remote_code), name)
+
+
+def _empty(build: Callable[[], Any], name: str) -> Any:
+    try:
+        with load_outside("models without data").init_empty_weights():
+            model = build()
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_built(name, error) from error
+    model.tie_weights()
+    return model.float()
+
+
+def _not_built(name: str, error: Exception) -> ModelError:
+    return ModelError(f"no model can be built from {name!r}: {str(error).splitlines()[0]}")
+
+
+def builder(name: str, trust_remote_code: bool = False) -> Callable[[], Any]:
+    """Return what makes the model of a config. Raises ModelError if there is no such config."""
     transformers = require("transformers", "build a model from its config")
     path = Path(name)
     if path.suffix == ".json" and not path.is_file():
@@ -154,13 +176,9 @@ def build_empty(name: str, trust_remote_code: bool = False) -> Any:
         config = transformers.AutoConfig.from_pretrained(
             str(source) if source.exists() else name, trust_remote_code=trust_remote_code
         )
-        with load_outside("models without data").init_empty_weights():
-            model = _constructor(transformers, config, trust_remote_code)(config)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"no model can be built from {name!r}: {reason}") from error
-    model.tie_weights()
-    return model.float()
+        raise _not_built(name, error) from error
+    return lambda: _constructor(transformers, config, trust_remote_code)(copy.deepcopy(config))
 
 
 def _constructor(transformers: Any, config: Any, trust_remote_code: bool) -> Any:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.locations import why_not_loaded
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
 from windlass.finetuning.tuning_config import TuningConfig
@@ -61,7 +62,7 @@ def load_model(name: str, options: dict[str, Any]) -> nn.Module:
         kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
         loaded: nn.Module = kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
-        raise ModelError(f"the model {name!r} cannot be loaded: {error}") from error
+        raise ModelError(f"the model {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
     except ImportError as error:  # of flash_attn, or what a quantization needs
         attention = options.get("attn_implementation")
         fix = f"needs a package that is not installed: {str(error).splitlines()[0]}"
