@@ -64,7 +64,6 @@ COMMANDS = (
     asked("A script in place of a recipe", "train script.py", "script.py is a script", "windlass launch script.py"),
     asked("A recipe of a task that does not exist", "train lm.yaml task=sftt", "1 problem", "sftt", "'sft'"),
     asked("A model that does not exist", "train lm.yaml model=no/where", "no/where", "no such folder"),
-    asked("Flags of a launch after the script", "launch script.py --num_processes 2", "--num_processes", "before"),
     asked("A recipe that does not exist", "train nothing.yaml", "nothing.yaml"),
     asked("A recipe that is not YAML", "train broken.yaml", "broken.yaml:2"),
     asked("A misspelt key of a recipe", "train lm.yaml training.learning_rte=1e-3", "learning_rte", "learning_rate"),

@@ -240,6 +240,29 @@ def a_loader_as_dataset(folder: Path) -> None:
     train(folder, Net(), DataLoader(rows(8), batch_size=4))  # type: ignore[arg-type]
 
 
+@mistake("A DataFrame as the dataset", "train_dataset", "DataFrame", "Dataset.from_pandas")
+def a_frame_as_dataset(folder: Path) -> None:
+    import pandas
+
+    train(folder, Net(), pandas.DataFrame({"x": [0.0, 1.0], "labels": [0, 1]}))  # type: ignore[arg-type]
+
+
+@mistake("A file's name as the dataset", "train_dataset='rows.jsonl'", "load_dataset")
+def a_name_as_dataset(folder: Path) -> None:
+    train(folder, Net(), "rows.jsonl")  # type: ignore[arg-type]
+
+
+@mistake("An optimizer in place of a pair", "optimizers='SGD'", "(optimizer, None)")
+def an_optimizer_alone(folder: Path) -> None:
+    model = Net()
+    train(folder, model, rows(8), optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@mistake("A collator that returns a list", "list of 4", "forward of Net", "return a dict")
+def a_list_as_batch(folder: Path) -> None:
+    train(folder, Net(), rows(8), data_collator=lambda samples: samples)
+
+
 @mistake("All splits as the dataset", "train_dataset", "['train', 'test']", "dataset['train']")
 def all_splits_as_dataset(folder: Path) -> None:
     import datasets
@@ -365,6 +388,11 @@ def no_metrics_returned(folder: Path) -> None:
     )  # fmt: skip
 
 
+@mistake("Metrics in place of a function of them", "compute_metrics", "function of an EvalPrediction")
+def metrics_that_cannot_be_called(folder: Path) -> None:
+    train(folder, Net(), rows(8), compute_metrics={"accuracy": 1.0})
+
+
 # --- callbacks --------------------------------------------------------------------------------------------------------
 
 
@@ -375,6 +403,15 @@ class NeedsArguments(TrainerCallback):
 
 class Misspelt(TrainerCallback):
     def on_step_ends(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+
+class Narrow(TrainerCallback):
+    def on_log(self, args: Any, state: Any, control: Any) -> None: ...  # type: ignore[override]
+
+
+@mistake("A callback without **kwargs", "on_log", "add **kwargs")
+def callback_without_keywords(folder: Path) -> None:
+    train(folder, Net(), rows(8), callbacks=[Narrow()])
 
 
 @mistake("A callback class that needs arguments", "NeedsArguments", "path")
