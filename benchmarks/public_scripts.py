@@ -14,6 +14,7 @@ scripts that it has results of are not run again unless `--only` names them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -22,6 +23,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,8 +140,9 @@ def patched(recipe: Recipe, text: str) -> str:
     return text
 
 
-def run(recipe: Recipe, folder: Path, standins: Path, before: list[str]) -> Outcome:
-    """Run a script once, with `before` as the words that start Python code."""
+@contextlib.contextmanager
+def prepared(recipe: Recipe, folder: Path, standins: Path) -> Iterator[tuple[Path, str]]:
+    """A folder with the script, its patch applied, and the stand-ins; and the script's path in it."""
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         for entry in standins.iterdir():
@@ -151,8 +154,14 @@ def run(recipe: Recipe, folder: Path, standins: Path, before: list[str]) -> Outc
         for path in (first, *rest):
             text = recipe.place(folder, path).read_text("utf-8")
             (scripts / Path(path).name).write_text(patched(recipe, text) if path == first else text, "utf-8")
+        yield place, f"scripts/{Path(first).name}"
+
+
+def run(recipe: Recipe, folder: Path, standins: Path, before: list[str]) -> Outcome:
+    """Run a script once, with `before` as the words that start Python code."""
+    with prepared(recipe, folder, standins) as (place, script):
         losses = place / "losses.json"
-        words = [str(PROBE), str(losses), recipe.figures, f"scripts/{Path(first).name}"]
+        words = [str(PROBE), str(losses), recipe.figures, script]
         started = resource.getrusage(resource.RUSAGE_CHILDREN)
         try:
             done = subprocess.run(

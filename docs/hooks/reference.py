@@ -7,9 +7,13 @@ tables, made from the declarations of their fields, which no docstring of the so
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import itertools
+import re
 from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import windlass
@@ -52,6 +56,11 @@ ROOMS = {
 """Beginning of a module's name -> the page of the public names that are defined there. The longest one counts."""
 
 
+FIRST = "0.1.0"
+SINCE: dict[str, str] = {}
+"""Public name, or `Class.argument` -> the release that brought it, of those that `FIRST` does not have."""
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages to those that mkdocs builds."""
     from mkdocs.structure.files import File
@@ -90,13 +99,13 @@ def _index(names: list[str]) -> Iterator[str]:
     yield "# API reference"
     yield ""
     yield "Every name that `from windlass import ...` knows, with the first sentence of its description."
-    yield "All of them exist since 0.1.0."
     yield ""
-    yield "| name | what it is |"
-    yield "|---|---|"
+    yield "| name | what it is | since |"
+    yield "|---|---|---|"
     for name in names:
         first = (inspect.getdoc(getattr(windlass, name)) or "").partition("\n\n")[0]
-        yield f"| [`{name}`]({page_of(name)}.md#{_anchor(name)}) | {' '.join(first.split()).replace('|', '&#124;')} |"
+        sentence = " ".join(first.split()).replace("|", "&#124;")
+        yield f"| [`{name}`]({page_of(name)}.md#{_anchor(name)}) | {sentence} | {since(name)} |"
 
 
 def _entry(name: str) -> Iterator[str]:
@@ -104,7 +113,7 @@ def _entry(name: str) -> Iterator[str]:
     thing = getattr(windlass, name)
     yield f"## `{name}` {{ #{_anchor(name)} }}"
     yield ""
-    yield f"```python\nfrom windlass import {name}\n```"
+    yield f"```python\nfrom windlass import {name}  # since {since(name)}\n```"
     yield ""
     fields = _documented_fields(thing)
     methods = [key for key, value in vars(thing).items() if _is_public(key, value)] if fields else None
@@ -117,7 +126,10 @@ def _entry(name: str) -> Iterator[str]:
             yield ""
             known = {field.name: default_of(field) for field in _documented_fields(base)}
             fields = [f for f in fields if f.name not in known or default_of(f) != known[f.name]]
-        yield from _field_table(fields)
+        yield from _field_table(name, fields)
+        yield ""
+    if found := undescribed(thing):
+        yield from _undescribed_table(name, found)
         yield ""
     if "<locals>" in getattr(thing, "__qualname__", ""):
         yield inspect.getdoc(thing) or ""
@@ -133,6 +145,48 @@ def _entry(name: str) -> Iterator[str]:
         yield ""
 
 
+def undescribed(thing: Any) -> list[inspect.Parameter]:
+    """Return the arguments of a function or constructor that its docstring does not name."""
+    if _documented_fields(thing) or (inspect.isclass(thing) and issubclass(thing, Enum)):
+        return []
+    try:
+        given = inspect.signature(thing).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    text = inspect.getdoc(thing) or ""
+    named = (one for one in given if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL))
+    return [one for one in named if not re.search(rf"\b{one.name}\b", text)]
+
+
+def _undescribed_table(name: str, found: list[inspect.Parameter]) -> Iterator[str]:
+    """Yield the table of arguments whose meaning is the same wherever they are."""
+    words = _words()
+    yield "| argument | type | default | meaning | since |"
+    yield "|---|---|---|---|---|"
+    for one in found:
+        kind = (
+            ""
+            if one.annotation is one.empty
+            else f"`{inspect.formatannotation(one.annotation)}`".replace("'", "")
+        )
+        default = "required" if one.default is one.empty else f"`{one.default!r}`"
+        cells = [f"`{one.name}`", kind, default, words[one.name], since(f"{name}.{one.name}")]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _words() -> dict[str, str]:
+    """The meanings of arguments. Loaded by path: mkdocs runs this file as a hook, and not as a part of a package."""
+    spec = importlib.util.spec_from_file_location(
+        "argument_words", Path(__file__).with_name("argument_words.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    words: dict[str, str] = module.WORDS
+    return words
+
+
 def _documented_fields(thing: Any) -> list[dataclasses.Field[Any]]:
     if not (inspect.isclass(thing) and dataclasses.is_dataclass(thing)):
         return []
@@ -145,16 +199,22 @@ def _documented_base(thing: type) -> type | None:
     return next(filter(_documented_fields, public), None)
 
 
-def _field_table(fields: list[dataclasses.Field[Any]]) -> Iterator[str]:
-    yield "| argument | type | default | meaning |"
-    yield "|---|---|---|---|"
+def since(name: str) -> str:
+    """Return the release that brought a public name, or an argument: `Class.argument`."""
+    return SINCE.get(name, FIRST)
+
+
+def _field_table(name: str, fields: list[dataclasses.Field[Any]]) -> Iterator[str]:
+    yield "| argument | type | default | meaning | since |"
+    yield "|---|---|---|---|---|"
     for field in fields:
         default, rules = default_of(field), rules_in(field)
         given = "required" if default is dataclasses.MISSING else f"`{default!r}`"
         reason = rules.refused or rules.mapped
         meaning = field.metadata["help"] + (f" It {reason}." if reason else "")
         kind = field.type.__name__ if isinstance(field.type, type) else field.type
-        yield f"| `{field.name}` | `{kind}` | {given} | {meaning.replace('|', '&#124;')} |"
+        release = since(f"{name}.{field.name}")
+        yield f"| `{field.name}` | `{kind}` | {given} | {meaning.replace('|', '&#124;')} | {release} |"
 
 
 def _is_public(name: str, value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.cli.test_recipe import GOOD, write
@@ -43,3 +44,10 @@ def test_where_the_values_of_a_recipe_were_set(tmp_path: Path) -> None:
     assert source_of(searched, "seed") == "the search"
     assert settings_beside(searched)["data.max_samples"] == (40, "the search")
     assert source_of(noted(path, tiny=True), "max_steps") == "--tiny"
+
+
+def test_a_built_in_recipe_is_named_without_its_folder() -> None:
+    recipe, draft = open_recipe(None)
+    args = training_arguments(recipe.training, recipe.task)
+    note_recipe(args, recipe, draft)
+    assert re.fullmatch(r"python-docs\.yaml:\d+", source_of(args, "learning_rate"))

@@ -55,7 +55,37 @@ def test_every_argument_of_a_run_has_type_default_and_meaning(pages: dict[str, s
     table = rows(pages["arguments"], "TrainingArguments")
     assert set(table) >= {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     assert table["learning_rate"][1:3] == ["`float`", "`5e-05`"]
-    assert all(len(row) >= 4 and row[3].strip(" |") for row in table.values())
+    assert all(len(row) >= 5 and row[-2].strip() and row[-1].strip(" |") for row in table.values())
+
+
+def test_every_name_and_argument_has_the_release_that_brought_it(
+    reference: ModuleType, pages: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in reference.SINCE:
+        name, _, argument = key.partition(".")
+        fields = getattr(getattr(windlass, name), "__dataclass_fields__", {})
+        assert argument in fields if argument else name in windlass.__all__, key
+    assert windlass.__version__ != reference.FIRST or not reference.SINCE, (
+        "all names are of the first release"
+    )
+    assert "from windlass import Trainer  # since 0.1.0" in pages["trainer"]
+    monkeypatch.setattr(reference, "SINCE", {"Trainer": "0.2.0", "TrainingArguments.seed": "0.3.0"})
+    later = reference.pages()
+    assert "from windlass import Trainer  # since 0.2.0" in later["trainer"]
+    assert rows(later["arguments"], "TrainingArguments")["seed"][-1].strip(" |") == "0.3.0"
+    assert rows(later["arguments"], "TrainingArguments")["optim"][-1].strip(" |") == "0.1.0"
+
+
+def test_every_argument_of_a_public_name_has_a_meaning(reference: ModuleType, pages: dict[str, str]) -> None:
+    things = {name: getattr(windlass, name) for name in windlass.__all__ if reference.page_of(name)}
+    found = {name: [one.name for one in reference.undescribed(thing)] for name, thing in things.items()}
+    words = reference._words()
+    assert not {name: lost for name, named in found.items() if (lost := set(named) - words.keys())}
+    assert not words.keys() - {one for named in found.values() for one in named}, (
+        "those are described elsewhere"
+    )
+    table = rows(pages["optimizers"], "get_linear_schedule_with_warmup")
+    assert table["num_warmup_steps"][2:4] == ["required", "Updates in which the rate rises from 0."]
 
 
 def test_arguments_of_a_subclass_are_those_that_differ(pages: dict[str, str]) -> None:

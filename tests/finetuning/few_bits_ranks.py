@@ -19,7 +19,7 @@ from windlass.dist.sharded import is_sharded, whole
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def run(base: Path, folder: Path, resume: Path | None = None) -> dict[str, Any]:
+def run(base: Path, folder: Path, resume: Path | None = None, first: bool = False) -> dict[str, Any]:
     bits = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32
     )
@@ -34,17 +34,23 @@ def run(base: Path, folder: Path, resume: Path | None = None) -> dict[str, Any]:
             optim="sgd",
             per_device_train_batch_size=4 // WORLD,
             model_init_kwargs={"dtype": "float32"},
-            **({"fsdp": "full_shard"} if WORLD > 1 else {}),
+            **(
+                {"fsdp": "full_shard", "fsdp_config": {"cpu_ram_efficient_loading": first}}
+                if WORLD > 1
+                else {}
+            ),
         ),
         train_dataset=small.table(small.texts(16)),
         processing_class=small.tokenizer(),
         quantization_config=bits,
         peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     )
+    empty = [n for n, p in trainer.model.named_parameters() if p.is_meta and "base_layer" in n]
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     packed = [p for n, p in trainer.model.named_parameters() if "base_layer" in n]
     return {
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+        "empty": len(empty),
         "sharded": bool(packed) and all(is_sharded(p) for p in packed),
         "adapter": {
             n: whole(p.detach()).flatten().tolist()
@@ -58,6 +64,7 @@ def main() -> None:
     base, folder = Path(sys.argv[1]), Path(sys.argv[2])
     found = {
         "whole": run(base, folder / "run"),
+        "sent": run(base, folder / "sent", first=True),
         "resumed": run(base, folder / "run", folder / "run" / "checkpoint-2"),
     }
     (folder / f"{WORLD}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))

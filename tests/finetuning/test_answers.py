@@ -11,7 +11,7 @@ import torch
 from tests.finetuning import small
 from tests.finetuning.trainers import trainer_of
 
-from windlass import SFTTrainer
+from windlass import SFTTrainer, TrainingArguments
 from windlass.core.errors import ConfigError, DataError
 
 pytest.importorskip("transformers")
@@ -203,3 +203,39 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         answering(tmp_path, **changes)
+
+
+def tokenized(row: dict[str, Any], how: str) -> dict[str, Any]:
+    encode = small.tokenizer()
+    prompt, answer = encode(row["prompt"])["input_ids"], [*encode(row["completion"])["input_ids"], 1]
+    ids, mask = [*prompt, *answer], [0] * len(prompt) + [1] * len(answer)
+    if how == "labels":  # padded, as a plain Trainer's rows may be
+        return {
+            "input_ids": [*ids, 0], "labels": [*([-100] * len(prompt)), *answer, -100],
+            "attention_mask": [1] * len(ids) + [0],
+        }  # fmt: skip
+    return {"input_ids": ids, "completion_mask": mask}
+
+
+@pytest.mark.parametrize("how", ["labels", "completion_mask"])
+def test_tokenized_rows_have_the_answers_of_their_texts(tmp_path: Path, how: str) -> None:
+    held = small.prompts(5)
+    found = []
+    for name, rows in (("texts", held), ("tokens", [tokenized(row, how) for row in held])):
+        trainer = answering(tmp_path / name, small.prompts(), eval_dataset=small.table(rows))
+        trainer.train()
+        found.append((answers(tmp_path / name), trainer.evaluate()["eval_token_f1"]))
+    assert found[0] == found[1]
+    assert all(row["reference"] for row in found[0][0])
+
+
+def test_tokenized_rows_without_a_prompt_are_refused(tmp_path: Path) -> None:
+    rows = [tokenized(row, "labels") for row in small.prompts(3)]
+    rows[2]["labels"] = list(rows[2]["input_ids"])
+    with pytest.raises(DataError, match=r"row 2.*none or all"):
+        answering(tmp_path, small.prompts(), eval_dataset=small.table(rows))
+
+
+def test_a_plain_trainer_is_told_who_answers() -> None:
+    with pytest.raises(ConfigError, match=r"eval_prompts=.*SFTTrainer.*tokenized rows"):
+        TrainingArguments("x", eval_prompts=["the cat"])

@@ -336,8 +336,13 @@ def test_a_base_of_four_bits_is_sharded(tmp_path: Path) -> None:
     alone, first, second = (
         json.loads((tmp_path / f"{run}.json").read_text()) for run in ("1-0", "2-0", "2-1")
     )
+    assert (first["sent"].pop("empty"), second["sent"].pop("empty")) == (0, 4), (
+        "the first process alone has them"
+    )
     assert first == second
     assert first["whole"]["sharded"]
+    for key in ("adapter", "losses"):
+        assert first["sent"][key] == first["whole"][key], "the same bits"
     assert first["whole"]["adapter"] == first["resumed"]["adapter"], "the same bits"
     assert len(first["whole"]["losses"]) == 4
     assert first["whole"]["losses"] == pytest.approx(alone["whole"]["losses"], rel=1e-5)
@@ -345,9 +350,18 @@ def test_a_base_of_four_bits_is_sharded(tmp_path: Path) -> None:
         assert first["whole"]["adapter"][key] == pytest.approx(values, rel=1e-3, abs=1e-5), key
 
 
-def test_a_base_of_torchao_is_tuned_saved_and_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_base_of_torchao_is_tuned_saved_and_resumed(tmp_path: Path, bits: int) -> None:
     quantization = pytest.importorskip("torchao.quantization")
+    from torchao.quantization.granularity import PerGroup
     from transformers import TorchAoConfig
+
+    dtypes: Any = torch
+    form = (
+        quantization.Int8WeightOnlyConfig()
+        if bits == 8
+        else quantization.IntxWeightOnlyConfig(dtypes.int4, PerGroup(32))
+    )
 
     from windlass import SFTTrainer
 
@@ -357,11 +371,12 @@ def test_a_base_of_torchao_is_tuned_saved_and_resumed(tmp_path: Path) -> None:
         return SFTTrainer(
             name, small.arguments(tmp_path / folder, save_strategy="steps", **changes),
             train_dataset=small.table(small.texts()), peft_config=lora(),
-            quantization_config=TorchAoConfig(quantization.Int8WeightOnlyConfig()),
+            quantization_config=TorchAoConfig(form),
         )  # fmt: skip
 
     whole = trainer("whole")
-    assert type(whole.model.get_base_model().model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
+    weight = whole.model.get_base_model().model.layers[0].mlp.up_proj.weight
+    assert type(weight).__name__ == {8: "Int8Tensor", 4: "IntxUnpackedToInt8Tensor"}[bits]
     whole.train()
     trainer("cut", save_steps=2).train()
     resumed = trainer("cut")
@@ -369,6 +384,31 @@ def test_a_base_of_torchao_is_tuned_saved_and_resumed(tmp_path: Path) -> None:
     trained = [[w for n, w in t.model.named_parameters() if "lora_" in n] for t in (whole, resumed)]
     assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
     assert any(w.abs().sum() > 0 for n, w in whole.model.named_parameters() if "lora_B" in n)
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "message"),
+    [
+        ("Int8DynamicActivationInt8WeightConfig", {}, "no gradient"),
+        ("Int4WeightOnlyConfig", {"group_size": 32}, "may need a GPU"),
+        ("Int4WeightOnlyConfig", {"group_size": 128}, "none was quantized"),
+    ],
+)
+def test_bases_of_torchao_that_do_not_train_are_refused(
+    tmp_path: Path, form: str, options: dict[str, Any], message: str
+) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    from windlass import SFTTrainer
+    from windlass.core.errors import WindlassError
+
+    name = small.saved(tmp_path / "base", hidden_size=64, intermediate_size=64)
+    with pytest.raises(WindlassError, match=message):
+        SFTTrainer(
+            name, small.arguments(tmp_path), train_dataset=small.table(small.texts()), peft_config=lora(),
+            quantization_config=TorchAoConfig(getattr(quantization, form)(**options)),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", PROMPTS)

@@ -50,3 +50,24 @@ def test_tf32_is_set_only_when_asked() -> None:
         assert torch.backends.cuda.matmul.allow_tf32 is not before[0]
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attention"), [("float64", "eager"), ("float64", "sdpa"), ("float32", "eager")]
+)
+def test_attention_that_becomes_nan_is_warned_of(
+    dtype: str, attention: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Padding more than a window away from the last token of its row sees nothing."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=2,
+    )  # fmt: skip
+    model = transformers.MistralForCausalLM(config).to(getattr(torch, dtype))
+    model.set_attn_implementation(attention)
+    check_precision(PrecisionPlan(), CPU, model)
+    with torch.no_grad():
+        logits = model(torch.ones(1, 8, dtype=torch.int64), torch.tensor([[1, 1, 0, 0, 0, 0, 0, 0]])).logits
+    assert ("window of 2 tokens" in caplog.text) == bool(logits.isnan().any())

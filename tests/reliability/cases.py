@@ -152,6 +152,53 @@ class Narrow(Plain):
         return super().forward(x, index, labels)
 
 
+class Layered(nn.Module):
+    """Layers that can be divided among ranks, and cut into two stages. Dropout draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 2)
+        self.tp_plan = {"up": "colwise", "down": "rowwise"}
+        self.dummy_inputs = {"x": torch.ones(2, 6), "index": torch.arange(2), "labels": torch.arange(2)}
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor, index: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.training and torch.is_grad_enabled():
+            self.seen += index.tolist()
+        logits = self.head(self.norm(self.down(self.drop(torch.relu(self.up(x))))))
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+class Experts(nn.Module):
+    def __init__(self, num_experts: int, width: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = nn.Parameter(torch.randn(num_experts, width, width) / width)
+
+    def forward(self, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return (torch.einsum("tw,tkwv->tkv", states, self.up[chosen]) * weights[..., None]).sum(1)
+
+
+class Mixture(nn.Module):
+    """Experts that can be divided among ranks. Dropout draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.router, self.experts = nn.Linear(6, 8), nn.Linear(8, 4), Experts(4, 8)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(8, 2)
+        self.ep_plan = {"experts": "ep_dispatch_experts", "experts.up": "grouped_gemm"}
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor, index: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.training and torch.is_grad_enabled():
+            self.seen += index.tolist()
+        states = torch.relu(self.body(x))
+        weights, chosen = self.router(states).softmax(-1).topk(2)
+        logits = self.head(self.drop(states + self.experts(states, chosen, weights)))
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
 def adapted() -> nn.Module:
     """All that is trained are an adapter and the layers saved beside it."""
     from peft import LoraConfig, get_peft_model
@@ -184,6 +231,17 @@ def own_callbacks() -> list[Any]:
 def of_ranks(**changes: Any) -> dict[str, Any]:
     """Several ranks share the updates. Batch norm needs two samples at least."""
     return {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **changes}
+
+
+def axes(**changes: Any) -> dict[str, Any]:
+    """Sizes of axes, and other arguments."""
+    sizes = {name: changes.pop(name) for name in list(changes) if name.startswith(("tp_", "pp_", "ep_"))}
+    return of_ranks(parallelism_config=sizes, **changes)
+
+
+def stages(**changes: Any) -> dict[str, Any]:
+    """Two stages, the second of which begins with the norm."""
+    return axes(pp_size=2, pp_split_points=["norm"], **changes)
 
 
 _SHARDED = {"fsdp": "full_shard", "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
@@ -280,11 +338,15 @@ TRIALS = [
         own_disks=True,
         unfit=frozenset({"damage", "stale folders"}),  # of one disk
     ),
+    Trial("two stages of a pipeline", Case(stages(**BY_STEPS), model=Layered, callbacks=own_callbacks), (2,)),
     Trial(
         "micro-batches that memory does not hold",
         Case({"auto_find_batch_size": True, **BY_EPOCHS}, model=Narrow),
         exact=False,
     ),
+    Trial("two ranks that divide layers", Case(axes(tp_size=2, **BY_EPOCHS), model=Layered), (2,)),
+    Trial("two ranks that divide experts", Case(axes(ep_size=2, **BY_STEPS), model=Mixture), (2,)),
+    Trial("four ranks, stages of divided layers", Case(stages(tp_size=2, **BY_EPOCHS), model=Layered), (4,)),
     Trial("one, two and three ranks in turn", Case(_ELASTIC, model=Plain), (1, 2, 3), exact=False),
     Trial("the same, sharded", Case({**_ELASTIC, **_SHARDED}, model=Plain), (1, 2, 3), exact=False),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ import transformers
 from tests.trainer.resume_cases import kill
 from torch import Tensor, nn
 
-from windlass import ParallelismConfig, Trainer, TrainingArguments
+from windlass import ParallelismConfig, Trainer, TrainerCallback, TrainingArguments
 from windlass.dist.gang import leave
 from windlass.dist.sharded import whole
 
@@ -46,6 +46,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", _SIZES | _LATENT),
     "gpt2": ("GPT2Config", {"vocab_size": 23, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64,
                             "bos_token_id": 1, "eos_token_id": 2} | _DROPS),
+    "phi3": ("Phi3Config", _SIZES),
+    "olmoe": ("OlmoeConfig", _SIZES | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "t5": ("T5Config", {"vocab_size": 23, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 4,
+                        "dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0,
+                        "feed_forward_proj": "gated-gelu"}),
 }  # fmt: skip
 
 
@@ -54,7 +59,9 @@ def model(name: str) -> Any:
     kind, options = MODELS[name]
     config = getattr(transformers, kind)(**options)
     # Grouped products are not built in float64.
-    made = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    kind_of_model = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
+    auto = getattr(transformers, f"AutoModelFor{kind_of_model}")
+    made = auto.from_config(config, experts_implementation="eager")
     return made.to(torch.float64)
 
 
@@ -115,6 +122,11 @@ def first_logits(found: Any) -> dict[str, float]:
     return {"logits": float(logits[:, :3].sum())}
 
 
+def killing(step: int, event: str) -> list[TrainerCallback]:
+    """Kills the last rank at an event of update `step`; 0: none is killed."""
+    return [kill(event, step, only_rank=int(os.environ.get("WORLD_SIZE", "1")) - 1)] if step else []
+
+
 KEPT = (
     "loss", "grad_norm", "eval_loss", "eval_logits", "num_input_tokens_seen", "expert_load", "expert_load_max",
     "experts_unused", "aux_loss",
@@ -128,10 +140,11 @@ def train(
     own_loss: bool = False,
     resume: bool | str = False,
     killed_at: int = 0,
+    killed_on: str = "on_step_end",
     **changes: Any,
 ) -> dict[str, list[float]]:
-    """Train and evaluate; return what was reported, and the weights. The last of four ranks is killed at the end of
-    update `killed_at`.
+    """Train and evaluate; return what was reported, and the weights. The last rank is killed at an event of update
+    `killed_at`.
     """
     trainer = Noted(
         model(name),
@@ -141,7 +154,7 @@ def train(
         eval_dataset=samples(7),
         compute_loss_func=None if own_loss else token_loss,
         compute_metrics=first_logits,
-        callbacks=[kill("on_step_end", killed_at, only_rank=3)] if killed_at else None,
+        callbacks=killing(killed_at, killed_on),
     )
     result = trainer.train(resume_from_checkpoint=resume)
     trainer.evaluate()

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from tests.trainer import context_cases
-from tests.trainer.context_cases import KEPT, Noted, arguments, collate, first_logits, samples, token_loss
+from tests.trainer.context_cases import (
+    KEPT,
+    Noted,
+    arguments,
+    collate,
+    first_logits,
+    killing,
+    samples,
+    token_loss,
+)
 from torch import Tensor, nn
 
 from windlass import LossTerms, ParallelismConfig
@@ -88,11 +97,24 @@ class OwnLoss(Noted):
 def made(name: str) -> Any:
     if name in context_cases.MODELS:
         return context_cases.model(name)
+    if name.startswith("adapted "):
+        return adapted(name.partition(" ")[2])
     torch.manual_seed(0)
     if name in ("plain", "skipping"):
         return (Plain() if name == "plain" else Skipping()).double()
     layers = [nn.Embedding(23, 16), Block(), nn.ReLU(), Block(), nn.Linear(16, 23)]
     return nn.Sequential(*layers).double()
+
+
+def adapted(name: str) -> Any:
+    """A model of which low-rank factors are trained."""
+    import peft
+
+    base = context_cases.model(name)
+    torch.manual_seed(1)
+    layers = ["q_proj", "o_proj", "down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=layers, init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(base, config, autocast_adapter_dtype=False)
 
 
 class OfSequence(Noted):
@@ -113,8 +135,10 @@ def train(
     *,
     trainer: str = "",
     own_loss: bool = False,
-    resume: bool = False,
+    resume: bool | str = False,
     evaluate_first: bool = False,
+    killed_at: int = 0,
+    killed_on: str = "on_step_end",
     **changes: Any,
 ) -> dict[str, list[float]]:
     """Train, evaluate and save; return what was reported, and the weights that were saved."""
@@ -129,13 +153,15 @@ def train(
         if own_loss or trainer or changes.get("label_smoothing_factor")
         else token_loss,
         compute_metrics=first_logits,
+        callbacks=killing(killed_at, killed_on),
     )
     if evaluate_first:
         run.evaluate()
     result = run.train(resume_from_checkpoint=resume)
     run.evaluate()
     run.save_model(str(folder / "saved"))
-    saved = load_file(folder / "saved" / "model.safetensors")
+    kind = "adapter_model" if name.startswith("adapted ") else "model"
+    saved = load_file(folder / "saved" / f"{kind}.safetensors")
     head = whole(run.model.get_parameter("lm_head.weight")) if name == "dropping" else torch.zeros(1)
     reported = [[one[key] for key in KEPT if key in one] for one in run.noted]
     return {

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from windlass import Trainer, TrainerCallback, TrainingArguments
 from windlass.core.module_state import state_of
-from windlass.dist.flat import FlatParts
+from windlass.dist.sharded import local
 
 SAMPLES = 36  # in updates of 8: five an epoch, the last one of 4
 
@@ -200,13 +199,6 @@ def bits(trainer: Trainer) -> str:
             value = value if isinstance(value, Tensor) else torch.as_tensor(value)
             digest.update(name.encode() + local(value).numpy().tobytes())
     return digest.hexdigest()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    if isinstance(tensor, FlatParts):
-        return tensor.mine
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,25 @@ def check_continued(
                 assert np.abs(np.array(ours) - np.array(theirs)).max() <= DOUBLE, name
 
 
+def check_killed(
+    run: Run, script: Path, folder: Path, case: Case, ranks: int, steps: Sequence[int], updates: int = 6
+) -> None:
+    """A run whose last rank is killed at the end of some updates, and before the update of others, and continued each
+    time, ends with the bits of one that was not.
+    """
+    model, layout, changes = case
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": updates, "resume": "auto", **changes}
+    whole = run(ranks, {"x": (model, layout, saving)}, folder / "whole")
+    killed = folder / "killed"
+    killed.mkdir()
+    for number, step in enumerate(steps):
+        event = ("on_step_end", "on_pre_optimizer_step")[number % 2]
+        struck: Case = (model, layout, {**saving, "killed_at": step, "killed_on": event})
+        assert "eval_loss" not in launch(ranks, script, killed, json.dumps({"x": struck}), expect=1)
+    found = run(ranks, {"x": (model, layout, saving)}, killed)
+    assert [one["x"]["weights"] for one in found] == [one["x"]["weights"] for one in whole]
+
+
 def resumed(cases: dict[str, Case]) -> dict[str, Case]:
     return {
         name: (model, parallel, {**changes, "resume": True})
@@ -165,8 +184,23 @@ def test_layers_divided_among_two_ranks_equal_one_process(run: Run) -> None:
     cases: dict[str, Case] = {
         "a head in parts": ("even", TENSOR, {}),
         "tied, norms of heads": ("qwen3", TENSOR, {}),
+        "experts": ("qwen3_moe", TENSOR, {}),
+        "a plan of the family, weights with inputs in rows": ("gpt2", TENSOR, {}),
+        "encoder and decoder": ("t5", TENSOR, {"own_loss": True}),
     }
     check_equal(run, 2, cases, {})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_layers_of_other_families_equal_one_process(run: Run) -> None:
+    names = ("mixtral", "balanced", "olmoe", "deepseek_v3", "gpt_oss", "phi3")
+    check_equal(run, 2, {name: (name, TENSOR, {}) for name in names}, {})
+    one = {"per_device_train_batch_size": 1}
+    shards = {"tp_size": 2, "dp_shard_size": 2}
+    cases: dict[str, Case] = {name: (name, shards, one) for name in ("mixtral", "gpt2")}
+    cases["t5"] = ("t5", shards, {**one, "own_loss": True})
+    check_equal(run, 4, cases, {}, {"per_device_train_batch_size": 2})
 
 
 @pytest.mark.dist
@@ -225,17 +259,9 @@ def test_shards_of_divided_layers_are_continued_on_any_layout_and_back(run: Run,
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_killed_run_of_shards_of_divided_layers_ends_with_the_same_bits(run: Run, tmp_path: Path) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "fsdp": True, "resume": "auto"}
-    case: Case = ("tied", {"tp_size": 2, "dp_shard_size": 2}, saving)
-    whole = run(4, {"x": case}, tmp_path / "whole")
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    for step in (3, 5):
-        killed: Case = (case[0], case[1], {**saving, "killed_at": step})
-        said = launch(4, CASES, folder, json.dumps({"x": killed}), expect=1)
-        assert "eval_loss" not in said
-    found = run(4, {"x": case}, folder)
-    assert [one["x"]["weights"] for one in found] == [one["x"]["weights"] for one in whole]
+    check_killed(
+        run, CASES, tmp_path, ("tied", {"tp_size": 2, "dp_shard_size": 2}, {"fsdp": True}), 4, (3, 5)
+    )
 
 
 @pytest.mark.slow

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 from tests.dist.launch import launch
-from tests.trainer.test_context_runs import CASES, Case, Results, Run, check_continued, check_equal
+from tests.trainer.test_context_runs import (
+    CASES,
+    Case,
+    Results,
+    Run,
+    check_continued,
+    check_equal,
+    check_killed,
+)
 
 pytest.importorskip("transformers")
 EXPERTS, ONE, TWO = {"ep_size": 2}, {"per_device_train_batch_size": 1}, {"per_device_train_batch_size": 2}
@@ -59,6 +67,20 @@ def test_experts_with_replicas_and_shards(run: Run) -> None:
         "one expert each": ("gpt_oss", {"ep_size": 4}, ONE),
     }
     check_equal(run, 4, cases, {}, {"per_device_train_batch_size": 4})
+
+
+@pytest.mark.dist
+def test_a_killed_run_of_divided_experts_ends_with_the_same_bits(run: Run, tmp_path: Path) -> None:
+    check_killed(run, CASES, tmp_path, ("balanced", EXPERTS, {**ONE, "own_loss": True}), 2, (2,), updates=4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("changes", [{}, {"fsdp": True}])
+def test_killed_runs_of_experts_end_with_the_same_bits(
+    run: Run, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    check_killed(run, CASES, tmp_path, ("mixtral", EXPERTS, {**ONE, **changes}), 4, (2, 3, 5))
 
 
 @pytest.mark.dist

@@ -17,6 +17,7 @@ from tests.trainer.test_context_runs import (
     Run,
     check_continued,
     check_equal,
+    check_killed,
     resumed,
     rewind,
 )
@@ -53,6 +54,7 @@ def test_two_stages_equal_one_process(run: Run) -> None:
         "tied": ("tied", TWO, {}),
         "there and back": ("tied", V, {}),
         "a loss of the script's": ("llama", TWO, {"trainer": "own"}),
+        "an adapter": ("adapted tied", TWO, {}),
         "a model of the script's": ("plain", {**of_schedule("GPipe"), "pp_split_points": ["second"]}, {}),
     }
     check_equal(run, 2, cases, {})
@@ -137,6 +139,8 @@ def test_divided_and_sharded_stages_of_other_models_and_schedules(run: Run) -> N
         "learned positions": ("gpt2", SHARDS, one),
         "recomputed shards": ("qwen3", SHARDS, {**one, "gradient_checkpointing": True}),
         "a loss of the script's": ("llama", TENSOR, {"trainer": "own"}),
+        "an adapter": ("adapted llama", TENSOR, {}),
+        "an adapter in shards": ("adapted tied", SHARDS, one),
         "the loss without logits": ("llama", TENSOR, {"own_loss": True}),
         "the model's own loss": ("llama", TENSOR, {"own_loss": True, "lean_loss": False}),
     }
@@ -162,6 +166,33 @@ def test_stages_with_two_other_axes_equal_one_process(run: Run) -> None:
 def test_divided_stages_are_continued_on_any_layout(run: Run, tmp_path: Path) -> None:
     shards: Case = ("tied", SHARDS, {**SAVING, "per_device_train_batch_size": 1})
     check_continued(run, tmp_path, {"x": ("tied", TENSOR, SAVING)}, {"x": shards}, ranks=4, first=4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [TWO, TENSOR])
+def test_adapters_of_stages_are_continued_on_any_layout(
+    run: Run, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    shards: Case = ("adapted tied", SHARDS, {**SAVING, "per_device_train_batch_size": 1})
+    first = 4 if "tp_size" in layout else 2
+    check_continued(
+        run, tmp_path, {"x": ("adapted tied", layout, SAVING)}, {"x": shards}, ranks=4, first=first
+    )
+
+
+@pytest.mark.dist
+def test_a_killed_run_of_divided_stages_ends_with_the_same_bits(run: Run, tmp_path: Path) -> None:
+    check_killed(run, CASES, tmp_path, ("tied", TENSOR, {}), 4, (2,), updates=4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [TWO | {"dp_replicate_size": 2}, V | {"tp_size": 2}, SHARDS])
+def test_killed_runs_of_stages_end_with_the_same_bits(
+    run: Run, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    check_killed(run, CASES, tmp_path, ("dropping", layout, {}), 4, (2, 3, 5))
 
 
 @pytest.mark.slow

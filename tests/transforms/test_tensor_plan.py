@@ -74,3 +74,26 @@ def test_sizes_that_the_ranks_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"tp_size=4: must divide num_key_value_heads, which is 2"):
         chosen_layers(model, 4)
     assert "lm_head" in chosen_layers(model, 2)
+
+
+def test_families_without_a_plan_have_one_and_layers_of_experts_are_divided() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 12, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    assert {name: style for name, (_, style) in chosen_layers(gpt2, 2).items()} == {
+        "transformer.wte": "embedding_rowwise",
+        "transformer.h.0.attn.c_attn": "colwise_gather_output",
+        "transformer.h.0.attn.c_proj": "rowwise_split_input",
+        "transformer.h.0.mlp.c_fc": "colwise",
+        "transformer.h.0.mlp.c_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    }
+    options = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 6}
+    experts = {"num_local_experts": 4, "num_key_value_heads": 6, "vocab_size": 12, "head_dim": 2}
+    mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**options, **experts))
+    assert chosen_layers(mixtral, 2)["model.layers.0.mlp.experts"][1] == "moe_tp_experts"
+    with pytest.raises(
+        ConfigError,
+        match=r"tp_size=3: must divide the experts of model.layers.0.mlp.experts, which are 4",
+    ):
+        chosen_layers(mixtral, 3)

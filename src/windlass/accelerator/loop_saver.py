@@ -48,7 +48,7 @@ class _UnderWay:
     """A save in the background, and the lock of its folder."""
 
     saver: Saver
-    lock: SaveLock
+    lock: RunLock
 
 
 class LoopSaver:
@@ -81,7 +81,8 @@ class LoopSaver:
         place = self._places.find(None if numbered else output_dir, "output_dir")
         manager, shown = self._places.to_write(place), place.shown(step)
         saver = Saver(manager, self._all_ranks, self._memory, SeenCommit())
-        lock = SaveLock(manager.store, step)
+        # Two loops never save to the same folder at the same time.
+        lock = RunLock(manager.store.root, f".windlass-{manager.store.path_for(step).name}.lock")
 
         def ended(folder: Path | None) -> None:
             self._under_way = None
@@ -91,7 +92,7 @@ class LoopSaver:
                 raise CheckpointError(f"{shown} was not saved: {failure}") from failure
 
         try:
-            lock.take()
+            _take(lock, manager.store, step)
             if numbered:
                 self._refuse_existing(manager, step)
             self._write(saver, step, background, ended)
@@ -329,22 +330,12 @@ def _is_divided(store: Store, newest: bool) -> bool:
     return any(not info.complete for info in chosen)
 
 
-class SaveLock:
-    """A lock that keeps two loops from saving to the same folder at the same time."""
+def _take(lock: RunLock, store: Store, step: int) -> None:
+    """Take the lock, or raise `FolderInUse` after a few seconds. Collective."""
 
-    def __init__(self, store: Store, step: int) -> None:
-        self._store, self._step = store, step
-        self._lock = RunLock(store.root, f".windlass-{store.path_for(step).name}.lock")
+    def take() -> None:
+        if store.is_writer:
+            store.root.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
 
-    def take(self) -> None:
-        """Take the lock, or raise `FolderInUse` after a few seconds. Collective."""
-
-        def take() -> None:
-            if self._store.is_writer:
-                self._store.root.mkdir(parents=True, exist_ok=True)
-                self._lock.acquire()
-
-        self._store.on_all_ranks(self._step, take)
-
-    def release(self) -> None:
-        self._lock.release()
+    store.on_all_ranks(step, take)

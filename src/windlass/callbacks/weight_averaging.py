@@ -13,6 +13,7 @@ from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.config.refusal import refuse
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.events import TrainerState
+from windlass.core.module_state import kept_elsewhere
 from windlass.core.types import State
 from windlass.dist.sharded import copy_whole_, local, whole_on_first
 
@@ -59,6 +60,10 @@ class SWACallback(TrainerCallback):
     def on_train_begin(
         self, args: Args, state: TrainerState, control: Control, model: Any = None, **kwargs: Any
     ) -> None:
+        elsewhere = kept_elsewhere(model)
+        if elsewhere is not None and elsewhere.in_stages:
+            fix = "averages weights, which is not built for pipelines: leave it out, or set pp_size=1"
+            raise ConfigError(Problem("callbacks", type(self).__name__, fix))
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         short = canonical_names(named)
         self._trained = {short[name]: p for name, p in named.items()}

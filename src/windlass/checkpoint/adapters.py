@@ -160,12 +160,16 @@ class KnownAdapter:
         # A change in place increases the version of a weight; another weight has another address.
         values = values_of(self._model)
         held = [values[name] for name, p in self._model.named_parameters() if not p.requires_grad]
-        frozen = [
-            (id(value), address(local(value)), getattr(value, "mine", value)._version) for value in held
-        ]
+        frozen = [(id(value), address(local(value)), _version_of(value)) for value in held]
         if self._frozen != frozen:
             self._frozen, self._fingerprint = frozen, self._adapter.fingerprint()
         return self._fingerprint
+
+
+def _version_of(value: Tensor) -> int:
+    """How often a weight, or this rank's part of it, was changed in place."""
+    mine: Tensor | None = getattr(value, "mine", value)
+    return 0 if mine is None else mine._version
 
 
 def _names_in_file(model: nn.Module, adapter: str, state: Mapping[str, Tensor]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from windlass.core.rng import set_seed
 from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
 from windlass.data.collate_default import default_data_collator
-from windlass.trainer.instead import in_place_of_run
+from windlass.trainer.instead import takes_place
 
 if TYPE_CHECKING:
     from windlass.finetuning.sft_config import SFTConfig
@@ -51,8 +51,7 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     check_model_type(recipe.model)
     if holds_images(parts.train):
         name, processing_class = image_model(recipe, parts.tokenizer, args.seed)
-    elif name is None and in_place_of_run() is not None:
-        # Nothing is trained, so weights are not needed.
+    elif name is None and takes_place():
         name = new_base(recipe.base or BaseSpec(), parts.tokenizer)
     elif name is None:
         _check_rows(parts, args)

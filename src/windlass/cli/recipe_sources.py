@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
 from windlass.cli.argument_table import Argument, all_arguments
+from windlass.cli.built_in_recipes import FOLDER
 from windlass.cli.launching.from_files import from_recipe
 from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import Recipe
@@ -30,8 +32,13 @@ def note_recipe(
     others = {argument.dotted: (value, _origin(draft, argument)) for argument, value in _others(recipe)}
     sources |= dict.fromkeys(chosen, _SEARCH)
     others |= {name: (others[name][0], _SEARCH) for name in chosen if name in others}
-    of_training = {name.removeprefix("training."): place for name, place in sources.items()}
-    note_sources(args, of_training, others)
+    of_training = {name.removeprefix("training."): _shown(place) for name, place in sources.items()}
+    note_sources(args, of_training, {name: (value, _shown(place)) for name, (value, place) in others.items()})
+
+
+def _shown(origin: str) -> str:
+    """A place in a built-in recipe by its name alone: `python-docs.yaml:12`."""
+    return origin.removeprefix(f"{FOLDER}{os.sep}")
 
 
 def _training(args: TrainingArguments, recipe: Recipe, draft: RecipeDraft) -> Iterator[tuple[str, str]]:

@@ -34,6 +34,16 @@ HABITS = {
     "clip_grad_norm": "max_grad_norm",
     "accumulate_grad_batches": "gradient_accumulation_steps",
 }
+# Arguments of other classes that people look for in this one.
+_ANSWERS = (
+    "is of trainers that know the prompts of their rows: use SFTConfig with SFTTrainer for a causal model, which takes "
+    "tokenized rows too, or Seq2SeqTrainingArguments with Seq2SeqTrainer"
+)
+_ELSEWHERE = dict.fromkeys(
+    ("predict_with_generate", "eval_prompts", "eval_prompts_limit", "eval_metrics", "generation_max_new_tokens",
+     "generation_max_length", "generation_num_beams", "generation_do_sample"),
+    _ANSWERS,
+)  # fmt: skip
 
 
 Instance = TypeVar("Instance")
@@ -147,7 +157,11 @@ def _settle_twins(arguments: dict[str, Any]) -> None:
 def _unknown(arguments: Mapping[str, Any], names: tuple[str, ...]) -> list[Problem]:
     known = [*names, *OLD_NAMES]
     return [
-        Problem(name, value, f"there is no such argument{did_you_mean(HABITS.get(name, name), known)}")
+        Problem(
+            name,
+            value,
+            _ELSEWHERE.get(name) or f"there is no such argument{did_you_mean(HABITS.get(name, name), known)}",
+        )
         for name, value in arguments.items()
         if name not in names
     ]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
+from windlass.core.run_clock import BACKWARD
 from windlass.data.update_batch import UpdateBatch
 from windlass.engine.executor import StepHooks, StepResult
 from windlass.engine.native import NativeExecutor
@@ -125,12 +126,14 @@ class FusedExecutor(NativeExecutor):
     def _run(self, what: Pass, loss: Tensor, retain_graph: bool = False) -> None:
         self._pass, self._square = what, None
         self._groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        before = self._clock.enter(BACKWARD)
         try:
             self._scaler.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             if what is not Pass.KEEP:
                 for parameter in self.strategy.left_over():
                     self._use(parameter)
         finally:
+            self._clock.enter(before)
             self._pass = Pass.KEEP
 
     def _take_norm(self) -> Tensor:

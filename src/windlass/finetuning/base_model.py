@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -17,16 +18,22 @@ from windlass.optim.registry import bitsandbytes_library
 logger = get_job_logger(__name__)
 
 _PURPOSE = "fine-tune a language model"
+# Options of `from_pretrained` that decide about weights as they are read.
+_NEED_WEIGHTS = frozenset(
+    {"quantization_config", "device_map", "state_dict", "tp_plan", "gguf_file", "variant"}
+)
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def open_model(model: Any, args: TuningConfig, quantization_config: Any) -> nn.Module:
+def open_model(model: Any, args: TuningConfig, quantization_config: Any, *, empty: bool = False) -> nn.Module:
     """Return the model to tune.
 
     Args:
         model: a module; a name or folder, which is loaded with the class that its config names, in float32 unless
             `model_init_kwargs["dtype"]` is set; or a config of transformers, for new weights.
         quantization_config: how a loaded model is quantized.
+        empty: a model given by name has no weights: another process reads them, and sends them. One that is quantized
+            is read nevertheless.
 
     Raises:
         ConfigError: `quantization_config` is given twice, or a wrong dtype.
@@ -45,12 +52,13 @@ def open_model(model: Any, args: TuningConfig, quantization_config: Any) -> nn.M
     if not isinstance(model, str):
         fix = "give a model, its name or folder, or a config of transformers"
         raise ConfigError(Problem("model", type(model).__name__, fix))
-    return load_model(model, load_options(args, quantization_config))
+    return load_model(model, load_options(args, quantization_config), empty)
 
 
-def load_model(name: str, options: dict[str, Any]) -> nn.Module:
-    """`from_pretrained` of the class that the model's config names, else of `AutoModelForCausalLM`. Raises ModelError
-    if it cannot be loaded, and ConfigError for options that it does not take.
+def load_model(name: str, options: dict[str, Any], empty: bool = False) -> nn.Module:
+    """`from_pretrained` of the class that the model's config names, else of `AutoModelForCausalLM`; on the meta device,
+    without reading any weights, if `empty`. Raises ModelError if it cannot be loaded, and ConfigError for options that
+    it does not take.
     """
     transformers = require("transformers", _PURPOSE)
     of_config = {
@@ -60,9 +68,21 @@ def load_model(name: str, options: dict[str, Any]) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(name, **of_config)
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
         kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+        if empty and not (options.keys() & _NEED_WEIGHTS or hasattr(config, "quantization_config")):
+            return _without_weights(kind, config, name, options)
         loaded: nn.Module = kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         raise ModelError(f"the model {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
+    except RuntimeError as error:
+        if "quantization_config" not in options:
+            raise
+        how = type(
+            getattr(options["quantization_config"], "quant_type", options["quantization_config"])
+        ).__name__
+        raise ModelError(
+            f"the model {name!r} cannot be quantized with {how} here: it may need a GPU, or other sizes of layers. "
+            f"transformers: {' '.join(str(error).split())}"
+        ) from error
     except ImportError as error:  # of flash_attn, or what a quantization needs
         attention = options.get("attn_implementation")
         fix = f"needs a package that is not installed: {str(error).splitlines()[0]}"
@@ -72,6 +92,27 @@ def load_model(name: str, options: dict[str, Any]) -> nn.Module:
     except TypeError as error:  # options that are no settings of its config are given to its constructor
         raise ConfigError(Problem("model_init_kwargs", options, f"cannot be used: {error}")) from error
     return loaded
+
+
+def _without_weights(kind: Any, config: Any, name: str, options: dict[str, Any]) -> nn.Module:
+    """The model as `from_pretrained` makes it, on the meta device."""
+    dtype, before = options["dtype"], torch.get_default_dtype()
+    if not isinstance(dtype, torch.dtype):  # "auto"
+        dtype = getattr(config, "dtype", None) or before
+    config.dtype = dtype
+    if options.get("attn_implementation") is not None:
+        config._attn_implementation = options["attn_implementation"]
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model: Any = kind(config)
+    finally:
+        torch.set_default_dtype(before)
+    model.tie_weights()
+    with contextlib.suppress(OSError):  # most models have no such file
+        model.generation_config = type(model.generation_config).from_pretrained(name)
+    empty: nn.Module = model.eval()
+    return empty
 
 
 def load_options(args: TuningConfig, quantization_config: Any) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.types import EvalLoopOutput
 from windlass.finetuning.answer_checks import answers_anything
 from windlass.finetuning.answering import AnsweringModel
 from windlass.finetuning.fine_tuner import FineTuner
@@ -21,6 +22,7 @@ from windlass.finetuning.sft_parts import Given, build_sft_parts
 from windlass.metrics.tokens import TargetCounter
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.document_attention import OwnAttention, documents_apart, refuse_leaks
+from windlass.transforms.first_rank import has_weights
 from windlass.transforms.lean_loss import lean_causal_lm_loss
 from windlass.transforms.linear_cross_entropy import LossOptions
 
@@ -127,7 +129,7 @@ class SFTTrainer(FineTuner):
 
     def _check_documents(self) -> None:
         """Refuse a model that lets packed documents see each other."""
-        if self.args.joins_rows:
+        if self.args.joins_rows and has_weights(self.model):
             with self._documents_apart(), self.compute_loss_context_manager():
                 refuse_leaks(self.model)
                 if self._data.images is not None:
@@ -151,6 +153,17 @@ class SFTTrainer(FineTuner):
 
     def _prepared(self, datasets: Any) -> Any:
         return self._data.prepare_all(datasets, self.args.packs_evaluation)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As `FineTuner.evaluation_loop`. Raises ModelError if a process has no weights yet."""
+        shard = self._plan.dist.shard
+        first_reads = shard is not None and shard.ram_efficient
+        if first_reads and not all(self._session.all_ranks.gather_objects(has_weights(self.model))):
+            raise ModelError(
+                "with cpu_ram_efficient_loading the first process alone has the weights until train() divides "
+                "them: evaluate after training or with eval_on_start=True, or set it to false"
+            )
+        return super().evaluation_loop(*args, **kwargs)
 
     # --- loss -------------------------------------------------------------------------------------------------------
 

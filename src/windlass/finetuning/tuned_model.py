@@ -21,7 +21,9 @@ from windlass.finetuning.peft_adapters import add_adapter, is_peft_model, is_qua
 from windlass.finetuning.templates import adopt_template
 from windlass.finetuning.tuning_config import LORA_B, TuningConfig
 from windlass.trainer.defaults import seed_all
+from windlass.transforms.buffers import inner_tensors
 from windlass.transforms.few_bits import keep_trainable
+from windlass.transforms.first_rank import to_meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ def open_tuned_model(
     quantization_config: Any = None,
     peft_config: Any = None,
     with_images: bool = False,
+    may_be_empty: bool = False,
 ) -> TunedModel:
     """Load or build the model and its tokenizer, and add the adapter. Seeds all random generators.
 
@@ -56,14 +59,19 @@ def open_tuned_model(
         quantization_config: how a loaded model is quantized.
         peft_config: the adapter to train; the model's own weights are frozen.
         with_images: a processor is looked for, instead of a tokenizer.
+        may_be_empty: with `cpu_ram_efficient_loading` only the first rank has weights, until the model is sharded.
 
     Raises:
         ConfigError, ModelError, TypeError: what cannot be loaded, or not combined.
     """
     seed_all(args)  # new weights and new adapters are drawn from these generators
-    opened = open_model(model, args, quantization_config)
+    empty = may_be_empty and _receives_weights(args)
+    opened = open_model(model, args, quantization_config, empty=empty)
     keep_trainable(opened)
+    _check_torchao(opened)
     _check_sharding(args, opened)
+    if empty and is_quantized(opened):  # its scales had to be read; the packed weights are sent
+        to_meta(opened)
     processing_class = open_tokenizer(processing_class, opened, args, with_images)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     new_tokens = adopt_template(getattr(args, "chat_template_path", None), opened, processing_class)
@@ -86,6 +94,33 @@ def _check_loraplus(args: TuningConfig, model: nn.Module) -> None:
         raise ConfigError(Problem("loraplus_lr_ratio", ratio, fix))
 
 
+def _receives_weights(args: TuningConfig) -> bool:
+    """Return True if another process reads the weights and sends them."""
+    world = world_from_environment()
+    shard = resolve_parallel(args, world).dist.shard
+    return shard is not None and shard.ram_efficient and world.rank != 0
+
+
+def _check_torchao(model: nn.Module) -> None:
+    """Raise ConfigError if torchao quantized no layer, or no gradient passes through those that it did."""
+    config: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    form = getattr(config, "quant_type", None)
+    if form is None:
+        return
+    fix = ""
+    if "DynamicActivation" in type(form).__name__:
+        fix = (
+            "rounds the inputs of layers, and torchao passes no gradient on through them: use a form for weights alone "
+            "(Int8WeightOnlyConfig, IntxWeightOnlyConfig), or train all weights with qat"
+        )
+    elif not any(map(inner_tensors, model.parameters())):
+        fix = (
+            "fits no layer of the model, so that none was quantized; compare its group_size with their sizes"
+        )
+    if fix:
+        raise ConfigError(Problem("quantization_config", type(form).__name__, fix))
+
+
 def _check_sharding(args: TuningConfig, model: nn.Module) -> None:
     """Raise ConfigError for a quantized model under FSDP2, unless its packed weights have the shape of a column of
     floating-point numbers: FSDP2 divides those like any other weight, and their scales stay on each process.
@@ -94,7 +129,10 @@ def _check_sharding(args: TuningConfig, model: nn.Module) -> None:
         return
     packed = [p for p in model.parameters() if hasattr(p, "quant_state")]
     if not packed:
-        fix = "does not divide weights of few bits but NF4 and FP4 of bitsandbytes; train without fsdp"
+        fix = (
+            "divides weights of few bits of bitsandbytes alone (NF4 and FP4); those of torchao have no storage of "
+            "their own, which FSDP2 needs: use bitsandbytes, or several processes without fsdp"
+        )
         raise ConfigError(Problem("fsdp", args.fsdp, fix))
     whole = {p.dtype for p in model.parameters()} - {p.dtype for p in packed}
     stored = next(iter(packed)).dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,10 @@ from torch import Tensor, nn
 from windlass.config.plan import Float8Plan, PrecisionPlan
 from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
+from windlass.core.logs import get_job_logger
 from windlass.core.optional import install_command, is_available
+
+_log = get_job_logger(__name__)
 
 _FLOAT8_SINCE = (8, 9)  # Ada; Hopper and later have it too
 
@@ -22,7 +26,24 @@ def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module 
     problems = [*_device_problems(plan, device)]
     if model is not None:
         problems += _weight_problems(model.named_parameters())
+        _warn_of_infinite_masks(model)
     refuse(problems)
+
+
+def _warn_of_infinite_masks(model: nn.Module) -> None:
+    """Warn of the "eager" attention of transformers in float64, whose softmax in float32 makes its mask infinite: a
+    token that sees no other one, as padding more than a window away from the last token of its row, becomes NaN.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    window = getattr(text, "sliding_window", None)
+    eager = getattr(text, "_attn_implementation", None) == "eager"
+    if window and eager and any(p.dtype is torch.float64 for p in model.parameters()):
+        _log.warning(
+            "attn_implementation='eager' in float64: rows that are padded by more than the window of %d tokens become "
+            "NaN in the attention of transformers; load the model with attn_implementation='sdpa'",
+            window,
+        )
 
 
 def check_weights(optimizer: torch.optim.Optimizer) -> None:

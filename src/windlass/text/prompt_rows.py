@@ -8,6 +8,7 @@ from typing import Any
 
 from windlass.core.errors import DataError
 from windlass.text.chat_template import ChatTemplate
+from windlass.text.encoder import IGNORED
 from windlass.text.forms import Form, checked_messages, recognise_form, standardised
 from windlass.text.located_rows import RowError
 
@@ -88,8 +89,10 @@ class PromptReader:
 
     def _of_row(self, row: Any, number: int) -> PromptRow:
         form = recognise_form(row, self._text_field)
-        if form in (Form.TOKENIZED, Form.TEXT):
+        if form is Form.TEXT:
             raise DataError(f"{_NO_PROMPT}; it has the form {form.value!r}")
+        if form is Form.TOKENIZED:
+            return self._of_tokens(number, standardised(row, form, self._text_field, False))
         found = standardised(row, form, self._text_field, bool(self._tokenizer.chat_template))
         if isinstance(found.get("prompt"), str):
             return self._of_text(number, found["prompt"], found["completion"])
@@ -112,6 +115,22 @@ class PromptReader:
         text = self._template.text(asked, add_generation_prompt=True, **options)
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return self._checked(PromptRow(number, text, list(ids), reference))
+
+    def _of_tokens(self, number: int, row: Mapping[str, list[int]]) -> PromptRow:
+        """The last trained piece of the row is the reference, and what precedes it the prompt."""
+        ids, kept = row["input_ids"], row.get("attention_mask") or [1] * len(row["input_ids"])
+        masks = [row[name] for name in ("assistant_masks", "completion_mask") if name in row]
+        trained = [all(bits) for bits in zip(*masks, strict=True)] if masks else [False] * len(ids)
+        if "labels" in row:
+            trained = [label != IGNORED for label in row["labels"]]
+        held = [(token, bool(learnt)) for token, learnt, here in zip(ids, trained, kept, strict=True) if here]
+        end = max((at + 1 for at, (_, learnt) in enumerate(held) if learnt), default=0)
+        start = max((at + 1 for at, (_, learnt) in enumerate(held[:end]) if not learnt), default=0)
+        if not 0 < start < end:
+            raise DataError(f"{_NO_PROMPT}; of its tokens none or all are trained on")
+        before, answer = ([token for token, _ in part] for part in (held[:start], held[start:end]))
+        reference = self._tokenizer.decode(answer, skip_special_tokens=True).strip()
+        return PromptRow(number, self._tokenizer.decode(before), before, reference)
 
     def _of_text(self, number: int, prompt: str, reference: str | None) -> PromptRow:
         """Special tokens are added as in training, but for the end token."""

@@ -38,6 +38,7 @@ from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.world import World
 from windlass.data.collate_default import auto_collate
 from windlass.data.collate_pad import DataCollatorWithPadding
+from windlass.transforms.first_rank import has_weights
 from windlass.transforms.placing import to_device
 from windlass.transforms.quantization_aware import apply_qat as apply_qat
 
@@ -235,8 +236,12 @@ def default_collator(tokenizer: Any) -> Callable[[list[Any]], Any]:
 
 
 def place_model(model: nn.Module, device: torch.device) -> None:
-    """Move the model to `device`, unless a device map or a quantized loader has put its parts on devices."""
+    """Move the model to `device`, unless a device map or a quantized loader has put its parts on devices, or it has no
+    weights yet.
+    """
     device_map = getattr(model, "hf_device_map", None) or {}
+    if not has_weights(model):
+        return
     if len(set(device_map.values())) <= 1 and getattr(model, "quantization_method", None) is None:
         to_device(model, device)
 

@@ -18,7 +18,7 @@ from windlass.transforms.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What a call of `train()` would run with; nothing of it was prepared.
+    """What a call of `train()` makes its run of; nothing of it is prepared.
 
     Attributes:
         optimizer: one that the script made before.
@@ -48,6 +48,12 @@ def instead_of_runs(call: Instead) -> Iterator[None]:
         _chosen.remove(call)
 
 
-def in_place_of_run() -> Instead | None:
-    """Return what takes the place of a run; None: it is run."""
-    return _chosen[-1] if _chosen else None
+def takes_place() -> bool:
+    """Return True if something takes the place of a run, so that nothing is trained."""
+    return bool(_chosen)
+
+
+def give_way(request: Callable[[], RunRequest]) -> None:
+    """Call what takes the place of a run, if something does."""
+    if _chosen:
+        _chosen[-1](request())

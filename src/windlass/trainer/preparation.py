@@ -34,6 +34,7 @@ from windlass.trainer.compare_ranks import check_call_alike, check_plan_alike
 from windlass.trainer.continuing import ForeignPlace, find_place
 from windlass.trainer.defaults import align_special_tokens, warn_of_spare_devices
 from windlass.trainer.hooks import WATCHED, TrainHooks, loss_hooks, replaced
+from windlass.trainer.instead import RunRequest
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.loading import group_source
 from windlass.trainer.model_writer import ModelWriter
@@ -88,17 +89,9 @@ def begin_call(
 
 
 def prepare_run(
-    args: TrainingArguments, services: Services, hooks: TrainHooks, interruption: Interruption, folder: RunFolder,
-    resume: Any, *, optimizer: torch.optim.Optimizer | None, tokenizer: Any,
-    new_files: Callable[[Strategy], ModelWriter],
-) -> tuple[Run, ModelWriter, Checkpoint | None, ForeignPlace | None]:  # fmt: skip
+    request: RunRequest, interruption: Interruption, folder: RunFolder, resume: Any
+) -> tuple[Run, ModelWriter, Checkpoint | None, ForeignPlace | None]:
     """Choose the checkpoint, resolve the plan, and build all parts. Nothing is trained or loaded yet. Collective.
-
-    Args:
-        args: the arguments; they are a plan by now, and nothing below reads anything else.
-        optimizer: one that the script made before.
-        tokenizer: whose special tokens the model's configuration gets.
-        new_files: makes the writer of the model on its strategy.
 
     Returns:
         The run, the writer of its model, the checkpoint that it continues (None for a fresh run), and the position of a
@@ -107,6 +100,8 @@ def prepare_run(
     Raises:
         ConfigError, CheckpointError, ModelError, RankMismatchError: whatever can be known to be wrong before training.
     """
+    # The arguments are a plan by now: nothing below reads anything else.
+    args, services, hooks, tokenizer = request.args, request.services, request.hooks, request.tokenizer
     session, events = services.session, services.events
     services.evaluator.check_trainable(hooks.model)
     opener = CheckpointSource(session.all_ranks, folder, folder.manager(Retention()))
@@ -125,9 +120,9 @@ def prepare_run(
         created = hooks.create_optimizer(steps)
         return created
 
-    built = build(hooks.model, create, plan, session.device, session.loss_ranks, optimizer)
+    built = build(hooks.model, create, plan, session.device, session.loss_ranks, request.optimizer)
     try:
-        files = new_files(built.executor.strategy)
+        files = request.new_files(built.executor.strategy)
         _check_built(built, plan, hooks, folder.disks, files, session.all_ranks)
         context = RunContext(services, plan, hooks, built, files, interruption)
         record = RunRecord(folder.path, args, hooks.data_facts, session.world.is_main, opener.needs)

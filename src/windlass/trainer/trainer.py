@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from windlass.core.events import TrainerControl, TrainerState
     from windlass.search.default_spaces import BestRun, HPSearchBackend
     from windlass.search.search import ChosenTrial, TrialWatch
+    from windlass.trainer.instead import RunRequest
     from windlass.trainer.interruption import Interruption
     from windlass.trainer.model_writer import ModelWriter
     from windlass.trainer.run import Run
@@ -407,7 +408,7 @@ class Trainer:
             self.lr_scheduler, self._made_scheduler = None, False
         # Before any other collective.
         preparation.begin_call(self, Trainer, self._services, "train", "train()", resume)
-        self._give_way(ignore_keys_for_eval)
+        instead.give_way(lambda: self._request(ignore_keys_for_eval))
         earlier, self._run = self._run, None
         self._folder = run_folder.RunFolder(self.args, self._session.all_ranks)
         self._folder.take()
@@ -433,34 +434,19 @@ class Trainer:
             if timed:
                 run_clock().end()
 
-    def _give_way(self, ignore_keys: list[str] | None) -> None:
-        """Call what takes the place of a run, if something does."""
-        planned = instead.in_place_of_run()
-        if planned is None:
-            return
+    def _request(self, ignore_keys: list[str] | None) -> RunRequest:
+        """What a run is made of."""
         evaluations = self._plan.evaluations
         bound = hooks.TrainHooks(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
-        planned(
-            instead.RunRequest(
-                self.args, self._services, bound, self.optimizer, self.processing_class, self._new_writer
-            )
+        return instead.RunRequest(
+            self.args, self._services, bound, self.optimizer, self.processing_class, self._new_writer
         )
 
     def _train(self, signals: Interruption, resume: Any, ignore_keys: list[str] | None) -> TrainOutput:
         assert self._folder is not None
         publishing.opened(self.callback_handler, self._services.session.all_ranks)
-        evaluations = self._plan.evaluations
-        bound = hooks.TrainHooks(self, Trainer, ignore_keys, self._services.evaluator, evaluations)
         self._run, self._writer, checkpoint, place = preparation.prepare_run(
-            self.args,
-            self._services,
-            bound,
-            signals,
-            self._folder,
-            resume,
-            optimizer=self.optimizer,
-            tokenizer=self.processing_class,
-            new_files=self._new_writer,
+            self._request(ignore_keys), signals, self._folder, resume
         )
         self.model_wrapped = self._run.executor.model
         return self._run.execute(checkpoint, place)

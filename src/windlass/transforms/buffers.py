@@ -15,6 +15,7 @@ from windlass.core.errors import ModelError
 from windlass.core.module_state import extra_states, set_state, unsaved_buffers
 from windlass.core.tensors import bits_of, distinct, same_bits
 from windlass.dist.gang import Gang
+from windlass.dist.sharded import is_sharded
 
 # Dtypes that every backend can send.
 _SENT = {
@@ -32,19 +33,32 @@ _SENT = {
 def is_ordinary(tensor: Tensor) -> bool:
     """Return True if PyTorch's own wrappers can send a tensor between ranks and write what arrives into it."""
     return (
-        tensor.dtype in _SENT
+        not inner_tensors(tensor)
+        and tensor.dtype in _SENT
         and tensor.layout == torch.strided
         and tensor.numel() > 0
         and distinct(tensor).shape == tensor.shape
     )
 
 
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a tensor is made of, such as a quantized one of torchao; none of an ordinary or sharded one."""
+    made: Any = tensor
+    if not hasattr(made, "__tensor_flatten__") or is_sharded(tensor):
+        return []
+    return [getattr(made, name) for name in made.__tensor_flatten__()[0]]
+
+
 def broadcast(tensors: Iterable[Tensor], group: Any = None) -> None:
-    """Send rank 0's values to all ranks, in place, for tensors of any dtype and strides. Sparse ones are skipped (see
-    `check_sparse`). Collective. `group`: a process group of all ranks; None is the default one.
+    """Send rank 0's values to all ranks, in place, for tensors of any dtype and strides, and for those that are made of
+    others. Sparse ones are skipped (see `check_sparse`). Collective. `group`: a process group of all ranks; None is the
+    default one.
     """
     with torch.no_grad():
         for tensor in tensors:
+            if inner := inner_tensors(tensor):
+                broadcast(inner, group)
+                continue
             if tensor.layout != torch.strided:
                 continue
             own = distinct(tensor.detach())

@@ -21,6 +21,11 @@ from windlass.transforms.buffers import broadcast
 _Slot = tuple[dict[str, Any], str]
 
 
+def has_weights(module: nn.Module) -> bool:
+    """Return True unless another rank has the weights of `module`, and sends them when it is sharded."""
+    return not any(parameter.is_meta for parameter in module.parameters())
+
+
 def to_meta(module: nn.Module) -> nn.Module:
     """Move every parameter and buffer to the meta device, in place; tied ones stay tied."""
     for places in _slots(module).values():

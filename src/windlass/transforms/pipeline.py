@@ -31,6 +31,7 @@ from windlass.transforms.pipeline_cut import example_of, find_cut
 from windlass.transforms.stage_forwards import output_tensors
 from windlass.transforms.staged_model import StagedModel, staged_of
 from windlass.transforms.strategy import Strategy
+from windlass.transforms.tensor_plan import without_adapters
 
 
 class StageCopies(Strategy):
@@ -98,6 +99,7 @@ class Pipeline(Strategy):
             with evaluating(module):
                 self._refuse_difference(type(module).__name__, whole, module(*args, **kwargs))
         keep_elsewhere(module, staged)
+        keep_elsewhere(without_adapters(module), staged)
         return inner
 
     def _refuse_difference(self, name: str, whole: Any, staged: Any) -> None:
@@ -213,11 +215,12 @@ class Pipeline(Strategy):
 
 def _lean_head(module: nn.Module) -> LeanHead | None:
     """What makes the loss of the whole model without logits; None if only its own loss is exact, or it has no head."""
-    getter = getattr(module, "get_output_embeddings", None)
-    if not callable(getter) or head_of(module) is None:
+    core = without_adapters(module)
+    getter = getattr(core, "get_output_embeddings", None)
+    if not callable(getter) or head_of(core) is None:
         return None
     try:
-        return LeanHead.measured(module, module)
+        return LeanHead.measured(module, core)
     except InexactLossError:
         return None
 
@@ -236,9 +239,10 @@ def _spread_stage(module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: t
 
 
 def _refuse_unfit(module: nn.Module, all_ranks: Gang) -> None:
-    if hasattr(module, "peft_config"):
-        fix = "an adapter is not divided among the stages of a pipeline: train the whole model, or set pp_size=1"
-        raise ConfigError(Problem("peft_config", type(module).__name__, fix))
+    for config in getattr(module, "peft_config", {}).values():
+        if config.is_prompt_learning:
+            fix = "learns prompts, which are not part of a stage of a pipeline: use LoRA, or set pp_size=1"
+            raise ConfigError(Problem("peft_config", type(config).__name__, fix))
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         fix = "has an encoder and a decoder, which are not cut into stages; set pp_size=1"
         raise ConfigError(Problem("model", type(module).__name__, fix))

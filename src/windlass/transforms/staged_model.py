@@ -83,7 +83,7 @@ class StagedModel(ElsewhereState):
         self.lean_head: LeanHead | None = None
         self.at_end: Callable[[Tensor], Tensor] = lambda tensor: tensor
         self._owners: dict[nn.Parameter, int] = {}
-        self._blocks: dict[nn.Parameter, Blocks] = {}
+        self._values: dict[Tensor, Tensor] = {}
         self._places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
         self._of_stage: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.local}
         self._divide(cut, device)
@@ -171,7 +171,10 @@ class StagedModel(ElsewhereState):
         self._owners = {now[p]: rank for p, rank in self._owners.items()}
         self._of_stage = {stage: [now[p] for p in found] for stage, found in self._of_stage.items()}
         self._places = {now[p]: place for p, place in self._places.items()}
-        self._blocks = self._described()
+        self._values = {
+            p: Held(p, None if isinstance(p, Absent) else p, blocks)
+            for p, blocks in self._described().items()
+        }
         return result
 
     def _described(self) -> dict[nn.Parameter, Blocks]:
@@ -197,10 +200,8 @@ class StagedModel(ElsewhereState):
 
     @property
     def values(self) -> Mapping[Tensor, Tensor]:
-        """Each parameter as one rank of the job writes it."""
-        return {
-            p: Held(p, None if isinstance(p, Absent) else p, blocks) for p, blocks in self._blocks.items()
-        }
+        """Each parameter as ranks of the job write it."""
+        return self._values
 
     def loaded(self) -> None:
         """Nothing to do: parameters were filled in place."""

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from windlass.dist.device_mesh import part_along_last
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import whole
-from windlass.transforms.tensor_plan import ADAPTED, SUMMED
-from windlass.transforms.tensor_split import TensorSplit, mine, split_of
+from windlass.transforms.tensor_experts import divide_experts
+from windlass.transforms.tensor_plan import ADAPTED, EXPERTS, ROWS, SUMMED, is_transposed
+from windlass.transforms.tensor_split import TensorSplit, copied, mine, split_of, summed
 
 
 def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor_ranks: Gang) -> None:
@@ -41,17 +41,24 @@ def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor
             )
             found.__class__ = _kind_of(kind, style)
             continue
-        dim = 1 if style == "rowwise" else 0
+        if style == EXPERTS:
+            divide_experts(layer, mesh, tensor_ranks)
+            continue
+        takes_part, transposed = style in ROWS, is_transposed(layer)
+        dim = int(takes_part != transposed)
         size = found.weight.shape[dim]
         split = TensorSplit(size, tensor_ranks.size, tensor_ranks.rank, tensor_ranks.device_group)
         for name in ("weight", "bias"):
             parameter = layer._parameters.get(name)
-            if parameter is None or (name == "bias" and dim == 1):
+            if parameter is None or (name == "bias" and takes_part):
                 continue
             if id(parameter) not in parts:  # with the whole one, whose identity would be given to another
-                parts[id(parameter)] = parameter, part_along_last(parameter, mesh, dim)
+                parts[id(parameter)] = (
+                    parameter,
+                    part_along_last(parameter, mesh, dim if name == "weight" else 0),
+                )
             layer.register_parameter(name, parts[id(parameter)][1])
-        if dim == 0 and isinstance(layer, nn.Linear):
+        if not takes_part and not isinstance(layer, nn.Embedding):
             siblings.setdefault(path.removesuffix(ADAPTED).rpartition(".")[0], []).append(layer)
         found.split, found.undivided, found.__class__ = split, kind, _kind_of(kind, style)
     for group in siblings.values():
@@ -71,18 +78,18 @@ class _SharedInput:
     def __init__(self, layers: int) -> None:
         self._layers, self._left = layers, 0
         self._given: Tensor | None = None
-        self._copied: Tensor | None = None
+        self._shared: Tensor | None = None
 
     def of(self, given: Tensor, split: TensorSplit) -> Tensor:
         """`given`, whose gradient is the sum over ranks."""
-        if self._copied is None or self._given is not given:
-            self._given, self._copied = given, _Copied.apply(given, split)  # type: ignore[no-untyped-call]
+        if self._shared is None or self._given is not given:
+            self._given, self._shared = given, copied(given, split)
             self._left = self._layers
-        copied, self._left = self._copied, self._left - 1
+        shared, self._left = self._shared, self._left - 1
         if not self._left:  # it is not kept beyond the last of them
-            self._given = self._copied = None
-        assert copied is not None
-        return copied
+            self._given = self._shared = None
+        assert shared is not None
+        return shared
 
 
 class ColumnLinear(nn.Linear):
@@ -94,7 +101,7 @@ class ColumnLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., this rank's outputs)."""
         own = self.shared_input.of(input, self.split)
-        return nn.functional.linear(own, mine(self.weight), None if self.bias is None else mine(self.bias))
+        return nn.functional.linear(own, _matrix(self), None if self.bias is None else mine(self.bias))
 
 
 class Head(ColumnLinear):
@@ -119,9 +126,24 @@ class RowLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., all outputs), from (..., this rank's inputs)."""
-        product = nn.functional.linear(input, mine(self.weight))
-        total: Tensor = _Summed.apply(product, self.split)  # type: ignore[no-untyped-call]
+        product = nn.functional.linear(input, _matrix(self))
+        total = summed(product, self.split)
         return total if self.bias is None else total + self.bias
+
+
+class RowOfWhole(RowLinear):
+    """As `RowLinear`, but it gets all of the inputs."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Shape (..., all outputs), from (..., all inputs)."""
+        part = self.split.mine
+        return super().forward(copied(input, self.split)[..., part.start : part.stop])
+
+
+def _matrix(layer: nn.Linear) -> Tensor:
+    """This rank's part of the weight of a layer: shape (outputs, inputs)."""
+    part = mine(layer.weight)
+    return part.T if is_transposed(layer) else part
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -139,8 +161,7 @@ class VocabularyEmbedding(nn.Embedding):
             padding - tokens.start if padding is not None and padding in tokens else None,
         )
         own = found.masked_fill(~here[..., None], 0)
-        total: Tensor = _Summed.apply(own, self.split)  # type: ignore[no-untyped-call]
-        return total
+        return summed(own, self.split)
 
 
 class OfSomeHeads(nn.Module):
@@ -156,8 +177,7 @@ class OfSomeHeads(nn.Module):
         kept = [(part, part._parameters) for part in self.modules()]
         for part, own in kept:
             vars(part)["_parameters"] = {
-                name: None if p is None else _Copied.apply(p, self.heads_split)  # type: ignore[no-untyped-call]
-                for name, p in own.items()
+                name: None if p is None else copied(p, self.heads_split) for name, p in own.items()
             }
         try:
             return super().forward(*args, **kwargs)
@@ -167,7 +187,7 @@ class OfSomeHeads(nn.Module):
 
 
 _KINDS: dict[str, type[nn.Module]] = {
-    "colwise": ColumnLinear, "rowwise": RowLinear, "colwise_gather_output": Head,
+    "colwise": ColumnLinear, "rowwise": RowLinear, "rowwise_split_input": RowOfWhole, "colwise_gather_output": Head,
     "embedding_rowwise": VocabularyEmbedding,
 }  # fmt: skip
 
@@ -178,8 +198,11 @@ def _kind_of(kind: Any, style: str) -> type[nn.Module]:
     if style == SUMMED:
         return type(kind.__name__, (OfSomeHeads, kind), {"__module__": kind.__module__})
     divided = _KINDS[style]
-    plain = nn.Embedding if issubclass(kind, nn.Embedding) else nn.Linear
-    return divided if kind is plain else type(kind.__name__, (kind, divided), {"__module__": kind.__module__})
+    if kind in (nn.Embedding, nn.Linear):
+        return divided
+    # Of a subclass its own forward calls that of the divided layer; a `Conv1D` is none, and has all of it.
+    bases = (kind, divided) if issubclass(kind, nn.Embedding | nn.Linear) else (divided, kind)
+    return type(kind.__name__, bases, {"__module__": kind.__module__})
 
 
 def is_divided(module: nn.Module) -> bool:
@@ -209,28 +232,3 @@ def undivided(module: nn.Module) -> Iterator[None]:
         for layer, kind, parts in kept:
             layer.__class__ = kind
             layer._parameters.update(parts)
-
-
-class _Copied(torch.autograd.Function):
-    """The input of all ranks, whose gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, split: TensorSplit) -> Tensor:
-        ctx.split = split
-        return states.view_as(states)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.split.sum(gradient.clone(memory_format=torch.contiguous_format)), None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over ranks, whose gradient each of them gets."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split: TensorSplit) -> Tensor:
-        return split.sum(part.clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None

@@ -1,7 +1,7 @@
 """Which layers of a model are divided among the ranks of a tensor gang: its plan, and what it cannot be.
 
 The plan is the attribute `tp_plan`, which models of transformers have: pattern of names, in which * is a number or a
-name -> style.
+name -> style. Families without one have theirs in `tensor_plans.py`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,37 @@ from typing import Any
 from torch import nn
 
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.optional import is_imported, require
+from windlass.transforms.tensor_plans import plan_of
 
 SUMMED = "replicated_with_grad_allreduce"
 """The style of layers that are whole, and compute with some of the heads: their gradients are sums over ranks."""
-VOCABULARY = ("colwise_gather_output", "embedding_rowwise")
-STYLES = ("colwise", "rowwise", *VOCABULARY, SUMMED)
+GATHERED = "colwise_gather_output"
+"""The style of a head, and of layers whose outputs are read whole: their sizes need not be divisible."""
+VOCABULARY = (GATHERED, "embedding_rowwise")
+ROWS = ("rowwise", "rowwise_split_input")
+"""Styles of layers that sum their results: they get a part of the input, or the whole and take their part of it."""
+EXPERTS = "moe_tp_experts"
+"""The style of layers of experts: each rank computes with some of them."""
+STYLES = ("colwise", *ROWS, *VOCABULARY, SUMMED, EXPERTS)
 ADAPTED = ".base_layer"
 """The end of the name of a layer that has an adapter of peft."""
 # Styles of layers that have no weights to divide, or whose division only saves memory: whole here.
 _WHOLE = ("replicate", "sequence_parallel")
+# Styles of parameters of layers of experts, of which each rank has those of its experts.
+_OF_EXPERTS = ("packed_colwise", "packed_rowwise")
 
 
 def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, str]]:
     """The layers that the plan of `module` divides among `ranks`, with their style, by name. Raises ConfigError for a
     model without a plan, or a plan that cannot be followed.
     """
-    name, base = type(module).__name__, _without_adapters(module)
-    plan = getattr(base, "tp_plan", None)
+    name, base = type(module).__name__, without_adapters(module)
+    plan = plan_of(base)
     if not isinstance(plan, Mapping) or not plan:
         fix = "has no plan for tensor parallelism: set module.tp_plan = {'layers.*.up': 'colwise', ...}, or tp_size=1"
         raise ConfigError(Problem("model", name, fix))
-    unknown = sorted({style for style in plan.values() if style not in (*STYLES, *_WHOLE)})
+    unknown = sorted({style for style in plan.values() if style not in (*STYLES, *_WHOLE, *_OF_EXPERTS)})
     if unknown:
         fix = (
             f"its plan has the style {unknown[0]!r}, and these are built: {', '.join(STYLES)}; set tp_size=1"
@@ -59,7 +69,7 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
     return found
 
 
-def _without_adapters(module: nn.Module) -> nn.Module:
+def without_adapters(module: nn.Module) -> nn.Module:
     """The model that adapters of peft were added to, in which layers have the names of its plan; else the module."""
     base: Callable[[], nn.Module] | None = getattr(module, "get_base_model", None)
     return module if base is None else base()
@@ -95,12 +105,25 @@ def _refuse_heads(module: nn.Module, ranks: int) -> None:
 
 def _is_divisible(layer: nn.Module, ranks: int) -> bool:
     """Return True for a head or embedding of whose vocabulary each rank gets a part."""
-    if type(layer) is not nn.Linear and not isinstance(layer, nn.Embedding):
+    if not _is_linear(layer) and not isinstance(layer, nn.Embedding):
         return False  # as one of which peft trains a copy
     weight: Any = layer.weight
+    size = weight.shape[1 if is_transposed(layer) else 0]
     if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
         return False
-    return bool(-(-weight.shape[0] // ranks) * (ranks - 1) < weight.shape[0])
+    return bool(-(-size // ranks) * (ranks - 1) < size)
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return type(layer) is nn.Linear or is_transposed(layer)
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether the layer is a `Conv1D` of transformers: a linear layer whose weight has its inputs in rows."""
+    if not is_imported("transformers"):
+        return False
+    kind = require("transformers", "divide its layers").pytorch_utils.Conv1D
+    return isinstance(layer, kind)
 
 
 def _drop_tied(module: nn.Module, found: dict[str, tuple[nn.Module, str]]) -> None:
@@ -122,13 +145,22 @@ def _drop_tied(module: nn.Module, found: dict[str, tuple[nn.Module, str]]) -> No
 
 
 def _check_layer(path: str, layer: nn.Module, style: str, ranks: int) -> None:
-    if style == SUMMED:
+    if style == SUMMED or style in VOCABULARY:
         return
-    if style not in VOCABULARY and type(layer) is not nn.Linear:
+    if style == EXPERTS:
+        experts = getattr(layer, "num_experts", None)
+        if not isinstance(experts, int) or any(len(p) != experts for p in layer.parameters()):
+            fix = "has no num_experts that is the first size of its parameters; set tp_size=1"
+            raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
+        if experts % ranks:
+            raise ConfigError(
+                Problem("tp_size", ranks, f"must divide the experts of {path}, which are {experts}")
+            )
+        return
+    if not _is_linear(layer):
         fix = f"is a {type(layer).__name__}, and only nn.Linear is divided; set tp_size=1"
         raise ConfigError(Problem(f"model.{path}", style, fix))
-    if style in VOCABULARY:
-        return
-    size: Any = layer.in_features if style == "rowwise" else layer.out_features
+    inputs_first = is_transposed(layer)
+    size = layer.get_parameter("weight").shape[int((style in ROWS) != inputs_first)]
     if size % ranks:
         raise ConfigError(Problem("tp_size", ranks, f"must divide the size of {path}, which is {size}"))

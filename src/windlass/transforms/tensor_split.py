@@ -71,6 +71,39 @@ def mine(parameter: Any) -> Tensor:
     return part
 
 
+def copied(states: Tensor, split: TensorSplit) -> Tensor:
+    """`states`, of which each rank computes with a part: their gradient is the sum of those of all ranks."""
+    found: Tensor = _Copied.apply(states, split)  # type: ignore[no-untyped-call]
+    return found
+
+
+def summed(part: Tensor, split: TensorSplit) -> Tensor:
+    """The sum over ranks, whose gradient each of them gets."""
+    found: Tensor = _Summed.apply(part, split)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, split: TensorSplit) -> Tensor:
+        ctx.split = split
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.split.sum(gradient.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, split: TensorSplit) -> Tensor:
+        return split.sum(part.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class _Gathered(torch.autograd.Function):
     """The parts of all ranks along the last axis. All compute the same with them."""
 

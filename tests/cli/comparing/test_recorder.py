@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,41 @@ def test_a_gradient_that_a_backward_is_given_scales_the_loss(recorder: Recorder)
     recorder.backward(torch.tensor(3.0), torch.tensor(0.5))
     recorder.before_step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
     assert float(recorder.updates[0]["loss"]) == 1.5
+
+
+@dataclass
+class Base:
+    rate: float = 0.1
+    steps: int = 3
+
+
+@dataclass
+class Derived(Base):
+    length: int = 8
+    packs: bool = False
+
+
+def test_what_was_set_and_is_not_read_is_known_of_derived_classes_too(recorder: Recorder) -> None:
+    class Watched(Derived):
+        """So that what the recorder replaces is not that of the other tests."""
+
+    recorder.watch_reads(Watched)
+    recorder.arguments = arguments = Watched(rate=0.5, steps=4, length=16, packs=True)
+    assert recorder.unread() == ["length", "packs", "rate", "steps"]
+    assert arguments.length + arguments.rate > 0
+    assert recorder.unread() == ["packs", "steps"]
+
+
+def test_a_class_derived_from_the_watched_one_has_fields_of_its_own(recorder: Recorder) -> None:
+    class Watched(Base):
+        """As above."""
+
+    @dataclass
+    class Below(Watched):
+        length: int = 8
+
+    recorder.watch_reads(Watched)
+    recorder.arguments = arguments = Below(length=16)
+    assert recorder.unread() == ["length"]
+    assert arguments.length == 16
+    assert recorder.unread() == []

@@ -42,7 +42,8 @@ def rows_are_shorter(effect: Effect) -> None:
 
 
 def weights_are_spread(effect: Effect) -> None:
-    share, sharded = effect.whole.seen["share"], effect.recipe.strategy in ("fsdp2", "zero3")
+    divided = any(size > 1 for axis, size in effect.recipe.axes.items() if axis != "cp_size")
+    share, sharded = effect.whole.seen["share"], divided or effect.recipe.strategy in ("fsdp2", "zero3")
     assert len(effect.whole.bits) == effect.recipe.world
     assert (share < 0.9) == sharded, f"a rank holds {share:.2f} of the weights"
 
@@ -64,7 +65,7 @@ def updates_of(effect: Effect) -> int:
     asked = settings(effect.recipe)
     if asked["max_steps"] > 0:
         return int(asked["max_steps"])
-    micro = TRAIN_ROWS / (asked["per_device_train_batch_size"] * effect.recipe.world)
+    micro = TRAIN_ROWS / (asked["per_device_train_batch_size"] * effect.recipe.data_ranks)
     micro = math.floor(micro) if asked.get("dataloader_drop_last") else math.ceil(micro)
     return math.ceil(asked["num_train_epochs"] * math.ceil(micro / effect.recipe.accumulation))
 

@@ -55,9 +55,21 @@ def _model(recipe: Recipe, value: str) -> None:
     recipe.approximate(1e-4, 1e-5)
 
 
+# Layouts of axes, each of two processes.
+AXES: dict[str, dict[str, int]] = {
+    "tp-2": {"tp_size": 2},
+    "cp-2": {"cp_size": 2},
+    "pp-2": {"pp_size": 2},
+    "tp_cp-4": {"tp_size": 2, "cp_size": 2},
+    "pp_tp-4": {"pp_size": 2, "tp_size": 2},
+    "pp_shard-4": {"pp_size": 2, "dp_shard_size": 2},
+}
+
+
 def _ranks(recipe: Recipe, value: str) -> None:
     recipe.strategy, _, world = value.partition("-")
     recipe.world = int(world)
+    recipe.axes = AXES.get(value, {})
     if recipe.strategy.startswith("zero"):
         recipe.dtype = "float32"
         recipe.approximate(1e-4, 1e-5)
@@ -215,7 +227,7 @@ FEATURES = (
     Feature("model", ("llama",), _model, checks.nothing),
     Feature(
         "ranks",
-        ("ddp-2", "ddp-3", "fsdp2-2", "fsdp2-3")
+        ("ddp-2", "ddp-3", "fsdp2-2", "fsdp2-3", *AXES)
         + (("zero1-2", "zero2-2", "zero3-2") if is_available("deepspeed") else ()),
         _ranks,
         checks.weights_are_spread,

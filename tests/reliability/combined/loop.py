@@ -16,7 +16,7 @@ from tests.reliability.combined.watch import Instants, Watch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from windlass import Accelerator, LossTerms, Trainer, TrainingArguments
+from windlass import Accelerator, LossTerms, ParallelismConfig, Trainer, TrainingArguments
 from windlass.optim.public import get_scheduler
 from windlass.utils import (
     DataLoaderConfiguration,
@@ -210,6 +210,7 @@ def accelerator_of(recipe: Recipe, asked: dict[str, Any], folder: Path) -> Accel
             total_limit=asked["save_total_limit"],
         ),
         scheduler_unit="optimizer_step",
+        parallelism_config=ParallelismConfig(**recipe.axes) if recipe.axes else None,
         **plugins,
     )
 

@@ -35,6 +35,8 @@ class Plain(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, 16)
         self.layers = nn.ModuleList([Block(16, dropout) for _ in range(2)])
         self.head = nn.Linear(16, VOCABULARY)
+        self.tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_gather_output"}
+        self.dummy_inputs = {"input_ids": torch.arange(8)[None]}
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         hidden = self.embed(input_ids)
@@ -57,8 +59,8 @@ def llama(dropout: float = 0.0) -> nn.Module:
             hidden_size=16,
             intermediate_size=24,
             num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
             max_position_embeddings=64,
             attention_dropout=dropout,
             pad_token_id=PADDING,

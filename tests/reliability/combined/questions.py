@@ -99,6 +99,7 @@ class Examination:
     def _on_other_ranks(self) -> list[str]:
         other = copy.deepcopy(self._recipe)
         other.strategy, other.world = ("ddp", 2) if other.world == 1 else ("alone", 1)
+        other.axes = {}
         if "fsdp_config" in other.arguments:
             del other.arguments["fsdp_config"]
         assert GLOBAL_BATCH % other.world == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,8 @@ class Recipe:
 
     Attributes:
         kind: of KINDS: `Trainer`, `SFTTrainer`, a loop with `Accelerator`, or `DPOTrainer`.
-        strategy: alone, ddp, fsdp2, zero1, zero2 or zero3.
+        strategy: alone, ddp, fsdp2, zero1, zero2, zero3, or the names of axes.
+        axes: sizes of axes, in the names of `ParallelismConfig`.
         arguments: of `TrainingArguments` and `SFTConfig`; a loop reads those that it has.
         model: plain or llama.
         adapter: a method of peft, or "".
@@ -34,6 +36,7 @@ class Recipe:
     kind: str = "trainer"
     strategy: str = "alone"
     world: int = 1
+    axes: dict[str, int] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     model: str = "plain"
     adapter: str = ""
@@ -47,6 +50,12 @@ class Recipe:
     draws: bool = False
     tolerance: float = 1e-9
     by_hand: float | None = 1e-6
+
+    @property
+    def data_ranks(self) -> int:
+        """Processes with different samples."""
+        together = [size for name, size in self.axes.items() if not name.startswith("dp_")]
+        return self.world // math.prod(together)
 
     def approximate(self, tolerance: float, by_hand: float = 0.0) -> None:
         """Rounding is amplified or coarser here: allow as much as this."""

@@ -58,11 +58,13 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     """All arguments of a recipe."""
     chosen = {
         **_STEPS,
-        "per_device_train_batch_size": GLOBAL_BATCH // recipe.world,
+        "per_device_train_batch_size": GLOBAL_BATCH // recipe.data_ranks,
         "gradient_accumulation_steps": recipe.accumulation,
         **(_SFT if recipe.kind in ("sft", "dpo") else {}),
         **recipe.arguments,
     }
+    if recipe.axes:
+        chosen["parallelism_config"] = dict(recipe.axes)
     if recipe.strategy == "fsdp2":
         chosen = {"fsdp": "full_shard", **chosen}
     if recipe.strategy.startswith("zero"):

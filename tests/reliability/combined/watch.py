@@ -11,11 +11,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from windlass import TrainerCallback
+from windlass.dist.absent import Absent
 from windlass.dist.sharded import local
 
 
 def held(parameter: Tensor) -> Tensor:
-    """The part of a parameter that this process holds; ZeRO's third stage keeps it beside an empty parameter."""
+    """The part of a parameter that this process holds; ZeRO's third stage keeps it beside an empty parameter. Nothing
+    of one of another stage of a pipeline.
+    """
+    if isinstance(parameter, Absent):
+        return torch.empty(0)
     return local(getattr(parameter, "ds_tensor", parameter)).detach()
 
 

@@ -32,7 +32,8 @@ def train(folder: Path, model: Any, data: Any, resume: Any = None, **given: Any)
     of_trainer = {
         name: given.pop(name)
         for name in (
-            "eval_dataset", "data_collator", "compute_metrics", "compute_loss_func", "callbacks", "processing_class"
+            "eval_dataset", "data_collator", "compute_metrics", "compute_loss_func", "callbacks", "processing_class",
+            "optimizers",
         )
         if name in given
     }  # fmt: skip

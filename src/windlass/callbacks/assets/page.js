@@ -96,7 +96,7 @@ const windlass = (() => {
 
   function series(line, ys, raw) {
     return { label: raw ? `${line.label} (raw)` : line.label, stroke: line.colour + (raw ? "59" : ""), dash: line.dash,
-      width: raw ? 1 : 2, spanGaps: true, points: { show: !raw && line.x.length <= 40, size: 6 },
+      width: raw ? 1 : 2, spanGaps: true, points: { show: !raw && line.x.length <= 40, size: 6, fill: colour("--card") },
       value: (chart, value) => short(value) };
   }
 

@@ -126,18 +126,19 @@ class Recorder:
             self.forward(args, kwargs)
 
     def watch_reads(self, kind: type) -> None:
-        """Note the fields of a configuration class that are read of any of its objects, from their creation on."""
+        """Note which fields are read of any object of a configuration class or of one derived from it, from their
+        creation on.
+        """
         read: Callable[..., Any] = kind.__getattribute__
-        known = {one.name for one in dataclasses.fields(kind)}
 
         def watched(this: Any, name: str) -> Any:
-            if name in known:
+            if name in type(this).__dataclass_fields__:
                 self._read.add(name)
             return read(this, name)
 
         replace(kind, "__getattribute__", watched)
 
-    def _unread(self) -> list[str]:
+    def unread(self) -> list[str]:
         """Return the arguments that the script has set to another value than the default and that were not read."""
         if self.arguments is None:
             return []
@@ -165,7 +166,7 @@ class Recorder:
             "updates": self.updates,
             "memory": max(0, peak - self._resident) if self._resident else None,
         }
-        record["unread"] = self._unread()
+        record["unread"] = self.unread()
         if torch.cuda.is_available():
             record["device_memory"] = torch.cuda.max_memory_allocated()
         place = Path(self.settings["folder"])

@@ -97,12 +97,8 @@ class Adafactor(PerParameterOptimizer):
 
     def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         weight = parameter.float() if parameter.dtype in _LOW else parameter
-        if not has_moments(state):
-            start_moments(state, grad, group["beta1"] is not None)
         lr = _learning_rate(weight, group, state["step"])
-        update = clipped(preconditioned(grad, state, group), group).mul_(lr)
-        if group["beta1"] is not None:
-            update = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+        update = factored_update(grad, state, group, lr)
         if group["weight_decay"] != 0:
             weight.sub_(weight * (group["weight_decay"] * lr))
         weight.sub_(update)
@@ -110,9 +106,16 @@ class Adafactor(PerParameterOptimizer):
             parameter.copy_(weight)
 
 
-def has_moments(state: Mapping[str, Any]) -> bool:
-    """Return True if `start_moments` was called for this state."""
-    return not state.keys().isdisjoint(("exp_avg_sq", "exp_avg_sq_row"))
+def factored_update(grad: Tensor, state: dict[str, Any], group: dict[str, Any], lr: float | Tensor) -> Tensor:
+    """Return what is subtracted from a weight besides its decay; its first call begins the moments in `state`."""
+    beta1 = group.get("beta1")
+    if state.keys().isdisjoint(("exp_avg_sq", "exp_avg_sq_row")):
+        start_moments(state, grad, beta1 is not None)
+    update = clipped(preconditioned(grad, state, group), group).mul_(lr)
+    if beta1 is None:
+        return update
+    first: Tensor = state["exp_avg"].mul_(beta1).add_(update, alpha=1 - beta1)
+    return first
 
 
 def start_moments(state: dict[str, Any], like: Tensor, first: bool, dtype: torch.dtype | None = None) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.dist.sharded import whole
-from windlass.optim.optimizers.adafactor import clipped, has_moments, preconditioned, rms, start_moments
+from windlass.optim.optimizers.adafactor import factored_update, rms
 from windlass.optim.optimizers.options import recipe_of
 from windlass.optim.per_parameter import PerParameterOptimizer, move
 
@@ -47,11 +47,9 @@ class AdaLomo(PerParameterOptimizer):
 
     def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         grad = whole(grad)  # rows and columns of all of it
-        if not has_moments(state):
-            start_moments(state, grad, first=False)
         size = rms(whole(parameter).to(grad.dtype)).clamp(min=group["eps"][1])
         lr = size * group["lr"]
-        update = clipped(preconditioned(grad, state, group), group).mul_(lr)
+        update = factored_update(grad, state, group, lr)
         move(parameter, update, lr * group["weight_decay"] if group["weight_decay"] else 0.0)
 
     def has_whole_state(self, group: dict[str, Any]) -> bool:

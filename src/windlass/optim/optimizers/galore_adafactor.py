@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
 from windlass.dist.sharded import whole
-from windlass.optim.optimizers.adafactor import clipped, has_moments, preconditioned, start_moments
+from windlass.optim.optimizers.adafactor import factored_update
 from windlass.optim.optimizers.low_rank import LowRankOptimizer, low_rank_options
 from windlass.optim.optimizers.options import Recipe
 
@@ -58,14 +58,7 @@ class GaLoreAdafactor(LowRankOptimizer):
         super().__init__(params, defaults, rank, update_proj_gap, scale, proj_type, in_backward)
 
     def displacement(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        grad = whole(grad)  # rows and columns of all of it
-        if not has_moments(state):
-            start_moments(state, grad, group["beta1"] is not None)
-        update = clipped(preconditioned(grad, state, group), group).mul_(group["lr"])
-        if group["beta1"] is None:
-            return update
-        first: Tensor = state["exp_avg"].mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
-        return first
+        return factored_update(whole(grad), state, group, group["lr"])  # rows and columns of all of it
 
     def has_whole_state(self, group: dict[str, Any]) -> bool:
         return True
