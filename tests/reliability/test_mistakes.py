@@ -39,8 +39,8 @@ def test_the_answer_of_two_processes(mistake: Mistake, tmp_path: Path) -> None:
 
 def test_the_page_lists_them() -> None:
     assert tables() in (ROOT / PAGE).read_text("utf-8")
-    assert len({mistake.name for mistake in (*SCRIPTS, *COMMANDS, *RANKS)}) >= 58
-    assert all(mistake.words for mistake in (*SCRIPTS, *COMMANDS, *RANKS))
+    assert len({mistake.name for mistake in (*SCRIPTS, *TUNING, *COMMANDS, *RANKS)}) >= 58
+    assert all(mistake.words for mistake in (*SCRIPTS, *TUNING, *COMMANDS, *RANKS))
 
 
 def test_an_answer_can_be_a_bad_one() -> None:

@@ -213,11 +213,11 @@ _CALLED = {
 }
 
 
-def check_called(**given: Any) -> None:
-    """Raise ConfigError for arguments of a Trainer that are to be called, and cannot be."""
+def check_called(*given: Any) -> None:
+    """Raise ConfigError for arguments of a Trainer, in the order above, that are to be called, and cannot be."""
     refuse(
-        Problem(name, value, f"cannot be called: give {_CALLED[name]}")
-        for name, value in given.items()
+        Problem(name, value, f"cannot be called: give {what}")
+        for (name, what), value in zip(_CALLED.items(), given, strict=True)
         if value is not None and not callable(value)
     )
 

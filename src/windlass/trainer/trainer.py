@@ -140,11 +140,7 @@ class Trainer:
         self.place_model_on_device = getattr(self.args, "place_model_on_device", None) is not False
         self.processing_class = defaults.one_of("processing_class", processing_class, "tokenizer", tokenizer)
         defaults.check_called(
-            data_collator=data_collator,
-            model_init=model_init,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            data_collator, compute_loss_func, compute_metrics, preprocess_logits_for_metrics, model_init
         )
         self.data_collator = data_collator or self._default_collator()
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset

@@ -139,12 +139,6 @@ def row_longer_than_rotary_positions(folder: Path) -> None:
     train(folder, llama(), data)
 
 
-@mistake("max_length above the model's positions", "max_length=512", "32 positions", "151 tokens", warns=True)
-def max_length_above_positions(folder: Path) -> None:
-    data = [{"text": " ".join(["cat"] * 150)} for _ in range(8)]
-    fine_tune(folder, texts.table(data), texts.model(max_position_embeddings=32), max_length=512)
-
-
 @mistake("Labels that are words", "column 'labels'", "'pos'", "class_encode_column")
 def labels_as_words(folder: Path) -> None:
     train(folder, bert(), [{**row, "labels": "pos"} for row in token_rows(8)])

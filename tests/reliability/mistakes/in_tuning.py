@@ -23,6 +23,12 @@ def fine_tune(folder: Path, data: Any, model: Any = None, tokenizer: Any = None,
     ).train()  # fmt: skip
 
 
+@mistake("max_length above the model's positions", "max_length=512", "32 positions", "151 tokens", warns=True)
+def max_length_above_positions(folder: Path) -> None:
+    data = [{"text": " ".join(["cat"] * 150)} for _ in range(8)]
+    fine_tune(folder, texts.table(data), texts.model(max_position_embeddings=32), max_length=512)
+
+
 @mistake("Columns that SFT does not know", "question", "reply", "prompt", "completion")
 def no_known_columns(folder: Path) -> None:
     fine_tune(folder, texts.table([{"question": "the cat", "reply": "sat"} for _ in range(8)]))
