@@ -239,3 +239,12 @@ def test_tokenized_rows_without_a_prompt_are_refused(tmp_path: Path) -> None:
 def test_a_plain_trainer_is_told_who_answers() -> None:
     with pytest.raises(ConfigError, match=r"eval_prompts=.*SFTTrainer.*tokenized rows"):
         TrainingArguments("x", eval_prompts=["the cat"])
+
+
+def test_a_prompt_beyond_the_models_positions_is_named_by_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"the cat"\n\n' + json.dumps("the cat " * 80) + "\n")
+    with pytest.raises(
+        DataError, match=r"prompts.jsonl, line 3: a prompt of 160 tokens .* positions of the model \(128\)"
+    ):
+        answering(tmp_path, eval_prompts=str(path))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.finetuning import small, vision_families
 from tests.finetuning.vision_families import FAMILIES, family
 
 from windlass import prepare_multimodal_messages
+from windlass.callbacks.samples_log import read_samples
 from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.finetuning.sft_trainer import SFTTrainer
 from windlass.text.located_rows import LocatedRows
@@ -35,6 +37,8 @@ def test_a_model_learns_from_images_and_is_loaded_again_with_its_processor(tmp_p
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
+    shown = "".join(text for text, _ in read_samples(tmp_path)[0]["pieces"])
+    assert re.search(r"\[image: \d+ tokens\]", shown), "the place of the image"
     folder = str(tmp_path / "checkpoint-3")
     loaded = transformers.AutoModelForImageTextToText.from_pretrained(folder).state_dict()
     changed = [key for key, value in loaded.items() if not torch.equal(value, before[key])]

@@ -23,6 +23,7 @@ from windlass import (
     TrainerCallback,
     TrainerControl,
 )
+from windlass.callbacks.samples_log import SamplesLog
 from windlass.core.events import EVENTS
 
 HERE = Path(__file__).parent
@@ -176,7 +177,7 @@ def test_add_pop_remove(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert trainer.pop_callback(first) is None
     assert isinstance(trainer.pop_callback(PrinterCallback), PrinterCallback)
     trainer.remove_callback(DefaultFlowCallback)
-    assert [type(c) for c in trainer.callback_handler.callbacks] == [MetricsLogCallback]
+    assert [type(c) for c in trainer.callback_handler.callbacks] == [MetricsLogCallback, SamplesLog]
 
 
 @pytest.mark.parametrize("quiet", [True, False])

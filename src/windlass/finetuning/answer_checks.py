@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from windlass.config.refusal import refuse
-from windlass.core.errors import DataError, Problem
+from windlass.core.errors import Problem
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.metrics.answer_scores import require_packages
+from windlass.text.located_rows import RowError
 from windlass.text.prompt_rows import PromptRow
 from windlass.transforms.model_limits import ModelLimits
 
@@ -84,8 +85,8 @@ def _unanswerable(
         yield Problem(name, getattr(args, name), fix)
 
 
-def check_lengths(args: SFTConfig, limits: ModelLimits, rows: list[PromptRow], where: str) -> None:
-    """Raise DataError for a prompt that leaves no room for an answer of the configured length."""
+def check_lengths(args: SFTConfig, limits: ModelLimits, rows: list[PromptRow]) -> None:
+    """Raise RowError for a prompt that leaves no room for an answer of the configured length."""
     room = args.generation_max_new_tokens or 1
     ends = [
         (limits.positions, "the positions of the model"),
@@ -94,9 +95,10 @@ def check_lengths(args: SFTConfig, limits: ModelLimits, rows: list[PromptRow], w
     for most, name in ends:
         for row in rows:
             if most is not None and len(row.ids) + room > most:
-                raise DataError(
-                    f"{where}, row {row.number}: a prompt of {len(row.ids)} tokens and an answer of {room} are more "
-                    f"than {name} ({most}): shorten the prompt, or change the generation arguments"
+                raise RowError(
+                    row.number,
+                    f"a prompt of {len(row.ids)} tokens and an answer of {room} are more than {name} ({most}): shorten "
+                    "the prompt, or change the generation arguments",
                 )
 
 

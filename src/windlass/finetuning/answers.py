@@ -160,10 +160,10 @@ class EvaluationAnswers:
         chosen = islice(iter(dataset), self.args.eval_prompts_limit)
         try:
             rows = [read(row, number) for number, row in enumerate(chosen)]
+            check_lengths(self.args, self.answering.limits, rows)
         except RowError as error:
             located = error.located(dataset)
             raise DataError(f"{where}, {located}" if located is error else str(located)) from None
-        check_lengths(self.args, self.answering.limits, rows, where)
         return rows
 
 

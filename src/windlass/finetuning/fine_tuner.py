@@ -104,7 +104,7 @@ class FineTuner(Trainer):
 
     def data_samples(self, batch: Any) -> list[dict[str, Any]]:
         """Return the first rows of a prepared dataset, or of each source of a mixture; of a stream, of `batch`."""
-        kept = kept_samples(self.train_dataset, self._data.tokenizer)
+        kept = kept_samples(self.train_dataset, self.processing_class or self._data.tokenizer)
         return kept or rows_of_batch(batch, self.model, self.processing_class, pairs=self.PAIRS)
 
     def _set_signature_columns_if_needed(self) -> None:

@@ -27,17 +27,17 @@ def fault(plant: Callable[[], None]) -> Callable[[], None]:
 @fault
 def missing_sum_of_outputs() -> None:
     """A layer that is divided by columns of its input returns this rank's product."""
-    from windlass.transforms import tensor_layers
+    from windlass.transforms import tensor_split
 
-    tensor_layers._Summed.forward = staticmethod(lambda ctx, part, group: part.clone())  # type: ignore[assignment]
+    tensor_split._Summed.forward = staticmethod(lambda ctx, part, group: part.clone())  # type: ignore[assignment]
 
 
 @fault
 def missing_sum_of_input_gradients() -> None:
     """The gradient of a divided layer's input is that of this rank's outputs."""
-    from windlass.transforms import tensor_layers
+    from windlass.transforms import tensor_split
 
-    tensor_layers._Copied.backward = staticmethod(lambda ctx, gradient: (gradient, None))  # type: ignore[assignment]
+    tensor_split._Copied.backward = staticmethod(lambda ctx, gradient: (gradient, None))  # type: ignore[assignment]
 
 
 @fault
