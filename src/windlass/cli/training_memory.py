@@ -97,7 +97,7 @@ class _Packed:
                 self.largest = max(self.largest, layer.weight.numel())
 
 
-class Row(NamedTuple):
+class MemoryRow(NamedTuple):
     """Bytes of one kind of memory at the peak of an update, and at most."""
 
     kind: str
@@ -105,7 +105,7 @@ class Row(NamedTuple):
     most: float
 
 
-def training_rows(build: Callable[[], nn.Module], training: Training) -> list[Row]:
+def training_rows(build: Callable[[], nn.Module], training: Training) -> list[MemoryRow]:
     """Return the kinds of memory of a process, and their sum. Raises ModelError if the model cannot be run on token ids
     alone.
 
@@ -142,9 +142,10 @@ def training_rows(build: Callable[[], nn.Module], training: Training) -> list[Ro
         changes[WEIGHTS] = -int(packed.elements * bits / 8)
         changes[TEMPORARY] = packed.largest * training.matrices.itemsize
     rows = [
-        Row(kind, now + changes[kind], most + changes[kind]) for kind, (now, most) in forecast.kinds().items()
+        MemoryRow(kind, now + changes[kind], most + changes[kind])
+        for kind, (now, most) in forecast.kinds().items()
     ]
-    return [*rows, Row(TOGETHER, sum(row.peak for row in rows), forecast.peak + changes.total())]
+    return [*rows, MemoryRow(TOGETHER, sum(row.peak for row in rows), forecast.peak + changes.total())]
 
 
 def _arguments(training: Training) -> TrainingArguments:
