@@ -23,7 +23,6 @@ from windlass.trainer.trainer import Trainer
 # Bits of a weight of a linear layer: 4 with a scale in fp32 for 64 of them, or 8.
 _FEW_BITS = {"nf4": 4.5, "fp4": 4.5, "int8": 8.0}
 TOGETHER = "together"
-_SHARDING = {"grad": "shard_grad_op", "full": "full_shard"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,5 +157,6 @@ def _arguments(training: Training) -> TrainingArguments:
         save_strategy="no",
         use_cpu=True,
         disable_tqdm=True,
-        fsdp=_SHARDING.get(training.sharding),
+        fsdp=True if training.sharding != "none" else None,
+        fsdp_config={"reshard_after_forward": False} if training.sharding == "grad" else None,
     )
