@@ -74,7 +74,7 @@ def test_two_ranks_equal_one_process(run: Run) -> None:
 def test_models_with_windows_and_norms_of_heads(run: Run) -> None:
     cases: dict[str, Case] = {
         f"{model} {method}": (model, parallel, {})
-        for model in ("qwen3", "gemma3", "gpt2", "llama")
+        for model in ("qwen3", "gemma3", "gpt2", "llama", "mixtral")
         for method, parallel in (("ring", RING), ("heads", ULYSSES))
     }
     check_equal(run, 2, cases, {name: SINGLE for name in cases if name.startswith("gemma3")})
@@ -155,21 +155,23 @@ def check_continued(
 
 def check_killed(
     run: Run, script: Path, folder: Path, case: Case, ranks: int, steps: Sequence[int], updates: int = 6
-) -> None:
+) -> str:
     """A run whose last rank is killed at the end of some updates, and before the update of others, and continued each
-    time, ends with the bits of one that was not.
+    time, ends with the bits of one that was not. Return what the other ranks said last.
     """
     model, layout, changes = case
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": updates, "resume": "auto", **changes}
     whole = run(ranks, {"x": (model, layout, saving)}, folder / "whole")
-    killed = folder / "killed"
+    killed, said = folder / "killed", ""
     killed.mkdir()
     for number, step in enumerate(steps):
         event = ("on_step_end", "on_pre_optimizer_step")[number % 2]
         struck: Case = (model, layout, {**saving, "killed_at": step, "killed_on": event})
-        assert "eval_loss" not in launch(ranks, script, killed, json.dumps({"x": struck}), expect=1)
+        said = launch(ranks, script, killed, json.dumps({"x": struck}), expect=1)
+        assert "eval_loss" not in said
     found = run(ranks, {"x": (model, layout, saving)}, killed)
     assert [one["x"]["weights"] for one in found] == [one["x"]["weights"] for one in whole]
+    return said
 
 
 def resumed(cases: dict[str, Case]) -> dict[str, Case]:

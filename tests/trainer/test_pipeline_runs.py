@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ def test_every_schedule_equals_one_process(run: Run) -> None:
 @pytest.mark.dist
 def test_other_models_and_losses_in_stages(run: Run) -> None:
     cases: dict[str, Case] = {
+        "experts": ("mixtral", TWO, {}),
         "gpt2, evaluated before": ("gpt2", TWO, {"evaluate_first": True}),
         "gemma3": ("gemma3", of_schedule("Interleaved1F1B"), {}),
         "qwen3": ("qwen3", TWO, {"gradient_checkpointing": True}),
@@ -135,6 +137,8 @@ def test_divided_and_sharded_stages_of_other_models_and_schedules(run: Run) -> N
         "a vocabulary of 23": ("llama", TENSOR, {}),
         "norms of heads": ("qwen3", TENSOR, {"gradient_checkpointing": True}),
         "windows": ("gemma3", TENSOR, {}),
+        "experts": ("mixtral", TENSOR, {}),
+        "parts of learned positions": ("gpt2", TENSOR, {}),
         "no tie, units": ("llama", TWO, wrapped),
         "learned positions": ("gpt2", SHARDS, one),
         "recomputed shards": ("qwen3", SHARDS, {**one, "gradient_checkpointing": True}),
@@ -183,7 +187,8 @@ def test_adapters_of_stages_are_continued_on_any_layout(
 
 @pytest.mark.dist
 def test_a_killed_run_of_divided_stages_ends_with_the_same_bits(run: Run, tmp_path: Path) -> None:
-    check_killed(run, CASES, tmp_path, ("tied", TENSOR, {}), 4, (2,), updates=4)
+    said = check_killed(run, CASES, tmp_path, ("tied", TENSOR, {}), 4, (2,), updates=4)
+    assert re.search(r"This was rank \d of 4 \(pipeline \d, tensor \d\), at step \d", said), said[-3000:]
 
 
 @pytest.mark.slow

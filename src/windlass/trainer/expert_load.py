@@ -72,7 +72,8 @@ class ExpertLoad:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         # Measurements and generation make no gradients; recomputation in the backward is outside of this forward.
         self._counting = module.training and torch.is_grad_enabled() and not self._is_filling()
-        self._mask = kwargs.get("attention_mask")
+        divided = kwargs.get("divided")  # a part of the rows
+        self._mask = kwargs.get("attention_mask") if divided is None else divided.real
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         loss = None if output is None else output_of(output, "aux_loss")

@@ -51,7 +51,9 @@ class RunReports:
         self.load_watch = LoadWatch(processes_and_threads(plan.data.workers))
         self._is_first = context.all_ranks.rank == 0
         all_ranks, device = context.all_ranks, context.session.device
-        counts, strategy = all_ranks.over("model").rank == 0, context.built.executor.strategy
+        # Of ranks whose experts get the same tokens one counts.
+        counts = all_ranks.over("tensor").rank == 0
+        strategy = context.built.executor.strategy
         self.experts = ExpertLoad(self._model, device, all_ranks.sum, counts, lambda: bool(strategy.filling))
 
     def parts(self) -> list[SavedPart]:

@@ -37,12 +37,14 @@ class Division:
         heads: the ranks that exchange heads; None if that is one.
         zigzag: which rank has which tokens. Ranks that exchange heads have neighbouring parts.
         documents: of all tokens of the rows; see `Sight`.
+        real: which of this rank's tokens are not padding, shape (rows, tokens of a part).
     """
 
     ring: Any
     heads: Any
     zigzag: Zigzag
     documents: Tensor | None
+    real: Tensor
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None
@@ -96,10 +98,13 @@ def divide(batch: Mapping[str, Any], context_ranks: Gang, padding: int = 0) -> d
     documents = _documents(positions, batch.get("attention_mask"), given is not None)
     if documents is not None:
         documents = nn.functional.pad(documents, (0, missing), value=-1)
+    mask = batch.get("attention_mask")
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    real = zigzag.part(nn.functional.pad(real, (0, missing)), rank)
     part = {
         "input_ids": zigzag.part(nn.functional.pad(ids, (0, missing), value=padding), rank),
         "position_ids": zigzag.part(nn.functional.pad(positions, (0, missing)), rank),
-        "divided": Division(ring, heads, zigzag, documents),
+        "divided": Division(ring, heads, zigzag, documents, real),
         "use_cache": False,
     }
     targets = batch.get("shift_labels")
