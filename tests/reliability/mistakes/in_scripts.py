@@ -224,7 +224,7 @@ def a_loader_as_dataset(folder: Path) -> None:
     train(folder, Net(), DataLoader(rows(8), batch_size=4))  # type: ignore[arg-type]
 
 
-@mistake("A DataFrame as the dataset", "train_dataset", "DataFrame", "Dataset.from_pandas")
+@mistake("A DataFrame as the dataset", "train_dataset='a DataFrame'", "to_dict('records')")
 def a_frame_as_dataset(folder: Path) -> None:
     import pandas
 
