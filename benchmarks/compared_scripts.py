@@ -57,20 +57,24 @@ def compare(recipe: Recipe, folder: Path, standins: Path, updates: int) -> dict[
 def row(recipe: Recipe, found: dict[str, Any]) -> list[str]:
     """The line of a script in the table."""
     name = label(recipe)
-    if why := found.get("lacking") or found.get("failure"):
-        return [name, cell(why), *[""] * (len(NAMES) + 3)]
+    if fault := found.get("lacking") or found.get("failure"):
+        return [name, cell(fault), *[""] * (len(NAMES) + 3)]
     own, ours = found["own"], found["windlass"]
     count = min(len(own["updates"]), len(ours["updates"]))
     apart = [
         f"from {found['from_update'][name]}" if name in found["from_update"] else "same" for name in NAMES
     ]
+    if not found.get("rows_seen", True):
+        apart[0] = "not seen"
     ratio = f"{ours['seconds'] / own['seconds']:.2f}" if own["seconds"] else ""
     unread = [
         f"{who}: {', '.join(one['set_and_not_read'])}"
         for who, one in (("own", own), ("Windlass", ours))
         if one["set_and_not_read"]
     ]
-    return [name, str(count), *apart, ratio, cell(found["first_difference"]), cell("; ".join(unread))]
+    design = f" ({recipe.differs})" if recipe.differs and found["from_update"] else ""
+    why = cell(found["first_difference"] + design)
+    return [name, str(count), *apart, ratio, why, cell("; ".join(unread))]
 
 
 def render(recipes: list[Recipe], results: dict[str, Any], figures: dict[str, Any], updates: int) -> str:
@@ -83,7 +87,7 @@ def render(recipes: list[Recipe], results: dict[str, Any], figures: dict[str, An
     command = (
         f"python benchmarks/compared_scripts.py FOLDER --updates {updates} --write docs/compatibility.md"
     )
-    missing = f"\n\nNot compared, since the files were absent: {', '.join(absent)}." if absent else ""
+    missing = f"\n\nNot compared, since files or packages were absent: {', '.join(absent)}." if absent else ""
     return f"{table(head, rows)}\n\n{caption(figures, command)}{missing}"
 
 

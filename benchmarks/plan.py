@@ -8,8 +8,10 @@ peak in `train()`. Predicted is the peak of `forecast.tracing.trace_of`, of the 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +163,10 @@ def predict(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(names: list[str]) -> dict[str, dict[str, Any]]:
-    """Predicted and measured bytes of each configuration, each in a process of its own that is forked from this one."""
+def run(names: list[str], found: dict[str, dict[str, Any]], keep: Callable[[], None]) -> None:
+    """Add predicted and measured bytes of each configuration to `found`, each in a process of its own that is forked
+    from this one. `keep` is called after each.
+    """
     import torch
     from peft import LoraConfig  # noqa: F401 (imported once, before processes are forked)
     from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM  # noqa: F401
@@ -171,19 +175,18 @@ def run(names: list[str]) -> dict[str, dict[str, Any]]:
     from windlass.forecast.child import Child
 
     torch.set_num_threads(1)
-    found = {}
     for name in names:
         given = CONFIGURATIONS[name]
         it = Child(lambda given=given: predict(given)).result()  # type: ignore[misc]
         for key, gives_back in (("measured", True), ("default", False)):
             it[key] = Child(lambda given=given, back=gives_back: measure(given, back)).result()  # type: ignore[misc]
         found[name] = it
+        keep()
         sizes = [it[key] / 2**20 for key in ("bytes", "measured", "default")]
         shown = "".join(f"{size:9.1f}" for size in sizes)
         print(
             f"{name:<40}{shown}{sizes[0] / sizes[1] - 1:+8.1%}  {it['moment']}", file=sys.stderr, flush=True
         )
-    return found
 
 
 def render(figures: dict[str, Any], command: str) -> str:
@@ -214,11 +217,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="configurations, separated by semicolons")
     parser.add_argument("--write", type=Path, help="the page whose section is rewritten")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument(
+        "--json", type=Path, help="the figures are kept in this file; those in it are not measured again"
+    )
     options = parser.parse_args()
     names = options.only.split(";") if options.only else list(CONFIGURATIONS)
-    figures = {**facts(), "configurations": run(names)}
-    report("plan", render(figures, "python benchmarks/plan.py"), figures, options.write, options.json)
+    measured: dict[str, dict[str, Any]] = {}
+    if options.json is not None and options.json.is_file():
+        measured = json.loads(options.json.read_text("utf-8"))["configurations"]
+
+    def figures() -> dict[str, Any]:
+        return {
+            **facts(),
+            "configurations": {name: measured[name] for name in CONFIGURATIONS if name in measured},
+        }
+
+    def keep() -> None:
+        if options.json is not None:
+            options.json.write_text(json.dumps(figures(), indent=1) + "\n", "utf-8")
+
+    run([name for name in names if name not in measured], measured, keep)
+    report("plan", render(figures(), "python benchmarks/plan.py"), figures(), options.write, options.json)
 
 
 if __name__ == "__main__":

@@ -183,3 +183,37 @@ def test_the_page_has_the_section(command: ModuleType) -> None:
     text = (FOLDER.parent / "docs" / "compatibility.md").read_text("utf-8")
     assert "<!-- begin: public scripts -->" in text
     assert "<!-- end: public scripts -->" in text
+
+
+@pytest.fixture
+def compared(command: ModuleType) -> Iterator[ModuleType]:
+    yield importlib.import_module("compared_scripts")
+    del sys.modules["compared_scripts"]
+
+
+def test_a_comparison_is_a_line_and_what_is_absent_is_named(
+    command: ModuleType, compared: ModuleType, tmp_path: Path
+) -> None:
+    one, figures = recipe(command, tmp_path), {"date": "today", "machine": "this", "versions": {}}
+    run = {"updates": [{}, {}], "seconds": 2.0, "set_and_not_read": ["packing"]}
+    found = {
+        "own": run, "windlass": {**run, "seconds": 1.0, "set_and_not_read": []}, "from_update": {"loss": 2},
+        "first_difference": "from update 2",
+    }  # fmt: skip
+    text = compared.render([one], {"one": found}, figures, 2)
+    line = next(line for line in text.splitlines() if "a/train.py" in line)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[1:] == [
+        "2", "same", "same", "from 2", "same", "same", "0.50", "from update 2", "own: packing",
+    ]  # fmt: skip
+    absent = compared.render([one], {"one": {"lacking": "absent"}}, figures, 2)
+    assert "Not compared, since files or packages were absent: some/one `a/train.py`." in absent
+    assert "with Windlass: Error" in compared.row(one, {"failure": "with Windlass: Error"})[1]
+
+
+@pytest.mark.slow
+def test_a_script_is_compared(command: ModuleType, compared: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "standins").mkdir()
+    found = compared.compare(recipe(command, tmp_path), tmp_path, tmp_path / "standins", 2)
+    assert found["first_difference"] == "same bits in every update"
+    assert compared.row(recipe(command, tmp_path), found)[2:7] == ["same"] * 5

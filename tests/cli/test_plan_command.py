@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.dist.launch import end_of
 
 from windlass.cli.main import main
 from windlass.cli.plan_fit import find_layout
@@ -174,3 +175,28 @@ def test_what_cannot_be_planned(
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
     assert main(["plan", *(recipe if word == "RECIPE" else word for word in words)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_run_records_what_was_predicted_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`plan`, then the run, then `plan` again, which knows how far the first was off."""
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
+    script, out = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(
+        SCRIPT.replace("LIBRARY", "windlass").replace("report_to", "max_steps=3, use_cpu=True, report_to")
+    )
+    words = ["plan", str(script), "--json", "--", str(out), "4"]
+    assert main(words) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["errors"] is None
+    for size, known in (("2", False), ("4", True)):
+        end_of(script, out, size, environ={"WINDLASS_HOME": str(tmp_path / "home")})
+        [session] = json.loads((out / "run.json").read_text())["sessions"]
+        assert ("memory" in session) is known, "a batch of another size was not planned"
+    memory = session["memory"]
+    assert memory["predicted"] == planned["memory"]["peak"]
+    assert memory["measured"] > memory["predicted"], "the libraries' first use counts too"
+    assert main(words) == 0
+    error = memory["predicted"] / memory["measured"] - 1
+    assert json.loads(capsys.readouterr().out)["errors"] == {"runs": 1, "least": error, "most": error}

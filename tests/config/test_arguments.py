@@ -47,7 +47,7 @@ def test_names_order_and_defaults_are_those_that_scripts_know() -> None:
         "nonfinite_policy", "global_batch_size", "save_every", "save_in_background", "save_host_memory",
         "max_save_failures", "keep_last", "keep_best", "preemption_signals", "preemption_deadline", "hub_wait",
         "dataloader_start_timeout", "optim_groups", "layerwise_lr_decay", "torch_compile_blocks",
-        "fp8", "fp8_config", "lean_loss", "alerts",
+        "fp8", "fp8_config", "qat", "lean_loss", "alerts",
     }  # fmt: skip
 
 

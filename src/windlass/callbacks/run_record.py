@@ -128,6 +128,11 @@ class RunRecord:
             self._record["loss"] = dict(facts)
             self._write()
 
+    def add_memory(self, facts: Mapping[str, int]) -> None:
+        """Record the peak of this session in bytes, and its prediction by `windlass plan`. `end` writes it."""
+        if self._record:
+            self._record["sessions"][-1]["memory"] = dict(facts)
+
     def _begin_time(self, step: int, logged: int, earlier: list[dict[str, Any]]) -> None:
         self._is_timed = self._clock.claim()
         if self._is_timed:

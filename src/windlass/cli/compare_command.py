@@ -61,7 +61,7 @@ def compare_command(words: Sequence[str]) -> int:
         own = _run(options, Path(folder) / "own", os.environ, "its own libraries")
         ours = _run(options, Path(folder) / "windlass", {**os.environ, **answered}, "Windlass")
         found = differences(own, ours)
-        why = reason(found, same_rows_otherwise(own, ours))
+        why = reason(found, same_rows_otherwise(own, ours), own.sees_rows or ours.sees_rows)
         farthest = farthest_weight(own, ours)
     if options.json:
         say_json({"schema": SCHEMA, "script": options.script, **_facts(own, ours, found, why, farthest)})
@@ -155,7 +155,10 @@ def _rows(
     counts = [
         sum(len(rows) for update in record.updates for rows in update["rows"]) for record in (own, ours)
     ]
-    yield "rows", str(counts[0]), str(counts[1]), _apart(found.get("rows"))
+    if any(counts):
+        yield "rows", str(counts[0]), str(counts[1]), _apart(found.get("rows"))
+    else:
+        yield "rows", "-", "-", "not seen: parts of the model are called"
     for name, key in (("learning rate", "rates"), ("loss", "loss"), ("gradient norm", "norm")):
         last = [
             _number(update[key][0] if key == "rates" and update[key] else update[key]) for update in pairs[-1]
@@ -194,6 +197,7 @@ def _facts(
     names = {"rates": "learning_rate", "norm": "gradient_norm", "digests": "weights"}
     return {
         "first_difference": why,
+        "rows_seen": own.sees_rows or ours.sees_rows,
         "from_update": {names.get(name, name): one.update for name, one in found.items()},
         "farthest_weight": None if farthest is None else {"name": farthest[0], "difference": farthest[1]},
         "own": _figures(own),

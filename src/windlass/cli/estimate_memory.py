@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from windlass.cli.command_line import CommandParser
+from windlass.cli.screen import in_words
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.core.output import say, say_json
@@ -40,9 +40,9 @@ _WHY_MORE = (
     "activations. A small batch may thus need more than in float32."
 )
 _NOT_COUNTED = (
-    "At the peak of an update, as `windlass plan` finds it for a recipe or a script,\n"
-    "with data, optimizer and layout of its own. Not counted: what the device's\n"
-    "runtime and its allocator reserve."
+    "As `windlass plan` finds it for a recipe or a script: one update of the model on\n"
+    "a device, on tensors without memory. Not counted: what the device's runtime and\n"
+    "its allocator reserve."
 )
 _HEAD = "{class} of {model}: {parameters:,} parameters"
 HEADERS = ("dtype", "largest layer", "whole model", "training with Adam")
@@ -58,12 +58,16 @@ def estimate_memory_command(words: list[str]) -> int:
     if options.batch_size is None and detailed:
         fix = f"is needed with --{detailed[0]}: samples of one process in a forward"
         raise ConfigError(Problem("--batch_size", None, fix))
-    build = builder(options.model, options.trust_remote_code)
-    model = _empty(build, options.model)
+    model = build_empty(options.model, options.trust_remote_code)
     parameters = sum(param.numel() for param in model.parameters())
     facts = {"model": options.model, "class": type(model).__name__, "parameters": parameters}
     if options.batch_size is not None:
-        _print_training(build, options, facts)
+        if getattr(model, "main_input_name", None) != "input_ids":
+            raise ModelError(
+                f"{type(model).__name__} cannot be run on input_ids and labels alone; `windlass plan` predicts the "
+                "memory of a script that trains it"
+            )
+        _print_training(options, facts)
         return 0
     sizes = estimate(model, options.dtypes)
     if options.json:
@@ -79,8 +83,9 @@ def estimate_memory_command(words: list[str]) -> int:
     return 0
 
 
-def _print_training(build: Callable[[], Any], options: argparse.Namespace, facts: dict[str, Any]) -> None:
-    from windlass.cli.training_memory import Training, training_rows
+def _print_training(options: argparse.Namespace, facts: dict[str, Any]) -> None:
+    from windlass.cli.plan_text import memory_lines
+    from windlass.cli.training_memory import Training, plan_training
 
     training = Training(
         options.batch_size,
@@ -93,14 +98,13 @@ def _print_training(build: Callable[[], Any], options: argparse.Namespace, facts
         options.num_processes,
         options.sharding,
     )
-    rows = training_rows(build, training)
+    forecast = plan_training(lambda: build_whole(options.model, options.trust_remote_code), training)
     if options.json:
-        say_json({**facts, "bytes": {row.kind: {"peak": row.peak, "most": row.most} for row in rows}})
+        say_json({**facts, "memory": forecast.to_dict()["memory"]})
         return
     say(_HEAD.format(**facts))
-    cells = [(row.kind, in_words(row.peak), in_words(row.most)) for row in rows[:-1]]
-    head = ("memory of a process", "at the peak", "at most")
-    print_table([head, *cells, (rows[-1].kind, in_words(rows[-1].peak), "")], str.ljust)
+    for line in memory_lines(forecast):
+        say(line)
     say(_NOT_COUNTED)
     if options.precision != "no" and options.weights == "float32" and options.quantization is None:
         say(_WHY_MORE)
@@ -133,7 +137,7 @@ def build_parser() -> CommandParser:
     add_to("--quantization", choices=("nf4", "fp4", "int8"), help="of the base below adapters (QLoRA)")
     add_to("--recompute", action="store_true", help="with activation checkpointing")
     add_to("--num_processes", type=int, metavar="N", help="processes that train together (default: 1)")
-    sharding = "full: divide all, as FSDP does; grad: the same, with whole weights until the backward (default: none)"
+    sharding = "what they divide: none; grad: gradients and optimizer state; full: weights too, as FSDP (default: none)"
     add_to("--sharding", choices=("none", "grad", "full"), help=sharding)
     add("--json", action="store_true", help="as one JSON object, sizes in bytes")
     add("--library_name", help="transformers (the default)")
@@ -146,25 +150,12 @@ def build_empty(name: str, trust_remote_code: bool = False) -> Any:
 
     Raises ModelError if there is no such config.
     """
-    return _empty(builder(name, trust_remote_code), name)
+    with load_outside("models without data").init_empty_weights():
+        return build_whole(name, trust_remote_code)
 
 
-def _empty(build: Callable[[], Any], name: str) -> Any:
-    try:
-        with load_outside("models without data").init_empty_weights():
-            model = build()
-    except (OSError, ValueError, KeyError) as error:
-        raise _not_built(name, error) from error
-    model.tie_weights()
-    return model.float()
-
-
-def _not_built(name: str, error: Exception) -> ModelError:
-    return ModelError(f"no model can be built from {name!r}: {str(error).splitlines()[0]}")
-
-
-def builder(name: str, trust_remote_code: bool = False) -> Callable[[], Any]:
-    """Return what makes the model of a config. Raises ModelError if there is no such config."""
+def build_whole(name: str, trust_remote_code: bool = False) -> Any:
+    """As `build_empty`, where the caller has parameters made."""
     transformers = require("transformers", "build a model from its config")
     path = Path(name)
     if path.suffix == ".json" and not path.is_file():
@@ -176,9 +167,12 @@ def builder(name: str, trust_remote_code: bool = False) -> Callable[[], Any]:
         config = transformers.AutoConfig.from_pretrained(
             str(source) if source.exists() else name, trust_remote_code=trust_remote_code
         )
+        model = _constructor(transformers, config, trust_remote_code)(config)
     except (OSError, ValueError, KeyError) as error:
-        raise _not_built(name, error) from error
-    return lambda: _constructor(transformers, config, trust_remote_code)(copy.deepcopy(config))
+        reason = str(error).splitlines()[0]
+        raise ModelError(f"no model can be built from {name!r}: {reason}") from error
+    model.tie_weights()
+    return model.float()
 
 
 def _constructor(transformers: Any, config: Any, trust_remote_code: bool) -> Any:
@@ -211,12 +205,3 @@ def estimate(model: Any, dtypes: list[str]) -> list[Sizes]:
         trained = None if training is None else whole // 4 * training
         rows.append(Sizes(dtype, largest * bits / 32, whole * bits / 32, trained))
     return rows
-
-
-def in_words(size: float) -> str:
-    """Return bytes in the largest unit that is at most the size."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:,.4g} TiB"

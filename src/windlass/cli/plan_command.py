@@ -45,13 +45,14 @@ def plan_command(words: list[str]) -> int:
     chosen = None
     with _without_devices():
         if devices is None:
-            found = _traced(_start(options.what, rest), options.world)
+            found = _traced(_start(options.what, rest), options.world, device)
         else:
-            chosen, found = _fitting(options, rest, devices)
+            chosen, found = _fitting(options, rest, devices, device)
     from windlass.cli.plan_text import plan_lines
     from windlass.forecast.forecast import Forecast
 
     forecast = Forecast(found, device)
+    forecast.keep()
     overrides = [] if chosen is None else list(chosen.overrides)
     if options.json:
         say_json(forecast.to_dict() | ({} if chosen is None else {"layout": [chosen.name, *overrides]}))
@@ -184,11 +185,13 @@ def _devices(options: Any, device: tuple[str, Board] | None) -> Devices:
     return devices
 
 
-def _fitting(options: Any, rest: list[str], devices: Devices) -> tuple[Layout, Trace]:
+def _fitting(
+    options: Any, rest: list[str], devices: Devices, device: tuple[str, Board] | None
+) -> tuple[Layout, Trace]:
     from windlass.cli.plan_fit import find_layout
 
     def traced(overrides: tuple[str, ...]) -> Trace:
-        return _traced(_start(options.what, [*rest, *overrides]), devices.number)
+        return _traced(_start(options.what, [*rest, *overrides]), devices.number, device)
 
     quiet = options.json
     if not quiet:
@@ -196,9 +199,9 @@ def _fitting(options: Any, rest: list[str], devices: Devices) -> tuple[Layout, T
     return find_layout(traced, devices, (lambda line: None) if quiet else say)
 
 
-def _traced(start: Start, world: int) -> Trace:
-    from windlass.forecast.tracing import trace_of
+def _traced(start: Start, world: int, device: tuple[str, Board] | None) -> Trace:
+    from windlass.forecast.tracing import trace_of_largest
 
     # What a script prints is not part of the plan.
     with contextlib.redirect_stdout(sys.stderr):
-        return trace_of(start, world)
+        return trace_of_largest(start, world, on_device=device is not None)

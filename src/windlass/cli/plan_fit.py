@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from windlass.cli.estimate_memory import in_words
+from windlass.cli.screen import in_words
 from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.forecast.child import Child
+from windlass.forecast.child import apart
 from windlass.forecast.layouts import Devices, Layout, layouts
 from windlass.forecast.trace import Trace
 
@@ -43,10 +43,10 @@ def find_layout(
     for layout in layouts(devices.number):
         trace = None
         try:
-            trace = Trace.from_dict(_apart(lambda words=layout.overrides: traced(words).to_dict()))  # type: ignore[misc]
+            trace = Trace.from_dict(apart(lambda words=layout.overrides: traced(words).to_dict()))  # type: ignore[misc]
             found = Tried(layout, trace.peak[1].total, None)
         except ModelError as error:
-            found = Tried(layout, None, " ".join(str(error).split()))
+            found = Tried(layout, None, _in_one_line(error))
         tried.append(found)
         say(found.line(devices))
         if trace is not None and found.peak is not None and found.peak <= devices.room:
@@ -56,8 +56,11 @@ def find_layout(
     )
 
 
-def _apart(work: Callable[[], Any]) -> Any:
-    return Child(work).result() if Child.can_fork else work()
+def _in_one_line(error: ModelError) -> str:
+    """The message, without the line that counts problems."""
+    lines = str(error).splitlines()
+    problems = [line.strip().removeprefix("- ") for line in lines if line.strip().startswith("- ")]
+    return " ".join(" ".join(problems or lines).split())
 
 
 def _least(tried: list[Tried], devices: Devices) -> str:

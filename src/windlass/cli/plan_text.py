@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from windlass.cli.estimate_memory import in_words
-from windlass.cli.screen import duration
+from windlass.cli.screen import duration, in_words
 from windlass.core.mesh import AXES
 from windlass.forecast.forecast import Forecast, words_of
 from windlass.forecast.meter import SAVED
@@ -20,10 +19,7 @@ def plan_lines(forecast: Forecast, what: str) -> Iterator[str]:
     yield f"{facts['model']} of {what}: {facts['parameters']:,} parameters"[:_WIDTH]
     yield from _update(forecast)
     yield ""
-    yield f"{'memory of a rank':<26}{'at the peak':>14}{'at most':>14}"
-    for kind, (now, most) in forecast.kinds().items():
-        yield f"  {kind:<24}{in_words(now):>14}{in_words(most):>14}"
-    yield f"  {'together':<24}{in_words(forecast.peak):>14}{_of_device(forecast):>14}"
+    yield from memory_lines(forecast)
     yield ""
     yield f"peak: {words_of(forecast.trace.peak[0])}"[:_WIDTH]
     for owner, nbytes in list(forecast.owners().items())[:_OWNERS]:
@@ -37,6 +33,14 @@ def plan_lines(forecast: Forecast, what: str) -> Iterator[str]:
     yield from _outside(forecast)
 
 
+def memory_lines(forecast: Forecast) -> Iterator[str]:
+    """Yield the lines on the memory of a rank."""
+    yield f"{'memory of a rank':<26}{'at the peak':>14}{'at most':>14}"
+    for kind, (now, most) in forecast.kinds().items():
+        yield f"  {kind:<24}{in_words(now):>14}{in_words(most):>14}"
+    yield f"  {'together':<24}{in_words(forecast.peak):>14}{_of_device(forecast):>14}"
+
+
 def _update(forecast: Forecast) -> Iterator[str]:
     facts, mesh = forecast.trace.facts, forecast.mesh
     if mesh.size() > 1:
@@ -47,6 +51,10 @@ def _update(forecast: Forecast) -> Iterator[str]:
         f"an update of a rank: {count} micro-batch{'es' if count > 1 else ''} of {facts['samples']} "
         f"sample{'s' if facts['samples'] > 1 else ''}, {facts['positions']:,} positions"
     )
+    if (peaks := facts.get("peaks")) is not None:
+        rank, _ = max(peaks, key=lambda each: each[1])
+        stages = ", ".join(map(str, facts["stages"]))
+        yield f"shown is rank {rank} (stage {stages}), the largest; rank 0 takes {in_words(peaks[0][1])}"
     if facts["layers"] is not None:
         yield f"{facts['layers'][1]} layers in {facts['layers'][0]}, of which few were run: the others add the same"
 
@@ -66,6 +74,9 @@ def _outside(forecast: Forecast) -> Iterator[str]:
     yield f"{'disk':<10}{in_words(forecast.disk)} per checkpoint"
     if forecast.copy:
         yield f"{'host':<10}{in_words(forecast.copy)} for the {SAVED} in the background"
+    if (errors := forecast.errors()) is not None:
+        family, runs = forecast.trace.facts["family"], "1 run" if errors.runs == 1 else f"{errors.runs} runs"
+        yield f"{'error':<10}of plans for {family} in {runs}: {errors.least:+.1%} to {errors.most:+.1%}"
     time = forecast.time()
     if time is not None:
         assert forecast.device is not None

@@ -1,28 +1,24 @@
-"""The memory of one process in training, from a model's configuration alone: the plan of such a run."""
+"""The memory of one process in training, of a model's configuration alone: the plan of a run on made-up tokens."""
 
 from __future__ import annotations
 
-from collections import Counter
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from windlass.checkpoint.adapters import peft_library
-from windlass.config.arguments import TrainingArguments
 from windlass.config.refusal import refuse
-from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.finetuning.peft_adapters import add_adapter
-from windlass.forecast.forecast import Forecast
-from windlass.forecast.meter import TEMPORARY, WEIGHTS
-from windlass.forecast.tracing import trace_of
-from windlass.trainer.trainer import Trainer
+from windlass.core.errors import Problem
+from windlass.core.optional import require
 
-# Bits of a weight of a linear layer: 4 with a scale in fp32 for 64 of them, or 8.
-_FEW_BITS = {"nf4": 4.5, "fp4": 4.5, "int8": 8.0}
-TOGETHER = "together"
+if TYPE_CHECKING:
+    from windlass.forecast.forecast import Forecast
+
+_UPDATES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +30,8 @@ class Training:
         dtype, precision: of the weights, and of autocast ("no" for none).
         lora_r: rank of adapters on all linear layers; None trains all weights.
         quantization: of the base below adapters.
-        sharding: what is divided among `processes`: none; grad: all, and weights are whole between a forward and its
-            backward; full: all.
+        sharding: what is divided among `processes`: none; grad: gradients and optimizer state, and weights between
+            updates; full: weights always.
     """
 
     batch: int
@@ -70,93 +66,80 @@ class Training:
             )
         refuse(problems)
 
-    @property
-    def weights(self) -> torch.dtype:
-        """The dtype of the weights; that of other 16 bits takes the same memory, and trains on any device."""
-        return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
-    @property
-    def matrices(self) -> torch.dtype:
-        """The dtype of matrix products."""
-        return self.weights if self.precision == "no" else torch.bfloat16
+class _MadeUp(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Enough rows of one token for the updates of all processes."""
 
+    def __init__(self, training: Training) -> None:
+        self._row = torch.zeros(training.length, dtype=torch.long)
+        self._rows = training.batch * training.processes * _UPDATES
 
-@dataclass(slots=True)
-class _Packed:
-    """The linear layers of a base that are stored in few bits: elements of all, and of the largest."""
+    def __len__(self) -> int:
+        return self._rows
 
-    elements: int = 0
-    largest: int = 0
-
-    def add(self, model: nn.Module) -> None:
-        head: Any = getattr(model, "get_output_embeddings", lambda: None)()  # kept as it is
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear) and layer is not head:
-                self.elements += layer.weight.numel()
-                self.largest = max(self.largest, layer.weight.numel())
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self._row, "labels": self._row}
 
 
-class MemoryRow(NamedTuple):
-    """Bytes of one kind of memory at the peak of an update, and at most."""
-
-    kind: str
-    peak: float
-    most: float
-
-
-def training_rows(build: Callable[[], nn.Module], training: Training) -> list[MemoryRow]:
-    """Return the kinds of memory of a process, and their sum. Raises ModelError if the model cannot be run on token ids
-    alone.
-
-    Args:
-        build: makes the model; called where parameters take no memory.
+def plan_training(build: Callable[[], Any], training: Training) -> Forecast:
+    """The forecast of a training with Adam on a device. `build` makes the model, whose weights get no memory. Raises
+    ConfigError for what a run would refuse, and ModelError if the model cannot be run on token ids alone.
     """
+    from windlass.forecast.forecast import Forecast
+    from windlass.forecast.tracing import trace_of
+
     training.check()
-    packed = _Packed()
-
-    def start() -> None:
-        model = build().to(training.weights)
-        if training.quantization is not None:
-            packed.add(model)
-        if training.lora_r is not None:
-            lora = peft_library("count an adapter").LoraConfig(r=training.lora_r, target_modules="all-linear")
-            model = add_adapter(model, lora, [])
-        ids = torch.zeros(training.length, dtype=torch.long)
-        rows = [{"input_ids": ids, "labels": ids}] * (training.batch * training.processes)
-        Trainer(model, _arguments(training), train_dataset=rows).train()
-
-    try:
-        forecast = Forecast(trace_of(start, training.processes), None)
-    except ConfigError:
-        raise
-    except (ModelError, AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(
-            f"the model cannot be run on input_ids and labels of these sizes: {reason}"
-        ) from error
-    changes: Counter[str] = Counter()
-    if training.quantization is not None:
-        # Planned in the dtype of the weights; a layer is unpacked while it is computed.
-        bits = 8 * training.weights.itemsize - _FEW_BITS[training.quantization]
-        changes[WEIGHTS] = -int(packed.elements * bits / 8)
-        changes[TEMPORARY] = packed.largest * training.matrices.itemsize
-    rows = [
-        MemoryRow(kind, now + changes[kind], most + changes[kind])
-        for kind, (now, most) in forecast.kinds().items()
-    ]
-    return [*rows, MemoryRow(TOGETHER, sum(row.peak for row in rows), forecast.peak + changes.total())]
+    with tempfile.TemporaryDirectory() as folder:
+        trace = trace_of(
+            lambda: _trainer(build(), training, folder).train(), training.processes, on_device=True
+        )
+    return Forecast(trace)
 
 
-def _arguments(training: Training) -> TrainingArguments:
-    return TrainingArguments(
-        "unused",  # nothing is written
+def _trainer(model: Any, training: Training, folder: str) -> Any:
+    from windlass.config.arguments import TrainingArguments
+    from windlass.trainer.trainer import Trainer
+
+    args = TrainingArguments(
+        folder,
+        max_steps=_UPDATES,
         per_device_train_batch_size=training.batch,
-        max_steps=1,
-        bf16=training.precision != "no",
-        gradient_checkpointing=training.recompute,
+        bf16=training.precision == "bf16",
+        fp16=training.precision == "fp16",
+        activation_checkpointing=training.recompute,
+        fsdp=training.sharding != "none",
+        fsdp_config={"reshard_after_forward": training.sharding == "full"}
+        if training.sharding != "none"
+        else None,
         save_strategy="no",
-        use_cpu=True,
+        report_to="none",
         disable_tqdm=True,
-        fsdp=True if training.sharding != "none" else None,
-        fsdp_config={"reshard_after_forward": False} if training.sharding == "grad" else None,
+        use_cpu=True,
+        log_level="error",
+    )
+    return Trainer(_prepared(model, training), args, train_dataset=_MadeUp(training))
+
+
+def _prepared(model: Any, training: Training) -> Any:
+    from windlass.finetuning.peft_adapters import add_adapter
+
+    dtype = getattr(torch, training.dtype)
+    model = model.to(dtype)
+    if training.quantization is not None:
+        from windlass.forecast.packed_layers import pack
+
+        pack(model, _quantization(training, dtype))
+    if training.lora_r is None:
+        return model
+    lora = peft_library("count an adapter").LoraConfig(r=training.lora_r, target_modules="all-linear")
+    return add_adapter(model, lora, [])
+
+
+def _quantization(training: Training, dtype: torch.dtype) -> Any:
+    config = require("transformers", "quantize a model").BitsAndBytesConfig
+    if training.quantization == "int8":
+        return config(load_in_8bit=True)
+    compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(training.precision, dtype)
+    return config(
+        load_in_4bit=True, bnb_4bit_quant_type=training.quantization, bnb_4bit_compute_dtype=compute
     )

@@ -61,26 +61,26 @@ class ImaginedGang(ProcessGang):
 
 
 @contextlib.contextmanager
-def imagined_job(size: int) -> Iterator[None]:
-    """Within the body this process is rank 0 of `size`, whose other ranks do not exist. The
+def imagined_job(size: int, rank: int = 0) -> Iterator[None]:
+    """Within the body this process is a rank of `size`, whose other ranks do not exist. The
     first `join` lays out the mesh.
     """
-    with _launched(size):
+    world = World(rank, size, rank % MACHINE, min(size, MACHINE))
+    with _launched(world):
         if size == 1:
             yield
         else:
-            with _imagined(size):
+            with _imagined(world):
                 yield
 
 
 @contextlib.contextmanager
-def _imagined(size: int) -> Iterator[None]:
+def _imagined(world: World) -> Iterator[None]:
     # Registers the backend "fake" with PyTorch.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    world = World(0, size, 0, min(size, MACHINE))
     with torch.device("cpu"):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
     try:
         gang = ImaginedGang(world, dist.group.WORLD)
         gang.open_views(timedelta(seconds=1))
@@ -91,13 +91,13 @@ def _imagined(size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _launched(size: int) -> Iterator[None]:
-    """Within the body, the variables of a launcher are those of rank 0 of `size`."""
+def _launched(world: World) -> Iterator[None]:
+    """Within the body, the variables of a launcher are those of this rank."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
-    if size > 1:
-        sizes = (0, size, 0, min(size, MACHINE))
-        os.environ.update(zip(names, map(str, sizes), strict=True))
+    if world.size > 1:
+        values = (world.rank, world.size, world.local_rank, world.local_size)
+        os.environ.update(zip(names, map(str, values), strict=True))
     try:
         yield
     finally:

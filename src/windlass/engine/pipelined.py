@@ -134,6 +134,8 @@ class PipelineExecutor(NativeExecutor):
         parts = hooks.parts() if is_last else {}
         dtype = str(shares[0].dtype)[6:] if is_last else ""
         known = ranks.broadcast_object([dtype, factor is not None, list(parts)], last)
+        if not is_last and not ranks.exists:
+            known = ["float32", False, []]  # an imagined rank knows nothing else
         kind, has_factor, names = getattr(torch, known[0]), known[1], known[2]
         device = self._staged.link.device
         numbers = torch.zeros(count + len(names) + 1, dtype=torch.float64, device=device)

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from windlass.core.errors import ModelError, WindlassError
 
 
@@ -40,8 +42,15 @@ class Child:
         return answer["value"]
 
 
+def apart(work: Callable[[], Any]) -> Any:
+    """What `work` returns, which is run in a process of its own if there can be one."""
+    return Child(work).result() if Child.can_fork else work()
+
+
 def _answer(work: Callable[[], Any], writer: int) -> None:
     """Write the result of `work`, and end the process, without what a process does at its end."""
+    # The threads of OpenMP are not in a forked process, which would wait for them in its first parallel loop.
+    torch.set_num_threads(1)
     try:
         answer = {"value": work()}
     except WindlassError as error:

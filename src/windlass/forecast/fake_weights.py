@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from windlass.core.errors import ModelError
 from windlass.core.optional import is_available, require
 from windlass.core.tensors import is_fake
+from windlass.forecast.packed_layers import pack
 
 
 def new_mode() -> FakeTensorMode:
@@ -56,7 +57,7 @@ def fake_weights(mode: FakeTensorMode) -> Iterator[None]:
     nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]
     nn.Module._apply = apply_to_fake  # type: ignore[method-assign]
     try:
-        with _unloaded(mode):
+        with _unloaded(mode), _undrawn():
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
@@ -91,6 +92,22 @@ def take_memory(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 @contextlib.contextmanager
+def _undrawn() -> Iterator[None]:
+    """PyTorch draws a truncated normal distribution again until all values are within its limits."""
+    module: Any = nn.init
+    own = module._no_grad_trunc_normal_
+
+    def draw(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return tensor if is_fake(tensor) else own(tensor, *args, **options)
+
+    module._no_grad_trunc_normal_ = draw
+    try:
+        yield
+    finally:
+        module._no_grad_trunc_normal_ = own
+
+
+@contextlib.contextmanager
 def _unloaded(mode: FakeTensorMode) -> Iterator[None]:
     """`from_pretrained` of transformers makes a model of the configuration, on the CPU, without memory."""
     if not is_available("transformers"):
@@ -100,9 +117,7 @@ def _unloaded(mode: FakeTensorMode) -> Iterator[None]:
     own = vars(kind)["from_pretrained"]
 
     def from_pretrained(cls: Any, name: Any, /, *args: Any, config: Any = None, **options: Any) -> Any:
-        if options.get("quantization_config") is not None:
-            fix = "weights of few bits are laid out when they are loaded; leave the quantization out"
-            raise ModelError(f"a plan of a quantized model is not built: {fix}")
+        quantization = options.pop("quantization_config", None)
         dtype = options.pop("dtype", None) or options.pop("torch_dtype", None)
         if not hasattr(config, "to_dict"):
             config, options = cls.config_class.from_pretrained(name, return_unused_kwargs=True, **options)
@@ -112,6 +127,8 @@ def _unloaded(mode: FakeTensorMode) -> Iterator[None]:
             chosen["attn_implementation"] = attention
         with mode:
             model = cls._from_config(config, **chosen)
+            if quantization is not None:
+                pack(model, quantization)
         model.eval()
         return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from windlass.dist.imagined import MACHINE
 from windlass.forecast.meter import ACTIVATIONS, KINDS, SAVED, Instant, Owner
 from windlass.forecast.trace import Trace
 from windlass.metrics.device_peaks import NETWORK, Board
+from windlass.metrics.predictions import Errors, errors_of, write_prediction
 
 SCHEMA = "windlass-plan/1"
 _OWNERS = 10
@@ -70,6 +72,17 @@ class Forecast:
     def peak(self) -> int:
         """The largest memory of the rank: of its device, or of the process if that is the device."""
         return self.trace.peak[1].total + (0 if self.device else self.copy)
+
+    def keep(self) -> None:
+        """Record the prediction for the run of this plan, if the folder of such records can be written."""
+        first = self.trace.facts.get("peaks", [[0, self.trace.peak[1].total]])[0][1]
+        copy = 0 if self.device else self.copy
+        with contextlib.suppress(OSError):
+            write_prediction(self.trace.facts["key"], self.trace.facts["family"], first + copy)
+
+    def errors(self) -> Errors | None:
+        """How far predictions for this family of models were off in the runs that were measured."""
+        return errors_of(self.trace.facts["family"])
 
     def owners(self) -> dict[Owner, int]:
         """Bytes at the peak by owner, largest first."""
@@ -150,7 +163,7 @@ class Forecast:
 
     def to_dict(self) -> dict[str, Any]:
         """As `--json` prints it; docs/parallelism.md describes the keys."""
-        facts, time = self.trace.facts, self.time()
+        facts, time, errors = self.trace.facts, self.time(), self.errors()
         moment = self.trace.peak[0]
         return {
             "schema": SCHEMA,
@@ -173,6 +186,8 @@ class Forecast:
             "links": [link._asdict() for link in self.links()],
             "disk": {"checkpoint": self.disk},
             "save": {"copy": self.copy},
+            "ranks": [{"rank": rank, "peak": n} for rank, n in facts.get("peaks", ())],
+            "errors": None if errors is None else errors._asdict(),
             "time": None if time is None else {**asdict(time), "update": time.update},
         }
 

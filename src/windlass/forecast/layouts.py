@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 
 def layouts(devices: int) -> Iterator[Layout]:
     """Replicas exchange least, and shards little more; what is computed again costs a third more; ranks that divide
-    rows or layers exchange in every layer, and stay within a machine.
+    experts, rows or layers exchange in every layer, and stay within a machine; ranks of a pipeline wait for each other.
     """
     yield Layout("replicas", ())
     if devices > 1:
@@ -55,9 +55,9 @@ def layouts(devices: int) -> Iterator[Layout]:
         return
     sharded = ("parallel.strategy=fsdp", _RECOMPUTED)
     yield Layout("shards, recomputed", sharded)
-    for axis, word in (("context", "cp"), ("tensor", "tp")):
-        for size in (2, 4, 8):
-            if size <= min(devices, MACHINE) and devices % size == 0:
-                yield Layout(
-                    f"shards x {axis} {size}, recomputed", (*sharded, f"parallel.mesh.{word}={size}")
-                )
+    sizes = [size for size in (2, 4, 8) if size <= min(devices, MACHINE) and devices % size == 0]
+    for axis, word in (("experts", "ep"), ("context", "cp"), ("tensor", "tp")):
+        for size in sizes:
+            yield Layout(f"shards x {axis} {size}, recomputed", (*sharded, f"parallel.mesh.{word}={size}"))
+    for size in sizes:
+        yield Layout(f"pipeline {size}, recomputed", (_RECOMPUTED, f"parallel.mesh.pp={size}"))

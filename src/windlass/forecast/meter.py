@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.core.tensors import is_fake
 from windlass.forecast.places import ModulePlaces, pattern
-from windlass.forecast.work import Sent, Work, sent_by, tensors_of, work_of
+from windlass.forecast.work import Sent, Work, grouped_product, sent_by, tensors_of, work_of
 
 WEIGHTS, BUFFERS, GRADIENTS, STATE = "weights", "buffers", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, BUCKETS, COPIES = "activations", "logits", "buckets", "copies of weights"
@@ -96,6 +96,12 @@ class Meter(TorchDispatchMode):
         self._moments: dict[tuple[str, bool, str], Instant] = {}
         self._kind: str | None = None
 
+    def begin_again(self) -> None:
+        """Forget what was seen; memory that exists is still followed."""
+        self.peaks.clear()
+        self.work.clear()
+        self.sent.clear()
+
     # --- owners -------------------------------------------------------------------------------------------------------
 
     def adopt(self, tensor: Tensor, kind: str, place: str) -> None:
@@ -128,6 +134,16 @@ class Meter(TorchDispatchMode):
             yield
         finally:
             self._kind = before
+
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Within the body, operations count so many times."""
+        before = self.times
+        self.times = before * times
+        try:
+            yield
+        finally:
+            self.times = before
 
     def hold(self, owner: Owner, nbytes: int) -> None:
         """Count memory that no tensor of the update has."""
@@ -164,7 +180,7 @@ class Meter(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # its parts come here one by one
         given = kwargs or {}
-        answer = answer_of(func, args)
+        answer = answer_of(func, args, given)
         found = func(*args, **given) if answer is None else answer
         if func in _UNSEEN:
             return found
@@ -242,7 +258,7 @@ _UNSEEN = (
 )
 
 
-def answer_of(func: Any, args: tuple[Any, ...]) -> Any:
+def answer_of(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
     """What takes the place of an operation whose result depends on values that no memory has; None for any other. A
     mask has no padding, a norm is finite, and every position is chosen: the most that memory can be needed for.
     """
@@ -253,6 +269,8 @@ def answer_of(func: Any, args: tuple[Any, ...]) -> Any:
         if tensor.dtype is torch.bool:
             return True
         return 1.0 if tensor.is_floating_point() else 1
+    if func is torch.ops.aten._grouped_mm.default:
+        return grouped_product(*args, **given)
     if func in (torch.ops.aten.allclose.default, torch.ops.aten.equal.default):
         return True
     if func is torch.ops.aten.nonzero.default and tensor.constant is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.assemble.build import Built, build
 from windlass.config.plan import RunPlan
-from windlass.config.refusal import refuse
-from windlass.core.errors import Problem
+from windlass.core.errors import ConfigError, Problem
 from windlass.core.trees import map_leaves, tensors_in
 from windlass.data.update_batch import UpdateBatch
+from windlass.dist.absent import Absent
 from windlass.engine.splitting import Kind
+from windlass.forecast.devices import few_chunks, finite_gradients, kernels_of_devices
 from windlass.forecast.fake_weights import known_values, take_memory, with_values
 from windlass.forecast.meter import (
     BATCH,
@@ -35,15 +36,18 @@ from windlass.forecast.meter import (
     local_part,
 )
 from windlass.forecast.places import ModulePlaces
-from windlass.forecast.stack import Stack
+from windlass.forecast.stack import find_stack
 from windlass.forecast.trace import Trace
+from windlass.metrics.predictions import key_of
 from windlass.metrics.tokens import rows
 from windlass.trainer.defaults import align_special_tokens
 from windlass.trainer.instead import RunRequest
 from windlass.trainer.interruption import Interruption
+from windlass.trainer.losses import call_model
 from windlass.trainer.micro_steps import MicroSteps
-from windlass.trainer.preparation import plan_run
+from windlass.trainer.preparation import check_optimizer, plan_run
 from windlass.trainer.run_context import RunContext
+from windlass.transforms.staged_model import staged_of
 
 # What a run measures on its first batch, and values would have to show: see `trainer/loss_policy.py`.
 _MEASURED = {"over": Kind.TARGETS.name, "shifted": True, "without_logits": True}
@@ -59,7 +63,7 @@ class SomeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if DTensor in types:
             return NotImplemented
-        answer = answer_of(func, args)
+        answer = answer_of(func, args, kwargs or {})
         return func(*args, **(kwargs or {})) if answer is None else answer
 
 
@@ -72,32 +76,43 @@ class Rehearsal:
 
     Args:
         request: what the run was to be made of.
+        on_device: it is planned for a device, not for the process.
+
+    Attributes:
+        update: with the largest of the first micro-batches.
         stack: layers of the model of which it may be run with fewer; None: it is run as it is.
+        whole: run all that repeats.
     """
 
-    def __init__(self, request: RunRequest, mode: FakeTensorMode, stack: Stack | None) -> None:
-        self._request, self._mode, self._stack = request, mode, stack
+    def __init__(self, request: RunRequest, mode: FakeTensorMode, *, on_device: bool, whole: bool) -> None:
+        self._request, self._mode, self._on_device, self._whole = request, mode, on_device, whole
         services, hooks = request.services, request.hooks
+        services.evaluator.check_trainable(hooks.model)
         services.loss.begin_run(dict(_MEASURED))
         loader = hooks.get_train_dataloader()
         self._plan, self._source, _ = plan_run(request.args, services, hooks, loader, None)
         _refuse_unbuilt(self._plan)
-        self.update = self._read()
+        pipelined = self._plan.dist.pipeline is not None
+        # The stages of a pipeline divide the layers, so that all are run.
+        self.stack = None if whole or pipelined else find_stack(hooks.model)
+        self.update = self._read(self._plan.batch.accumulation if pipelined else 3)
 
-    def _read(self) -> UpdateBatch:
+    def _read(self, at_most: int) -> UpdateBatch:
         """The update with the largest of the first micro-batches, as often as an update has them."""
         accumulation = self._plan.batch.accumulation
         batches = (batch for group in self._source.groups(accumulation) for batch in group.batches)
-        largest = max(itertools.islice(batches, _READ), key=_positions)
-        number = min(accumulation, 3)
+        read = list(itertools.islice(batches, _READ))
+        self._first, largest = read[0], max(read, key=_positions)
+        number = min(accumulation, at_most)
         return UpdateBatch([largest] * number, [[]] * number, 0, 0, False)
 
     def run(self, layers: int | None = None) -> Trace:
         """Run two updates with so many layers of the stack; None: with all."""
         request, mode = self._request, self._mode
         model, services = request.hooks.model, request.services
-        if self._stack is not None and layers is not None:
-            self._stack.cut(layers)
+        if self.stack is not None and layers is not None:
+            self.stack.cut(layers)
+        borders = self._borders()
         # PyTorch warns of what is done with such tensors.
         with _some_values(), warnings.catch_warnings(action="ignore"), _first_part_only():
             take_memory(model, mode)
@@ -105,14 +120,17 @@ class Rehearsal:
             built = build(
                 model,
                 request.hooks.create_optimizer,
-                self._plan,
+                _without_tf32(self._plan),
                 services.session.device,
                 services.session.loss_ranks,
                 request.optimizer,
             )
+        check_optimizer(built.executor.optimizer, model, self._plan.save, services.session.all_ranks)
         services.engine.attach(services.loss.normaliser, built.executor)
+        if (staged := staged_of(model)) is not None:
+            staged.link.arriving = borders
         places = ModulePlaces(model)
-        part = (lambda name: "") if self._stack is None else self._stack.part
+        part = (lambda name: "") if self.stack is None else self.stack.part
         meter = Meter(places, part, _vocabulary(model))
         context = RunContext(
             services,
@@ -126,6 +144,7 @@ class Rehearsal:
         for bucket in getattr(built.executor.strategy, "buckets", ()):
             meter.adopt(bucket, BUCKETS, "")
         steps = FollowedSteps(context, meter)
+        chunks = few_chunks(meter, on_device=self._on_device, every=self._whole)
         with warnings.catch_warnings(action="ignore"), mode, _some_values(), known_values():
             steps.begin(self._fakes(self.update.batches[0]), len(self.update.batches))
         updates = self._fake(context), self._fake(context)
@@ -138,9 +157,45 @@ class Rehearsal:
             _gathering(meter),
             places.followed(),
             _saved(meter),
+            chunks,
+            kernels_of_devices(self._on_device),
+            finite_gradients(),
         ):
             self._updates(meter, context, steps, updates)
         return Trace(meter.peaks, meter.work, meter.sent, _sizes_of_save(model, built), self._facts(model))
+
+    def _borders(self) -> dict[str, Tensor]:
+        """For a pipeline, what each module returns for a micro-batch: where stages meet, another rank sends that."""
+        request = self._request
+        if self._plan.dist.pipeline is None or request.services.session.all_ranks.over("pipeline").rank == 0:
+            return {}
+        model, hooks = request.hooks.model, request.services.loss.hooks
+        found: dict[str, Tensor] = {}
+
+        def looked_at(name: str) -> Callable[..., None]:
+            def look(module: nn.Module, inputs: Any, output: Any) -> None:
+                first = output[0] if isinstance(output, tuple) and output else output
+                if isinstance(first, Tensor):
+                    found[name] = first
+
+            return look
+
+        handles = [each.register_forward_hook(looked_at(name)) for name, each in model.named_modules()]
+        try:
+            with (
+                warnings.catch_warnings(action="ignore"),
+                self._mode,
+                _some_values(),
+                known_values(),
+                torch.no_grad(),
+            ):
+                take_memory(model, self._mode)
+                with hooks.autocast():
+                    call_model(model, hooks.prepare_inputs(self._fakes(self.update.batches[0])))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
 
     def _updates(
         self, meter: Meter, context: RunContext, steps: FollowedSteps, updates: Sequence[UpdateBatch]
@@ -160,8 +215,7 @@ class Rehearsal:
                 for tensor in tensors_in(batch):
                     meter.adopt(tensor, BATCH, "")
             if number:
-                meter.work.clear()
-                meter.sent.clear()
+                meter.begin_again()
             executor.run_step(update, steps, max_norm=plan.stability.max_grad_norm, guard=guard)
             if number == 0:
                 _adopt_state(meter, model, context.built)
@@ -186,7 +240,7 @@ class Rehearsal:
         return map_leaves(lambda tensor: with_values(tensor, self._mode), batch)
 
     def _facts(self, model: nn.Module) -> dict[str, Any]:
-        plan, batch = self._plan, self.update.batches[0]
+        plan, batch, services = self._plan, self.update.batches[0], self._request.services
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
             "model": type(model).__name__,
@@ -198,9 +252,18 @@ class Rehearsal:
             "tf32": bool(plan.precision.tf32),
             "copies": plan.save.background
             and (plan.save.cadence.strategy != "no" or plan.save.every is not None),
+            "key": key_of(
+                model, plan, services.session.all_ranks.mesh, self._first, on_device=self._on_device
+            ),
             "family": getattr(getattr(model, "config", None), "model_type", type(model).__name__),
-            "layers": None if self._stack is None else [self._stack.name, self._stack.length],
+            "layers": None if self.stack is None else [self.stack.name, self.stack.length],
+            "stages": None if (staged := staged_of(model)) is None else staged.local,
         }
+
+
+def _without_tf32(plan: RunPlan) -> RunPlan:
+    """The plan for a CPU, which has no such products; their rate is chosen by the original one."""
+    return replace(plan, precision=replace(plan.precision, tf32=None))
 
 
 class FollowedSteps(MicroSteps):
@@ -209,18 +272,22 @@ class FollowedSteps(MicroSteps):
     def __init__(self, context: RunContext, meter: Meter) -> None:
         super().__init__(context)
         self._meter, self._accumulated = meter, context.plan.batch.accumulation
+        self._model = context.hooks.model
 
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         self._meter.stage = "micro-batch" if index == 0 else "later micro-batch"
         # Of an update with more than three micro-batches, those in the middle are alike.
         is_middle = 0 < index < len(update.batches) - 1
-        self._meter.times = self._accumulated - 2 if is_middle else 1
+        self._meter.times = max(self._accumulated - len(update.batches) + 1, 1) if is_middle else 1
         share = super().micro_step(update, index)
         self._meter.times = 1
         return share
 
     def rescale(self) -> Tensor | None:
         self._meter.stage = "gradient norm"
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:  # that of a shard, which no hook has seen
+                self._meter.adopt(parameter.grad, GRADIENTS, name.rpartition(".")[0])
         return super().rescale()
 
     def event(self, name: str) -> None:
@@ -240,15 +307,10 @@ class _Arrival:
 
 
 def _refuse_unbuilt(plan: RunPlan) -> None:
-    """Raise ConfigError for runs in which values decide what is sent, or that other code executes."""
-    stages = 1 if plan.dist.pipeline is None else plan.dist.pipeline.size
-    sizes = (("pp_size", stages), ("ep_size", plan.dist.expert))
-    fix = "a plan of it is not built: its messages depend on other ranks; plan the run with 1"
-    problems = [Problem(name, size, fix) for name, size in sizes if size > 1]
+    """Raise ConfigError for runs that other code executes."""
     if plan.dist.zero is not None:
         fix = "DeepSpeed's engine needs memory, so a plan of it is not built; plan the run with fsdp=True"
-        problems.append(Problem("deepspeed", "given", fix))
-    refuse(problems)
+        raise ConfigError(Problem("deepspeed", "given", fix))
 
 
 def _positions(batch: Any) -> int:
@@ -281,16 +343,20 @@ def _adopt_state(meter: Meter, model: nn.Module, built: Built) -> None:
 def _sizes_of_save(model: nn.Module, built: Built) -> dict[str, int]:
     """Bytes of a checkpoint over all ranks, and of this rank's copy of it in host memory."""
     weights = {id(p): p for p in model.parameters()}.values()
+    staged = staged_of(model)
+    # Tied parameters of two stages are saved once.
+    copies: Collection[Tensor] = () if staged is None else set(staged.copies)
     state = [
         value
-        for entry in built.executor.optimizer.state.values()
+        for parameter, entry in built.executor.optimizer.state.items()
         for value in (entry.values() if isinstance(entry, Mapping) else ())
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and parameter not in copies
     ]
+    here = [p for p in weights if not isinstance(p, Absent) and p not in copies]
     return {
         "weights": sum(p.numel() * p.element_size() for p in weights),
         "optimizer state": sum(value.numel() * value.element_size() for value in state),
-        "here": sum(local_part(t).numel() * t.element_size() for t in (*weights, *state)),
+        "here": sum(local_part(t).numel() * t.element_size() for t in (*here, *state)),
     }
 
 

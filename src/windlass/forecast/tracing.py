@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from windlass.core.errors import ModelError
+from windlass.core.mesh import Mesh
 from windlass.dist.imagined import imagined_job
-from windlass.forecast.child import Child
+from windlass.forecast.child import Child, apart
 from windlass.forecast.fake_weights import fake_weights, new_mode
 from windlass.forecast.rehearsal import Rehearsal
-from windlass.forecast.stack import find_stack
 from windlass.forecast.trace import Trace
+from windlass.precision.check import for_any_device
 from windlass.trainer.instead import RunRequest, instead_of_runs
 
 
@@ -22,11 +22,14 @@ class _Traced(BaseException):
     """Ends the script once its run was looked at; not an `Exception`, which a script may catch."""
 
 
-def trace_of(start: Callable[[], Any], world: int = 1, *, whole: bool = False) -> Trace:
-    """The trace of the first run that `start` would begin, on rank 0 of `world` processes.
+def trace_of(
+    start: Callable[[], Any], world: int = 1, rank: int = 0, *, whole: bool = False, on_device: bool = False
+) -> Trace:
+    """The trace of the first run that `start` would begin, on a rank of `world` processes.
 
     Args:
         whole: run all layers of the model, and not few of those that repeat.
+        on_device: what depends on the kind of a device is done as on one that is not a CPU.
 
     Raises:
         ModelError: `start` calls no `train()`, or its model cannot be run without values. ConfigError: as the run.
@@ -35,13 +38,16 @@ def trace_of(start: Callable[[], Any], world: int = 1, *, whole: bool = False) -
     found: list[Trace] = []
 
     def planned(request: RunRequest) -> NoReturn:
-        found.append(_traced(request, mode, whole))
+        found.append(
+            _traced(Rehearsal(request, mode, on_device=on_device, whole=whole or not Child.can_fork))
+        )
         raise _Traced
 
     with (
-        imagined_job(world),
+        imagined_job(world, rank),
         fake_weights(mode),
         instead_of_runs(planned),
+        for_any_device() if on_device else contextlib.nullcontext(),
         contextlib.suppress(_Traced),
     ):
         start()
@@ -53,9 +59,31 @@ def trace_of(start: Callable[[], Any], world: int = 1, *, whole: bool = False) -
     return found[0]
 
 
-def _traced(request: RunRequest, mode: FakeTensorMode, whole: bool) -> Trace:
-    stack = None if whole or not Child.can_fork else find_stack(request.hooks.model)
-    rehearsal = Rehearsal(request, mode, stack)
+def trace_of_largest(start: Callable[[], Any], world: int = 1, *, on_device: bool = False) -> Trace:
+    """As `trace_of`, on the rank of a pipeline whose peak is largest. The ranks of other layouts are equal but for
+    remainders, of which rank 0 has the most.
+    """
+    first = trace_of(start, world, on_device=on_device)
+    mesh = Mesh(**first.facts["mesh"])
+    if mesh.pipeline == 1:
+        return first
+
+    def traced(rank: int) -> dict[str, Any]:
+        return trace_of(start, world, rank, on_device=on_device).to_dict()
+
+    # The pipeline is the outermost axis. A script is run again in a process of its own.
+    each = mesh.size("stage")
+    ranks = [number * each for number in range(mesh.pipeline)]
+    traces = [first, *(Trace.from_dict(apart(lambda rank=rank: traced(rank))) for rank in ranks[1:])]  # type: ignore[misc]
+    peaks = [found.peak[1].total for found in traces]
+    largest = traces[peaks.index(max(peaks))]
+    state = sum(found.saved["optimizer state"] for found in traces)
+    facts = {**largest.facts, "peaks": [list(each) for each in zip(ranks, peaks, strict=True)]}
+    return replace(largest, saved={**largest.saved, "optimizer state": state}, facts=facts)
+
+
+def _traced(rehearsal: Rehearsal) -> Trace:
+    stack = rehearsal.stack
     if stack is None:
         return rehearsal.run()
     child = Child(lambda: rehearsal.run(stack.more).to_dict())

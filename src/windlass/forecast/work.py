@@ -56,6 +56,8 @@ def _flops(func: Any) -> Callable[..., int] | None:
         return _attention
     if name is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return _attention_backward
+    if name is torch.ops.aten._grouped_mm:
+        return _grouped
     return flop_registry.get(name)
 
 
@@ -68,6 +70,27 @@ def _attention_backward(
 ) -> int:
     # The scores are computed again, and four products follow.
     return _attention(query, key, value) * 5 // 2
+
+
+def _grouped(one: Tensor, other: Tensor, *_: Any, **__: Any) -> int:
+    rows = one.numel() // (len(one) if (one.ndim, other.ndim) == (3, 2) else 1)
+    return 2 * rows * other.shape[-1]
+
+
+def grouped_product(
+    one: Tensor, other: Tensor, offsets: Tensor | None = None, *_: Any, **more: Any
+) -> Tensor:
+    """The result of `_grouped_mm` without memory, in any dtype: PyTorch's own function for such tensors takes bfloat16
+    alone. A matrix on both sides is divided along what is summed, and `offsets` has an end for each part.
+    """
+    groups = () if offsets is None else (len(offsets),)
+    shape = {
+        (2, 2): (*groups, len(one), other.shape[-1]),
+        (2, 3): (len(one), other.shape[-1]),
+        (3, 2): (one.shape[1], other.shape[-1]),
+        (3, 3): (*one.shape[:2], other.shape[-1]),
+    }[one.ndim, other.ndim]
+    return torch.ops.aten.new_empty.default(one, shape, dtype=more.get("out_dtype") or one.dtype)  # type: ignore[no-any-return]
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:

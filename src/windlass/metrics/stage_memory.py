@@ -78,6 +78,7 @@ class StageMemory:
         self._earlier_peaks: dict[str, int] = {}
         self._stale_peak = 0
         self._of_init: dict[str, float] = {}
+        self._mark: tuple[int, int] | None = None
 
     def begin(self, stage: str, *, within: bool = False) -> None:
         """Begin a stage. One that is `within` another is not measured by itself."""
@@ -114,6 +115,25 @@ class StageMemory:
             return {}
         reported, self._of_init = {**self._of_init, **metrics}, {}
         return reported
+
+    def mark(self, held: int) -> None:
+        """Note what is in use before a run, of which `held` bytes belong to it: its model. Costs two small reads."""
+        now, peak = self._now_and_peak()
+        self._mark = None if now is None or peak is None else (now - held, peak)
+
+    def growth(self) -> int | None:
+        """The most bytes that were in use since `mark`, beyond what did not belong to the run; None if that is not
+        known: nothing counts them, or an earlier peak was higher.
+        """
+        _, peak = self._now_and_peak()
+        if self._mark is None or peak is None or peak <= self._mark[1]:
+            return None
+        return peak - self._mark[0]
+
+    def _now_and_peak(self) -> tuple[int | None, int | None]:
+        if self._device.type == "cpu":
+            return resident_bytes(), process_peak_bytes()
+        return device_bytes(self._device), device_peak_bytes(self._device)
 
     def report(self, stage: str, prefix: str) -> dict[str, float]:
         """End a stage: its figures, and the peaks of `memory_metrics` under `prefix`."""

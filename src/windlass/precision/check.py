@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from windlass.core.optional import install_command, is_available
 
 _log = get_job_logger(__name__)
 
+_any_device: ContextVar[bool] = ContextVar("any_device", default=False)
 _FLOAT8_SINCE = (8, 9)  # Ada; Hopper and later have it too
 
 
@@ -52,6 +55,16 @@ def check_weights(optimizer: torch.optim.Optimizer) -> None:
     refuse(_weight_problems((f"parameter {index} of the optimizer", p) for index, p in enumerate(held)))
 
 
+@contextlib.contextmanager
+def for_any_device() -> Iterator[None]:
+    """Within the body, devices have all formats: a run is planned for another one than this machine has."""
+    token = _any_device.set(True)
+    try:
+        yield
+    finally:
+        _any_device.reset(token)
+
+
 def apply_tf32(plan: PrecisionPlan) -> None:
     """Set TF32 for fp32 matrix products and convolutions on CUDA devices; None keeps torch's setting."""
     if plan.tf32 is not None:
@@ -60,7 +73,9 @@ def apply_tf32(plan: PrecisionPlan) -> None:
 
 
 def _device_problems(plan: PrecisionPlan, device: torch.device) -> list[Problem]:
-    problems = []
+    problems: list[Problem] = []
+    if _any_device.get():
+        return problems
     wanted = {plan.compute: plan.compute, plan.full_eval: f"{plan.full_eval}_full_eval"}
     if "bf16" in wanted and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         name = torch.cuda.get_device_name(device)

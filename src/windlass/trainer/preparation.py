@@ -109,6 +109,7 @@ def prepare_run(
     if checkpoint is None:
         folder.warn_of_earlier_run()
     events.begin_run()
+    session.memory.mark(_bytes_on(hooks.model, session.device))
     services.loss.begin_run()
     loader = hooks.get_train_dataloader()
     plan, source, place = plan_run(args, services, hooks, loader, checkpoint)
@@ -174,6 +175,12 @@ def plan_run(
     return plan, source, place
 
 
+def _bytes_on(model: nn.Module, device: torch.device) -> int:
+    """The bytes of the weights and buffers of a model on a kind of device."""
+    tensors = (*model.parameters(), *model.buffers())
+    return sum(t.numel() * t.element_size() for t in tensors if t.device.type == device.type)
+
+
 def _width(model: nn.Module) -> int | None:
     """The width that the configuration of a transformers model has; that of its text part, if it has several."""
     config = getattr(model, "config", None)
@@ -209,7 +216,7 @@ def _check_built(
 ) -> None:
     """Refuse, before the first update, what could not be saved or differs between ranks. Collective."""
     check_alike({"optimizer": optimizer_facts(built.executor.optimizer)}, all_ranks)
-    _check_optimizer(built.executor.optimizer, files.model, plan.save, all_ranks)
+    check_optimizer(built.executor.optimizer, files.model, plan.save, all_ranks)
     _check_disks(disks, built.executor.strategy, plan.save.on_each_node)
     # A script's own way to save, and adapters, whose weights peft names, are not checked.
     if not hooks.saves_own_way and files.adapter is None:
@@ -227,7 +234,7 @@ def _check_disks(disks: Disks, strategy: Strategy, on_each_node: bool) -> None:
         raise whole_on_one_disk(disks, "fsdp_config.state_dict_type", "output_dir")
 
 
-def _check_optimizer(
+def check_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, plan: SavePlan, all_ranks: Gang
 ) -> None:
     """Raise ModelError if the optimizer updates tensors that are not the model's, and that a run would have to save, or

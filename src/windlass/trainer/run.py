@@ -393,6 +393,7 @@ class Run(LoopHooks, Interruptible):
                 raise
         else:
             self._reports.loss_decided(self._context.services.loss.without_logits.facts())
+            self._reports.first_batch(group.batches[0])
             self._events.first_batch(group.batches[0])
             self._context.services.faults.warn_of_length(Fed("training", group.batches[0], group.ids[0]))
             return None

@@ -20,6 +20,7 @@ from windlass.metrics.speed import speed_metrics
 from windlass.precision.dtypes import dtypes_of, weights_of
 from windlass.trainer.defaults import multiplied_parameters
 from windlass.trainer.expert_load import ExpertLoad
+from windlass.trainer.predicted_peak import PredictedPeak
 from windlass.trainer.run_context import RunContext
 from windlass.trainer.run_rates import RunCounts, RunRates
 from windlass.transforms.compile import CompileCounts
@@ -41,9 +42,8 @@ class RunReports:
         self._plan, self._events, self._ledger = context.plan, context.events, ledger
         self._state = context.events.state
         self._model, self._schedule = context.files.model, context.built.schedule
-        self._memory = context.session.memory
         self._flops_per_position = 6 * multiplied_parameters(self._model)
-        self._rates = RunRates(context)
+        self._rates, self._predicted = RunRates(context), PredictedPeak(context)
         self._record, self._samples, self._updates = record, 0.0, 0
         self.counts, self.began = {"from_step": 0, "seconds": 0.0, "samples": 0.0}, time.monotonic()
         plan = context.plan
@@ -124,8 +124,14 @@ class RunReports:
         self.experts.start_over()
         self._record.add_loss(facts)
 
+    def first_batch(self, batch: Any) -> None:
+        """Look for what was predicted of a run that begins with this micro-batch."""
+        self._predicted.begin(batch)
+
     def end(self, status: str, trained: Trained, error: BaseException | None = None) -> None:
         """Record how this call of `train()` ended."""
+        if error is None and (memory := self._predicted.measured(self._updates)) is not None:
+            self._record.add_memory(memory)
         self._record.end(status, self._state.global_step, trained, error)
 
     def close(self) -> None:
@@ -141,7 +147,7 @@ class RunReports:
         metrics["total_flos"] = self._state.total_flos
         metrics["train_loss"] = self._ledger.mean_loss()
         if self._plan.reports.memory:
-            metrics.update(self._memory.report("train", "train"))
+            metrics.update(self._predicted.memory.report("train", "train"))
         if self._compiled is not None:
             metrics["train_compiled_graphs"] = self._compiled.graphs
             metrics["train_recompilations"] = self._compiled.recompilations

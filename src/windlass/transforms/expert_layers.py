@@ -50,7 +50,8 @@ class DividedExperts(nn.Module):
             whole_result: Tensor = super().forward(hidden_states, chosen, weights)
             return whole_result
         count, width = chosen.shape[-1], hidden_states.shape[-1]
-        routes = Routes.of(chosen, self.num_experts, self.expert_group)
+        route = Routes.of if self.loss_ranks.exists else Routes.even
+        routes = route(chosen, self.num_experts, self.expert_group)
         parts = [self.get_parameter(name) for name in self.expert_names]
         # Every rank must take part in the backward of all exchanges, even one that received no token.
         trained = hidden_states.requires_grad or any(part.requires_grad for part in parts)
@@ -120,6 +121,17 @@ class Routes:
             own.repeat_interleave(arriving, output_size=sum(received)),
             group,
         )
+
+    @classmethod
+    def even(cls, chosen: Tensor, experts: int, group: Any) -> Routes:
+        """As `of`, if all experts were chosen equally often: where tokens have no values, nothing else is known."""
+        flat, ranks = chosen.reshape(-1), dist.get_world_size(group)
+        counts = torch.empty(experts * ranks, dtype=torch.int64, device=flat.device)
+        dist.all_to_all_single(torch.empty_like(counts), counts, group=group)
+        sent = [len(flat) // ranks + (rank < len(flat) % ranks) for rank in range(ranks)]
+        received = [sent[dist.get_rank(group)]] * ranks
+        own = torch.arange(experts, device=flat.device).repeat(-(-sum(received) // experts))
+        return cls(flat.argsort(stable=True), sent, received, own[: sum(received)], group)
 
     def exchange(self, rows: Tensor, anchor: Tensor, *, back: bool) -> Tensor:
         """Send rows to the ranks of their experts, or back. Collective, as is the backward if `anchor` needs one."""

@@ -20,33 +20,24 @@ from windlass.transforms.ddp import DataParallel, leaving_out
 from windlass.transforms.expert_layers import divide_experts, expert_parameters, gathered, layers_of
 from windlass.transforms.first_rank import FirstRank, check_same_structure
 from windlass.transforms.fsdp import FullyShardedModel
-from windlass.transforms.strategy import device_of, squared_norm, whole_on_main
+from windlass.transforms.imagined_replicas import ImaginedReplicas
+from windlass.transforms.strategy import Strategy, device_of, squared_norm, whole_on_main
 from windlass.transforms.whole_balance import WholeBalance
 
 
-class ReplicatedExperts(DataParallel):
+class _WithExperts(Strategy):
     """A mixture whose experts are divided; of the rest each rank has a copy. Experts stay divided after a run, and
     a module in which they are is not changed.
-
-    Args:
-        module: on its device already. All ranks get rank 0's weights and buffers. Collective.
-
-    Raises:
-        ConfigError: the model has no experts that can be divided so.
     """
 
     sharded = True
     saves_parts = True
 
-    def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> None:
+    def _divide(self, module: nn.Module, loss_ranks: Gang, device: torch.device) -> None:
         check_same_structure(module, loss_ranks)
         if not layers_of(module):
             divide_experts(module, FirstRank(module, device, loss_ranks), loss_ranks, device)
         self._loss_ranks, self._expert_ranks = loss_ranks, loss_ranks.over("expert")
-        names = {id(p): name for name, p in module.named_parameters()}
-        with leaving_out(module, [names[id(p)] for p in expert_parameters(module)]):
-            check_sparse(module, loss_ranks)
-            super().__init__(module, plan)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Count every element once: all ranks have the gradients of the rest."""
@@ -75,6 +66,32 @@ class ReplicatedExperts(DataParallel):
         return whole_on_main(self._module, self._loss_ranks.world.is_main)
 
 
+class ReplicatedExperts(_WithExperts, DataParallel):
+    """Replicas of all but the experts.
+
+    Args:
+        module: on its device already. All ranks get rank 0's weights and buffers. Collective.
+
+    Raises:
+        ConfigError: the model has no experts that can be divided so.
+    """
+
+    def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> None:
+        self._divide(module, loss_ranks, device)
+        names = {id(p): name for name, p in module.named_parameters()}
+        with leaving_out(module, [names[id(p)] for p in expert_parameters(module)]):
+            check_sparse(module, loss_ranks)
+            super().__init__(module, plan)
+
+
+class ImaginedExperts(_WithExperts, ImaginedReplicas):
+    """As `ReplicatedExperts`, on ranks of which only one exists."""
+
+    def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> None:
+        self._divide(module, loss_ranks, device)
+        super().__init__(module, plan, loss_ranks, expert_parameters(module))
+
+
 class ShardedExperts(FullyShardedModel):
     """A mixture whose experts are divided; the rest is sharded. Experts are not sharded further: the ranks of the other
     expert gangs hold copies of them.
@@ -88,12 +105,12 @@ class ShardedExperts(FullyShardedModel):
 
 def divided(
     module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device
-) -> ReplicatedExperts | ShardedExperts:
+) -> ReplicatedExperts | ImaginedExperts | ShardedExperts:
     """Divide the experts of `module`, and replicate or shard the rest; their balancing loss is that of all ranks.
     Collective.
     """
-    kind = ShardedExperts if plan.strategy == "fsdp" else ReplicatedExperts
-    strategy = kind(module, plan, loss_ranks, device)
+    replicated = ReplicatedExperts if loss_ranks.exists else ImaginedExperts
+    strategy = (ShardedExperts if plan.strategy == "fsdp" else replicated)(module, plan, loss_ranks, device)
     try:
         balanced = WholeBalance(module, loss_ranks, lambda: strategy.filling)
     except BaseException:

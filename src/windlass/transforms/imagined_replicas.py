@@ -7,7 +7,7 @@ buckets, makes gradients views of them, and reduces each bucket as soon as it is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -23,15 +23,22 @@ _FIRST_MB, _REST_MB = 1, 25
 
 
 class ImaginedReplicas(Strategy):
-    """Whole parameters, and gradients in buckets."""
+    """Whole parameters, and gradients in buckets.
 
-    def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> None:
+    Args:
+        apart: parameters that are not replicated.
+    """
+
+    def __init__(
+        self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, apart: Sequence[nn.Parameter] = ()
+    ) -> None:
         super().__init__(module)
         self._loss_ranks, self._reducing = loss_ranks, True
         self.buckets: list[Tensor] = []
         self._views: dict[nn.Parameter, tuple[int, Tensor]] = {}
         self._missing: list[int] = []
-        trained = [p for p in module.parameters() if p.requires_grad]
+        left_out = set(apart)
+        trained = [p for p in module.parameters() if p.requires_grad and p not in left_out]
         limit = (plan.bucket_cap_mb or _REST_MB) * 2**20
         for group in _grouped(list(reversed(trained)), limit):
             self._add_bucket(group)

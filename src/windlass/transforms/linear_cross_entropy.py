@@ -181,6 +181,12 @@ def dot(one: Tensor, other: Tensor) -> Tensor:
     return torch.bmm(one[:, None], other[:, :, None])[:, 0, 0]
 
 
+def chunk_rows(targets: int, classes: int, *, on_cpu: bool) -> Iterator[slice]:
+    """The rows of each chunk of `targets` targets. `classes`: those of a rank, the same number on every rank."""
+    step = max(_FEWEST, (_AT_ONCE if on_cpu else _AT_ONCE_ON_DEVICES) // max(classes, 1))
+    return (slice(start, start + step) for start in range(0, targets, step))
+
+
 class ChunkLogits:
     """Logits of a linear head, for some targets at a time, in memory that the next ones use again.
 
@@ -198,9 +204,7 @@ class ChunkLogits:
 
     def chunks(self, targets: int) -> Iterator[slice]:
         """The rows of each chunk of `targets` targets."""
-        at_once = _AT_ONCE if self._weight.is_cpu else _AT_ONCE_ON_DEVICES
-        step = max(_FEWEST, at_once // max(self.split.chunk, 1))  # the same on every rank
-        return (slice(start, start + step) for start in range(0, targets, step))
+        return chunk_rows(targets, self.split.chunk, on_cpu=self._weight.is_cpu)
 
     def of(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The logits of a chunk, shape (targets, classes), in single precision at least; and memory of their size."""

@@ -94,7 +94,7 @@ class Pipeline(Strategy):
         self.staged = staged = StagedModel(module, cut, placement, self._ranks, self._device)
         staged.lean_head = lean_head
         inner = staged.spread(lambda: _spread_stage(module, plan, loss_ranks, self._device))
-        if example is not None:
+        if example is not None and self._ranks.exists:
             args, kwargs = send_to_device(example, self._device)
             with evaluating(module):
                 self._refuse_difference(type(module).__name__, whole, module(*args, **kwargs))

@@ -86,8 +86,7 @@ class PipelineStage:
         """Receive what this stage begins with."""
         if self.is_first:
             return []
-        source = self._staged.placement[self.stage_index - 1]
-        room = self._link.expect(source)
+        source, room = self._staged.placement[self.stage_index - 1], self._staged.room(self.stage_index)
         assert room is not None, "a training step that fails announces nothing"
         self._received[fwd_chunk_id] = room
         return [self._link.receiving(room, source)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +26,17 @@ class StageLink:
 
     Args:
         pipeline_ranks: those of the pipeline.
+
+    Attributes:
+        borders: the unit with which each stage but the last ends.
+        arriving: if the other ranks are imagined, what each module of the model returns, by name.
     """
 
     def __init__(self, pipeline_ranks: Gang, device: torch.device) -> None:
         self.ranks, self.device = pipeline_ranks, device
         self._under_way: list[tuple[Any, Tensor]] = []
+        self.borders: Sequence[str] = ()
+        self.arriving: Mapping[str, Tensor] = {}
 
     def announce(self, tensor: Tensor | None, to: int) -> None:
         """Send the header of a tensor that follows; None: this stage failed, and nothing follows."""
@@ -44,6 +51,10 @@ class StageLink:
         dist.recv(header, self.ranks.members[source], self.ranks.host_group, _TAG)
         kind, axes, *sizes = header.tolist()
         return None if kind == _FAILED else torch.empty(sizes[:axes], dtype=_DTYPES[kind], device=self.device)
+
+    def imagine(self, stage: int) -> Tensor:
+        """Memory for what `stage` begins with, which an imagined rank would send."""
+        return torch.empty_like(self.arriving[self.borders[stage - 1]]).detach()
 
     def sending(self, tensor: Tensor, to: int) -> dist.P2POp:
         """The operation that sends a tensor."""

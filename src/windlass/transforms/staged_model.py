@@ -81,6 +81,7 @@ class StagedModel(ElsewhereState):
         self.copies: dict[nn.Parameter, int] = {}
         self.lent: dict[nn.Parameter, int] = {}
         self.lean_head: LeanHead | None = None
+        self.link.borders = cut.last
         self.at_end: Callable[[Tensor], Tensor] = lambda tensor: tensor
         self._owners: dict[nn.Parameter, int] = {}
         self._values: dict[Tensor, Tensor] = {}
@@ -120,6 +121,12 @@ class StagedModel(ElsewhereState):
         found = module._parameters[name]
         assert found is not None
         return found
+
+    def room(self, stage: int) -> Tensor | None:
+        """Memory for what the stage before sends; None if that failed. Waits for its header."""
+        if not self.link.ranks.exists:
+            return self.link.imagine(stage)
+        return self.link.expect(self.placement[stage - 1])
 
     # --- parameters -------------------------------------------------------------------------------------------------
 

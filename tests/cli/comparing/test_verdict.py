@@ -64,6 +64,15 @@ def test_the_first_difference_is_explained_by_what_is_equal_before_it(
     assert explained(tmp_path, *changes).startswith(sentence)
 
 
+def test_rows_that_were_not_seen_are_not_called_the_same(tmp_path: Path) -> None:
+    unseen = {"rows": [[]]}
+    own = record(tmp_path / "own", unseen, unseen, unseen)
+    ours = record(tmp_path / "ours", unseen, unseen, {**unseen, "loss": 4.0})
+    assert (own.sees_rows, record(tmp_path / "seen").sees_rows) == (False, True)
+    said = reason(differences(own, ours), same_rows_otherwise(own, ours), own.sees_rows)
+    assert said.startswith("from update 3 the loss differs by a factor of 2; the rows are not known")
+
+
 def test_each_quantity_has_its_first_difference(tmp_path: Path) -> None:
     own = record(tmp_path / "own")
     ours = record(tmp_path / "ours", {"norm": 9.0}, {"loss": 9.0, "norm": 8.0})

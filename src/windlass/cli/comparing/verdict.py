@@ -33,6 +33,11 @@ class ScriptRecord:
     device_memory: int | None = None
 
     @property
+    def sees_rows(self) -> bool:
+        """Return False if no row was seen: the script computes with parts of its model, and not by calling it."""
+        return any(rows for update in self.updates for rows in update["rows"])
+
+    @property
     def seconds(self) -> float:
         """Fastest update after the first, which warms up: other work on the machine makes updates slower only."""
         return float(min(update["seconds"] for update in self.updates[1:] or self.updates))
@@ -90,8 +95,13 @@ def farthest_weight(own: ScriptRecord, ours: ScriptRecord) -> tuple[str, float] 
     return None if name is None or not apart[name] else (name, apart[name])
 
 
-def reason(found: dict[str, FirstDifference], same_rows: bool) -> str:
-    """Return the sentence that explains the first difference by what differs before it."""
+def reason(found: dict[str, FirstDifference], same_rows: bool, sees_rows: bool = True) -> str:
+    """Return the sentence that explains the first difference by what differs before it.
+
+    Args:
+        same_rows: both runs trained on the same rows, in whatever order.
+        sees_rows: rows were seen at all.
+    """
     if not found:
         return "same bits in every update"
     name, first = min(found.items(), key=lambda it: (it[1].update, QUANTITIES.index(it[0])))
@@ -112,6 +122,11 @@ def reason(found: dict[str, FirstDifference], same_rows: bool) -> str:
     word = {"loss": "loss", "norm": "gradient norm"}[name]
     if first.is_rounding:
         return f"{at} the {word} differs by rounding (relative {ROUNDING:g} at most): the same sum in another order"
+    if not sees_rows:
+        return (
+            f"{at} the {word} differs by a factor of {_factor(first)}; the rows are not known, since the script calls "
+            "parts of its model: they may differ, as sampled ones do"
+        )
     before = "rows and weights are the same" if name == "loss" else "rows, weights and loss are the same"
     return (
         f"{at} the {word} differs by a factor of {_factor(first)} although {before}: it is divided, weighted or "

@@ -124,11 +124,6 @@ class ComputeSection:
     bf16_full_eval: bool = setting(False, "Evaluate with the weights cast to bfloat16.")
     fp16_full_eval: bool = setting(False, "Evaluate with the weights cast to float16.")
     tf32: bool | None = setting(None, "Allow TF32 in float32 matrix products; by default PyTorch's setting.")
-    qat: str | None = setting(
-        None,
-        "Train for weights of few bits: int8, int4, int8_weight_only, int4_weight_only or float8 (torchao).",
-        words=tuple(QAT_SCHEMES),
-    )
 
     # --- recomputation ---
     activation_checkpointing: bool | None = setting(None, "Recompute activations in the backward.", **_SWITCH)
@@ -406,6 +401,11 @@ class RunningSection:
         "raise",
         "What to do about a NaN or infinite loss or gradient norm.",
         choices=("raise", "skip", "rollback"),
+    )
+    qat: str | None = setting(
+        None,
+        "Train for weights of few bits: int8, int4, int8_weight_only, int4_weight_only or float8 (torchao).",
+        words=tuple(QAT_SCHEMES),
     )
     optim_groups: dict[str, Any] | str | None = setting(
         None,

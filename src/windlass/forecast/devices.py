@@ -1,0 +1,71 @@
+"""What a device does otherwise than a CPU, on which tensors without memory are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from windlass.forecast.meter import Meter
+from windlass.precision.scaler import LossScaler
+from windlass.transforms.linear_cross_entropy import ChunkLogits, chunk_rows
+
+
+@contextlib.contextmanager
+def few_chunks(meter: Meter, *, on_device: bool, every: bool) -> Iterator[None]:
+    """Within the body, three chunks of a head's logits are run: those between the first and the last do the same, so
+    that the second counts for all of them.
+
+    Args:
+        on_device: chunks are as large as on a device.
+        every: run all of them.
+    """
+    own = ChunkLogits.chunks
+
+    def chunks(logits: ChunkLogits, targets: int) -> Iterator[slice]:
+        found = list(chunk_rows(targets, logits.split.chunk, on_cpu=not on_device))
+        if every or len(found) <= 3:
+            yield from found
+            return
+        yield found[0]
+        with meter.repeated(len(found) - 2):
+            yield found[1]
+        yield found[-1]
+
+    ChunkLogits.chunks = chunks  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ChunkLogits.chunks = own  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def kernels_of_devices(on_device: bool) -> Iterator[None]:
+    """Within the body, PyTorch's optimizers update all parameters at once, as they do by default on a device: their
+    temporary tensors are as large as all parameters together.
+    """
+    optimizer: Any = import_module("torch.optim.optimizer")  # the package has an attribute of no such name
+    devices, types = optimizer._get_foreach_kernels_supported_devices, optimizer._foreach_supported_types
+    if on_device:
+        optimizer._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+        optimizer._foreach_supported_types = [*types, FakeTensor, nn.Parameter]
+    try:
+        yield
+    finally:
+        optimizer._get_foreach_kernels_supported_devices = devices
+        optimizer._foreach_supported_types = types
+
+
+@contextlib.contextmanager
+def finite_gradients() -> Iterator[None]:
+    """Within the body, no scaled gradient of fp16 overflows."""
+    own = LossScaler.overflowed
+    LossScaler.overflowed = lambda scaler, found_inf: False  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        LossScaler.overflowed = own  # type: ignore[method-assign]

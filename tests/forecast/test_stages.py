@@ -1,0 +1,109 @@
+"""Traces of pipelines and of divided experts, against what theory says of their memory and of what they send."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.forecast.models import BATCH, LENGTH, VOCABULARY, llama, trainer
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from windlass import ParallelismConfig
+from windlass.forecast.forecast import Forecast
+from windlass.forecast.trace import Trace
+from windlass.forecast.tracing import trace_of, trace_of_largest
+from windlass.utils import PipelineParallelConfig
+
+HIDDEN = 64
+
+
+def at_most(found: Trace, kind: str) -> int:
+    return found.at_most(lambda owner: owner.kind == kind)
+
+
+def pipeline(
+    folder: Path, micro_batches: int, rank: int = 0, schedule: str = "1F1B", **options: Any
+) -> Trace:
+    layout = ParallelismConfig(pp_size=2, pp_handler=PipelineParallelConfig(pp_schedule=schedule))
+    given = {"parallelism_config": layout, "gradient_accumulation_steps": micro_batches, **options}
+    return trace_of(lambda: trainer(folder, **given).train(), 2, rank)
+
+
+def test_a_stage_has_its_layers_and_sends_its_border(tmp_path: Path) -> None:
+    whole = sum(p.numel() for p in llama().parameters()) * 4
+    first, last = (pipeline(tmp_path, 4, rank) for rank in (0, 1))
+    halves = [at_most(found, "gradients") for found in (first, last)]
+    assert sum(halves) == whole, "every parameter is on one rank"
+    assert halves[1] - halves[0] == HIDDEN * 4, "the last norm; head and embedding are equally large"
+    border = BATCH * LENGTH * HIDDEN * 4
+    for found in (first, last):
+        [link] = Forecast(found).links()
+        assert link.axis == "pipeline"
+        assert 4 * border <= link.nbytes < 4 * border + 1000, "beside activations there are headers"
+
+
+def test_a_schedule_decides_how_many_micro_batches_are_kept(tmp_path: Path) -> None:
+    """The first of two stages keeps two micro-batches under 1F1B, however many there are, and all under GPipe."""
+    kept = {
+        (schedule, count): at_most(pipeline(tmp_path, count, schedule=schedule), "activations")
+        for schedule, count in (("1F1B", 2), ("1F1B", 4), ("GPipe", 4))
+    }
+    assert kept["1F1B", 4] == kept["1F1B", 2]
+    assert kept["GPipe", 4] == pytest.approx(2 * kept["1F1B", 4], rel=0.05)
+
+
+def test_the_largest_rank_is_shown_and_the_checkpoint_is_that_of_all(tmp_path: Path) -> None:
+    layout = ParallelismConfig(pp_size=2)
+    given = {"parallelism_config": layout, "gradient_accumulation_steps": 2}
+    found = trace_of_largest(lambda: trainer(tmp_path, **given).train(), 2)
+    peaks = dict(map(tuple, found.facts["peaks"]))
+    assert list(peaks) == [0, 1]
+    assert found.peak[1].total == max(peaks.values())
+    weights = sum(p.numel() for p in llama().parameters()) * 4
+    steps = 4 * len(list(llama().parameters()))
+    assert found.saved["weights"] == weights
+    assert found.saved["optimizer state"] == 2 * weights + steps
+
+
+def mixture() -> Any:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": HIDDEN}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(
+        MixtralConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=2, **sizes, **experts)
+    )
+
+
+def test_experts_are_divided_and_tokens_travel(tmp_path: Path) -> None:
+    named = dict(mixture().named_parameters())
+    of_experts = sum(p.numel() for name, p in named.items() if ".experts." in name) * 4
+    rest = sum(p.numel() for p in named.values()) * 4 - of_experts
+    layout = {"parallelism_config": ParallelismConfig(ep_size=2)}
+    found = trace_of(lambda: trainer(tmp_path, mixture(), **layout).train(), 4)
+    assert at_most(found, "weights") == at_most(found, "gradients") == rest + of_experts // 2
+    assert found.saved["weights"] == rest + of_experts
+    sent = {link.axis: link.nbytes for link in Forecast(found).links()}
+    # Two layers; there and back, and the same in the backward; each token goes to two experts, half of them elsewhere.
+    travels = 2 * 4 * (2 * BATCH * LENGTH * HIDDEN * 4) // 2
+    assert travels <= sent["expert"] < travels + 1000
+    # A gradient is summed over the two ranks that have the same experts, of all else over four.
+    assert sent["replicate"] == 2 * (of_experts // 2) // 2
+    assert 2 * rest * 3 // 4 <= sent["replicate x expert"] < 2 * rest * 3 // 4 + 1000
+
+
+def test_products_of_experts_are_counted(tmp_path: Path) -> None:
+    """Twice as many experts for each token: their products are twice as many, in any dtype."""
+
+    def flops(chosen: int) -> int:
+        def made() -> Any:
+            model = mixture()
+            model.config.num_experts_per_tok = chosen
+            for layer in model.model.layers:
+                layer.mlp.gate.top_k = chosen
+            return model
+
+        found = trace_of(lambda: trainer(tmp_path, made()).train())
+        return sum(work.flops * times for work, times in found.work.items())
+
+    each = 3 * 3 * 2 * 2 * BATCH * LENGTH * HIDDEN * HIDDEN  # matrices, directions, layers; a sum of products
+    assert flops(2) - flops(1) == each
