@@ -82,7 +82,7 @@ def test_float8_trains_where_it_cannot_be_converted() -> None:
     zeros = torch.zeros(2, 32, requires_grad=True)
     (layer(zeros) * 1e-9).sum().backward()
     expected = (1e-9 * layer.weight_fake_quantizer(layer.weight)).sum(0).expand(2, -1)
-    assert torch.allclose(zeros.grad, expected, rtol=1e-5, atol=0)
+    assert torch.allclose(zeros.grad, expected, rtol=1e-5, atol=1e-15)
 
 
 def test_a_run_resumes_to_the_bit_and_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
