@@ -15,6 +15,7 @@ from tests.laws.source import ROOT
 from tests.reliability.mistakes.in_commands import COMMANDS
 from tests.reliability.mistakes.in_ranks import RANKS
 from tests.reliability.mistakes.in_scripts import SCRIPTS
+from tests.reliability.mistakes.in_tuning import TUNING
 from tests.reliability.mistakes.mistake import Answer, Mistake
 from tests.reliability.mistakes.page import PAGE, tables
 
@@ -23,7 +24,7 @@ def of_name(mistake: Mistake) -> str:
     return mistake.name
 
 
-@pytest.mark.parametrize("mistake", [*SCRIPTS, *COMMANDS], ids=of_name)
+@pytest.mark.parametrize("mistake", [*SCRIPTS, *TUNING, *COMMANDS], ids=of_name)
 def test_the_answer(mistake: Mistake, tmp_path: Path) -> None:
     answer = mistake.answer(tmp_path)
     assert not answer.faults(mistake), answer.text
@@ -38,8 +39,8 @@ def test_the_answer_of_two_processes(mistake: Mistake, tmp_path: Path) -> None:
 
 def test_the_page_lists_them() -> None:
     assert tables() in (ROOT / PAGE).read_text("utf-8")
-    assert len({mistake.name for mistake in (*SCRIPTS, *COMMANDS, *RANKS)}) >= 58
-    assert all(mistake.words for mistake in (*SCRIPTS, *COMMANDS, *RANKS))
+    assert len({mistake.name for mistake in (*SCRIPTS, *TUNING, *COMMANDS, *RANKS)}) >= 58
+    assert all(mistake.words for mistake in (*SCRIPTS, *TUNING, *COMMANDS, *RANKS))
 
 
 def test_an_answer_can_be_a_bad_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -270,11 +271,23 @@ def _check(callback: Any) -> None:
         raise ConfigError(Problem("callbacks", callback, f"its {wrong[0]} is not a method; {_FIX}"))
     if not any(event in methods for event in EVENTS):
         raise ConfigError(Problem("callbacks", callback, f"it has none of the event methods; {_FIX}"))
+    narrow = [name for name in EVENTS if name in methods and not _takes_any(getattr(callback, name))]
+    if narrow:
+        fix = f"its {narrow[0]} takes no **kwargs, and is called with model, logs and others by name: add **kwargs"
+        raise ConfigError(Problem("callbacks", callback, fix))
     for name in methods:
         near = difflib.get_close_matches(name, EVENTS, n=1, cutoff=0.88)
         if name not in EVENTS and near:
             message = "%s.%s is not an event and is never called; did you mean %s?"
             logger.warning(message, type(callback).__name__, name, near[0])
+
+
+def _takes_any(method: Any) -> bool:
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # of a method in C
+        return True
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _matches(present: Any, wanted: Any) -> bool:

@@ -19,6 +19,7 @@ from windlass.config.nearest import nearest
 from windlass.config.refusal import refuse
 from windlass.config.values import coerce
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.locations import why_not_loaded
 from windlass.core.optional import require
 from windlass.text.text_options import TextOptions
 
@@ -80,4 +81,4 @@ def _tokenizer(name: str | None) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ModelError(f"the tokenizer {name!r} cannot be loaded: {error}") from error
+        raise ModelError(f"the tokenizer {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error

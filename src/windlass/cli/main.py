@@ -184,6 +184,8 @@ def _train_options(
     for word in recipes:
         if is_data(word):
             train.error(f"{word} is data and not a recipe: write data.train={word}")
+        if word.endswith(".py"):
+            train.error(f"{word} is a script and not a recipe: python {word}, or windlass launch {word}")
     if len(recipes) > 1:
         train.error(f"one recipe at a time: {' '.join(recipes)}")
     if options.json and not options.dry_run:

@@ -11,6 +11,7 @@ from windlass.cli.schema import ModelSpec
 from windlass.config.nearest import did_you_mean
 from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.locations import why_not_loaded
 from windlass.core.optional import require
 
 # Determined by the data of the recipe.
@@ -147,7 +148,7 @@ def _loaded(auto: Any, name: str, options: dict[str, Any]) -> Any:
     try:
         return auto.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
-        raise ModelError(f"the model {name!r} cannot be loaded: {error}") from error
+        raise ModelError(f"the model {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
 
 
 def base_config(of_recipe: dict[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,8 @@ def check_draft(draft: RecipeDraft, *, opens_files: bool = True, asks_libraries:
     recipe = replace(recipe, training={**defaults, **training})
     conflicts = find_conflicts(recipe, draft, opens_files)
     problems += [conflict for conflict in conflicts if not _follows(conflict, problems)]
-    problems += training_problems(recipe.training, recipe.task, draft)
+    if "task" not in map(_dotted, problems):  # else its keys would be compared with those of another task
+        problems += training_problems(recipe.training, recipe.task, draft)
     refuse(problems)
     if asks_libraries:
         refuse(ask_libraries(recipe, draft))

@@ -9,6 +9,7 @@ from typing import Any
 
 from windlass.cli.schema import Recipe, TokenizerTraining
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.locations import why_not_loaded
 from windlass.core.optional import require
 
 END_OF_TEXT = "<|endoftext|>"
@@ -71,7 +72,7 @@ def build_tokenizer(
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ModelError(f"the tokenizer {name!r} cannot be loaded: {error}") from error
+        raise ModelError(f"the tokenizer {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
     return _with_padding(tokenizer)
 
 

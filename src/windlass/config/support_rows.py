@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from windlass.config.enums import LoggerType, OptimizerNames
+from windlass.config.nearest import did_you_mean
 
 REPORT = "report"  # in `report_to`: a page and a picture of the run, beside trackers
 _WRITTEN = "metrics.jsonl is always written, and report_to='report' adds report.html"
@@ -50,7 +51,8 @@ def unbuilt_trackers(report_to: list[str]) -> Iterator[tuple[str, str]]:
         if name in UNBUILT_TRACKERS:
             yield name, UNBUILT_TRACKERS[name]
         elif name not in (*TRACKERS, REPORT, "all"):
-            yield name, f"is not a tracker; known names: all, none, {REPORT}, {', '.join(TRACKERS)}"
+            known = ("all", "none", REPORT, *TRACKERS)
+            yield name, f"is not a tracker; known names: {', '.join(known)}{did_you_mean(name, known)}"
 
 
 ACCELERATOR_REFUSED = {

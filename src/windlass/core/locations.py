@@ -59,6 +59,13 @@ def shown_path(path: Path | str) -> str:
     return os.path.relpath(whole) if whole.is_relative_to(Path.cwd()) else str(whole)
 
 
+def why_not_loaded(name: str, error: Exception) -> str:
+    """Return the reason of an error of `from_pretrained`; without a folder of this name it looked on the Hub."""
+    if Path(name).expanduser().is_dir():
+        return str(error)
+    return f"there is no such folder, and the Hub did not help: {str(error).splitlines()[0]}"
+
+
 def working_folder() -> str:
     """The working directory; "" if it was removed."""
     try:

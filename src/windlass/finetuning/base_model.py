@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.locations import why_not_loaded
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
 from windlass.finetuning.tuning_config import TuningConfig
@@ -71,7 +72,7 @@ def load_model(name: str, options: dict[str, Any], empty: bool = False) -> nn.Mo
             return _without_weights(kind, config, name, options)
         loaded: nn.Module = kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
-        raise ModelError(f"the model {name!r} cannot be loaded: {error}") from error
+        raise ModelError(f"the model {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
     except RuntimeError as error:
         if "quantization_config" not in options:
             raise

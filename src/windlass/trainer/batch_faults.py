@@ -228,6 +228,11 @@ class BatchFaults:
     def _explain_arguments(self, error: TypeError, fed: Fed) -> None:
         inner = innermost(self._model)
         parameters = inspect.signature(inner.forward).parameters.values()
+        if isinstance(fed.batch, list | tuple) and len(fed.batch) > len(parameters):
+            raise ModelError(
+                f"the batch is a {type(fed.batch).__name__} of {len(fed.batch)} values, and each is an argument of the "
+                f"forward of {type(inner).__name__}, which takes {len(parameters)}; let the data_collator return a dict"
+            ) from error
         if any(p.kind is p.VAR_KEYWORD for p in parameters) or not fed.columns:
             return
         names = [p.name for p in parameters]

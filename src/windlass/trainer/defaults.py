@@ -204,11 +204,30 @@ def one_of(name: str, value: Any, old_name: str, old_value: Any) -> Any:
     return old_value if value is None else value
 
 
-def check_collator(collator: Any) -> None:
-    """Raise ConfigError if a collator is given that cannot be called."""
-    if collator is not None and not callable(collator):
-        fix = "give a function or an object that makes a batch of a list of samples"
-        raise ConfigError(Problem("data_collator", collator, fix))
+_CALLED = {
+    "data_collator": "a function or an object that makes a batch of a list of samples",
+    "compute_loss_func": "a function of outputs, labels and num_items_in_batch that returns the loss",
+    "compute_metrics": "a function of an EvalPrediction that returns a dict of numbers",
+    "preprocess_logits_for_metrics": "a function of logits and labels",
+    "model_init": "a function that returns the model",
+}
+
+
+def check_called(*given: Any) -> None:
+    """Raise ConfigError for arguments of a Trainer, in the order above, that are to be called, and cannot be."""
+    refuse(
+        Problem(name, value, f"cannot be called: give {what}")
+        for (name, what), value in zip(_CALLED.items(), given, strict=True)
+        if value is not None and not callable(value)
+    )
+
+
+def pair_of_optimizers(given: Any) -> tuple[torch.optim.Optimizer | None, Any]:
+    """Return the argument `optimizers` of a Trainer. Raises ConfigError if it is not a pair."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        fix = "give a pair, of an optimizer and a schedule: optimizers=(optimizer, None)"
+        raise ConfigError(Problem("optimizers", type(given).__name__, fix))
+    return given[0], given[1]
 
 
 def default_collator(tokenizer: Any) -> Callable[[list[Any]], Any]:

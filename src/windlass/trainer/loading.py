@@ -101,6 +101,12 @@ def _check_dataset(dataset: Any, field: str, method: str) -> None:
     if isinstance(dataset, DataLoader):
         fix = f"give its dataset, which is dealt to the processes; or override {method} to return this loader"
         raise ConfigError(Problem(field, "a DataLoader", fix))
+    if isinstance(dataset, str):
+        fix = "is a text: read the file first, such as datasets.load_dataset('json', data_files=..., split='train')"
+        raise ConfigError(Problem(field, dataset, fix))
+    if type(dataset).__name__ == "DataFrame":  # whose index is a column's name
+        fix = "has columns, and a dataset rows: give datasets.Dataset.from_pandas(frame), or frame.to_dict('records')"
+        raise ConfigError(Problem(field, "a DataFrame", fix))
     if isinstance(dataset, Mapping) and all(hasattr(part, "column_names") for part in dataset.values()):
         names = list(dataset)
         raise ConfigError(

@@ -139,12 +139,14 @@ class Trainer:
         self.model_init, self.is_in_train = model_init, False
         self.place_model_on_device = getattr(self.args, "place_model_on_device", None) is not False
         self.processing_class = defaults.one_of("processing_class", processing_class, "tokenizer", tokenizer)
-        defaults.check_collator(data_collator)
+        defaults.check_called(
+            data_collator, compute_loss_func, compute_metrics, preprocess_logits_for_metrics, model_init
+        )
         self.data_collator = data_collator or self._default_collator()
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer, self.lr_scheduler = defaults.pair_of_optimizers(optimizers)
         self.optimizer_cls_and_kwargs, self._made_scheduler = optimizer_cls_and_kwargs, False
         self._run: Run | None = None
         self._folder: RunFolder | None = None

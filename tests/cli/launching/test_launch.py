@@ -294,3 +294,14 @@ def test_accelerators_that_are_not_there_are_not_replaced_in_silence(script: str
     assert "--multi_gpu=True: requests accelerators" in complaints(
         "--multi_gpu", "--num_processes", "4", script
     )
+
+
+def test_flags_of_the_launch_after_the_script_are_named(
+    script: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = resolved(script, "--lr", "1", "--num-processes=2")
+    assert plan.arguments == ("--lr", "1", "--num-processes=2")
+    (note,) = [record.getMessage() for record in caplog.records]
+    assert (
+        note == f"--num-processes is after {script}, which gets it; a flag of the launch is before the script"
+    )

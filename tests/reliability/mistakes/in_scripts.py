@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader
 from windlass import (
     DataCollatorWithPadding,
     EarlyStoppingCallback,
-    SFTConfig,
-    SFTTrainer,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -32,21 +30,13 @@ def train(folder: Path, model: Any, data: Any, resume: Any = None, **given: Any)
     of_trainer = {
         name: given.pop(name)
         for name in (
-            "eval_dataset", "data_collator", "compute_metrics", "compute_loss_func", "callbacks", "processing_class"
+            "eval_dataset", "data_collator", "compute_metrics", "compute_loss_func", "callbacks", "processing_class",
+            "optimizers",
         )
         if name in given
     }  # fmt: skip
     args = arguments(folder / "run", **given)
     Trainer(model, args, train_dataset=data, **of_trainer).train(resume_from_checkpoint=resume)
-
-
-def fine_tune(folder: Path, data: Any, model: Any = None, tokenizer: Any = None, **given: Any) -> None:
-    config = given.pop("peft_config", None)
-    args = texts.arguments(folder / "run", **given)
-    SFTTrainer(
-        model or texts.model(), args, train_dataset=data, processing_class=tokenizer or texts.tokenizer(),
-        peft_config=config,
-    ).train()  # fmt: skip
 
 
 def changed(data: list[dict[str, Any]], row: int, **values: Any) -> list[dict[str, Any]]:
@@ -149,12 +139,6 @@ def row_longer_than_rotary_positions(folder: Path) -> None:
     train(folder, llama(), data)
 
 
-@mistake("max_length above the model's positions", "max_length=512", "32 positions", "151 tokens", warns=True)
-def max_length_above_positions(folder: Path) -> None:
-    data = [{"text": " ".join(["cat"] * 150)} for _ in range(8)]
-    fine_tune(folder, texts.table(data), texts.model(max_position_embeddings=32), max_length=512)
-
-
 @mistake("Labels that are words", "column 'labels'", "'pos'", "class_encode_column")
 def labels_as_words(folder: Path) -> None:
     train(folder, bert(), [{**row, "labels": "pos"} for row in token_rows(8)])
@@ -238,6 +222,29 @@ def no_dataset(folder: Path) -> None:
 @mistake("A DataLoader as the dataset", "train_dataset", "its dataset")
 def a_loader_as_dataset(folder: Path) -> None:
     train(folder, Net(), DataLoader(rows(8), batch_size=4))  # type: ignore[arg-type]
+
+
+@mistake("A DataFrame as the dataset", "train_dataset='a DataFrame'", "to_dict('records')")
+def a_frame_as_dataset(folder: Path) -> None:
+    import pandas
+
+    train(folder, Net(), pandas.DataFrame({"x": [0.0, 1.0], "labels": [0, 1]}))  # type: ignore[arg-type]
+
+
+@mistake("A file's name as the dataset", "train_dataset='rows.jsonl'", "load_dataset")
+def a_name_as_dataset(folder: Path) -> None:
+    train(folder, Net(), "rows.jsonl")  # type: ignore[arg-type]
+
+
+@mistake("An optimizer in place of a pair", "optimizers='SGD'", "(optimizer, None)")
+def an_optimizer_alone(folder: Path) -> None:
+    model = Net()
+    train(folder, model, rows(8), optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@mistake("A collator that returns a list", "list of 4", "forward of Net", "return a dict")
+def a_list_as_batch(folder: Path) -> None:
+    train(folder, Net(), rows(8), data_collator=lambda samples: samples)
 
 
 @mistake("All splits as the dataset", "train_dataset", "['train', 'test']", "dataset['train']")
@@ -365,6 +372,11 @@ def no_metrics_returned(folder: Path) -> None:
     )  # fmt: skip
 
 
+@mistake("Metrics in place of a function of them", "compute_metrics", "function of an EvalPrediction")
+def metrics_that_cannot_be_called(folder: Path) -> None:
+    train(folder, Net(), rows(8), compute_metrics={"accuracy": 1.0})
+
+
 # --- callbacks --------------------------------------------------------------------------------------------------------
 
 
@@ -375,6 +387,15 @@ class NeedsArguments(TrainerCallback):
 
 class Misspelt(TrainerCallback):
     def on_step_ends(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+
+class Narrow(TrainerCallback):
+    def on_log(self, args: Any, state: Any, control: Any) -> None: ...  # type: ignore[override]
+
+
+@mistake("A callback without **kwargs", "on_log", "add **kwargs")
+def callback_without_keywords(folder: Path) -> None:
+    train(folder, Net(), rows(8), callbacks=[Narrow()])
 
 
 @mistake("A callback class that needs arguments", "NeedsArguments", "path")
@@ -424,48 +445,3 @@ def damaged_checkpoint(folder: Path) -> None:
     (weights,) = (folder / "run" / "checkpoint-4").glob("model*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-8])
     train(folder, Net(), rows(8), resume=str(folder / "run" / "checkpoint-4"), max_steps=6)
-
-
-# --- fine-tuning ------------------------------------------------------------------------------------------------------
-
-
-@mistake("Columns that SFT does not know", "question", "reply", "prompt", "completion")
-def no_known_columns(folder: Path) -> None:
-    fine_tune(folder, texts.table([{"question": "the cat", "reply": "sat"} for _ in range(8)]))
-
-
-@mistake("A tokenizer of another model", "12 rows", "resize_token_embeddings")
-def token_of_another_tokenizer(folder: Path) -> None:
-    fine_tune(folder, texts.table(texts.texts()), texts.model(vocab_size=12))
-
-
-@mistake("Conversations without a chat template", "chat template", "chat_template")
-def chat_without_template(folder: Path) -> None:
-    plain = texts.tokenizer()
-    plain.chat_template = None
-    fine_tune(folder, texts.table(texts.chats()), tokenizer=plain)
-
-
-@mistake("Packing without a length", "packing", "max_length")
-def packing_without_length(folder: Path) -> None:
-    fine_tune(folder, texts.table(texts.texts()), packing=True, max_length=None)
-
-
-@mistake("A module that an adapter does not find", "q_projj", "q_proj")
-def misspelt_adapter_target(folder: Path) -> None:
-    import peft
-
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_projj"])
-    fine_tune(folder, texts.table(texts.texts()), peft_config=config)
-
-
-@mistake("A misspelt argument of SFT", "max_lenght", "max_length")
-def plain_arguments_for_sft(folder: Path) -> None:
-    SFTTrainer(
-        texts.model(), SFTConfig(str(folder), max_lenght=512), train_dataset=texts.table(texts.texts())
-    )  # type: ignore[call-arg]
-
-
-@mistake("A trainer of TRL", "GRPOTrainer", "windlass run")
-def trainer_of_trl(folder: Path) -> None:
-    from windlass import GRPOTrainer  # type: ignore[attr-defined]  # noqa: F401

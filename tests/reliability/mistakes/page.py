@@ -8,11 +8,17 @@ from tests.laws.source import ROOT
 from tests.reliability.mistakes.in_commands import COMMANDS
 from tests.reliability.mistakes.in_ranks import RANKS
 from tests.reliability.mistakes.in_scripts import SCRIPTS
+from tests.reliability.mistakes.in_tuning import TUNING
 from tests.reliability.mistakes.mistake import Mistake
 
 PAGE = "docs/mistakes.md"
 BEGIN, END = "<!-- mistakes: begin -->\n", "<!-- mistakes: end -->\n"
-SETS = {"In scripts": SCRIPTS, "In several processes": RANKS, "In recipes and commands": COMMANDS}
+SETS = {
+    "In scripts": SCRIPTS,
+    "In fine-tuning": TUNING,
+    "In several processes": RANKS,
+    "In recipes and commands": COMMANDS,
+}
 
 
 def tables() -> str:

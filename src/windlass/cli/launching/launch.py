@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from windlass.cli.launching.from_files import from_file
-from windlass.cli.launching.launch_checks import Machine, launch_problems, requeue_problems
+from windlass.cli.launching.launch_checks import Machine, launch_problems, misplaced_flags, requeue_problems
 from windlass.cli.launching.launch_file import find_file
 from windlass.cli.launching.launch_plan import LaunchPlan
 from windlass.cli.launching.launch_token import token_notes, token_problems
@@ -57,7 +57,7 @@ def resolve_launch(
             *parallel_problems(settings, _world(plan)),
         ]
     )
-    for note in [*settings.notes, *token_notes(plan, environ)]:
+    for note in [*settings.notes, *token_notes(plan, environ), *misplaced_flags(plan)]:
         warn_once(logger, note)
     return replace(plan, environment=_environment(plan, here))
 

@@ -114,6 +114,21 @@ def _script(plan: LaunchPlan) -> Iterator[Problem]:
         yield Problem("script", plan.script, fix)
 
 
+# Flags that hardly any script has of its own.
+_OF_LAUNCHES = (
+    "num_processes", "nproc_per_node", "num_machines", "nnodes", "machine_rank", "main_process_ip", "multi_gpu",
+    "use_fsdp", "use_deepspeed",
+)  # fmt: skip
+
+
+def misplaced_flags(plan: LaunchPlan) -> Iterator[str]:
+    """Yield a note for each flag of the launch that is given to the script."""
+    for word in plan.arguments:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag[2:].replace("-", "_") in _OF_LAUNCHES:
+            yield f"{flag} is after {plan.script}, which gets it; a flag of the launch is before the script"
+
+
 def _is_module(name: str) -> bool:
     first = name.partition(".")[0]
     # The working directory is on the path of the script, and not always on that of the launcher.
