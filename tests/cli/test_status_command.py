@@ -15,6 +15,7 @@ from windlass import Trainer
 from windlass.callbacks.clock_file import CLOCK
 from windlass.callbacks.run_view import read_run
 from windlass.cli.main import main
+from windlass.cli.report_command import described
 from windlass.cli.run_status import SCHEMA_FILE, status_of_run
 
 
@@ -76,6 +77,22 @@ def test_a_complete_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert main(["status", str(run)]) == 0
     assert "run: finished after 6 steps" in capsys.readouterr().out
+
+
+def test_the_memory_of_a_planned_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the last attempt which has it; what is damaged counts as unknown."""
+    record = json.loads((run / "run.json").read_text())
+    (session,) = record["sessions"]
+    found = {"predicted": 3 * 2**30, "measured": 4 * 2**30}
+    shown = "4 GiB at the peak of rank 0; the plan was 3 GiB (-25.0%)"
+    for memory in (None, {"predicted": 1}, {"predicted": True, "measured": 0}, found):
+        record["sessions"] = [{**session, "memory": memory}, session]
+        (run / "run.json").write_text(json.dumps(record))
+        known = memory is found
+        assert status(run, capsys)["memory"] == (found if known else None)
+        assert main(["status", str(run)]) == 0
+        assert (shown in capsys.readouterr().out) is known
+        assert (("memory", shown) in described(read_run(run))) is known
 
 
 def test_a_killed_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

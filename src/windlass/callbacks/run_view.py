@@ -69,6 +69,7 @@ class Attempt:
         reason: of a failure; one line.
         seconds: by kind of work (`windlass.core.run_clock.KINDS`); empty if they are not known.
         changed: arguments that differ from those of the attempt before: the values before and now, None for a default.
+        memory: bytes of the peak on rank 0, `predicted` by `windlass plan` and `measured`; None if either is not known.
     """
 
     number: int
@@ -81,6 +82,7 @@ class Attempt:
     reason: str
     seconds: Mapping[str, float]
     changed: Mapping[str, Sequence[Any]]
+    memory: Mapping[str, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +445,17 @@ def _attempt(number: int, session: Mapping[str, Any]) -> Attempt:
         reason=str(session.get("reason", "")),
         seconds=session.get("seconds", {}),
         changed=changed if isinstance(changed, dict) else {},
+        memory=_memory(session.get("memory")),
     )
+
+
+def _memory(found: Any) -> dict[str, int] | None:
+    names = ("predicted", "measured")
+    if not isinstance(found, dict) or not all(
+        type(found.get(name)) is int and found[name] > 0 for name in names
+    ):
+        return None
+    return {name: found[name] for name in names}
 
 
 def _ledger(attempts: Sequence[Attempt]) -> TimeLedger | None:

@@ -137,7 +137,10 @@ def build_parser() -> CommandParser:
     add_to("--quantization", choices=("nf4", "fp4", "int8"), help="of the base below adapters (QLoRA)")
     add_to("--recompute", action="store_true", help="with activation checkpointing")
     add_to("--num_processes", type=int, metavar="N", help="processes that train together (default: 1)")
-    sharding = "what they divide: none; grad: gradients and optimizer state; full: weights too, as FSDP (default: none)"
+    sharding = (
+        "what they divide: none; grad: all, but weights are whole from forward to backward; full: as FSDP (default: "
+        "none)"
+    )
     add_to("--sharding", choices=("none", "grad", "full"), help=sharding)
     add("--json", action="store_true", help="as one JSON object, sizes in bytes")
     add("--library_name", help="transformers (the default)")

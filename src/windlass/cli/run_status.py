@@ -72,6 +72,7 @@ def status_of_run(view: RunView) -> dict[str, Any]:
         "resume": {"command": command, "needs": needs},
         "alerts": _alerts(view),
         "goodput": _goodput(view),
+        "memory": next((one.memory for one in reversed(view.attempts) if one.memory), None),
         "configuration": [
             {"name": one.name, "value": _plain(one.value), "source": one.source} for one in view.configuration
         ],

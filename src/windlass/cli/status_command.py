@@ -132,6 +132,13 @@ def _more(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{kind.replace('_', '-')} {value / goodput['wall_seconds']:.1%}" for kind, value in parts
         )
         yield "goodput", f"{goodput['share']:.1%} of {clock_text(goodput['wall_seconds'])}: {shares}"
+    if (memory := found["memory"]) is not None:
+        measured, predicted = (memory[name] / 2**30 for name in ("measured", "predicted"))
+        error = predicted / measured - 1
+        yield (
+            "memory",
+            f"{measured:.3g} GiB at the peak of rank 0; the plan was {predicted:.3g} GiB ({error:+.1%})",
+        )
     if len(found["attempts"]) > 1:
         repeated = sum(attempt["repeated"] for attempt in found["attempts"])
         yield "attempts", f"{len(found['attempts'])}, {repeated:,} updates repeated"

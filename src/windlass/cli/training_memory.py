@@ -30,8 +30,8 @@ class Training:
         dtype, precision: of the weights, and of autocast ("no" for none).
         lora_r: rank of adapters on all linear layers; None trains all weights.
         quantization: of the base below adapters.
-        sharding: what is divided among `processes`: none; grad: gradients and optimizer state, and weights between
-            updates; full: weights always.
+        sharding: what is divided among `processes`: none; grad: all, but weights are whole from their first use in the
+            forward to the end of the backward; full: all, as FSDP does.
     """
 
     batch: int
