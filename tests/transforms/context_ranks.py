@@ -33,6 +33,7 @@ _SINGLE_INSIDE = {"Gemma3TextConfig"}
 _REFUSED: dict[str, dict[str, Any]] = {
     "Gemma2Config": _SIZES | _MIXED | {"attn_logit_softcapping": 0.5},
     "GptOssConfig": _SIZES | _MIXED | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "Lfm2Config": _SIZES | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "MambaConfig": {"vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
 }
 

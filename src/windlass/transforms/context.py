@@ -259,6 +259,11 @@ def _refuse_unfit(model: Any, context_ranks: Gang) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         fix = "has an encoder, whose sequences are not divided; set cp_size=1 and sp_size=1"
         raise ConfigError(Problem("model", type(model).__name__, fix))
+    if (mixer := _mixer(model, config)) is not None:
+        raise ModelError(
+            f"{type(model).__name__} mixes tokens outside of attention ({mixer}), so its sequences cannot be divided "
+            f"among ranks. {_TRAIN_WHOLE}"
+        )
     for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if getattr(config, name, 0.0):
             fix = "is not built for attention on divided rows: set it to 0, or cp_size and sp_size to 1"
@@ -268,6 +273,21 @@ def _refuse_unfit(model: Any, context_ranks: Gang) -> None:
             "adds a loss that is not a sum over parts of a row: set it to False, or cp_size and sp_size to 1"
         )
         raise ConfigError(Problem("model.config.output_router_logits", True, fix))
+
+
+def _mixer(model: Any, config: Any) -> str | None:
+    """A layer beside attention that needs the tokens around each one; None if none is known. What this does not know
+    shows in the results, which a rehearsal without values does not have.
+    """
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        return "linear_attention"
+    # A convolution over tokens has a filter for each channel; those of encoders of sound or images mix channels.
+    convolutions = (
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Conv1d) and layer.groups == layer.in_channels > 1
+    )
+    return next(convolutions, None)
 
 
 def _refuse_columns(batch: Mapping[str, Any], positional: int) -> None:

@@ -1,0 +1,39 @@
+"""Run on several ranks: what runs of a recipe say to overrides of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from windlass.cli.recipe import load_recipe
+from windlass.cli.tasks import TASKS
+from windlass.cli.training import training_arguments
+from windlass.core.errors import WindlassError
+from windlass.core.world import world_from_environment
+from windlass.dist.gang import leave
+
+
+def train(path: str, overrides: list[str]) -> None:
+    """Train by a recipe, as `windlass train` does, without its screen."""
+    recipe = load_recipe(path, overrides, asks_libraries=True)
+    args = training_arguments(recipe.training, recipe.task)
+    task = TASKS[recipe.task]
+    task.open_trainer(task.build_parts(recipe, args), args).train()
+
+
+def main() -> None:
+    path, folder, cases = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    said = {}
+    for name, overrides in cases.items():
+        try:
+            train(path, [*overrides, f"training.output_dir={folder / name}"])
+            said[name] = ""
+        except WindlassError as error:
+            said[name] = str(error)
+        leave()  # the next one has another layout
+    (folder / f"rank{world_from_environment().rank}.json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
