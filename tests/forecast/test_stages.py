@@ -66,6 +66,45 @@ def test_the_largest_rank_is_shown_and_the_checkpoint_is_that_of_all(tmp_path: P
     assert found.saved["optimizer state"] == 2 * weights + steps
 
 
+def test_the_last_stage_makes_no_whole_logits_and_its_layers_can_be_divided(tmp_path: Path) -> None:
+    """As in a run the loss is made without logits; with `tp_size` a stage has half of its matrices, with shards half of
+    its state.
+    """
+    plain = pipeline(tmp_path, 2, 1)
+    alone = trace_of(lambda: trainer(tmp_path).train())
+    assert at_most(plain, "logits") == at_most(alone, "logits") > 0
+    kept = {
+        name: trace_of(
+            lambda given=given: trainer(  # type: ignore[misc]
+                tmp_path,
+                parallelism_config=ParallelismConfig(pp_size=2, **given),
+                gradient_accumulation_steps=2,
+            ).train(),
+            4,
+            2,
+        )
+        for name, given in (("tensor", {"tp_size": 2}), ("shard", {"dp_shard_size": 2}))
+    }
+    layers = llama().model.layers
+    norms = 4 * (sum(p.numel() for layer in layers[2:] for p in layer.parameters() if p.ndim == 1) + HIDDEN)
+    assert at_most(kept["tensor"], "gradients") - norms == (at_most(plain, "gradients") - norms) / 2
+    assert at_most(kept["tensor"], "logits") == at_most(plain, "logits") / 2
+    assert at_most(kept["shard"], "logits") == at_most(plain, "logits")
+    steps = 4 * len([p for layer in layers[2:] for p in layer.parameters()] + ["norm", "head"])
+    assert (
+        at_most(kept["shard"], "optimizer state") - steps == (at_most(plain, "optimizer state") - steps) / 2
+    )
+    sent = {
+        name: {link.axis: link.nbytes for link in Forecast(found).links()} for name, found in kept.items()
+    }
+    border = BATCH * LENGTH * HIDDEN * 4
+    assert all(2 * border <= links["pipeline"] < 2 * border + 1000 for links in sent.values())
+    assert sent["shard"]["shard"] < 1.1 * at_most(plain, "weights"), "gathered and reduced once an update"
+    assert sent["tensor"]["tensor"] > 2 * 2 * 4 * border, (
+        "two layers, two micro-batches, four sums of activations"
+    )
+
+
 def mixture() -> Any:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": HIDDEN}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}

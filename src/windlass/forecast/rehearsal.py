@@ -47,7 +47,10 @@ from windlass.trainer.losses import call_model
 from windlass.trainer.micro_steps import MicroSteps
 from windlass.trainer.preparation import check_optimizer, plan_run
 from windlass.trainer.run_context import RunContext
+from windlass.transforms.lean_head import LeanHead
+from windlass.transforms.pipeline import lean_head_of_whole
 from windlass.transforms.staged_model import staged_of
+from windlass.transforms.tensor_split import split_of
 
 # What a run measures on its first batch, and values would have to show: see `trainer/loss_policy.py`.
 _MEASURED = {"over": Kind.TARGETS.name, "shifted": True, "without_logits": True}
@@ -112,7 +115,7 @@ class Rehearsal:
         model, services = request.hooks.model, request.services
         if self.stack is not None and layers is not None:
             self.stack.cut(layers)
-        borders = self._borders()
+        borders, lean_head = self._borders(), self._lean_head()
         # PyTorch warns of what is done with such tensors.
         with _some_values(), warnings.catch_warnings(action="ignore"), _first_part_only():
             take_memory(model, mode)
@@ -128,7 +131,7 @@ class Rehearsal:
         check_optimizer(built.executor.optimizer, model, self._plan.save, services.session.all_ranks)
         services.engine.attach(services.loss.normaliser, built.executor)
         if (staged := staged_of(model)) is not None:
-            staged.link.arriving = borders
+            staged.link.arriving, staged.lean_head = borders, lean_head
         places = ModulePlaces(model)
         part = (lambda name: "") if self.stack is None else self.stack.part
         meter = Meter(places, part, _vocabulary(model))
@@ -196,6 +199,15 @@ class Rehearsal:
             for handle in handles:
                 handle.remove()
         return found
+
+    def _lean_head(self) -> LeanHead | None:
+        """For a pipeline, what makes the loss without logits: a run measures it on values before the model is cut."""
+        if self._plan.dist.pipeline is None:
+            return None
+        model = self._request.hooks.model
+        with warnings.catch_warnings(action="ignore"), self._mode, _some_values(), known_values():
+            take_memory(model, self._mode)
+            return lean_head_of_whole(model)
 
     def _updates(
         self, meter: Meter, context: RunContext, steps: FollowedSteps, updates: Sequence[UpdateBatch]
@@ -319,9 +331,14 @@ def _positions(batch: Any) -> int:
 
 
 def _vocabulary(model: nn.Module) -> int:
+    """The entries of the vocabulary for which this rank makes logits."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     weight = getattr(head, "weight", None)
-    return 0 if weight is None else int(local_part(weight).shape[0])
+    if weight is None:
+        return 0
+    # A head that is sharded is gathered before it is used; one that tensor ranks divide is not.
+    split = split_of(head)
+    return int(weight.shape[0]) if split is None else len(split.mine)
 
 
 def _adopt_model(meter: Meter, model: nn.Module) -> None:

@@ -90,7 +90,7 @@ class Pipeline(Strategy):
         placement = plan.pipeline.placement
         example = example_of(module)
         cut, whole = find_cut(module, len(placement), plan.pipeline.split_points, example)
-        lean_head = _lean_head(module)
+        lean_head = lean_head_of_whole(module)
         self.staged = staged = StagedModel(module, cut, placement, self._ranks, self._device)
         staged.lean_head = lean_head
         inner = staged.spread(lambda: _spread_stage(module, plan, loss_ranks, self._device))
@@ -213,7 +213,7 @@ class Pipeline(Strategy):
         raise ConfigError(Problem("bf16_full_eval", str(dtype), fix))
 
 
-def _lean_head(module: nn.Module) -> LeanHead | None:
+def lean_head_of_whole(module: nn.Module) -> LeanHead | None:
     """What makes the loss of the whole model without logits; None if only its own loss is exact, or it has no head."""
     core = without_adapters(module)
     getter = getattr(core, "get_output_embeddings", None)
