@@ -27,7 +27,7 @@ def at_most(found: Trace, kind: str) -> int:
     return found.at_most(lambda owner: owner.kind == kind)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_few_chunks_of_the_loss_are_all_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
 ) -> None:
@@ -48,6 +48,7 @@ def test_chunks_are_those_of_the_device(tmp_path: Path, monkeypatch: pytest.Monk
     assert (on_cpu, on_device) == tuple(2 * 4 * VOCABULARY * rows for rows in (16, targets))
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_a_device_updates_all_parameters_at_once(tmp_path: Path) -> None:
     temporary = {
         (optim, on_device): at_most(trace(tmp_path, optim=optim, on_device=on_device), "temporary")
@@ -66,6 +67,7 @@ def test_formats_that_this_machine_lacks_are_planned_for_a_device(tmp_path: Path
         trace(tmp_path, tf32=True)
 
 
+@pytest.mark.slow
 def test_fp16_is_planned(tmp_path: Path) -> None:
     half, single = (trace(tmp_path, fp16=fp16) for fp16 in (True, False))
     assert at_most(half, "copies of weights") > 0

@@ -43,6 +43,7 @@ def test_a_stage_has_its_layers_and_sends_its_border(tmp_path: Path) -> None:
         assert 4 * border <= link.nbytes < 4 * border + 1000, "beside activations there are headers"
 
 
+@pytest.mark.slow
 def test_a_schedule_decides_how_many_micro_batches_are_kept(tmp_path: Path) -> None:
     """The first of two stages keeps two micro-batches under 1F1B, however many there are, and all under GPipe."""
     kept = {
@@ -53,6 +54,7 @@ def test_a_schedule_decides_how_many_micro_batches_are_kept(tmp_path: Path) -> N
     assert kept["GPipe", 4] == pytest.approx(2 * kept["1F1B", 4], rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_largest_rank_is_shown_and_the_checkpoint_is_that_of_all(tmp_path: Path) -> None:
     layout = ParallelismConfig(pp_size=2)
     given = {"parallelism_config": layout, "gradient_accumulation_steps": 2}
@@ -130,6 +132,7 @@ def test_experts_are_divided_and_tokens_travel(tmp_path: Path) -> None:
     assert 2 * rest * 3 // 4 <= sent["replicate x expert"] < 2 * rest * 3 // 4 + 1000
 
 
+@pytest.mark.slow
 def test_products_of_experts_are_counted(tmp_path: Path) -> None:
     """Twice as many experts for each token: their products are twice as many, in any dtype."""
 
