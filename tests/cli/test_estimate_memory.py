@@ -121,19 +121,24 @@ def test_bf16_copies_weights_and_has_smaller_activations(llama: str) -> None:
     assert half["activations"] < plain["activations"]
 
 
-def test_shards_and_adapters(llama: str) -> None:
+@pytest.mark.parametrize("sharding", ["full", pytest.param("grad", marks=pytest.mark.slow)])
+def test_shards(llama: str, sharding: str) -> None:
+    plain, found = largest(llama), largest(llama, processes=4, sharding=sharding)
+    assert found["weights"] == plain["weights"] / 4
+    assert found["gradients"] >= found["weights"]
+    assert found["buckets"] > 0
+
+
+def test_adapters(llama: str) -> None:
     plain = largest(llama)
-    for sharding in ("full", "grad"):
-        found = largest(llama, processes=4, sharding=sharding)
-        assert found["weights"] == plain["weights"] / 4
-        assert found["gradients"] >= found["weights"]
-        assert found["buckets"] > 0
     lora = largest(llama, lora_r=2, dtype="bfloat16", precision="bf16")
     assert lora["gradients"] < plain["gradients"] / 4
     assert plain["weights"] / 2 < lora["weights"] < plain["weights"]
 
 
-@pytest.mark.parametrize(("quantization", "bits"), [("nf4", 4.5), ("int8", 8)])
+@pytest.mark.parametrize(
+    ("quantization", "bits"), [("nf4", 4.5), pytest.param("int8", 8, marks=pytest.mark.slow)]
+)
 def test_a_base_of_few_bits(llama: str, quantization: str, bits: float) -> None:
     """Packed weights and their scales take the place of the linear layers, and leave the head and embeddings alone."""
     lora = {"lora_r": 2, "dtype": "bfloat16", "precision": "bf16"}

@@ -86,16 +86,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_proposals(folder: Path, model: str, world: int, named: str = "") -> None:
-    """Each layout (of this name) is planned, and run on real ranks: what is planned makes its update, and what is refused is refused
-    by the run in the same words.
+def check_proposals(folder: Path, model: str, world: int, named: tuple[str, ...] = ("",)) -> None:
+    """Each layout whose name has one of `named` is planned, and run on real ranks: what is planned makes its update,
+    and what is refused is refused by the run in the same words.
     """
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(config=json.dumps(CONFIGS[model])))
     cases = {
         str(number): list(layout.overrides)
         for number, layout in enumerate(layouts(world))
-        if named in layout.name
+        if any(each in layout.name for each in named)
     }
     planned = {name: said_by_plan(recipe, overrides, world) for name, overrides in cases.items()}
     launch(world, Path(__file__).with_name("proposed_runs.py"), recipe, folder, json.dumps(cases))
@@ -120,8 +120,7 @@ def said_by_plan(recipe: Path, overrides: list[str], world: int) -> str:
 
 @pytest.mark.dist
 def test_a_layout_that_is_proposed_is_not_refused_by_the_run(tmp_path: Path) -> None:
-    for named in ("experts", "pipeline"):  # the first is refused
-        check_proposals(tmp_path, "llama", 2, named)
+    check_proposals(tmp_path, "llama", 2, ("experts", "pipeline"))  # of which the first is refused
 
 
 @pytest.mark.slow
