@@ -581,8 +581,8 @@ class Accelerator(Ranks):
         raise ConfigError(Problem("deepspeed_ulysses_dl_adapter", type(dl).__name__, fix))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return `dataloader` for one pass without its first `num_batches`, those of this process. Map-style data is not
-        read for it; a stream is, unless a state was loaded that was saved there.
+        """Return `dataloader` for one pass without its first `num_batches`, counted on this process. Map-style data is
+        not read for it; a stream is, unless a state was loaded that was saved there.
         """
         return skip_first_batches(dataloader, num_batches)
 

@@ -681,8 +681,8 @@ class Trainer:
         self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Set and return `self.optimizer`, over the trainable parameters of `model` (None: of `self.model`); an existing
-        one is kept.
+        """Set and return `self.optimizer`, over the trainable parameters of `model` (None: of `self.model`). An optimizer
+        that exists is kept.
         """
         if self.optimizer is None:
             target = self.model if model is None else model
@@ -1111,7 +1111,7 @@ class Trainer:
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device | None = None
     ) -> tuple[list[Any], Tensor]:
-        """Up to `num_batches` batches of `epoch_iterator`, and the number of targets in them over all ranks, as a scalar
+        """Up to `num_batches` batches of `epoch_iterator`, and the number of targets in them over all ranks: a scalar
         tensor on `device` (None: this process's). Collective. Windlass does not call it: the engine gets its
         micro-batches from the loader.
         """
