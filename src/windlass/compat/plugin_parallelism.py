@@ -206,7 +206,8 @@ class ParallelismConfig(Options, Plugin):
 
     def build_device_mesh(self, device_type: str) -> Any:
         """A new `DeviceMesh` of the axes in use, with the joint axes "dp", "dp_shard_cp" and "dp_cp"; None without any
-        axis, and for a sequence split by DeepSpeed, which has groups of its own. Collective.
+        axis, and for a sequence split by DeepSpeed, which has groups of its own. Collective. `device_type` is "cuda",
+        "cpu" and so on.
 
         For code of a script. Prepared models have a mesh of their own: `accelerator.torch_device_mesh`.
         """
