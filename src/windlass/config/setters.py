@@ -33,11 +33,12 @@ class Setters:
         activation_checkpointing: bool = False,
         gradient_checkpointing: bool | None = None,
     ) -> Self:
-        """Set `do_train` and the main options of training. Arguments that are left out set the defaults shown here.
+        """Set `do_train` and the main options of training. Arguments left out set the defaults shown here.
 
         `learning_rate`, `weight_decay`, `max_steps`, `gradient_accumulation_steps` and `seed` set the fields of these
         names, `batch_size` sets `per_device_train_batch_size`, and `num_epochs` sets `num_train_epochs`.
-        `gradient_checkpointing` is an earlier name of `activation_checkpointing`; None: the new name is read.
+        `activation_checkpointing` sets the field of this name; `gradient_checkpointing`, its earlier name, replaces it
+        unless it is None.
         """
         recompute = activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
         return self._set(
@@ -61,7 +62,7 @@ class Setters:
         delay: float | None = None,
         loss_only: bool = False,
     ) -> Self:
-        """Set when and how to evaluate during training. Arguments that are left out set the defaults shown here.
+        """Set when and how to evaluate during training. Arguments left out set the defaults shown here.
 
         `strategy`, `steps`, `accumulation_steps` and `delay` set the fields of these names with `eval_` before them (a
         `delay` of None is 0), `batch_size` sets `per_device_eval_batch_size`, and `loss_only` sets
@@ -83,7 +84,7 @@ class Setters:
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Self:
         """Set `do_predict`, `per_device_eval_batch_size` (from `batch_size`) and `prediction_loss_only` (from
-        `loss_only`). Arguments that are left out set the defaults shown here.
+        `loss_only`). Arguments left out set the defaults shown here.
         """
         return self._set(
             do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only
@@ -96,7 +97,7 @@ class Setters:
         total_limit: int | None = None,
         on_each_node: bool = False,
     ) -> Self:
-        """Set when checkpoints are written and how many are kept. Arguments that are left out set the defaults shown here.
+        """Set when checkpoints are written and how many are kept. Arguments left out set the defaults shown here.
 
         `strategy`, `steps`, `total_limit` and `on_each_node` set the fields of these names with `save_` before them.
 
@@ -122,11 +123,11 @@ class Setters:
         on_each_node: bool = False,
         replica_level: str = "passive",
     ) -> Self:
-        """Set when, where and at which level to log. Arguments that are left out set the defaults shown here.
+        """Set when, where and at which level to log. Arguments left out set the defaults shown here.
 
-        `strategy`, `steps`, `first_step` and `nan_inf_filter` set the fields of these names with `logging_` before them,
-        `report_to` its own, `level` sets `log_level`, `on_each_node` sets `log_on_each_node`, and `replica_level` sets
-        `log_level_replica`.
+        `strategy`, `steps`, `first_step` and `nan_inf_filter` set the fields of these names with `logging_` before
+        them, `report_to` its own, `level` sets `log_level`, `on_each_node` sets `log_on_each_node`, and `replica_level`
+        sets `log_level_replica`.
 
         Raises:
             ConfigError: a strategy of "steps" with 0 `steps`.
@@ -152,8 +153,7 @@ class Setters:
         always_push: bool = False,
         revision: str | None = None,
     ) -> Self:
-        """Set `push_to_hub`, and where and when the model is published. Arguments that are left out set the defaults shown
-        here.
+        """Set `push_to_hub`, and where and when to publish the model. Arguments left out set the defaults shown here.
 
         `model_id`, `strategy`, `token`, `private_repo`, `always_push` and `revision` set the fields of these names with
         `hub_` before them.
@@ -178,7 +178,7 @@ class Setters:
         epsilon: float = 1e-8,
         args: str | None = None,
     ) -> Self:
-        """Set the optimizer and its options. Arguments that are left out set the defaults shown here.
+        """Set the optimizer and its options. Arguments left out set the defaults shown here.
 
         `learning_rate` and `weight_decay` set the fields of these names, `beta1`, `beta2` and `epsilon` those with
         `adam_` before them, `name` sets `optim`, and `args` sets `optim_args`.
@@ -200,7 +200,7 @@ class Setters:
         max_steps: int = -1,
         warmup_steps: float = 0,
     ) -> Self:
-        """Set the schedule and its length. Arguments that are left out set the defaults shown here.
+        """Set the schedule and its length. Arguments left out set the defaults shown here.
 
         `max_steps` and `warmup_steps` set the fields of these names, `name` sets `lr_scheduler_type`, and `num_epochs`
         sets `num_train_epochs`.
@@ -227,7 +227,7 @@ class Setters:
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> Self:
-        """Set how data is loaded. Arguments that are left out set the defaults shown here.
+        """Set how data is loaded. Arguments left out set the defaults shown here.
 
         `train_batch_size` and `eval_batch_size` set `per_device_train_batch_size` and `per_device_eval_batch_size`.
         `drop_last`, `num_workers`, `pin_memory`, `persistent_workers`, `prefetch_factor`, `multiprocessing_context` and

@@ -85,8 +85,8 @@ class TrainerState:
             self.stateful_callbacks = _states_of(self.stateful_callbacks or ())
 
     def compute_steps(self, args: object, max_steps: int) -> None:
-        """Set `logging_steps`, `eval_steps` and `save_steps` from `args`; a number below 1 is a share of `max_steps`, the
-        updates of the run, and is rounded up.
+        """Set `logging_steps`, `eval_steps` and `save_steps` from `args`, in updates. A number below 1 is a share of
+        `max_steps`, the updates of the run; the result is rounded up.
         """
         for name in ("logging_steps", "eval_steps", "save_steps"):
             steps = getattr(args, name)
@@ -126,7 +126,8 @@ class TrainerState:
 
     @classmethod
     def load_from_json(cls, json_path: str | os.PathLike[str]) -> TrainerState:
-        """Read what `save_to_json` or a checkpoint wrote; `json_path` is the file, or the folder of `trainer_state.json`.
+        """Read what `save_to_json` or a checkpoint wrote. `json_path` is the file, or the folder that has it under the
+        name `trainer_state.json`.
 
         The older rows of a long `log_history`, which a checkpoint keeps in files of their own, are read too. Raises
         ValueError if some of these rows are missing.
@@ -194,8 +195,8 @@ class TrainerControl(ExportableState):
     _new_training, _new_epoch, _new_step = new_training, new_epoch, new_step
 
     def update(self, actions: dict[str, Any]) -> None:
-        """Set the flags in `actions`, name -> value, which a callback returned. Raises ValueError if a name is not one of
-        the five flags.
+        """Set the flags that a callback returned, `actions` by name. Raises ValueError if a name is not one of the five
+        flags.
         """
         for name, value in actions.items():
             if name not in CONTROL_FLAGS:

@@ -151,7 +151,8 @@ class DPOTrainer(ReferenceTrainer):
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
         """The log-probabilities of the chosen and of the rejected answers of a batch under the reference, of shape
-        (pairs,). `model` is the trained model, which is also the reference if an adapter is switched off.
+        (pairs,). `model` is the trained model, which is also the reference if an adapter is switched off; `inputs` is a
+        collated batch on this process's device.
         """
         sums = self._reference.log_probabilities(model, inputs, self.args.ld_alpha)
         chosen, rejected = sums.chunk(2)

@@ -681,7 +681,7 @@ class Trainer:
         self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Set and return `self.optimizer`, over the trainable parameters of `model` (None: of `self.model`). An optimizer
+        """Set and return `self.optimizer`, over the trainable parameters of `model` (None: of `self.model`). One
         that exists is kept.
         """
         if self.optimizer is None:

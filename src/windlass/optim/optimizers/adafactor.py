@@ -84,7 +84,7 @@ class Adafactor(PerParameterOptimizer):
         )
 
     def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a parameter before its first update; rows and columns are whole on each rank."""
+        """The state of a `parameter` of `group` before its first update; rows and columns are whole on each rank."""
         dtype = torch.float32 if parameter.dtype in _LOW else parameter.dtype
         state: dict[str, Any] = {"step": 0}
         start_moments(state, parameter.detach(), group["beta1"] is not None, dtype)
