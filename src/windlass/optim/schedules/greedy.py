@@ -86,7 +86,7 @@ class GreedyLR:
 
     def step(self, metrics: float, epoch: int | None = None) -> None:
         """Compare `metrics` (a number on the host) with the best, and change the learning rate if it is due. `epoch`
-        sets `last_epoch`, which nothing else reads; None adds 1.
+        sets `last_epoch`, which logs name; None adds 1.
         """
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         current = self._smoothed(float(metrics)) if self.smooth else float(metrics)
