@@ -147,7 +147,8 @@ def _entry(name: str) -> Iterator[str]:
 
 def _class_entry(name: str, owner: type, *, has_table: bool) -> Iterator[str]:
     """Yield what mkdocstrings makes of a class: its methods alone, if it has a table of arguments."""
-    shown = [key for key, value in methods(owner).items() if value.__doc__]
+    described = {key: value for key, value in methods(owner).items() if value.__doc__}
+    shown = [key for key, value in described.items() if _function_of(value).__qualname__.endswith(f".{key}")]
     if (base := next((one for one in _public_bases(owner) if methods(one)), None)) is not None:
         link = f"[`{base.__name__}`]({page_of(base.__name__)}.md#{_anchor(base.__name__)})"
         yield f"It has the methods of {link} too. What is not described of a method here is described there."
@@ -157,6 +158,11 @@ def _class_entry(name: str, owner: type, *, has_table: bool) -> Iterator[str]:
         if owned == name and rest.partition(".")[0] in methods(owner):
             yield f"- `{rest}`: since {release}"
             yield ""
+    # Made by a function, or another name of a method: mkdocstrings does not see what these are.
+    for key in sorted(described.keys() - shown):
+        first = inspect.cleandoc(described[key].__doc__).partition("\n\n")[0]
+        yield f"- `{key}`: {' '.join(first.split())}"
+    yield ""
     if shown or not has_table:
         yield f"::: {owner.__module__}.{owner.__qualname__}"
         yield "    options:"
@@ -198,9 +204,13 @@ def _arguments(method: Any) -> list[str]:
     """Return the names of the arguments of a method, without `self`, `*args` and `**kwargs`."""
     if isinstance(method, property):
         return []
-    given = list(inspect.signature(getattr(method, "__func__", method)).parameters.values())
+    given = list(inspect.signature(_function_of(method)).parameters.values())
     bound = given if isinstance(method, staticmethod) else given[1:]
     return [one.name for one in bound if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+
+
+def _function_of(method: Any) -> Any:
+    return method.fget if isinstance(method, property) else getattr(method, "__func__", method)
 
 
 def _public_bases(owner: type) -> list[type]:

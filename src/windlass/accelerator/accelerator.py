@@ -711,7 +711,12 @@ class Accelerator(Ranks):
         """Context of a forward and its backward: do not reduce gradients of `model` over processes."""
         return self._micro(model, False)
 
-    trigger_sync_in_backward = staticmethod(trigger_sync_in_backward)
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
+        """Context of a backward of `model` whose forward ran under `no_sync`: reduce its gradients. Does nothing if the
+        model is not replicated.
+        """
+        return trigger_sync_in_backward(model)
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
