@@ -147,8 +147,8 @@ def _entry(name: str) -> Iterator[str]:
 
 def _class_entry(name: str, owner: type, *, has_table: bool) -> Iterator[str]:
     """Yield what mkdocstrings makes of a class: its methods alone, if it has a table of arguments."""
-    described = {key: value for key, value in methods(owner).items() if value.__doc__}
-    shown = [key for key, value in described.items() if _function_of(value).__qualname__.endswith(f".{key}")]
+    described = _described(owner)
+    shown = [key for key in described if _is_seen(key, methods(owner)[key])]
     if (base := next((one for one in _public_bases(owner) if methods(one)), None)) is not None:
         link = f"[`{base.__name__}`]({page_of(base.__name__)}.md#{_anchor(base.__name__)})"
         yield f"It has the methods of {link} too. What is not described of a method here is described there."
@@ -158,10 +158,9 @@ def _class_entry(name: str, owner: type, *, has_table: bool) -> Iterator[str]:
         if owned == name and rest.partition(".")[0] in methods(owner):
             yield f"- `{rest}`: since {release}"
             yield ""
-    # Made by a function, or another name of a method: mkdocstrings does not see what these are.
     for key in sorted(described.keys() - shown):
-        first = inspect.cleandoc(described[key].__doc__).partition("\n\n")[0]
-        yield f"- `{key}`: {' '.join(first.split())}"
+        given = ", ".join(_arguments(methods(owner)[key]))
+        yield f"- `{key}{f'({given})' if given else ''}`: {' '.join(described[key].split())}"
     yield ""
     if shown or not has_table:
         yield f"::: {owner.__module__}.{owner.__qualname__}"
@@ -188,15 +187,25 @@ def methods(owner: type) -> dict[str, Any]:
 def unexplained(owner: type) -> list[str]:
     """Return the methods of a class without a description, and `method(argument)` for arguments without a meaning.
 
-    The docstring of a method that it overrides counts too, and what `TrainerCallback` describes for all events.
+    What a reader finds counts: the docstring that the page has of a method, those of the methods of public bases that
+    it overrides, and what `TrainerCallback` describes for all events.
     """
-    found = []
+    found, owners = [], [owner, *_public_bases(owner)]
     for key, value in methods(owner).items():
-        overridden = (vars(base).get(key) for base in owner.__mro__ if not _is_foreign(base))
-        text = "\n".join(one.__doc__ or "" for one in overridden if _is_public(key, one))
+        text = "\n".join(_described(one).get(key, "") for one in owners)
         known = OF_EVENTS if key.startswith("on_") and issubclass(owner, windlass.TrainerCallback) else ()
         lost = [one for one in _arguments(value) if one not in known and not re.search(rf"\b{one}\b", text)]
         found += [f"{key}({one})" for one in lost] if text.strip() else [key]
+    return found
+
+
+def _described(owner: type) -> dict[str, str]:
+    """Return the docstrings of the methods of a class; if one has none, that of the base without a page which has."""
+    public, found = _public_bases(owner), dict[str, str]()
+    for key in methods(owner):
+        for base in owner.__mro__:
+            if base not in public and _is_public(key, value := vars(base).get(key)) and value.__doc__:
+                found.setdefault(key, inspect.cleandoc(value.__doc__))
     return found
 
 
@@ -207,6 +216,13 @@ def _arguments(method: Any) -> list[str]:
     given = list(inspect.signature(_function_of(method)).parameters.values())
     bound = given if isinstance(method, staticmethod) else given[1:]
     return [one.name for one in bound if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+
+
+def _is_seen(key: str, method: Any) -> bool:
+    """Return True if mkdocstrings finds a docstring: it reads the source, and a function may have made the method, or
+    defined it under another name.
+    """
+    return bool(method.__doc__) and _function_of(method).__qualname__.endswith(f".{key}")
 
 
 def _function_of(method: Any) -> Any:
