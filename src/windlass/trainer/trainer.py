@@ -381,7 +381,7 @@ class Trainer:
 
         Args:
             resume_from_checkpoint: True: continue from the newest verified checkpoint of `args.output_dir`; "auto": the
-                same, or a new run if there is none; a path: from that one. The final bits are those of a whole run.
+                same, or a new run if there is none; a path: from there. It ends with the bits of an uninterrupted run.
             trial: given to `model_init`, if that takes an argument; nothing else reads it.
             ignore_keys_for_eval: keys of the model's output that are not predictions, in evaluations of this run.
             model_path: the earlier name of `resume_from_checkpoint`.
