@@ -94,9 +94,8 @@ def check_draft(draft: RecipeDraft, *, opens_files: bool = True, asks_libraries:
     conflicts = find_conflicts(recipe, draft, opens_files)
     problems += [conflict for conflict in conflicts if not _follows(conflict, problems)]
     training = recipe.training
-    if "task" in map(
-        _dotted, problems
-    ):  # keys of the one that is meant would be compared with those of another
+    if "task" in map(_dotted, problems):
+        # Keys of the task that is meant would be compared with those of another.
         training = common_fields(training)
     problems += training_problems(training, recipe.task, draft)
     refuse(problems)
