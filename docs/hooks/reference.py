@@ -194,9 +194,14 @@ def unexplained(owner: type) -> list[str]:
     for key, value in methods(owner).items():
         text = "\n".join(_described(one).get(key, "") for one in owners)
         known = OF_EVENTS if key.startswith("on_") and issubclass(owner, windlass.TrainerCallback) else ()
-        lost = [one for one in _arguments(value) if one not in known and not re.search(rf"\b{one}\b", text)]
+        lost = [one for one in _arguments(value) if one not in known and not _names(text, one)]
         found += [f"{key}({one})" for one in lost] if text.strip() else [key]
     return found
+
+
+def _names(text: str, argument: str) -> bool:
+    """Return True if a docstring names an argument as code, in a list of arguments, or as a part of a file's name."""
+    return re.search(rf"`[^`]*\b{argument}\b[^`]*`|\b{argument}\b[^\n`]*:", text) is not None
 
 
 def _described(owner: type) -> dict[str, str]:

@@ -113,7 +113,10 @@ def test_every_method_of_a_public_class_and_its_arguments_have_a_meaning(referen
 def test_what_has_no_meaning_is_found(reference: ModuleType) -> None:
     class Base(windlass.TrainerCallback):
         def used(self, size: int) -> None:
-            """Use a size, in bytes."""
+            """Use `size` bytes of a path."""
+
+        def vague(self, path: str) -> None:
+            """Use a path."""
 
         def bare(self) -> None: ...
 
@@ -134,7 +137,7 @@ def test_what_has_no_meaning_is_found(reference: ModuleType) -> None:
             """Write."""
 
     Base.__module__ = Derived.__module__ = "windlass.of_this_test"
-    found = ["used(other)", "on_log(more)", "bare", "made(count)", "length"]
+    found = ["used(other)", "on_log(more)", "bare", "made(count)", "length", "vague(path)"]
     assert sorted(reference.unexplained(Derived)) == sorted(found)
 
 

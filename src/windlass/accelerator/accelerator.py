@@ -540,6 +540,7 @@ class Accelerator(Ranks):
         """Return an optimizer whose `step` and `zero_grad` act only in the last micro-batch of an update.
 
         Args:
+            optimizer: the user's own. One that this accelerator prepared is returned as it is.
             device_placement: no effect: its state is always moved to the device of its parameters.
         """
         return self._preparer.prepare_optimizer(optimizer)
@@ -598,7 +599,7 @@ class Accelerator(Ranks):
         return self._preparer.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return True if the model, or a part of it, is spread over several devices by a `device_map`."""
+        """Return True if `model`, or a part of it, is spread over several devices by a `device_map`."""
         return has_device_map(model)
 
     @property
@@ -795,7 +796,7 @@ class Accelerator(Ranks):
         return clip_norm(self._prepared, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp the gradients of `parameters` to [-clip_value, clip_value]."""
+        """Clamp the gradients of `parameters` to [`-clip_value`, `clip_value`]."""
         clip_values(self._prepared, parameters, clip_value)
 
     def maybe_context_parallel(
@@ -1052,7 +1053,7 @@ class Accelerator(Ranks):
             tracker.store_init_configuration(redact_value("config", config))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of this name, or with `unwrap` the run of its package (None on other than the main process).
+        """The tracker called `name`, or with `unwrap` the run of its package (None on other than the main process).
 
         Before `init_trackers` it is a blank tracker. Raises ConfigError if no tracker of this name was opened.
         """

@@ -104,20 +104,20 @@ class Ranks:
     # --- decorators ---------------------------------------------------------------------------------------------------
 
     def on_main_process(self, function: Function) -> Function:
-        """Decorator: run the function on the main process only; it returns None elsewhere."""
+        """Decorator: run `function` on the main process only; it returns None elsewhere."""
         return self._only(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Function) -> Function:
-        """Decorator: run the function on the main process of each machine only; it returns None elsewhere."""
+        """Decorator: run `function` on the main process of each machine only; it returns None elsewhere."""
         return self._only(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Function) -> Function:
-        """Decorator: run the function on the last process only; it returns None elsewhere."""
+        """Decorator: run `function` on the last process only; it returns None elsewhere."""
         return self._only(lambda: self.is_last_process, function)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
-        """Decorator: run the function on the process of rank `process_index` only (None: on no process); it returns
-        None elsewhere.
+        """Decorator: run `function` on the process of rank `process_index` only (None: on no process); it returns None
+        elsewhere. Without a function, return the decorator.
         """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
@@ -126,8 +126,8 @@ class Ranks:
     def on_local_process(
         self, function: Function | None = None, local_process_index: int | None = None
     ) -> Function:
-        """Decorator: run the function on the process of rank `local_process_index` of each machine (None: on no
-        process); it returns None elsewhere.
+        """Decorator: run `function` on the process of rank `local_process_index` of each machine (None: on no process);
+        it returns None elsewhere. Without a function, return the decorator.
         """
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)

@@ -107,7 +107,7 @@ class FullyShardedDataParallelPlugin(Plugin):
             self.mixed_precision_policy = mixed_precision
 
     def set_auto_wrap_policy(self, model: Any) -> None:
-        """Do nothing: the layers are determined when the model is prepared."""
+        """Do nothing: the layers of `model` are determined when it is prepared."""
 
     def validate_mixed_precision_policy(self) -> None:
         """Raise a `ConfigError` if something here cannot be honoured."""

@@ -236,7 +236,7 @@ class ParallelismConfig(Options, Plugin):
                 yield Problem(f"{where}.{name}", getattr(self, name), f"must be {known}")
 
     def objections(self, processes: int | None = None) -> Iterator[Problem]:
-        """Options that are not built, and a product of sizes that is not the number of processes."""
+        """Options that are not built, and a product of sizes that is not `processes`, unless that is None."""
         if self.tp_handler is not None and self.tp_handler.enable_async_tp:
             fix = "is not built: exchanges are not overlapped with products; leave it out"
             yield Problem("TorchTensorParallelConfig.enable_async_tp", True, fix)

@@ -58,7 +58,7 @@ class Helpers(Fields):
         return anchored(str(self.output_dir), self.__dict__.get("_base", ""))
 
     def resolve_path(self, path: str) -> str:
-        """Return a path of a script as an absolute path or URL.
+        """Return `path`, as a script gives it, as an absolute path or URL.
 
         A relative path in `output_dir` is resolved as that is. Others are relative to the working directory, or to the
         directory in which `output_dir` was set if they exist only there.

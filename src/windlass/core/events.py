@@ -38,7 +38,7 @@ class ExportableState:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """A new object with this state."""
+        """A new object with this `state`, which the method of that name returned."""
         instance = cls(**state["args"])
         for name, value in state["attributes"].items():
             setattr(instance, name, value)

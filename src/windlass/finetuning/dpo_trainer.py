@@ -140,7 +140,7 @@ class DPOTrainer(ReferenceTrainer):
     # --- loss -------------------------------------------------------------------------------------------------------
 
     def count_targets(self, batch: Any) -> float:
-        """The pairs of a batch, which its loss is a mean over."""
+        """The pairs of `batch`, which its loss is a mean over."""
         return self._objective.count(batch)
 
     def _reference_sums(self, batch: Any) -> Tensor:

@@ -214,7 +214,7 @@ class Trainer:
         )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A new model from `model_init`, which may take the trial of a search or nothing."""
+        """A new model from `model_init`, which gets `trial`, that of a search or None, if it takes an argument."""
         assert self.model_init is not None
         model = self.model_init(trial) if defaults.takes_trial(self.model_init) else self.model_init()
         if model is None:
@@ -293,7 +293,7 @@ class Trainer:
         return self.callback_handler.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Remove a callback; a class that is absent is ignored.
+        """Remove `callback`, an instance, or the first of a class; a class that is absent is ignored.
 
         Raises:
             ValueError: an instance that is not among the callbacks.
@@ -513,7 +513,7 @@ class Trainer:
         return (loss, outputs) if return_outputs else loss
 
     def count_targets(self, batch: Any) -> float:
-        """Number of targets that this batch's loss is a mean over, from a batch in host memory, before its forward.
+        """Number of targets that the loss of `batch`, in host memory, is a mean over; called before its forward.
 
         Override it if labels do not show the number (see docs/losses.md).
         """
@@ -932,7 +932,7 @@ class Trainer:
         return batch_rows.rows_of_batch(batch, self.model, tokenizer)
 
     def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Print metrics of one split ("train", "eval", ...) as aligned lines, on the main process."""
+        """Print `metrics` of one `split` ("train", "eval", ...) as aligned lines, on the main process."""
         if self.is_world_process_zero():
             reports.show_metrics(split, self.metrics_format(metrics))
 

@@ -91,7 +91,7 @@ class Adafactor(PerParameterOptimizer):
         return state
 
     def rate_of(self, group: dict[str, Any]) -> float | Tensor:
-        """The rate of a group's first parameter in its last update; its size, if that counts, is the one after it."""
+        """The rate of the first parameter of `group` in its last update, for its present size if that counts."""
         first = group["params"][0]
         return _learning_rate(first.detach(), group, self.state[first]["step"])
 
