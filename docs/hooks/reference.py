@@ -253,7 +253,7 @@ def undescribed(thing: Any) -> list[inspect.Parameter]:
         return []
     text = inspect.getdoc(thing) or ""
     named = (one for one in given if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL))
-    return [one for one in named if not re.search(rf"\b{one.name}\b", text)]
+    return [one for one in named if not _names(text, one.name)]
 
 
 def _undescribed_table(name: str, found: list[inspect.Parameter]) -> Iterator[str]:
