@@ -58,7 +58,11 @@ ROOMS = {
 
 FIRST = "0.1.0"
 SINCE: dict[str, str] = {}
-"""Public name, or `Class.argument` -> the release that brought it, of those that `FIRST` does not have."""
+"""Public name, `Class.argument` of a constructor, `Class.method` or `Class.method.argument` -> the release that brought
+it, of those that `FIRST` does not have."""
+
+OF_EVENTS = ("args", "state", "control")
+"""Arguments that each event of a callback receives, which `TrainerCallback` describes once."""
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -98,7 +102,8 @@ def page_of(name: str) -> str | None:
 def _index(names: list[str]) -> Iterator[str]:
     yield "# API reference"
     yield ""
-    yield "Every name that `from windlass import ...` knows, with the first sentence of its description."
+    yield "Every name that `from windlass import ...` knows, with the first sentence of its description. Methods and"
+    yield "arguments are as old as their class, if no release of their own is given."
     yield ""
     yield "| name | what it is | since |"
     yield "|---|---|---|"
@@ -116,7 +121,6 @@ def _entry(name: str) -> Iterator[str]:
     yield f"```python\nfrom windlass import {name}  # since {since(name)}\n```"
     yield ""
     fields = _documented_fields(thing)
-    methods = [key for key, value in vars(thing).items() if _is_public(key, value)] if fields else None
     if fields:
         yield (inspect.getdoc(thing) or "").partition("\nAttributes:")[0]
         yield ""
@@ -134,15 +138,109 @@ def _entry(name: str) -> Iterator[str]:
     if "<locals>" in getattr(thing, "__qualname__", ""):
         yield inspect.getdoc(thing) or ""
         yield ""
-    elif methods is None or methods:
+    elif inspect.isclass(thing):
+        yield from _class_entry(name, thing, has_table=bool(fields))
+    else:
         yield f"::: {thing.__module__}.{thing.__qualname__}"
-        if methods is not None:
-            yield "    options:"
-            yield f"      members: {methods}"
+        yield ""
+
+
+def _class_entry(name: str, owner: type, *, has_table: bool) -> Iterator[str]:
+    """Yield what mkdocstrings makes of a class: its methods alone, if it has a table of arguments."""
+    described = _described(owner)
+    shown = [key for key in described if _is_seen(key, methods(owner)[key])]
+    if (base := next((one for one in _public_bases(owner) if methods(one)), None)) is not None:
+        link = f"[`{base.__name__}`]({page_of(base.__name__)}.md#{_anchor(base.__name__)})"
+        yield f"It has the methods of {link} too. What is not described of a method here is described there."
+        yield ""
+    for key, release in SINCE.items():
+        owned, _, rest = key.partition(".")
+        if owned == name and rest.partition(".")[0] in methods(owner):
+            yield f"- `{rest}`: since {release}"
+            yield ""
+    for key in sorted(described.keys() - shown):
+        given = ", ".join(_arguments(methods(owner)[key]))
+        yield f"- `{key}{f'({given})' if given else ''}`: {' '.join(described[key].split())}"
+    yield ""
+    if shown or not has_table:
+        yield f"::: {owner.__module__}.{owner.__qualname__}"
+        yield "    options:"
+        yield f"      inherited_members: {[key for key in shown if key not in vars(owner)]}"
+        if has_table:
+            yield f"      members: {shown}"
             yield "      show_docstring_description: true"
             yield "      show_docstring_attributes: false"
             yield "      show_signature: false"
         yield ""
+
+
+def methods(owner: type) -> dict[str, Any]:
+    """Return the public methods and properties of a class: its own, and those of bases that have no page."""
+    public, found = _public_bases(owner), dict[str, Any]()
+    for base in owner.__mro__:
+        if base is owner or not (_is_foreign(base) or any(issubclass(one, base) for one in public)):
+            own = {key: value for key, value in vars(base).items() if _is_public(key, value)}
+            found = {**own, **found}
+    return found
+
+
+def unexplained(owner: type) -> list[str]:
+    """Return the methods of a class without a description, and `method(argument)` for arguments without a meaning.
+
+    What a reader finds counts: the docstring that the page has of a method, those of the methods of public bases that
+    it overrides, and what `TrainerCallback` describes for all events.
+    """
+    found, owners = [], [owner, *_public_bases(owner)]
+    for key, value in methods(owner).items():
+        text = "\n".join(_described(one).get(key, "") for one in owners)
+        known = OF_EVENTS if key.startswith("on_") and issubclass(owner, windlass.TrainerCallback) else ()
+        lost = [one for one in _arguments(value) if one not in known and not _names(text, one)]
+        found += [f"{key}({one})" for one in lost] if text.strip() else [key]
+    return found
+
+
+def _names(text: str, argument: str) -> bool:
+    """Return True if a docstring names an argument as code, in a list of arguments, or as a part of a file's name."""
+    return re.search(rf"`[^`]*\b{argument}\b[^`]*`|\b{argument}\b[^\n`]*:", text) is not None
+
+
+def _described(owner: type) -> dict[str, str]:
+    """Return the docstrings of the methods of a class; if one has none, that of the base without a page which has."""
+    public, found = _public_bases(owner), dict[str, str]()
+    for key in methods(owner):
+        for base in owner.__mro__:
+            if base not in public and _is_public(key, value := vars(base).get(key)) and value.__doc__:
+                found.setdefault(key, inspect.cleandoc(value.__doc__))
+    return found
+
+
+def _arguments(method: Any) -> list[str]:
+    """Return the names of the arguments of a method, without `self`, `*args` and `**kwargs`."""
+    if isinstance(method, property):
+        return []
+    given = list(inspect.signature(_function_of(method)).parameters.values())
+    bound = given if isinstance(method, staticmethod) else given[1:]
+    return [one.name for one in bound if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+
+
+def _is_seen(key: str, method: Any) -> bool:
+    """Return True if mkdocstrings finds a docstring: it reads the source, and a function may have made the method, or
+    defined it under another name.
+    """
+    return bool(method.__doc__) and _function_of(method).__qualname__.endswith(f".{key}")
+
+
+def _function_of(method: Any) -> Any:
+    return method.fget if isinstance(method, property) else getattr(method, "__func__", method)
+
+
+def _public_bases(owner: type) -> list[type]:
+    """Return the base classes that have a public name, the nearest first."""
+    return [base for base in owner.__mro__[1:] if getattr(windlass, base.__name__, None) is base]
+
+
+def _is_foreign(owner: type) -> bool:
+    return not owner.__module__.startswith("windlass.")
 
 
 def undescribed(thing: Any) -> list[inspect.Parameter]:
@@ -155,7 +253,7 @@ def undescribed(thing: Any) -> list[inspect.Parameter]:
         return []
     text = inspect.getdoc(thing) or ""
     named = (one for one in given if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL))
-    return [one for one in named if not re.search(rf"\b{one.name}\b", text)]
+    return [one for one in named if not _names(text, one.name)]
 
 
 def _undescribed_table(name: str, found: list[inspect.Parameter]) -> Iterator[str]:
@@ -195,8 +293,7 @@ def _documented_fields(thing: Any) -> list[dataclasses.Field[Any]]:
 
 def _documented_base(thing: type) -> type | None:
     """Return the nearest base class that has a public name and a table of its own."""
-    public = (base for base in thing.__mro__[1:] if getattr(windlass, base.__name__, None) is base)
-    return next(filter(_documented_fields, public), None)
+    return next(filter(_documented_fields, _public_bases(thing)), None)
 
 
 def since(name: str) -> str:
@@ -219,7 +316,7 @@ def _field_table(name: str, fields: list[dataclasses.Field[Any]]) -> Iterator[st
 
 def _is_public(name: str, value: Any) -> bool:
     return not name.startswith("_") and (
-        inspect.isfunction(value) or isinstance(value, property | classmethod)
+        inspect.isfunction(value) or isinstance(value, property | classmethod | staticmethod)
     )
 
 

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, ViTConfig
 
 from windlass.cli.estimate_memory import build_empty, build_whole, estimate
 from windlass.cli.main import main
-from windlass.cli.screen import in_words
+from windlass.cli.sizes import in_words
 from windlass.cli.training_memory import Training, plan_training
 
 SIZES = {

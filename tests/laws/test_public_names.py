@@ -1,4 +1,4 @@
-"""Every public name resolves from the top, has a docstring, and no private one slips out."""
+"""Every public name resolves from the top and has a docstring; of methods, `tests/docs/test_reference.py` holds it."""
 
 from __future__ import annotations
 
@@ -28,24 +28,6 @@ def test_public_name_resolves_and_is_documented(name: str) -> None:
         assert (own or "").strip(), f"{name} has no docstring"
         # A dataclass without a docstring is given its signature as one: that says nothing.
         assert not own.startswith(f"{name}("), f"{name} has only the docstring that dataclass made up"
-
-
-@pytest.mark.parametrize("name", [n for n in NAMES if inspect.isclass(getattr(windlass, n, None))])
-def test_public_methods_are_documented(name: str) -> None:
-    thing = getattr(windlass, name)
-    bare = [
-        attribute
-        for attribute, value in vars(thing).items()
-        if inspect.isfunction(value) and not attribute.startswith("_") and not inspect.getdoc(value)
-        and not _says_it_all(thing, attribute)
-    ]  # fmt: skip
-    assert not bare, f"{name}: {bare}"
-
-
-def _says_it_all(owner: type, attribute: str) -> bool:
-    """Events, the pair of `Stateful` and the entry points of collators are documented where they are defined."""
-    known = ("state_dict", "load_state_dict", "to_dict", "from_dict", "state", "torch_call", "numpy_call")
-    return attribute.startswith("on_") or attribute in known
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

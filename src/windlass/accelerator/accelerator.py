@@ -189,8 +189,12 @@ class Accelerator(Ranks):
         """The accelerator of a Trainer, which has already joined the process group and resolved its settings.
 
         Args:
+            all_ranks: the processes of the job.
+            device: this process's.
+            precision: the dtypes of the run; models that are prepared beside the Trainer's own have them too.
             accumulation: options for models that scripts accumulate beside the Trainer's own.
             loader: options of loaders that scripts prepare beside the Trainer's own.
+            engine: what `backward` and `autocast` do for the trained model.
         """
         settings = LoopSettings(
             dist=DistPlan(),
@@ -536,12 +540,18 @@ class Accelerator(Ranks):
         """Return an optimizer whose `step` and `zero_grad` act only in the last micro-batch of an update.
 
         Args:
+            optimizer: the user's own. One that this accelerator prepared is returned as it is.
             device_placement: no effect: its state is always moved to the device of its parameters.
         """
         return self._preparer.prepare_optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedSchedule:
-        """Return a schedule that advances with the updates of its optimizer, or of all if it was not prepared."""
+        """Return a schedule that advances with the updates of its optimizer, or of all if it was not prepared.
+
+        Args:
+            scheduler: built on the optimizer that was passed, or on the prepared one. A prepared schedule is returned
+                as it is.
+        """
         return self._preparer.prepare_scheduler(scheduler)
 
     def prepare_data_loader(
@@ -553,6 +563,7 @@ class Accelerator(Ranks):
         """Return a loader of this process's part of the data. Collective.
 
         Args:
+            data_loader: batches of the whole data, as without other processes.
             device_placement: True to move batches to this process's device; None: the accelerator's setting.
             slice_fn_for_dispatch: splits dispatched batches.
 
@@ -562,12 +573,18 @@ class Accelerator(Ranks):
         return self._preparer.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> NoReturn:
-        """Refused: sequences are not split over processes."""
+        """Refuse DeepSpeed's adapter of a loader (`dl`) for a `model` whose sequences are split over processes.
+
+        Raises:
+            ConfigError: always.
+        """
         fix = "DeepSpeed's sequence parallelism is not supported: prepare the loader instead"
         raise ConfigError(Problem("deepspeed_ulysses_dl_adapter", type(dl).__name__, fix))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader whose next pass skips its first `num_batches`, without reading them."""
+        """Return `dataloader` for one pass without its first `num_batches`, counted on this process. Map-style data is
+        not read for it; a stream is, unless a state was loaded that was saved there.
+        """
         return skip_first_batches(dataloader, num_batches)
 
     def unwrap_model(
@@ -582,7 +599,7 @@ class Accelerator(Ranks):
         return self._preparer.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return True if the model, or a part of it, is spread over several devices by a `device_map`."""
+        """Return True if `model`, or a part of it, is spread over several devices by a `device_map`."""
         return has_device_map(model)
 
     @property
@@ -695,7 +712,12 @@ class Accelerator(Ranks):
         """Context of a forward and its backward: do not reduce gradients of `model` over processes."""
         return self._micro(model, False)
 
-    trigger_sync_in_backward = staticmethod(trigger_sync_in_backward)
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
+        """Context of a backward of `model` whose forward ran under `no_sync`: reduce its gradients. Does nothing if the
+        model is not replicated.
+        """
+        return trigger_sync_in_backward(model)
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
@@ -742,6 +764,7 @@ class Accelerator(Ranks):
 
         Args:
             loss: as in `backward`.
+            learning_rate: set in every group of that optimizer.
 
         Raises:
             ConfigError: no such optimizer was prepared.
@@ -764,7 +787,8 @@ class Accelerator(Ranks):
             self._prepared.executor_of(found).unscale()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """Scale the gradients of `parameters` down to a global norm of `max_norm`.
+        """Scale the gradients of `parameters` down to a global norm of `max_norm`. `norm_type` is its order: 2 is the
+        Euclidean norm, infinity the largest value.
 
         Returns:
             The norm before clipping: a scalar tensor, the same on every process.
@@ -772,21 +796,26 @@ class Accelerator(Ranks):
         return clip_norm(self._prepared, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp the gradients of `parameters` to [-clip_value, clip_value]."""
+        """Clamp the gradients of `parameters` to [`-clip_value`, `clip_value`]."""
         clip_values(self._prepared, parameters, clip_value)
 
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[None]:
         """Do nothing: with `cp_size` above 1 the forward of a prepared model divides the sequences, and returns the
-        loss and the logits of whole rows, so that `buffers` stay whole.
+        loss and the logits of whole rows, so that `buffers` stay whole. `buffer_seq_dims` and `no_restore_buffers` have
+        no effect either.
         """
         return nullcontext()
 
     # --- between processes --------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of all processes along the first axis. Sizes along it may differ."""
+        """Concatenate the tensors of all processes along the first axis. Sizes along it may differ. Collective.
+
+        Args:
+            tensor: a tensor, or a nest of them; scalars become vectors of one.
+        """
         return operations.gather(tensor, gang=self._all_ranks)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -803,7 +832,7 @@ class Accelerator(Ranks):
         return gather_samples(input_data, loader, self._all_ranks.over("data"), use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce each tensor over all processes, and multiply the result by `scale`.
+        """Reduce each tensor of a nest, `tensor`, over all processes, and multiply the result by `scale`. Collective.
 
         Args:
             reduction: "sum", "mean" or "max".
@@ -813,7 +842,13 @@ class Accelerator(Ranks):
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
-        """Pad axis `dim` of each tensor to its largest size on any process."""
+        """Pad axis `dim` of each tensor to its largest size on any process. Collective.
+
+        Args:
+            tensor: a tensor, or a nest of them; those without this axis are unchanged.
+            pad_index: the value of the new elements.
+            pad_first: put them before the old ones.
+        """
         return operations.pad_across_processes(tensor, dim, pad_index, pad_first, gang=self._all_ranks)
 
     def set_trigger(self) -> None:
@@ -925,6 +960,10 @@ class Accelerator(Ranks):
 
         If the model is sharded, the main process gets the state dict in host memory and the others an empty one.
         Offloaded weights are read from their storage.
+
+        Args:
+            model: prepared by this accelerator, or any other one, whose own state dict is returned.
+            unwrap: name tensors as in the user's module; False: as in a wrapper, if there is one.
         """
         if any(map(has_offloaded_params, model.modules())):
             return dict(get_state_dict_offloaded_model(model))
@@ -943,6 +982,8 @@ class Accelerator(Ranks):
         """Write the model's weights as safetensors files that `from_pretrained` reads. Collective.
 
         Args:
+            model: prepared or not; sharded and offloaded weights are written whole.
+            save_directory: a folder, which is created.
             max_shard_size: maximum size of a file ("5GB", "200MB", or bytes); several files get an index.
             safe_serialization: False is mapped to True with one warning: pickle is never written.
         """
@@ -1012,7 +1053,7 @@ class Accelerator(Ranks):
             tracker.store_init_configuration(redact_value("config", config))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of this name, or with `unwrap` the run of its package (None on other than the main process).
+        """The tracker called `name`, or with `unwrap` the run of its package (None on other than the main process).
 
         Before `init_trackers` it is a blank tracker. Raises ConfigError if no tracker of this name was opened.
         """

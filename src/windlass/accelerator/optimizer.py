@@ -84,6 +84,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
+        """Parameter -> its state, as of the user's optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -92,6 +93,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> Any:
+        """The groups of the user's optimizer: the same dicts."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -100,6 +102,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> Any:
+        """The options of groups that do not set them."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -107,6 +110,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the user's optimizer; `param_group` has "params" and options, as for torch's optimizers."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,6 +125,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a `state_dict` that has as many groups and parameters."""
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
@@ -159,7 +164,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return value
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients if the current micro-batch completes an update."""
+        """Clear the gradients if the current micro-batch completes an update. `set_to_none=False` fills them with zeros
+        instead of freeing them; None is True.
+        """
         if self._accumulation.sync_gradients:
             self.optimizer.zero_grad(set_to_none=True if set_to_none is None else set_to_none)
 

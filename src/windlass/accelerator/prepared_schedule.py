@@ -79,6 +79,7 @@ class PreparedSchedule:
         return list(self.scheduler.get_last_lr())
 
     def get_lr(self) -> Any:
+        """`get_lr` of the user's schedule, which torch means for use within `step` alone; see `get_last_lr`."""
         return self.scheduler.get_lr()
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,5 +87,6 @@ class PreparedSchedule:
         return state_as_data(self.scheduler)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the `state_dict` of a schedule of the same kind."""
         load_data(self.scheduler, state_dict)
         self._followed = self._updates()

@@ -64,6 +64,7 @@ class Ranks:
 
     @property
     def is_last_process(self) -> bool:
+        """True on the process of the highest rank."""
         return self._all_ranks.rank == self._all_ranks.size - 1
 
     @property
@@ -103,19 +104,21 @@ class Ranks:
     # --- decorators ---------------------------------------------------------------------------------------------------
 
     def on_main_process(self, function: Function) -> Function:
-        """Decorator: run the function on the main process only; it returns None elsewhere."""
+        """Decorator: run `function` on the main process only; it returns None elsewhere."""
         return self._only(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Function) -> Function:
-        """Decorator: run the function on the main process of each machine only; it returns None elsewhere."""
+        """Decorator: run `function` on the main process of each machine only; it returns None elsewhere."""
         return self._only(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Function) -> Function:
-        """Decorator: run the function on the last process only; it returns None elsewhere."""
+        """Decorator: run `function` on the last process only; it returns None elsewhere."""
         return self._only(lambda: self.is_last_process, function)
 
     def on_process(self, function: Function | None = None, process_index: int | None = None) -> Function:
-        """Decorator: run the function on the process of this index only; it returns None elsewhere."""
+        """Decorator: run `function` on the process of rank `process_index` only (None: on no process); it returns None
+        elsewhere. Without a function, return the decorator.
+        """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return self._only(lambda: self.process_index == process_index, function)
@@ -123,7 +126,9 @@ class Ranks:
     def on_local_process(
         self, function: Function | None = None, local_process_index: int | None = None
     ) -> Function:
-        """Decorator: run the function on the process of this index on each machine; it returns None elsewhere."""
+        """Decorator: run `function` on the process of rank `local_process_index` of each machine (None: on no process);
+        it returns None elsewhere. Without a function, return the decorator.
+        """
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(lambda: self.local_process_index == local_process_index, function)

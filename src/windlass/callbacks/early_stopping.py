@@ -97,7 +97,14 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def check_metric_value(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metric_value: float
     ) -> None:
-        """Reset the counter after an improvement, else increment it. A NaN is never an improvement on a number."""
+        """Reset the counter after an improvement, else increment it. A NaN is never an improvement on a number.
+
+        Args:
+            args: `greater_is_better` is read.
+            state: `best_metric` is read, the best before this evaluation; None: this one is an improvement.
+            control: not read.
+            metric_value: the metric of this evaluation.
+        """
         best = state.best_metric
         gain = 0.0 if best is None else metric_value - best if args.greater_is_better else best - metric_value
         if best is None or (gain > 0.0 and gain > self.early_stopping_threshold):

@@ -79,7 +79,7 @@ class MetricsLogCallback(RowCallback):
         self._alerts.saved()
 
     def roll_back(self, state: TrainerState) -> None:
-        """Remove what was logged after the step that a run rolled back to."""
+        """Remove the rows of steps after `state.global_step`, to which the run rolled back."""
         if not state.is_world_process_zero:
             return
         self._waiting = [row for row in self._waiting if row["step"] <= state.global_step]

@@ -55,7 +55,13 @@ class ReportCallback(TrainerCallback):
             self.write(args, state)
 
     def write(self, args: TrainingArguments, state: TrainerState, *, runs: bool = False) -> None:
-        """Write the page; of a run that ended, the picture too."""
+        """Write the page; of a run that ended, the picture too. A file that cannot be written is warned of.
+
+        Args:
+            args: `output_path` is read, the folder of the run.
+            state: on processes other than the main one nothing is written.
+            runs: the run has not ended.
+        """
         if not state.is_world_process_zero:
             return
         folder = local_folder(args.output_path)

@@ -54,7 +54,13 @@ class RowCallback(TrainerCallback):
         self._last_row: Row = {}
 
     def take(self, row: Row, args: TrainingArguments, state: TrainerState) -> None:
-        """Write a row, or send it."""
+        """Write a row, or send it. Called on the main process only.
+
+        Args:
+            row: event, step, epoch, values by name, and `timing`, as in `metrics.jsonl`.
+            args: the arguments of the run.
+            state: its progress, which the row was made at.
+        """
         raise NotImplementedError
 
     def on_log(

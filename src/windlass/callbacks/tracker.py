@@ -92,10 +92,15 @@ class GeneralTracker:
         """Open the run. Called once, before anything is logged."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the hyperparameters of the run: names to bools, numbers, text or None."""
+        """Store the hyperparameters of the run; `values` maps names to bools, numbers, text or None."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Store metrics, names to numbers or text, at update `step` if it is given."""
+        """Store metrics; `values` maps names to numbers or text.
+
+        Args:
+            step: the update that they belong to; None leaves it to the tracker.
+            **kwargs: further arguments of the package's own function, from a script that calls this itself.
+        """
 
     def finish(self) -> None:
         """Close the run; everything logged is written when this returns."""
@@ -107,7 +112,7 @@ class GeneralTracker:
 
     @classmethod
     def of_run(cls, facts: RunFacts) -> Self:
-        """Return the tracker for a run of the Trainer; not yet started."""
+        """Return the tracker, not yet started, for the run of a Trainer that `facts` describes."""
         folder = (str(facts.folder),) if cls.requires_logging_directory else ()
         return cls(facts.project, *folder)  # type: ignore[arg-type]
 

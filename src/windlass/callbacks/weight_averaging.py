@@ -120,7 +120,7 @@ class SWACallback(TrainerCallback):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restore a state; the model holds the weights that were saved with it."""
+        """Restore a `state`; the model holds the weights that were saved with it."""
         if self._trained:
             self._restore(state)
         else:  # before training, when the model is not known

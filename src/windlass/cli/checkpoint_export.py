@@ -11,7 +11,7 @@ from windlass.checkpoint.export import MAX_SHARD_SIZE, ExportOptions, export_fil
 from windlass.checkpoint.stored import open_folder
 from windlass.cli.checkpoint_listing import local_path
 from windlass.cli.command_line import DTYPES
-from windlass.cli.screen import in_words
+from windlass.cli.sizes import in_words
 from windlass.config.quantities import size_in_bytes
 from windlass.config.refusal import refuse
 from windlass.config.sections.fields import QAT_SCHEMES, TRAINED_SCHEME

@@ -18,7 +18,8 @@ from windlass.callbacks.printer import PrinterCallback
 from windlass.checkpoint.remote import check_remote
 from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.schema import Recipe
-from windlass.cli.screen import describe_run, duration, in_words
+from windlass.cli.screen import describe_run, duration
+from windlass.cli.sizes import in_words
 from windlass.cli.tasks import TASKS
 from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from windlass.cli.command_line import CommandParser
-from windlass.cli.screen import in_words
+from windlass.cli.sizes import in_words
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.core.output import say, say_json

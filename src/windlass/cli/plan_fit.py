@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from windlass.cli.screen import in_words
+from windlass.cli.sizes import in_words
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.forecast.child import apart
 from windlass.forecast.layouts import Devices, Layout, layouts

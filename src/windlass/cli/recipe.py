@@ -15,7 +15,7 @@ from windlass.cli.formats import BUILT_IN, PATHLESS
 from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import NESTED, Recipe, field_names
 from windlass.cli.tasks import TASKS
-from windlass.cli.training import coerced, merge_parallel, training_problems
+from windlass.cli.training import coerced, common_fields, merge_parallel, training_problems
 from windlass.config.documents import Keys
 from windlass.config.kinds import number
 from windlass.config.nearest import nearest
@@ -93,8 +93,11 @@ def check_draft(draft: RecipeDraft, *, opens_files: bool = True, asks_libraries:
     recipe = replace(recipe, training={**defaults, **training})
     conflicts = find_conflicts(recipe, draft, opens_files)
     problems += [conflict for conflict in conflicts if not _follows(conflict, problems)]
-    if "task" not in map(_dotted, problems):  # else its keys would be compared with those of another task
-        problems += training_problems(recipe.training, recipe.task, draft)
+    training = recipe.training
+    if "task" in map(_dotted, problems):
+        # Keys of the task that is meant would be compared with those of another.
+        training = common_fields(training)
+    problems += training_problems(training, recipe.task, draft)
     refuse(problems)
     if asks_libraries:
         refuse(ask_libraries(recipe, draft))

@@ -164,12 +164,3 @@ def _files(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     for name, file in FILES:
         if (folder / file).is_file():
             yield name, shown_path(folder / file)
-
-
-def in_words(size: float) -> str:
-    """Return bytes in the largest unit that is at most the size."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:,.4g} TiB"

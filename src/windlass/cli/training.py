@@ -28,6 +28,12 @@ def training_fields() -> list[str]:
     return list(dict.fromkeys(item.name for kind in kinds for item in fields(kind) if item.init))
 
 
+def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values of a `training` section whose keys have the same meaning for every task, or for none."""
+    common = {item.name for item in fields(TrainingArguments)}
+    return {name: value for name, value in values.items() if name in common or name not in training_fields()}
+
+
 def coerced(values: Mapping[str, Any], task: str) -> dict[str, Any]:
     """Convert text to the number or bool that a field requires."""
     return coerce(TASKS[task].arguments, values)

@@ -180,8 +180,11 @@ class HfArgumentParser(argparse.ArgumentParser):
         return any(name in dtype.__dataclass_fields__ for dtype in self.dataclass_types)
 
     def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:
-        """Fill the dataclasses from a mapping. Raises ValueError for a key that no dataclass takes, unless
-        `allow_extra_keys`.
+        """Return the dataclasses, filled from a mapping.
+
+        Args:
+            args: field -> value, for all dataclasses together; text is converted for fields that are numbers or bools.
+            allow_extra_keys: ignore keys that no dataclass takes, which are a ValueError otherwise.
         """
         return self._filled(args, allow_extra_keys, {})
 
@@ -207,7 +210,7 @@ class HfArgumentParser(argparse.ArgumentParser):
     def parse_json_file(
         self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False
     ) -> tuple[Any, ...]:
-        """Fill the dataclasses from a JSON file. Raises the errors of `parse_dict`."""
+        """`parse_dict` of the object in `json_file`; `allow_extra_keys` as there."""
         text = read_text(Path(json_file))
         found = documents.loads(text, str(json_file), json_text=True)
         return self._filled(found.values, allow_extra_keys, places_in(found))
@@ -215,7 +218,7 @@ class HfArgumentParser(argparse.ArgumentParser):
     def parse_yaml_file(
         self, yaml_file: str | os.PathLike[str], allow_extra_keys: bool = False
     ) -> tuple[Any, ...]:
-        """Fill the dataclasses from a YAML file. Raises the errors of `parse_dict`."""
+        """`parse_dict` of the mapping in `yaml_file`; `allow_extra_keys` as there."""
         found = documents.loads(read_text(Path(yaml_file)), str(yaml_file))
         return self._filled(found.values, allow_extra_keys, places_in(found))
 

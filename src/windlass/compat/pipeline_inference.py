@@ -26,7 +26,7 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """Divide the layers of a model among all processes, for forwards without gradients. Collective.
+    """Divide the layers of `model` among all processes, for forwards without gradients. Collective.
 
     Every process calls the model with the same batch, which passes through the stages in chunks of rows. The model is
     changed in place: each process keeps the parameters of its stage.

@@ -69,7 +69,11 @@ class DeepSpeedPlugin(Plugin):
     # --- what scripts ask of it ---------------------------------------------------------------------------------------
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Set what `deepspeed_config` says about the precision: "no", "fp16" or "bf16"."""
+        """Set the precision in `deepspeed_config`. The trained model is not changed.
+
+        Args:
+            mixed_precision: "no", "fp16" or "bf16".
+        """
         self.__dict__["_compute"] = mixed_precision
 
     @property
@@ -85,11 +89,16 @@ class DeepSpeedPlugin(Plugin):
         return True
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value at a path of the configuration ("zero_optimization.stage"), "auto" as it is."""
+        """The value at a path of the configuration, "auto" as it is.
+
+        Args:
+            ds_key_long: keys joined by dots, such as "zero_optimization.stage".
+            default: returned if the path does not exist.
+        """
         return value_at(self._whole(), ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Return True if the run decides the value at this path."""
+        """Return True if the run decides the value at a path: it is "auto". `ds_key_long` as in `get_value`."""
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def is_zero3_init_enabled(self) -> bool:

@@ -79,14 +79,27 @@ class FullyShardedDataParallelPlugin(Plugin):
     min_num_params: int | None = None
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Set how checkpoints hold the weights: "FULL_STATE_DICT" or "SHARDED_STATE_DICT"."""
+        """Set how checkpoints hold the weights.
+
+        Args:
+            state_dict_type: "FULL_STATE_DICT" or "SHARDED_STATE_DICT"; None changes nothing.
+        """
         if state_dict_type is not None:
             self.state_dict_type = rows.FSDP_STATE.write(rows.FSDP_STATE.read(state_dict_type))
 
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Set one dtype for compute, reduction and outputs, unless a policy is set and `override` is false."""
+        """Set the dtypes of compute, reduction and outputs.
+
+        Args:
+            mixed_precision: what `mixed_precision_policy` takes.
+            buffer_autocast: must be False.
+            override: replace a policy that is set; otherwise it is kept.
+
+        Raises:
+            ConfigError: `buffer_autocast`, since buffers keep their type.
+        """
         if buffer_autocast:
             fix = "buffers keep their type; leave it False"
             raise ConfigError(Problem("set_mixed_precision.buffer_autocast", buffer_autocast, fix))
@@ -94,7 +107,7 @@ class FullyShardedDataParallelPlugin(Plugin):
             self.mixed_precision_policy = mixed_precision
 
     def set_auto_wrap_policy(self, model: Any) -> None:
-        """Do nothing: the layers are determined when the model is prepared."""
+        """Do nothing: the layers of `model` are determined when it is prepared."""
 
     def validate_mixed_precision_policy(self) -> None:
         """Raise a `ConfigError` if something here cannot be honoured."""
@@ -113,7 +126,11 @@ class FullyShardedDataParallelPlugin(Plugin):
         return {word: value for word, value in said.items() if value is not None}
 
     def ignored_names(self, named_modules: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
-        """The names of those modules that were given as objects in `ignored_modules`."""
+        """The names of those modules that were given as objects in `ignored_modules`.
+
+        Args:
+            named_modules: those of the model, as from `model.named_modules()`.
+        """
         if self.ignored_modules is None or isinstance(self.ignored_modules, str):
             return ()
         ignored = {id(module) for module in self.ignored_modules}

@@ -206,7 +206,8 @@ class ParallelismConfig(Options, Plugin):
 
     def build_device_mesh(self, device_type: str) -> Any:
         """A new `DeviceMesh` of the axes in use, with the joint axes "dp", "dp_shard_cp" and "dp_cp"; None without any
-        axis, and for a sequence split by DeepSpeed, which has groups of its own. Collective.
+        axis, and for a sequence split by DeepSpeed, which has groups of its own. Collective. `device_type` is "cuda",
+        "cpu" and so on.
 
         For code of a script. Prepared models have a mesh of their own: `accelerator.torch_device_mesh`.
         """
@@ -235,7 +236,7 @@ class ParallelismConfig(Options, Plugin):
                 yield Problem(f"{where}.{name}", getattr(self, name), f"must be {known}")
 
     def objections(self, processes: int | None = None) -> Iterator[Problem]:
-        """Options that are not built, and a product of sizes that is not the number of processes."""
+        """Options that are not built, and a product of sizes that is not `processes`, unless that is None."""
         if self.tp_handler is not None and self.tp_handler.enable_async_tp:
             fix = "is not built: exchanges are not overlapped with products; leave it out"
             yield Problem("TorchTensorParallelConfig.enable_async_tp", True, fix)

@@ -16,7 +16,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     """A logger with two more keywords in each call: `main_process_only` (True by default) and `in_order`."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Add the rank to the message."""
+        """Return `msg` with the rank before it, and `kwargs` of the call with the place of the caller."""
         msg, kwargs = super().process(msg, kwargs)
         kwargs.setdefault("stacklevel", 2)  # show the line of the caller
         return f"[RANK {PartialState().process_index}] {msg}", kwargs
@@ -25,6 +25,8 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         """Log a message. Raises ModelError if there is no state of the process yet.
 
         Args:
+            level: such as `logging.INFO`.
+            msg: with places for `args`, as of `logging`.
             main_process_only: log on the main process only.
             in_order: log on all processes in order of rank. Collective.
         """

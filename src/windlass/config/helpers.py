@@ -58,7 +58,7 @@ class Helpers(Fields):
         return anchored(str(self.output_dir), self.__dict__.get("_base", ""))
 
     def resolve_path(self, path: str) -> str:
-        """Return a path of a script as an absolute path or URL.
+        """Return `path`, as a script gives it, as an absolute path or URL.
 
         A relative path in `output_dir` is resolved as that is. Others are relative to the working directory, or to the
         directory in which `output_dir` was set if they exist only there.
@@ -90,6 +90,7 @@ class Helpers(Fields):
 
     @property
     def ddp_timeout_delta(self) -> timedelta:
+        """`ddp_timeout`, which is in seconds."""
         return timedelta(seconds=self.ddp_timeout)
 
     @property
@@ -109,18 +110,22 @@ class Helpers(Fields):
 
     @property
     def parallel_mode(self) -> ParallelMode:
+        """DISTRIBUTED if the job has several processes, else NOT_PARALLEL."""
         return ParallelMode.DISTRIBUTED if self._world.is_distributed else ParallelMode.NOT_PARALLEL
 
     @property
     def world_size(self) -> int:
+        """Processes of the job."""
         return process_count(self._world.size)
 
     @property
     def process_index(self) -> int:
+        """Rank of this process in the job, from 0."""
         return self._world.rank
 
     @property
     def local_process_index(self) -> int:
+        """Rank of this process on its machine, from 0."""
         return self._world.local_rank
 
     @property
@@ -196,6 +201,7 @@ class Helpers(Fields):
         return {f.name: _plain(f.name, getattr(self, f.name)) for f in fields if f.init}
 
     def to_json_string(self) -> str:
+        """`to_dict` as indented JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class ProjectConfiguration(Options):
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set the folder of the project, and that of its logs unless it is set already."""
+        """Set `project_dir`, also as `logging_dir` unless that is set already."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

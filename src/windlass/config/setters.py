@@ -33,7 +33,13 @@ class Setters:
         activation_checkpointing: bool = False,
         gradient_checkpointing: bool | None = None,
     ) -> Self:
-        """Enable training and set its main options; `batch_size` is per process."""
+        """Set `do_train` and the main options of training. Arguments left out set the defaults shown here.
+
+        `learning_rate`, `weight_decay`, `max_steps`, `gradient_accumulation_steps` and `seed` set the fields of these
+        names, `batch_size` sets `per_device_train_batch_size`, and `num_epochs` sets `num_train_epochs`.
+        `activation_checkpointing` sets the field of this name; `gradient_checkpointing`, its earlier name, replaces it
+        unless it is None.
+        """
         recompute = activation_checkpointing if gradient_checkpointing is None else gradient_checkpointing
         return self._set(
             do_train=True,
@@ -56,7 +62,15 @@ class Setters:
         delay: float | None = None,
         loss_only: bool = False,
     ) -> Self:
-        """Set when and how to evaluate during training."""
+        """Set when and how to evaluate during training. Arguments left out set the defaults shown here.
+
+        `strategy`, `steps`, `accumulation_steps` and `delay` set the fields of these names with `eval_` before them (a
+        `delay` of None is 0), `batch_size` sets `per_device_eval_batch_size`, and `loss_only` sets
+        `prediction_loss_only`. `do_eval` is set to whether there is a strategy.
+
+        Raises:
+            ConfigError: a strategy of "steps" with 0 `steps`.
+        """
         _stride(strategy, steps)
         return self._set(
             eval_strategy=IntervalStrategy(strategy),
@@ -69,7 +83,9 @@ class Setters:
         )
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Self:
-        """Enable prediction on a test set."""
+        """Set `do_predict`, `per_device_eval_batch_size` (from `batch_size`) and `prediction_loss_only` (from
+        `loss_only`). Arguments left out set the defaults shown here.
+        """
         return self._set(
             do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only
         )
@@ -81,7 +97,13 @@ class Setters:
         total_limit: int | None = None,
         on_each_node: bool = False,
     ) -> Self:
-        """Set when checkpoints are written and how many are kept."""
+        """Set when checkpoints are written and how many are kept. Arguments left out set the defaults shown here.
+
+        `strategy`, `steps`, `total_limit` and `on_each_node` set the fields of these names with `save_` before them.
+
+        Raises:
+            ConfigError: a strategy of "steps" with 0 `steps`.
+        """
         _stride(strategy, steps)
         return self._set(
             save_strategy=SaveStrategy(str(strategy)),
@@ -101,7 +123,15 @@ class Setters:
         on_each_node: bool = False,
         replica_level: str = "passive",
     ) -> Self:
-        """Set when, where and at which level to log."""
+        """Set when, where and at which level to log. Arguments left out set the defaults shown here.
+
+        `strategy`, `steps`, `first_step` and `nan_inf_filter` set the fields of these names with `logging_` before
+        them, `report_to` its own, `level` sets `log_level`, `on_each_node` sets `log_on_each_node`, and `replica_level`
+        sets `log_level_replica`.
+
+        Raises:
+            ConfigError: a strategy of "steps" with 0 `steps`.
+        """
         _stride(strategy, steps)
         return self._set(
             logging_strategy=IntervalStrategy(strategy),
@@ -123,7 +153,11 @@ class Setters:
         always_push: bool = False,
         revision: str | None = None,
     ) -> Self:
-        """Set where and when the model is published."""
+        """Set `push_to_hub`, and where and when to publish the model. Arguments left out set the defaults shown here.
+
+        `model_id`, `strategy`, `token`, `private_repo`, `always_push` and `revision` set the fields of these names with
+        `hub_` before them.
+        """
         return self._set(
             push_to_hub=True,
             hub_model_id=model_id,
@@ -144,7 +178,11 @@ class Setters:
         epsilon: float = 1e-8,
         args: str | None = None,
     ) -> Self:
-        """Set the optimizer and its options."""
+        """Set the optimizer and its options. Arguments left out set the defaults shown here.
+
+        `learning_rate` and `weight_decay` set the fields of these names, `beta1`, `beta2` and `epsilon` those with
+        `adam_` before them, `name` sets `optim`, and `args` sets `optim_args`.
+        """
         return self._set(
             optim=OptimizerNames(name),
             learning_rate=learning_rate,
@@ -162,7 +200,11 @@ class Setters:
         max_steps: int = -1,
         warmup_steps: float = 0,
     ) -> Self:
-        """Set the schedule and its length."""
+        """Set the schedule and its length. Arguments left out set the defaults shown here.
+
+        `max_steps` and `warmup_steps` set the fields of these names, `name` sets `lr_scheduler_type`, and `num_epochs`
+        sets `num_train_epochs`.
+        """
         return self._set(
             lr_scheduler_type=SchedulerType(name),
             num_train_epochs=num_epochs,
@@ -185,7 +227,13 @@ class Setters:
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> Self:
-        """Set how data is loaded; batch sizes are per process."""
+        """Set how data is loaded. Arguments left out set the defaults shown here.
+
+        `train_batch_size` and `eval_batch_size` set `per_device_train_batch_size` and `per_device_eval_batch_size`.
+        `drop_last`, `num_workers`, `pin_memory`, `persistent_workers`, `prefetch_factor`, `multiprocessing_context` and
+        `in_order` set the fields of these names with `dataloader_` before them, `auto_find_batch_size` and
+        `ignore_data_skip` their own, and `sampler_seed` sets `data_seed`.
+        """
         return self._set(
             per_device_train_batch_size=train_batch_size,
             per_device_eval_batch_size=eval_batch_size,

@@ -42,7 +42,7 @@ class WindlassError(Exception):
 
 
 class ConfigError(WindlassError, ValueError):
-    """A configuration that cannot be honoured. Carries *all* problems found, never only the first."""
+    """A configuration that cannot be honoured. Carries *all* `problems` found, never only the first."""
 
     def __init__(self, problems: Iterable[Problem] | Problem) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)

@@ -38,7 +38,7 @@ class ExportableState:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """A new object with this state."""
+        """A new object with this `state`, which the method of that name returned."""
         instance = cls(**state["args"])
         for name, value in state["attributes"].items():
             setattr(instance, name, value)
@@ -85,7 +85,9 @@ class TrainerState:
             self.stateful_callbacks = _states_of(self.stateful_callbacks or ())
 
     def compute_steps(self, args: object, max_steps: int) -> None:
-        """Set `logging_steps`, `eval_steps` and `save_steps` from `args`; a share of the run becomes updates."""
+        """Set `logging_steps`, `eval_steps` and `save_steps` from `args`, in updates. A number below 1 is a share of
+        `max_steps`, the updates of the run; the result is rounded up.
+        """
         for name in ("logging_steps", "eval_steps", "save_steps"):
             steps = getattr(args, name)
             if steps is not None:
@@ -97,6 +99,9 @@ class TrainerState:
         """Set the length of a run that begins, and where this process is among the others.
 
         Args:
+            trainer: has `is_local_process_zero()` and `is_world_process_zero()`.
+            max_steps: updates of the run.
+            num_train_epochs: passes over the data, the last one perhaps incomplete.
             trial: of a search over hyperparameters: a dict, or an object whose `params` is one.
         """
         self.trial_params = None if trial is None else dict(getattr(trial, "params", trial))
@@ -110,18 +115,19 @@ class TrainerState:
         return {**values, "log_history": [plain_metrics(row) for row in self.log_history]}
 
     def save_to_json(self, json_path: str) -> None:
-        """Write as JSON with sorted keys."""
+        """Write the file `json_path` as JSON with sorted keys; one that exists is replaced as a whole."""
         write_whole(Path(json_path), json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainerState:
-        """Build from a mapping; keys this version does not know are dropped."""
+        """Build from `values` by field; keys this version does not know are dropped."""
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
     @classmethod
     def load_from_json(cls, json_path: str | os.PathLike[str]) -> TrainerState:
-        """Read what `save_to_json` or a checkpoint wrote: its `trainer_state.json`, or the folder that this lies in.
+        """Read what `save_to_json` or a checkpoint wrote. `json_path` is the file, or the folder that has it under the
+        name `trainer_state.json`.
 
         The older rows of a long `log_history`, which a checkpoint keeps in files of their own, are read too. Raises
         ValueError if some of these rows are missing.
@@ -189,8 +195,8 @@ class TrainerControl(ExportableState):
     _new_training, _new_epoch, _new_step = new_training, new_epoch, new_step
 
     def update(self, actions: dict[str, Any]) -> None:
-        """Take the flags that a callback returned as a dict; an unknown name is an error. Raises ValueError if a key is
-        not one of the five flags.
+        """Set the flags that a callback returned, `actions` by name. Raises ValueError if a name is not one of the five
+        flags.
         """
         for name, value in actions.items():
             if name not in CONTROL_FLAGS:

@@ -132,7 +132,7 @@ class DataCollatorForLanguageModeling(Framework):
             raise ValueError("mask_replace_prob + random_replace_prob must not exceed 1")
 
     def get_generator(self, seed: int) -> torch.Generator | np.random.Generator:
-        """A fresh generator of the library that `return_tensors` names."""
+        """A new generator, seeded with `seed`, of the library that `return_tensors` names."""
         is_torch = self.return_tensors == "pt"
         return torch.Generator().manual_seed(seed) if is_torch else np.random.default_rng(seed)
 
@@ -145,9 +145,11 @@ class DataCollatorForLanguageModeling(Framework):
         self.generator = self.get_generator(self.seed + (worker.id if worker else 0))
 
     def torch_call(self, examples: Features) -> Any:
+        """The batch as tensors. `examples` are mappings that the tokenizer can pad, or lists of token ids."""
         return self._batch(examples, "pt")
 
     def numpy_call(self, examples: Features) -> Any:
+        """The batch as NumPy arrays; `examples` as in `torch_call`."""
         return self._batch(examples, "np")
 
     def _batch(self, examples: Features, return_tensors: str) -> Any:
@@ -176,7 +178,14 @@ class DataCollatorForLanguageModeling(Framework):
     def torch_mask_tokens(
         self, inputs: Any, special_tokens_mask: Any = None, offset_mapping: Any = None
     ) -> tuple[Any, Any]:
-        """Mask tokens of `inputs` (batch, tokens) in place. Returns (inputs, labels), int64 of the same shape."""
+        """Mask tokens of `inputs` (batch, tokens) in place. Returns (inputs, labels), int64 of the same shape.
+
+        Args:
+            inputs: token ids on the host.
+            special_tokens_mask: (batch, tokens), 1 for tokens that are never masked; None: the tokenizer finds them.
+            offset_mapping: (batch, tokens, 2), the characters at which each token starts and ends, for
+                `whole_word_mask`.
+        """
         array = inputs.numpy()
         _, labels = self._mask(array, special_tokens_mask, offset_mapping, TorchDraws(self.generator))
         return torch.from_numpy(array), torch.from_numpy(labels)
@@ -184,7 +193,7 @@ class DataCollatorForLanguageModeling(Framework):
     def numpy_mask_tokens(
         self, inputs: Any, special_tokens_mask: Any = None, offset_mapping: Any = None
     ) -> tuple[Any, Any]:
-        """`torch_mask_tokens` for NumPy arrays."""
+        """`torch_mask_tokens` for NumPy arrays: `inputs`, `special_tokens_mask` and `offset_mapping` as there."""
         return self._mask(inputs, special_tokens_mask, offset_mapping, NumpyDraws(self.generator))
 
     def _mask(self, inputs: Array, special: Any, offsets: Any, draws: Draws) -> tuple[Array, Array]:

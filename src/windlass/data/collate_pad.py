@@ -100,9 +100,11 @@ class DataCollatorForTokenClassification(Framework):
     return_tensors: str = "pt"
 
     def torch_call(self, features: Features) -> Any:
+        """The batch as tensors. `features` are mappings that the tokenizer can pad, with or without labels."""
         return self._batch(features, "pt")
 
     def numpy_call(self, features: Features) -> Any:
+        """The batch as NumPy arrays; `features` as in `torch_call`."""
         return self._batch(features, "np")
 
     def _batch(self, features: Features, return_tensors: str) -> Any:
@@ -126,6 +128,9 @@ class DataCollatorForMultipleChoice(Framework):
     return_tensors: str = "pt"
 
     def torch_call(self, examples: Features) -> dict[str, Any]:
+        """The batch as tensors. Each of `examples` maps an input to a list with one value per choice; all have as many
+        choices as the first one.
+        """
         labels, inputs, _ = _without_labels(examples)
         choices = len(inputs[0]["input_ids"])
         flat = [

@@ -38,10 +38,12 @@ class DataCollatorForPermutationLanguageModeling(Framework):
     return_tensors: str = "pt"
 
     def torch_call(self, examples: Features) -> dict[str, Any]:
+        """The batch as tensors. `examples` are mappings with `input_ids`, or lists of token ids."""
         parts = self.torch_mask_tokens(torch.from_numpy(self._padded(examples)))
         return dict(zip(_NAMES, parts, strict=True))
 
     def numpy_call(self, examples: Features) -> dict[str, Any]:
+        """The batch as NumPy arrays; `examples` as in `torch_call`."""
         return dict(zip(_NAMES, self.numpy_mask_tokens(self._padded(examples)), strict=True))
 
     def torch_mask_tokens(self, inputs: Any) -> tuple[Any, Any, Any, Any]:
@@ -50,7 +52,7 @@ class DataCollatorForPermutationLanguageModeling(Framework):
         return tuple(torch.from_numpy(part) for part in (ids, perm_mask, target_mapping, labels))  # type: ignore[return-value]
 
     def numpy_mask_tokens(self, inputs: Any) -> tuple[Any, Any, Any, Any]:
-        """`torch_mask_tokens` for NumPy arrays."""
+        """`torch_mask_tokens` for a NumPy array, `inputs`, which is changed in place."""
         return self._mask(inputs, NumpyDraws())
 
     def _padded(self, examples: Features) -> Array:

@@ -73,11 +73,11 @@ class DealtLoader(DataLoader[Any], GroupSource):
         return count
 
     def count(self, epoch: int, start: int = 0) -> int | None:
-        """Batches of a pass, from position `start` on; None for a stream without a length."""
+        """Batches of pass `epoch`, from position `start` on; None for a stream without a length."""
         raise NotImplementedError
 
     def position_in(self, state: State) -> int:
-        """Where a `state_dict` was taken, in the unit of `count`."""
+        """Where `state`, a `state_dict`, was taken, in the unit of `count`."""
         raise NotImplementedError
 
     def load_state_dict(self, state: State) -> None:

@@ -84,6 +84,7 @@ class PreparedLoader(DealtLoader):
 
     @property
     def iteration(self) -> int:
+        """The epoch of the next pass, from 0."""
         return self._place.epoch
 
     @property

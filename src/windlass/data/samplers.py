@@ -34,6 +34,7 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of `epoch`: its order is seeded by `data_seed + epoch`."""
         self.epoch = epoch
 
 

@@ -47,6 +47,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
+        """Batches of `batch_sampler`, before they are divided among processes."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -118,6 +119,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.split_batches = split_batches
 
     def set_epoch(self, epoch: int) -> None:
+        """Pass `epoch` on to the dataset, if it has epochs."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)

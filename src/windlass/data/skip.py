@@ -22,6 +22,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
+        """Batches with those that are skipped."""
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -54,19 +54,23 @@ class GroupSource(Protocol):
     """Groups of this rank from any position: a loader that deals samples, or a user's own in `data.foreign_loader`."""
 
     def groups(self, accumulation: int) -> Iterator[UpdateBatch]:
-        """The groups from the current position to the end of its pass; the next call continues with the next pass."""
+        """The groups, of `accumulation` micro-batches each, from the current position to the end of its pass; the next
+        call continues with the next pass.
+        """
         ...
 
     def groups_per_epoch(self, accumulation: int) -> int | None:
-        """Updates of a pass; None if only reading shows it."""
+        """Updates of a pass, of `accumulation` micro-batches each; None if only reading shows it."""
         ...
 
     def groups_left(self, position: State, accumulation: int) -> int | None:
-        """Updates from `position` (a `state_dict`) to the end of its pass, in the sizes of this run."""
+        """Updates, of `accumulation` micro-batches each, from `position` (a `state_dict`) to the end of its pass."""
         ...
 
     def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
-        """The position after so many updates of `epoch`, for a run that another program began."""
+        """The position after so many `updates` of `epoch`, of `accumulation` micro-batches each, for a run that another
+        program began.
+        """
         ...
 
     def set_epoch(self, epoch: int) -> None:

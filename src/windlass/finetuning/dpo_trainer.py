@@ -140,7 +140,7 @@ class DPOTrainer(ReferenceTrainer):
     # --- loss -------------------------------------------------------------------------------------------------------
 
     def count_targets(self, batch: Any) -> float:
-        """The pairs of a batch, which its loss is a mean over."""
+        """The pairs of `batch`, which its loss is a mean over."""
         return self._objective.count(batch)
 
     def _reference_sums(self, batch: Any) -> Tensor:
@@ -151,7 +151,8 @@ class DPOTrainer(ReferenceTrainer):
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
         """The log-probabilities of the chosen and of the rejected answers of a batch under the reference, of shape
-        (pairs,). `model` is the trained model, which is also the reference if an adapter is switched off.
+        (pairs,). `model` is the trained model, which is also the reference if an adapter is switched off; `inputs` is a
+        collated batch on this process's device.
         """
         sums = self._reference.log_probabilities(model, inputs, self.args.ld_alpha)
         chosen, rejected = sums.chunk(2)

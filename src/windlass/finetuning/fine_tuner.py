@@ -205,7 +205,12 @@ class FineTuner(Trainer):
         tags: str | list[str] | None = None,
         **facts: Any,
     ) -> None:
-        """As `Trainer.create_model_card`, with the tags of the model and of fine-tuning."""
+        """As `Trainer.create_model_card`, with the tags of the model and of fine-tuning.
+
+        Args:
+            dataset_name: ids of datasets on the Hub: `dataset_tags` there.
+            **facts: its other arguments.
+        """
         given = [tags] if isinstance(tags, str) else tags or []
         known = getattr(self.model, "model_tags", None) or []
         facts.setdefault("dataset_tags", dataset_name)

@@ -104,7 +104,7 @@ class KTOTrainer(ReferenceTrainer):
         return super()._prepared(_judged(datasets))
 
     def count_targets(self, batch: Any) -> float:
-        """The answers of a batch, which its loss is a mean over."""
+        """The answers of `batch`, which its loss is a mean over."""
         return len(batch["input_ids"])
 
     # --- loss -------------------------------------------------------------------------------------------------------

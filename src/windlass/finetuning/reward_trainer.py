@@ -96,7 +96,7 @@ class RewardTrainer(FineTuner):
         self.can_return_loss, self.label_names = True, []
 
     def count_targets(self, batch: Any) -> float:
-        """The pairs of a batch, which its loss is a mean over."""
+        """The pairs of `batch`, which its loss is a mean over."""
         return len(batch["input_ids"]) // 2
 
     def compute_loss(

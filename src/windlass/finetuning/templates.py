@@ -62,7 +62,7 @@ def _take_over_tokenizer(path: str, tokenizer: Any) -> list[str]:
 def clone_chat_template(
     model: Any, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
 ) -> tuple[Any, Any, list[int]]:
-    """Give a model and its tokenizer the chat template, the end token and the added tokens of another tokenizer.
+    """Give `model` and its `tokenizer` the chat template, the end token and the added tokens of another tokenizer.
 
     Embeddings are resized to the tokens, to a multiple of `resize_to_multiple_of` unless it is None; rows beyond get
     tokens `<extra_id_0>`, `<extra_id_1>`, ... Raises ConfigError if the tokenizer cannot be loaded, or has no chat

@@ -32,7 +32,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def has_whole_state(self, group: dict[str, Any]) -> bool:
-        """Return True if every rank has all of the state of this group's parameters, also if they are sharded."""
+        """Return True if every rank has all of the state of the parameters of `group`, also if they are sharded."""
         return False
 
     @torch.no_grad()
@@ -47,7 +47,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Update one parameter of `group` by its gradient. Collective if the parameter is sharded."""
+        """Update one `parameter` of `group` by its gradient. Collective if it is sharded."""
         grad = parameter.grad
         assert grad is not None
         if grad.is_sparse:
@@ -60,7 +60,7 @@ class PerParameterOptimizer(torch.optim.Optimizer):
 
     def apply(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Change `parameter` and its `state`, whose "step" counts this update already. `grad` has the parameter's
-        shape, sharded as it is, in fp32 or fp64.
+        shape, sharded as it is, in fp32 or fp64. `group` has the options, such as "lr".
         """
         raise NotImplementedError
 

@@ -124,7 +124,7 @@ def maybe_apply_chat_template(
     processing_class: Any = None,
     **template_kwargs: Any,
 ) -> Any:
-    """Return `apply_chat_template(...)` for a conversational example, and any other example as it is."""
+    """Return `apply_chat_template(...)` if `example` is conversational, else `example` as it is."""
     if not is_conversational(example):
         return example
     return apply_chat_template(

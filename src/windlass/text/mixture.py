@@ -80,7 +80,7 @@ class DatasetMixture:
         return DatasetMixture(made, **self._settings)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the samples of an epoch, from 0; a loader calls this."""
+        """Choose the samples of `epoch`, from 0; a loader calls this."""
         if epoch == self._epoch:
             return
         order = np.repeat(np.arange(len(self._sources), dtype=np.int64), self._counts)

@@ -214,7 +214,7 @@ class Trainer:
         )
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A new model from `model_init`, which may take the trial of a search or nothing."""
+        """A new model from `model_init`, which gets `trial`, that of a search or None, if it takes an argument."""
         assert self.model_init is not None
         model = self.model_init(trial) if defaults.takes_trial(self.model_init) else self.model_init()
         if model is None:
@@ -289,11 +289,11 @@ class Trainer:
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any | None:
-        """Remove and return this instance, or the first of this class; None if there is none."""
+        """Remove `callback`, an instance, or the first of a class, and return it; None if there is none."""
         return self.callback_handler.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Remove a callback; a class that is absent is ignored.
+        """Remove `callback`, an instance, or the first of a class; a class that is absent is ignored.
 
         Raises:
             ValueError: an instance that is not among the callbacks.
@@ -380,9 +380,9 @@ class Trainer:
         """Train, from the start or from a checkpoint.
 
         Args:
-            resume_from_checkpoint: True continues from the newest verified checkpoint of `args.output_dir`; "auto"
-                does the same, or starts a new run if there is none; a path continues from that checkpoint. The run ends
-                with the same bits as one that was never interrupted.
+            resume_from_checkpoint: True: continue from the newest verified checkpoint of `args.output_dir`; "auto": the
+                same, or a new run if there is none; a path: from there. It ends with the bits of an uninterrupted run.
+            trial: given to `model_init`, if that takes an argument; nothing else reads it.
             ignore_keys_for_eval: keys of the model's output that are not predictions, in evaluations of this run.
             model_path: the earlier name of `resume_from_checkpoint`.
 
@@ -448,7 +448,12 @@ class Trainer:
         return self._run.execute(checkpoint, place)
 
     def run_micro_step(self, batch: Any, count: Tensor | None) -> None:
-        """`training_step` of a run, which older overrides define without the target count."""
+        """Call `training_step` for one micro-batch of a run, without `count` if an override does not take it.
+
+        Args:
+            batch: the collated batch, in host memory.
+            count: what `training_step` gets as `num_items_in_batch`.
+        """
         if self._services.loss.step_takes_count:
             self.training_step(self.model_wrapped, batch, num_items_in_batch=count)
         else:
@@ -489,8 +494,14 @@ class Trainer:
         """The loss of one batch: a scalar tensor, or `LossTerms`. Override it for a loss of your own.
 
         An override returns a mean over this batch, or a sum divided by `num_items_in_batch`, which is this batch's
-        target count; Windlass weights it by this batch's share of the update. With `return_outputs=True` it returns
-        `(loss, outputs)`.
+        target count; Windlass weights it by this batch's share of the update.
+
+        Args:
+            model: what to run the forward through; in training the wrapper of the strategy, if any.
+            inputs: the batch on this process's device, with its labels. A new container, which may be changed.
+            return_outputs: return `(loss, outputs)`, with the model's outputs, as evaluations need them.
+            num_items_in_batch: the target count that the loss is divided by (see docs/losses.md); None: the loss is a
+                mean over this batch, as in evaluations.
 
         Raises:
             ModelError: the model returned no loss.
@@ -502,7 +513,7 @@ class Trainer:
         return (loss, outputs) if return_outputs else loss
 
     def count_targets(self, batch: Any) -> float:
-        """Number of targets that this batch's loss is a mean over, from a batch in host memory, before its forward.
+        """Number of targets that the loss of `batch`, in host memory, is a mean over; called before its forward.
 
         Override it if labels do not show the number (see docs/losses.md).
         """
@@ -527,13 +538,17 @@ class Trainer:
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
     ) -> contextlib.AbstractContextManager[Any]:
-        """The mixed-precision context of this run; null for fp32."""
+        """The mixed-precision context of this run; null for fp32. `cache_enabled` has no effect."""
         return self._engine.autocast()
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any
     ) -> tuple[int, int, int, float, int, int, int]:
-        """The lengths of a run over this loader.
+        """The lengths of a run over a loader.
+
+        Args:
+            args: the arguments of the run; its batch sizes, epochs and `max_steps` count.
+            dataloader: a training loader, as `get_train_dataloader` returns; it may have no length.
 
         Returns:
             (epochs, updates per epoch, samples of one epoch, samples of the run, samples of one update,
@@ -545,7 +560,7 @@ class Trainer:
         )
 
     def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
-        """Samples of one update: micro-batch, times accumulation, times ranks."""
+        """Samples of one update: micro-batch, times accumulation, times ranks; by `args`, or the Trainer's if None."""
         return self._plans.of(args or self.args).batches.update
 
     # --- data ---------------------------------------------------------------------------------------------------------
@@ -583,7 +598,7 @@ class Trainer:
         )
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """The loader that `predict` runs over."""
+        """The loader that `predict` runs over `test_dataset`, in the dataset's order."""
         return self._get_dataloader(
             dataset=test_dataset,
             description="test",
@@ -644,7 +659,11 @@ class Trainer:
         return loading.with_columns(dataset, self.data_collator, self._signature_columns or [], what)
 
     def num_examples(self, dataloader: Any) -> int:
-        """Samples of a loader over all ranks; estimated from its length if it has no dataset."""
+        """Samples of `dataloader` over all ranks: the length of its dataset, else estimated from its own, in batches.
+
+        Raises:
+            TypeError: it has neither.
+        """
         try:
             return len(dataloader.dataset)
         except (AttributeError, TypeError, NotImplementedError):
@@ -654,12 +673,16 @@ class Trainer:
     # --- optimizer and schedule ---------------------------------------------------------------------------------------
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Set `self.optimizer` and `self.lr_scheduler`, if they are not set yet."""
+        """Set `self.optimizer` and `self.lr_scheduler`, if they are not set yet; `num_training_steps` are the updates
+        of the whole run.
+        """
         self.create_optimizer()
         self.create_scheduler(num_training_steps=num_training_steps, optimizer=self.optimizer)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Set and return `self.optimizer`; an existing one is kept."""
+        """Set and return `self.optimizer`, over the trainable parameters of `model` (None: of `self.model`). One
+        that exists is kept.
+        """
         if self.optimizer is None:
             target = self.model if model is None else model
             plan, given = self._plan.optimizer, self.optimizer_cls_and_kwargs
@@ -672,7 +695,15 @@ class Trainer:
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
-        """Set and return `self.lr_scheduler`; an existing one is kept."""
+        """Set and return `self.lr_scheduler`; an existing one is kept.
+
+        Args:
+            num_training_steps: updates of the whole run.
+            optimizer: whose learning rates are set; None: `self.optimizer`.
+
+        Raises:
+            ConfigError: there is no optimizer.
+        """
         if self.lr_scheduler is None:
             target = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = optimization.new_scheduler(self._plan, target, num_training_steps)
@@ -683,11 +714,13 @@ class Trainer:
     def get_optimizer_cls_and_kwargs(
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[type[torch.optim.Optimizer], Any]:
-        """The optimizer's class and keywords that these arguments ask for."""
+        """The optimizer's class and keywords that `args` ask for. An override may choose them by `model`, which is not
+        read here.
+        """
         return optimization.class_and_keywords(args)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Names of the parameters that weight decay applies to: all but norms and biases."""
+        """Names of the parameters of `model` that weight decay applies to: all but norms and biases."""
         return optimization.decay_parameter_names(model)
 
     def get_learning_rates(self) -> list[float]:
@@ -751,6 +784,12 @@ class Trainer:
     ) -> PredictionOutput:
         """Predictions for every sample, in the dataset's order, with metrics if the data has labels.
 
+        Args:
+            test_dataset: as an evaluation dataset of the constructor; labels are not required.
+            ignore_keys: keys of the model's output that are not predictions; None: those that the model's configuration
+                names.
+            metric_key_prefix: first part of the metrics' names.
+
         Returns:
             Arrays of one row per sample (tuples of them for several outputs or label columns). Rows of different
             widths are padded with -100.
@@ -777,8 +816,12 @@ class Trainer:
         """Run the model over a loader and join the results of all ranks.
 
         Args:
-            description: "Evaluation" or "Prediction", for the log.
+            dataloader: this rank's part of the data, as `get_eval_dataloader` returns.
+            description: "Prediction" for `predict`; anything else is an evaluation.
             prediction_loss_only: keep nothing but the loss; None: as in the arguments.
+            ignore_keys: keys of the model's output that are not predictions; None: those that the model's configuration
+                names.
+            metric_key_prefix: first part of the metrics' names.
         """
         if (staged := services.spread_in_stages(self.model, self._engine, self._session)) is not None:
             self._writer = self._new_writer(staged)
@@ -796,7 +839,15 @@ class Trainer:
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """Loss, predictions and labels of one batch, None for those it lacks. Override it for a step of your own."""
+        """Loss, predictions and labels of one batch, None for those it lacks. Override it for a step of your own.
+
+        Args:
+            model: what to run the forward through, in evaluation mode.
+            inputs: the collated batch, in host memory.
+            prediction_loss_only: return None for predictions and labels.
+            ignore_keys: keys of the model's output that are not predictions; None: those that the model's configuration
+                names.
+        """
         labelled = evaluator.has_labels(inputs, self.label_names)
         inputs = self._prepare_inputs(inputs)
         keys = evaluation.ignored_keys(self.model) if ignore_keys is None else ignore_keys
@@ -881,16 +932,18 @@ class Trainer:
         return batch_rows.rows_of_batch(batch, self.model, tokenizer)
 
     def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Print metrics of one split ("train", "eval", ...) as aligned lines, on the main process."""
+        """Print `metrics` of one `split` ("train", "eval", ...) as aligned lines, on the main process."""
         if self.is_world_process_zero():
             reports.show_metrics(split, self.metrics_format(metrics))
 
     def metrics_format(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """Metrics for people: times as h:m:s, memory in MB, FLOPs in GF, other floats with four digits."""
+        """`metrics` for people: times as h:m:s, memory in MB, FLOPs in GF, other floats with four digits."""
         return {name: reports.readable(name, value) for name, value in metrics.items()}
 
     def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
-        """Write `{split}_results.json` into the output folder, and merge into `all_results.json` (`combined`)."""
+        """Write `metrics` to `{split}_results.json` in the output folder, and merge them into `all_results.json`
+        (`combined`); on the main process.
+        """
         if self.is_world_process_zero():
             reports.write_metrics(self.output_folder, split, metrics, combined)
 
@@ -905,6 +958,9 @@ class Trainer:
         """FLOPs of one forward and backward: 6 x parameters x tokens, or the model's own estimate if it has one.
 
         Parameters of embedding tables are not counted: they are looked up, not multiplied.
+
+        Args:
+            inputs: a batch; its tokens are the elements of the model's main input. Without that input the result is 0.
 
         Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2.1.
         """
@@ -923,6 +979,7 @@ class Trainer:
 
         Args:
             output_dir: a folder or a URL; the run's output folder by default.
+            _internal_call: do not upload. A call with `output_dir` does not upload either.
         """
         place = self.args.resolve_path(str(output_dir)) if output_dir else self.args.output_path
         all_ranks, writes = self._session.all_ranks, self.is_world_process_zero()
@@ -960,6 +1017,17 @@ class Trainer:
 
         The arguments are facts that the run cannot know; the rest is filled in. Tags and the licence of an existing
         card are kept.
+
+        Args:
+            language: codes of languages, such as "en".
+            license: its identifier on the Hub, such as "apache-2.0".
+            tags: added to those of the run.
+            model_name: title of the card; None: the name of the output folder.
+            finetuned_from: the base model, by its name on the Hub; None: as the model's configuration names it.
+            tasks: identifiers of tasks on the Hub, such as "text-classification".
+            dataset_tags: ids of datasets on the Hub.
+            dataset: their names for people, in the same order; None: the ids.
+            dataset_args: their configurations, in the same order.
         """
         if self.is_world_process_zero():
             given = card.CardFacts(
@@ -980,7 +1048,9 @@ class Trainer:
             card.write_card(self.output_folder / card.CARD, found)
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the repository `args.hub_model_id` if it does not exist, on the main process."""
+        """Create the repository `args.hub_model_id` if it does not exist, on the main process. `token` replaces
+        `args.hub_token`.
+        """
         if self.is_world_process_zero():
             publishing.publisher(self.args, self.callback_handler, self.output_folder, token).open()
 
@@ -992,7 +1062,14 @@ class Trainer:
         revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the model, write its card (`kwargs` are facts for it), and upload both. Collective.
+        """Save the model, write its card, and upload both. Collective.
+
+        Args:
+            commit_message: None: "End of training".
+            blocking: wait for the end of the upload.
+            token: replaces `args.hub_token`.
+            revision: the branch that receives the commit, instead of `args.hub_revision`.
+            **kwargs: facts for the card, as in `create_model_card`.
 
         Returns:
             The address of the commit; without `blocking` its `concurrent.futures.Future`, at once. None on processes
@@ -1033,8 +1110,9 @@ class Trainer:
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device | None = None
     ) -> tuple[list[Any], Tensor]:
-        """Up to `num_batches` batches of an iterator, and the number of targets in them over all ranks. Windlass does
-        not call it: the engine gets its micro-batches from the loader.
+        """Up to `num_batches` batches of `epoch_iterator`, and the number of targets in them over all ranks: a scalar
+        tensor on `device` (None: this process's). Collective. Windlass does not call it: the engine gets its
+        micro-batches from the loader.
         """
         batches = list(itertools.islice(epoch_iterator, num_batches))
         return batches, self._get_num_items_in_batch(batches, device)

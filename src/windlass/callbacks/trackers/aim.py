@@ -57,8 +57,8 @@ class AimTracker(PackageTracker):
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Log images, or pairs of image and caption, by name. `kwargs`: options for `aim.Image` under "aim_image", and
-        for `Run.track` under "track".
+        """Log `values`, images or pairs of image and caption by name, at update `step`. `kwargs`: options for
+        `aim.Image` under "aim_image", and for `Run.track` under "track".
         """
         options = kwargs or {}
         for name, value in values.items():

@@ -70,7 +70,7 @@ class ClearMLTracker(PackageTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images (arrays or PIL images) by name."""
+        """Log `values`, images by name (arrays or PIL images), at update `step`."""
         for name, image in values.items():
             title, series = _chart_and_curve(name)
             self.task.get_logger().report_image(
@@ -87,8 +87,8 @@ class ClearMLTracker(PackageTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, given as a dataframe or as rows; without `columns` the first row holds the headings. Raises
-        ConfigError if neither is given.
+        """Log a table, `table_name`, at update `step`: a `dataframe`, or rows in `data`, of which without `columns` the
+        first one holds the headings. Raises ConfigError if neither is given.
         """
         if dataframe is None and data is None:
             raise ConfigError(Problem("data", None, "give either data or dataframe"))

@@ -116,12 +116,12 @@ class MLflowTracker(PackageTracker):
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Log all files of a folder."""
+        """Log all files of a folder, `local_dir`, into the folder `artifact_path` of the run (None: its root)."""
         self.package.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Log one file."""
+        """Log one file, `local_path`, into the folder `artifact_path` of the run (None: its root)."""
         self.package.log_artifact(local_path=local_path, artifact_path=artifact_path)
 
     @on_main_process

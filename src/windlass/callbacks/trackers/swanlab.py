@@ -36,6 +36,6 @@ class SwanLabTracker(PackageTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images (arrays, tensors or PIL images) by name."""
+        """Log `values`, lists of images (arrays, tensors or PIL images) by name, at update `step`."""
         for name, images in values.items():
             self.log({name: [self.package.Image(image) for image in images]}, step=step, **kwargs)

@@ -45,7 +45,7 @@ class TensorBoardTracker(PackageTracker):
 
     @classmethod
     def of_writer(cls, writer: Any) -> Self:
-        """The tracker on a `SummaryWriter` that a script opened."""
+        """The tracker on `writer`, a `SummaryWriter` that a script opened."""
         tracker = cls("", writer.log_dir)
         tracker.writer = writer
         return tracker
@@ -89,7 +89,9 @@ class TensorBoardTracker(PackageTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log batches of images by name, (count, channels, height, width) unless `dataformats` is given."""
+        """Log `values`, batches of images by name, at update `step`: (count, channels, height, width) unless
+        `dataformats` is given.
+        """
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
 

@@ -33,7 +33,7 @@ class WandBTracker(PackageTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log lists of images (arrays, tensors or PIL images) by name."""
+        """Log `values`, lists of images (arrays, tensors or PIL images) by name, at update `step`."""
         for name, images in values.items():
             self.log({name: [self.package.Image(image) for image in images]}, step=step, **kwargs)
 
@@ -47,6 +47,6 @@ class WandBTracker(PackageTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, given as columns and rows or as a dataframe."""
+        """Log a table, `table_name`, at update `step`: `columns` and rows in `data`, or a `dataframe`."""
         table = self.package.Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step=step, **kwargs)

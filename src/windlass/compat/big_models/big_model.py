@@ -60,7 +60,7 @@ def cpu_offload(
     state_dict: dict[str, Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights of a model on the host, and load those of each layer to the device for its forward.
+    """Keep all weights of `model` on the host, and load those of each layer to the device for its forward.
 
     Args:
         execution_device: the device on which the model runs; by default that of its first parameter.
@@ -111,7 +111,7 @@ def cpu_offload_with_hook(
     execution_device: Place | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model on the host until its forward, and then on the device until the hook's `offload()`.
+    """Keep `model` on the host until its forward, and then on the device until the hook's `offload()`.
 
     For a pipeline of models of which one at a time fits on the device, and which are called many times each in turn.
 
@@ -131,7 +131,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights of a model on disk, and read those of each layer for its forward. Raises ModelError if neither
+    """Keep all weights of `model` on disk, and read those of each layer for its forward. Raises ModelError if neither
     the model nor the folder has the data of a weight.
 
     Args:
@@ -169,7 +169,7 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Place a model by a device map, so that it can be called as if it were on one device.
+    """Place `model` by a device map, so that it can be called as if it were on one device.
 
     Args:
         main_device: the device on which offloaded layers run; by default the first device of the map, or the host.
@@ -286,7 +286,7 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint into a model, which may be on the meta device, and place it for inference.
+    """Load a checkpoint into `model`, which may be on the meta device, and place it for inference.
 
     Args:
         checkpoint: see `load_checkpoint_in_model`, as for `offload_folder`, `dtype`, `strict` and the last two.

@@ -36,22 +36,22 @@ class ModelHook:
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is attached. Return the module."""
+        """Called when the hook is attached to `module`. Return the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Inputs:
-        """Called before the forward. Return its arguments."""
+        """Called before the forward of `module`. Return its arguments: a tuple, and a dict of those with names."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called after the forward. Return the output for the caller."""
+        """Called after the forward of `module`. Return the `output` for the caller."""
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Called instead of `post_forward` if the forward raised. Free what was allocated for it."""
+        """Called instead of `post_forward` if the forward of `module` raised. Free what was allocated for it."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is removed. Return the module."""
+        """Called when the hook is removed from `module`. Return the module."""
         return module
 
 

@@ -84,14 +84,14 @@ class Adafactor(PerParameterOptimizer):
         )
 
     def start_state(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a parameter before its first update; rows and columns are whole on each rank."""
+        """The state of a `parameter` of `group` before its first update; rows and columns are whole on each rank."""
         dtype = torch.float32 if parameter.dtype in _LOW else parameter.dtype
         state: dict[str, Any] = {"step": 0}
         start_moments(state, parameter.detach(), group["beta1"] is not None, dtype)
         return state
 
     def rate_of(self, group: dict[str, Any]) -> float | Tensor:
-        """The rate of a group's first parameter in its last update; its size, if that counts, is the one after it."""
+        """The rate of the first parameter of `group` in its last update, for its present size if that counts."""
         first = group["params"][0]
         return _learning_rate(first.detach(), group, self.state[first]["step"])
 

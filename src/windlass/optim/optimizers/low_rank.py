@@ -62,6 +62,9 @@ class LowRankOptimizer(PerParameterOptimizer):
         super().__init__(params, {**defaults, **projection, "projected": False}, in_backward)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters. `param_group` is a dict as in the constructor; options that it lacks are the optimizer's.
+        Raises ConfigError if it is projected, and an option is out of range or a parameter is not a matrix.
+        """
         param_group.setdefault("projected", "rank" in param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -85,7 +88,7 @@ class LowRankOptimizer(PerParameterOptimizer):
 
     def displacement(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         """The inner optimizer's update of `grad`, times the learning rate, to be subtracted; without weight decay.
-        `grad` is the projected gradient of a projected parameter, else the gradient.
+        `grad` is the projected gradient of a projected parameter, else the gradient; `state` and `group` as in `apply`.
         """
         raise NotImplementedError
 

@@ -85,7 +85,9 @@ class GreedyLR:
         self._last_lr = list(self.base_lrs)
 
     def step(self, metrics: float, epoch: int | None = None) -> None:
-        """Compare `metrics` (a number on the host) with the best, and change the learning rate if it is due."""
+        """Compare `metrics` (a number on the host) with the best, and change the learning rate if it is due. `epoch`
+        sets `last_epoch`, which logs name; None adds 1.
+        """
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         current = self._smoothed(float(metrics)) if self.smooth else float(metrics)
         if self.cooldown_counter > 0 or self.warmup_counter > 0:
@@ -106,12 +108,14 @@ class GreedyLR:
         return current > (best * (1.0 + self.threshold) if relative else best + self.threshold)
 
     def state_dict(self) -> State:
+        """The counters, the metrics in the window, and the rates, as plain data."""
         state: State = {name: getattr(self, name) for name in _COUNTERS}
         state.update(window=list(self._window), window_sum=self._window_sum)
         state.update(lrs=list(self._last_lr), base_lrs=list(self.base_lrs))
         return state
 
     def load_state_dict(self, state: State) -> None:
+        """Restore a `state`, and write its rates into the optimizer."""
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self._window, self._window_sum = deque(state["window"]), state["window_sum"]
