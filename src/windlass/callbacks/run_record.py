@@ -274,6 +274,16 @@ def ended_at(session: Mapping[str, Any]) -> float | None:
     return session["began"] + sum(session["seconds"].values()) if "seconds" in session else None
 
 
+def memory_of(session: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the bytes that were `predicted` and `measured` of a session; None if either is not known."""
+    found, names = session.get("memory"), ("predicted", "measured")
+    if not isinstance(found, dict) or not all(
+        type(found.get(name)) is int and found[name] > 0 for name in names
+    ):
+        return None
+    return {name: found[name] for name in names}
+
+
 def _changes(before: Record | None, now: Record) -> dict[str, list[Any]]:
     """Arguments that differ between two attempts: the values before and now, None for a default."""
     if before is None:

@@ -18,7 +18,7 @@ from windlass.callbacks.clock_file import read_clock
 from windlass.callbacks.metrics_log import FILE_NAME
 from windlass.callbacks.row_reader import UNFINISHED, whole_rows
 from windlass.callbacks.rows import Row, described_event
-from windlass.callbacks.run_record import RECORD, Record, ended_at, read_failures, read_record
+from windlass.callbacks.run_record import RECORD, Record, ended_at, memory_of, read_failures, read_record
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -445,17 +445,8 @@ def _attempt(number: int, session: Mapping[str, Any]) -> Attempt:
         reason=str(session.get("reason", "")),
         seconds=session.get("seconds", {}),
         changed=changed if isinstance(changed, dict) else {},
-        memory=_memory(session.get("memory")),
+        memory=memory_of(session),
     )
-
-
-def _memory(found: Any) -> dict[str, int] | None:
-    names = ("predicted", "measured")
-    if not isinstance(found, dict) or not all(
-        type(found.get(name)) is int and found[name] > 0 for name in names
-    ):
-        return None
-    return {name: found[name] for name in names}
 
 
 def _ledger(attempts: Sequence[Attempt]) -> TimeLedger | None:
