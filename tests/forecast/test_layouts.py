@@ -71,9 +71,15 @@ model: {{config: {config}}}
 tokenizer: {{train: {{vocab_size: 300}}}}
 training: {{max_steps: 1, per_device_train_batch_size: 2, gradient_accumulation_steps: 2, use_cpu: true}}
 """
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **SIZES, "num_key_value_heads": 2},
+    "llama": {"model_type": "llama", **SIZES},
     "tied": {"model_type": "qwen3", **SIZES, "head_dim": 8, "tie_word_embeddings": True},
     "gpt2": {"model_type": "gpt2", "n_embd": 36, "n_layer": 3, "n_head": 6, "attn_pdrop": 0.0},
     "mixtral": {"model_type": "mixtral", **SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
