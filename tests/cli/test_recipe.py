@@ -141,6 +141,11 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path, text: Path) -> None:
     assert line.startswith(f"{path}:3: data.train=")
 
 
+def test_a_missing_file_in_place_of_a_dataset_of_the_hub_is_a_missing_file() -> None:
+    (line,) = complaint("sft-lora", ["data.train=absent.jsonl"])
+    assert line.startswith("data.train='absent.jsonl': no such file or folder")
+
+
 def test_the_folder_of_a_run_is_not_a_model(tmp_path: Path, text: Path) -> None:
     for step in (4, 12):
         (tmp_path / "run" / f"checkpoint-{step}").mkdir(parents=True)

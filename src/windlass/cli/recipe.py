@@ -11,7 +11,7 @@ from typing import Any
 from windlass.cli.argument_table import all_arguments
 from windlass.cli.built_in_recipes import DEFAULT
 from windlass.cli.checks import ask_libraries, evaluates, find_conflicts
-from windlass.cli.formats import BUILT_IN, PATHLESS
+from windlass.cli.formats import BUILT_IN, ENDINGS, PATHLESS
 from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import NESTED, Recipe, field_names
 from windlass.cli.tasks import TASKS
@@ -110,7 +110,8 @@ def _own_data(draft: RecipeDraft) -> str | None:
     if not isinstance(data, dict) or not data.get("train") or not draft.is_overridden("data", "train"):
         return None
     own, kind = str(data["train"]), data.get("format")
-    if kind in BUILT_IN or (kind in PATHLESS and Path(own).exists()):
+    # A file that does not exist is one by its name: datasets of a hub have no such ending.
+    if kind in BUILT_IN or (kind in PATHLESS and (Path(own).exists() or Path(own).suffix in ENDINGS)):
         for key in ("format", "subset", "split", "eval_split"):
             if not draft.is_overridden("data", key):
                 data.pop(key, None)
