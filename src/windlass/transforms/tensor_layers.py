@@ -140,10 +140,10 @@ class RowOfWhole(RowLinear):
         return super().forward(copied(input, self.split)[..., part.start : part.stop])
 
 
-def _matrix(layer: nn.Linear) -> Tensor:
+def _matrix(layer: Any) -> Tensor:
     """This rank's part of the weight of a layer: shape (outputs, inputs)."""
     part = mine(layer.weight)
-    return part.T if is_transposed(layer) else part
+    return part if issubclass(layer.undivided, nn.Linear) else part.T  # a `Conv1D` is none
 
 
 class VocabularyEmbedding(nn.Embedding):
