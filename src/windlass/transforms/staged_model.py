@@ -219,7 +219,7 @@ class StagedModel(ElsewhereState):
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Context in which every rank has all parameters, and computes forwards by itself. Collective."""
-        values = dict(self.whole_parameters())
+        values = {p: value for p, value in self.whole_parameters() if isinstance(p, Absent)}
         taken: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in self.module.modules():
             for name, parameter in module._parameters.items():
