@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from windlass.transforms.document_mask import DocumentMask
+from windlass.transforms.document_mask import DocumentMask, document_starts
 
 Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -113,9 +113,7 @@ class _Documents:
     """
 
     def __init__(self, positions: Tensor) -> None:
-        starts = (
-            nn.functional.pad(positions[0, 1:] <= positions[0, :-1], (1, 0), value=True).nonzero().flatten()
-        )
+        starts = document_starts(positions)
         sizes = torch.diff(starts, append=starts.new_tensor([positions.numel()]))
         self._lengths = sizes.tolist()
         self.there = torch.arange(max(self._lengths), device=positions.device) < sizes[:, None]

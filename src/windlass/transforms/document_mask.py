@@ -48,6 +48,12 @@ def document_lengths(function: Callable[..., Any], rows: int, length: int, devic
     return torch.diff(starts, append=starts.new_tensor([rows * length])).tolist()
 
 
+def document_starts(positions: Tensor) -> Tensor:
+    """Where documents begin in rows whose positions start again: places in the flattened rows, int64."""
+    again = positions[:, 1:] <= positions[:, :-1]
+    return torch.nn.functional.pad(again, (1, 0), value=True).flatten().nonzero().flatten()
+
+
 def masks_of(
     function: Callable[..., Any], lengths: list[int], length: int, device: Any
 ) -> list[Tensor | None]:
