@@ -13,7 +13,8 @@ from tests.dist.launch import end_of
 
 from windlass.cli.main import main
 from windlass.cli.plan_fit import find_layout
-from windlass.core.errors import ConfigError, ModelError
+from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.forecast.child import Child
 from windlass.forecast.forecast import SCHEMA
 from windlass.forecast.layouts import Devices, layouts
 from windlass.forecast.meter import Instant, Owner, Peak
@@ -96,12 +97,18 @@ def test_what_does_not_fit_tries_every_layout(
     assert [line.split("  ")[1] for line in out.splitlines()[1:]] == [layout.name for layout in layouts(2)]
 
 
-def test_the_first_that_fits_is_taken_and_refusals_are_shown() -> None:
+@pytest.mark.parametrize("forks", [True, False])
+def test_the_first_that_fits_is_taken_and_refusals_are_shown(
+    forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without models: the traces are made up, smaller for each override."""
+    monkeypatch.setattr(Child, "can_fork", forks)
 
     def traced(overrides: tuple[str, ...]) -> Trace:
         if overrides == ("parallel.strategy=fsdp",):
             raise ModelError("no shards today")
+        if "parallel.mesh.ep=2" in overrides:
+            raise ConfigError(Problem("ep_size", 2, "no experts"))
         return held(2000 - 500 * len(overrides))
 
     lines: list[str] = []
@@ -113,6 +120,7 @@ def test_the_first_that_fits_is_taken_and_refusals_are_shown() -> None:
         ConfigError, match=r"no layout fits: the least is 500 B of a rank \(shards x context 2"
     ):
         find_layout(traced, Devices(2, 500), lines.append)
+    assert [line.split("refused: ")[1] for line in lines if "experts" in line] == ["ep_size=2: no experts"]
 
 
 def held(nbytes: int) -> Trace:

@@ -11,6 +11,7 @@ from windlass.cli.recipe import load_recipe
 from windlass.cli.schema import DataSpec
 from windlass.cli.tuning_data import load_tuning_data, tuning_rows, tuning_texts
 from windlass.core.errors import DataError
+from windlass.text.located_rows import LocatedRows
 from windlass.text.mixture import DatasetMixture
 from windlass.text.token_store import default_cache
 
@@ -88,3 +89,14 @@ def test_an_invalid_row_is_named_by_its_line(tmp_path: Path, capsys: pytest.Capt
                     f"tokenizer={tmp_path / 'model'}"]):  # fmt: skip
         assert main(command) == 2
         assert "chats.jsonl:14: messages[1] (assistant) has no content" in capsys.readouterr().err
+
+
+def test_an_invalid_row_is_named_by_its_line_where_a_tokenizer_is_trained_on_it(tmp_path: Path) -> None:
+    rows = small.chats(6)
+    rows[4]["messages"][0]["role"] = "bot"  # type: ignore[index]
+    located = LocatedRows(rows, (f"chats.jsonl:{line}" for line in range(1, 7)))
+    fault = r"chats\.jsonl:5: messages\[0\] has the unknown role 'bot'"
+    others = LocatedRows(small.chats(3), ["others.jsonl"] * 3)
+    for found in (located, DatasetMixture({"others": others, "chats": located}, seed=3)):
+        with pytest.raises(DataError, match=fault):
+            list(tuning_texts(found, "text"))

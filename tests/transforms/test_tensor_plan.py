@@ -57,6 +57,11 @@ def test_tied_layers_are_divided_together_or_not_at_all() -> None:
         ({"layers.*.up": "diagonal"}, "has the style 'diagonal'"),
         ({"blocks.*.up": "colwise"}, "none of its layers has a name of its plan"),
         ({"layers.*.norm": "colwise"}, "is a LayerNorm, and only nn.Linear is divided"),
+        ({"layers.*.up": "packed_colwise"}, "is the style of a parameter of a layer of experts"),
+        (
+            {"layers.*.up": "colwise", "layers.*.up.weight": "packed_colwise"},
+            "is the style of a parameter of a layer of experts",
+        ),
     ],
 )
 def test_a_plan_that_divides_nothing_is_refused(plan: Any, fix: str) -> None:

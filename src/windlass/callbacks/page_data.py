@@ -71,10 +71,8 @@ class Curves:
                 self._points[name] = list(thinned(kept, _KEPT_POINTS))
         if (clip := _clipped(view, series.get("grad_norm", ([], 0))[0])) is not None:
             before = self._clip or {"over": 0, "of": 0}
-            self._clip = {
-                "at": clip["at"],
-                **{name: before[name] + clip[name] for name in before if name != "at"},
-            }
+            counts = {name: before[name] + clip[name] for name in ("over", "of")}
+            self._clip = {"at": clip["at"], **counts}
         counted = (tokens_of(row) for row in reversed(rows))
         self.tokens = next((found for found in counted if found is not None), self.tokens)
 

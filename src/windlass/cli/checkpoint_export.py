@@ -29,7 +29,7 @@ def export_command(options: argparse.Namespace) -> int:
         from windlass.finetuning.merging import merge_adapter
 
         merge_adapter(local_path(options.checkpoint), target, options.base, how.dtype)
-        _say_sizes(sorted(path for path in target.iterdir() if path.suffix == ".safetensors"), options.json)
+        _say_sizes(target, options.json)
         return 0
     source = open_folder(local_path(options.checkpoint))
     if options.quantize:
@@ -38,19 +38,17 @@ def export_command(options: argparse.Namespace) -> int:
         scheme = export_quantized(source, target, options.quantize, how)
         if not options.json:
             say(f"quantized: {scheme}, {QAT_SCHEMES[scheme]}")
-        _say_sizes(sorted(path for path in target.iterdir() if path.suffix == ".safetensors"), options.json)
-        return 0
-    if form == "hf":
+    elif form == "hf":
         export_folder(source, target, how)
-        written = sorted(path for path in target.iterdir() if path.suffix == ".safetensors")
     else:
         export_file(source, target, how)
-        written = [target]
-    _say_sizes(written, options.json)
+    _say_sizes(target, options.json)
     return 0
 
 
-def _say_sizes(written: list[Path], as_json: bool) -> None:
+def _say_sizes(target: Path, as_json: bool) -> None:
+    """Print the size of a file, or of those with weights in a folder."""
+    written = [target] if target.is_file() else sorted(target.glob("*.safetensors"))
     if as_json:
         say_json({"written": [{"path": str(path), "bytes": path.stat().st_size} for path in written]})
         return

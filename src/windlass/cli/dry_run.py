@@ -195,7 +195,10 @@ def _in_lines(found: dict[str, Any]) -> str:
             "time",
             f"about {duration(found['seconds'])}, with {found['evaluations']} evaluations and {found['saves']} saves",
         ),
-        ("disk", f"{in_words(size)} per checkpoint, at most {in_words(kept * size)} for the {kept} kept"),
+        (
+            "disk",
+            f"{in_words(size)} per checkpoint, at most {in_words(found['disk_bytes'])} for the {kept} kept",
+        ),
         (
             "memory",
             f"{in_words(memory['bytes'])} at the peak of this rehearsal (memory of the {memory['of']})",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from windlass.cli.sizes import in_words
 from windlass.core.errors import ConfigError, ModelError, Problem
@@ -43,10 +43,14 @@ def find_layout(
     for layout in layouts(devices.number):
         trace = None
         try:
-            trace = Trace.from_dict(apart(lambda words=layout.overrides: traced(words).to_dict()))  # type: ignore[misc]
-            found = Tried(layout, trace.peak[1].total, None)
+            answer = apart(lambda words=layout.overrides: _look(traced, words))  # type: ignore[misc]
         except ModelError as error:
-            found = Tried(layout, None, _in_one_line(error))
+            answer = {"refused": str(error)}
+        if "refused" in answer:
+            found = Tried(layout, None, " ".join(answer["refused"].split()))
+        else:
+            trace = Trace.from_dict(answer)
+            found = Tried(layout, trace.peak[1].total, None)
         tried.append(found)
         say(found.line(devices))
         if trace is not None and found.peak is not None and found.peak <= devices.room:
@@ -56,11 +60,12 @@ def find_layout(
     )
 
 
-def _in_one_line(error: ModelError) -> str:
-    """The message, without the line that counts problems."""
-    lines = str(error).splitlines()
-    problems = [line.strip().removeprefix("- ") for line in lines if line.strip().startswith("- ")]
-    return " ".join(" ".join(problems or lines).split())
+def _look(traced: Callable[[tuple[str, ...]], Trace], overrides: tuple[str, ...]) -> dict[str, Any]:
+    """The trace of a layout, or why the run refuses it, as `refused`."""
+    try:
+        return traced(overrides).to_dict()
+    except ConfigError as error:
+        return {"refused": " ".join(map(str, error.problems))}
 
 
 def _least(tried: list[Tried], devices: Devices) -> str:

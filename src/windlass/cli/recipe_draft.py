@@ -31,7 +31,7 @@ class RecipeDraft:
         self.problems: list[Problem] = []
         self._source, self._lines = document.source, dict(document.lines)
         self._overridden: set[Keys] = set()
-        self._amended: dict[Keys, str] = {}
+        self._amended: set[Keys] = set()
         for section, key in SHORTHANDS.items():
             if isinstance(self.values.get(section), str):
                 self.values[section] = {key: self.values[section]}
@@ -67,11 +67,11 @@ class RecipeDraft:
         self._set(keys, value)
         self._overridden.add(keys)
 
-    def amend(self, keys: Keys, value: Any, origin: str = "--tiny") -> None:
-        """Set one value, creating its sections, unless it is an override; `origin`: the flag that asks for it."""
+    def amend(self, keys: Keys, value: Any) -> None:
+        """Set one value as `--tiny` asks for it, creating its sections, unless it is an override."""
         if not self.is_overridden(*keys):
             self._set(keys, value)
-            self._amended[keys] = origin
+            self._amended.add(keys)
 
     def _set(self, keys: Keys, value: Any) -> None:
         node = self.values
@@ -88,9 +88,8 @@ class RecipeDraft:
         """Return where a value was set: `recipe.yaml:12`, `the command line` or a flag; None if it was not."""
         if self.is_overridden(*keys):
             return "the command line"
-        for depth in range(len(keys), 0, -1):
-            if keys[:depth] in self._amended:
-                return self._amended[keys[:depth]]
+        if any(keys[:depth] in self._amended for depth in range(len(keys), 0, -1)):
+            return "--tiny"
         return f"{self._source}:{self._lines[keys]}" if keys in self._lines else None
 
     def is_overridden(self, *keys: str) -> bool:

@@ -22,7 +22,7 @@ from windlass.finetuning.sft_data import holds_images, trains_on_completions
 from windlass.finetuning.templates import take_over_template
 from windlass.text.forms import Form, is_conversational_row, recognise_form, standardised
 from windlass.text.image_messages import COLUMNS as IMAGES
-from windlass.text.located_rows import LocatedRows
+from windlass.text.located_rows import LocatedRows, RowError
 from windlass.text.mixture import DatasetMixture
 from windlass.text.tables import is_stream, open_stream
 
@@ -179,9 +179,9 @@ def ended_prompt(prompt: str, data: DataSpec) -> str:
 
 def tuning_texts(rows: Any, text_column: str) -> Iterator[str]:
     """Yield the whole text of each row, for a tokenizer and a base that are trained on them. Raises DataError for rows
-    without text.
+    without text, with the place of the row if `rows` know it.
     """
-    for row in rows:
+    for number, row in enumerate(rows):
         form = recognise_form(row, text_column)
         if form is Form.TOKENIZED:
             have = ", ".join(map(str, row))
@@ -189,9 +189,21 @@ def tuning_texts(rows: Any, text_column: str) -> Iterator[str]:
                 f"rows with the columns {have} need a model with its tokenizer: set model.name. A new tokenizer and a "
                 f"small base are trained on text alone (data.text_column is {text_column!r})"
             )
-        found = standardised(row, form, text_column, has_template=False, kinds=_KINDS)
+        try:
+            found = standardised(row, form, text_column, has_template=False, kinds=_KINDS)
+        except DataError as error:
+            source, at = _source_of(rows, number)
+            raise RowError(at, str(error)).located(source) from None
         parts = found.get("messages") or [found.get(name, "") for name in ("text", "prompt", "completion")]
         yield "".join(_words(part) for part in parts)
+
+
+def _source_of(rows: Any, number: int) -> tuple[Any, int]:
+    """The dataset that a row of a mixture is of, and its number there."""
+    if not isinstance(rows, DatasetMixture):
+        return rows, number
+    name, row = rows.position(number)
+    return rows.sources[name], row
 
 
 def _words(part: Any) -> str:

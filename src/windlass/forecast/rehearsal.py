@@ -74,17 +74,24 @@ def _some_values() -> SomeValues:
     return SomeValues()  # type: ignore[no-untyped-call]
 
 
+@contextlib.contextmanager
+def _on_fakes(mode: FakeTensorMode) -> Iterator[None]:
+    """Within the body, tensors without memory are computed with, of which PyTorch warns."""
+    with warnings.catch_warnings(action="ignore"), mode, _some_values(), known_values():
+        yield
+
+
 class Rehearsal:
     """The parts of a run whose weights have no memory.
 
     Args:
         request: what the run was to be made of.
         on_device: it is planned for a device, not for the process.
+        whole: run all that repeats.
 
     Attributes:
         update: with the largest of the first micro-batches.
         stack: layers of the model of which it may be run with fewer; None: it is run as it is.
-        whole: run all that repeats.
     """
 
     def __init__(self, request: RunRequest, mode: FakeTensorMode, *, on_device: bool, whole: bool) -> None:
@@ -148,7 +155,7 @@ class Rehearsal:
             meter.adopt(bucket, BUCKETS, "")
         steps = FollowedSteps(context, meter)
         chunks = few_chunks(meter, on_device=self._on_device, every=self._whole)
-        with warnings.catch_warnings(action="ignore"), mode, _some_values(), known_values():
+        with _on_fakes(mode):
             steps.begin(self._fakes(self.update.batches[0]), len(self.update.batches))
         updates = self._fake(context), self._fake(context)
         with (
@@ -185,13 +192,7 @@ class Rehearsal:
 
         handles = [each.register_forward_hook(looked_at(name)) for name, each in model.named_modules()]
         try:
-            with (
-                warnings.catch_warnings(action="ignore"),
-                self._mode,
-                _some_values(),
-                known_values(),
-                torch.no_grad(),
-            ):
+            with _on_fakes(self._mode), torch.no_grad():
                 take_memory(model, self._mode)
                 with hooks.autocast():
                     call_model(model, hooks.prepare_inputs(self._fakes(self.update.batches[0])))
@@ -205,7 +206,7 @@ class Rehearsal:
         if self._plan.dist.pipeline is None:
             return None
         model = self._request.hooks.model
-        with warnings.catch_warnings(action="ignore"), self._mode, _some_values(), known_values():
+        with _on_fakes(self._mode):
             take_memory(model, self._mode)
             return lean_head_of_whole(model)
 
@@ -290,7 +291,7 @@ class FollowedSteps(MicroSteps):
         self._meter.stage = "micro-batch" if index == 0 else "later micro-batch"
         # Of an update with more than three micro-batches, those in the middle are alike.
         is_middle = 0 < index < len(update.batches) - 1
-        self._meter.times = max(self._accumulated - len(update.batches) + 1, 1) if is_middle else 1
+        self._meter.times = self._accumulated - len(update.batches) + 1 if is_middle else 1
         share = super().micro_step(update, index)
         self._meter.times = 1
         return share

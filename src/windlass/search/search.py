@@ -116,7 +116,7 @@ class Search:
 
     def run(self, run_trial: RunTrial) -> list[Record]:
         """Run the trials that are missing; return the best: one, or with several objectives all that none surpasses.
-        None if no trial is complete.
+        The list is empty if no trial is complete.
         """
         for number in range(self._settings.n_trials):
             if not self._run_one(number, run_trial):

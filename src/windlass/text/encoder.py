@@ -313,6 +313,10 @@ class RowEncoder:
             )
         return True
 
+    def columns(self, found: EncodedRows, rows: Sequence[Row], first: int) -> dict[str, Any]:
+        """What a stream has of encoded rows. Of `rows`, the first has the number `first`, as in `__call__`."""
+        return {"input_ids": found.input_ids, "labels": found.labels}
+
     @staticmethod
     def _add(found: EncodedRows, ids: list[int], labels: list[int], *place: int) -> None:
         """Add a row that has a label; count one that has none."""

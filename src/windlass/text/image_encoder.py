@@ -63,6 +63,12 @@ class ImageRowEncoder(RowEncoder):
         found: list[Any] = self._standard(row, number)[_IMAGES]
         return found
 
+    def columns(self, found: EncodedRows, rows: Sequence[Row], first: int) -> dict[str, Any]:
+        """As of a text, and the images of each row that is kept."""
+        places = zip(found.places[::2], found.places[1::2], strict=True)
+        images = [self.images(rows[number - first], number)[:count] for number, count in places]
+        return {**super().columns(found, rows, first), _IMAGES: images}
+
     def _standard(self, row: Row, number: int) -> dict[str, Any]:
         options = self._options
         try:

@@ -243,10 +243,12 @@ def _prepared_stream(
     form = _form_of(example, stream.column_names, options)
     if options.formatting_func is not None and form is Form.TEXT:
         example = {options.dataset_text_field: _formatted(options.formatting_func, example, 0)}
-    if images is None:
-        encoder = RowEncoder(tokenizer, options.of_tokens(), form, example)
-    else:
-        encoder = ImageRowEncoder(images, options.of_tokens(), form, example)
+    of_tokens = options.of_tokens()
+    encoder = (
+        RowEncoder(tokenizer, of_tokens, form, example)
+        if images is None
+        else ImageRowEncoder(images, of_tokens, form, example)
+    )
     function = options.formatting_func if form is Form.TEXT else None
     tokens = stream.map(
         StreamStep(encoder, function, options.dataset_text_field, stream.features),
@@ -286,13 +288,7 @@ class StreamStep:
                 numbers[0],
                 numbers[-1],
             )
-        made: dict[str, Any] = {"input_ids": found.input_ids, "labels": found.labels}
-        if isinstance(self._encoder, ImageRowEncoder):
-            places = zip(found.places[::2], found.places[1::2], strict=True)
-            made["images"] = [
-                self._encoder.images(rows[number - numbers[0]], number)[:count] for number, count in places
-            ]
-        return made
+        return self._encoder.columns(found, rows, numbers[0])
 
 
 # Read by the preparation, but without influence on its result. The text that a formatting function returns is hashed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from windlass.core.errors import ModelError
 from windlass.core.optional import is_available, is_imported, require
 from windlass.transforms.branches import current_row
 from windlass.transforms.document_images import has_masks_of_images, images_apart
-from windlass.transforms.document_mask import DocumentMask, document_lengths, lengths_of, masks_of
+from windlass.transforms.document_mask import DocumentMask, document_lengths, document_starts, masks_of
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.neftune import vocabulary_of
 
@@ -244,11 +244,11 @@ def _by_positions(
         or (mask is not None and mask.dtype is not torch.bool)
     ):
         return mask
-    again = positions[:, 1:] <= positions[:, :-1]
-    if not again.any():
+    starts = document_starts(positions)
+    if len(starts) == rows:
         return mask
-    lengths = lengths_of(again)
-    places = [divmod(start, length) for start in accumulate(lengths[:-1], initial=0)]
+    lengths = torch.diff(starts, append=starts.new_tensor([rows * length])).tolist()
+    places = [divmod(start, length) for start in starts.tolist()]
     masks = [_part(mask, row, at, size) for (row, at), size in zip(places, lengths, strict=True)]
     return DocumentMask(lengths, masks)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from windlass.transforms.document_mask import DocumentMask, lengths_of
+from windlass.transforms.document_mask import DocumentMask, document_starts
 
 Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -113,8 +113,10 @@ class _Documents:
     """
 
     def __init__(self, positions: Tensor) -> None:
-        self._lengths = lengths_of(positions[:, 1:] <= positions[:, :-1])
-        self.there = self.rows_of(torch.ones_like(positions, dtype=torch.bool))
+        starts = document_starts(positions)
+        sizes = torch.diff(starts, append=starts.new_tensor([positions.numel()]))
+        self._lengths = sizes.tolist()
+        self.there = torch.arange(max(self._lengths), device=positions.device) < sizes[:, None]
 
     def rows_of(self, values: Tensor) -> Tensor:
         """(1, tokens) as (documents, longest), padded with 0."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class DocumentMask(NamedTuple):
@@ -44,18 +44,14 @@ def document_lengths(function: Callable[..., Any], rows: int, length: int, devic
     if seen(function, row, head, earlier, later, (rows, length - 1)).any():
         return None
     joined = seen(function, row, head, later, earlier, (rows, length - 1))
-    return lengths_of(~joined)
+    starts = torch.cat([torch.ones_like(joined[:, :1]), ~joined], dim=1).flatten().nonzero().flatten()
+    return torch.diff(starts, append=starts.new_tensor([rows * length])).tolist()
 
 
-def lengths_of(begins: Tensor) -> list[int]:
-    """Lengths of the stretches of all rows, in order. Each row begins one, and so do the later tokens that are marked.
-
-    Args:
-        begins: bool, of all tokens but the first of each row: shape (rows, tokens - 1).
-    """
-    starts = nn.functional.pad(begins, (1, 0), value=True).flatten()
-    first = starts.nonzero().flatten()
-    return torch.diff(first, append=first.new_tensor([len(starts)])).tolist()
+def document_starts(positions: Tensor) -> Tensor:
+    """Where documents begin in rows whose positions start again: places in the flattened rows, int64."""
+    again = positions[:, 1:] <= positions[:, :-1]
+    return torch.nn.functional.pad(again, (1, 0), value=True).flatten().nonzero().flatten()
 
 
 def masks_of(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from windlass.dist.device_mesh import expert_device_mesh, part_along_last
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import whole
+from windlass.transforms.expert_parts import computing_with
 from windlass.transforms.expert_plan import chosen_experts
 from windlass.transforms.first_rank import FirstRank
 from windlass.transforms.tensor_split import mine
@@ -60,24 +61,11 @@ class DividedExperts(nn.Module):
         made = received = routes.exchange(sent, anchor, back=False)
         anchor, *own = _Parts.apply(self.loss_ranks, anchor, *map(mine, parts))  # type: ignore[no-untyped-call]
         if len(received):
-            with self._computing_with(own, received.dtype):
+            with computing_with(self, dict(zip(self.expert_names, own, strict=True)), received.dtype):
                 made = super().forward(received, routes.experts[:, None], received.new_ones(len(received), 1))
         returned = routes.exchange(made, anchor, back=True)[routes.order.argsort()]
         weighted = returned.view(-1, count, width) * weights.reshape(-1, count, 1)
         return weighted.sum(1).to(hidden_states.dtype).view_as(hidden_states)
-
-    @contextlib.contextmanager
-    def _computing_with(self, parts: list[Tensor], dtype: torch.dtype) -> Iterator[None]:
-        """Within the body, the attributes of the parameters are this rank's parts of them."""
-        for name, part in zip(self.expert_names, parts, strict=True):
-            # Of what a sharded model gathers, it casts by itself.
-            own_dtype = torch.is_autocast_enabled(part.device.type)
-            vars(self)[name] = part if own_dtype else part.to(dtype)
-        try:
-            yield
-        finally:
-            for name in self.expert_names:
-                del vars(self)[name]
 
 
 @cache

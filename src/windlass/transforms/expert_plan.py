@@ -6,7 +6,7 @@ Models of transformers have one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -83,11 +83,20 @@ def _check(path: str, layer: nn.Module, names: tuple[str, ...], ranks: int) -> N
             "experts out of target_modules and target_parameters, or set ep_size=1"
         )
         raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
+    check_experts(path, layer, names, "ep_size", ranks)
+
+
+def check_experts(path: str, layer: nn.Module, names: Iterable[str], field: str, ranks: int) -> None:
+    """Raise ConfigError if ranks cannot divide the experts of a layer.
+
+    Args:
+        names: of its parameters.
+        field: that has the number of ranks.
+    """
     experts = getattr(layer, "num_experts", None)
     if not isinstance(experts, int) or any(len(layer.get_parameter(name)) != experts for name in names):
-        fix = "has no num_experts that is the first size of its parameters; set ep_size=1"
+        fix = f"has no num_experts that is the first size of its parameters; set {field}=1"
         raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
     if experts % ranks:
-        raise ConfigError(
-            Problem("ep_size", ranks, f"must divide the experts of {path}, which are {experts}")
-        )
+        fix = f"must divide the experts of {path}, which are {experts}"
+        raise ConfigError(Problem(field, ranks, fix))

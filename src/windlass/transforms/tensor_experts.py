@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from windlass.dist.device_mesh import part_along_last
 from windlass.dist.gang import Gang
+from windlass.transforms.expert_parts import computing_with
 from windlass.transforms.tensor_split import TensorSplit, copied, mine, summed
 
 
@@ -39,11 +40,12 @@ class SomeExperts(nn.Module):
         here, places = self.split.located(chosen.reshape(-1))
         places_here = here.nonzero().flatten()
         own = states[places_here // count]
-        with self._computing_with_own(own.dtype) as parts:
-            if len(own):
+        parts = {name: mine(parameter) for name, parameter in self.named_parameters(recurse=False)}
+        if len(own):
+            with computing_with(self, parts, own.dtype), self._counting_own():
                 made = super().forward(own, places[places_here, None], own.new_ones(len(own), 1))
-            else:  # gradients of experts without a token are 0, as one process has them
-                made = own + torch.cat([part.flatten()[:0] for part in parts]).sum().to(own.dtype)
+        else:  # gradients of experts without a token are 0, as one process has them
+            made = own + torch.cat([part.flatten()[:0] for part in parts.values()]).sum().to(own.dtype)
         of_choices = states.new_zeros(len(shares), width).index_copy(
             0, places_here, (made * shares[places_here, None]).to(states.dtype)
         )
@@ -51,20 +53,12 @@ class SomeExperts(nn.Module):
         return total.to(hidden_states.dtype).view_as(hidden_states)
 
     @contextlib.contextmanager
-    def _computing_with_own(self, dtype: torch.dtype) -> Iterator[list[Tensor]]:
-        """Within the body, the attributes of parameters are this rank's parts of them."""
-        names = [name for name, parameter in self._parameters.items() if parameter is not None]
-        # Of what a sharded model gathers, it casts by itself.
-        parts = [mine(self.get_parameter(name)) for name in names]
-        parts = [part if torch.is_autocast_enabled(part.device.type) else part.to(dtype) for part in parts]
-        vars(self).update(zip(names, parts, strict=True))
+    def _counting_own(self) -> Iterator[None]:
         total, self.num_experts = self.num_experts, len(self.split.mine)
         try:
-            yield parts
+            yield
         finally:
             self.num_experts = total
-            for name in names:
-                del vars(self)[name]
 
 
 @cache

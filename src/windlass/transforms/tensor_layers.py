@@ -61,6 +61,7 @@ def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor
         if not takes_part and not isinstance(layer, nn.Embedding):
             siblings.setdefault(path.removesuffix(ADAPTED).rpartition(".")[0], []).append(layer)
         found.split, found.undivided, found.__class__ = split, kind, _kind_of(kind, style)
+        found.transposed = transposed
     for group in siblings.values():
         shared = _SharedInput(len(group))
         for layer in group:
@@ -97,6 +98,7 @@ class ColumnLinear(nn.Linear):
 
     split: TensorSplit
     shared_input: _SharedInput
+    transposed: bool
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., this rank's outputs)."""
@@ -123,6 +125,7 @@ class RowLinear(nn.Linear):
     """A linear layer with some of the columns of its weight: it gets some of the inputs, and results are summed."""
 
     split: TensorSplit
+    transposed: bool
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., all outputs), from (..., this rank's inputs)."""
@@ -140,10 +143,10 @@ class RowOfWhole(RowLinear):
         return super().forward(copied(input, self.split)[..., part.start : part.stop])
 
 
-def _matrix(layer: Any) -> Tensor:
+def _matrix(layer: ColumnLinear | RowLinear) -> Tensor:
     """This rank's part of the weight of a layer: shape (outputs, inputs)."""
     part = mine(layer.weight)
-    return part if issubclass(layer.undivided, nn.Linear) else part.T  # a `Conv1D` is none
+    return part.T if layer.transposed else part
 
 
 class VocabularyEmbedding(nn.Embedding):

@@ -14,13 +14,13 @@ from torch import nn
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import is_imported, require
+from windlass.transforms.expert_plan import check_experts
 from windlass.transforms.tensor_plans import plan_of
 
 SUMMED = "replicated_with_grad_allreduce"
 """The style of layers that are whole, and compute with some of the heads: their gradients are sums over ranks."""
-GATHERED = "colwise_gather_output"
-"""The style of a head, and of layers whose outputs are read whole: their sizes need not be divisible."""
-VOCABULARY = (GATHERED, "embedding_rowwise")
+VOCABULARY = ("colwise_gather_output", "embedding_rowwise")
+"""Styles of embeddings, heads, and layers whose outputs are read whole: their sizes need not be divisible."""
 ROWS = ("rowwise", "rowwise_split_input")
 """Styles of layers that sum their results: they get a part of the input, or the whole and take their part of it."""
 EXPERTS = "moe_tp_experts"
@@ -53,9 +53,17 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
     patterns = {
         re.compile(re.escape(pattern).replace(r"\*", "[^.]+")): style for pattern, style in plan.items()
     }
+
+    def style_of(path: str) -> str | None:
+        return next((style for pattern, style in patterns.items() if pattern.fullmatch(path)), None)
+
+    for path, _ in (*base.named_modules(), *base.named_parameters()):
+        if (style := style_of(path)) in _OF_EXPERTS and style_of(path.rpartition(".")[0]) != EXPERTS:
+            fix = f"is the style of a parameter of a layer of experts, which has the style {EXPERTS!r}; set tp_size=1"
+            raise ConfigError(Problem(f"model.{path}", style, fix))
     found = {}
     for path, layer in base.named_modules():
-        style = next((style for pattern, style in patterns.items() if pattern.fullmatch(path)), None)
+        style = style_of(path)
         if style is None or style in _WHOLE:
             continue
         if style in VOCABULARY and not _is_divisible(layer, ranks):
@@ -148,14 +156,7 @@ def _check_layer(path: str, layer: nn.Module, style: str, ranks: int) -> None:
     if style == SUMMED or style in VOCABULARY:
         return
     if style == EXPERTS:
-        experts = getattr(layer, "num_experts", None)
-        if not isinstance(experts, int) or any(len(p) != experts for p in layer.parameters()):
-            fix = "has no num_experts that is the first size of its parameters; set tp_size=1"
-            raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
-        if experts % ranks:
-            raise ConfigError(
-                Problem("tp_size", ranks, f"must divide the experts of {path}, which are {experts}")
-            )
+        check_experts(path, layer, dict(layer.named_parameters()), "tp_size", ranks)
         return
     if not _is_linear(layer):
         fix = f"is a {type(layer).__name__}, and only nn.Linear is divided; set tp_size=1"
