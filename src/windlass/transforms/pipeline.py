@@ -161,17 +161,8 @@ class Pipeline(Strategy):
         """Each parameter counts once, also a tied one."""
         again = {id(p.grad) for p in self.staged.copies}
         norm = self._inner.total_norm([gradient for gradient in gradients if id(gradient) not in again])
-        return self._over_stages(norm).to(gradients[0].dtype if gradients else norm.dtype)
-
-    def square(self, gradient: Tensor) -> Tensor:
-        again = any(p.grad is gradient for p in self.staged.copies)
-        return self._inner.square(gradient) * (not again)
-
-    def norm_of(self, square: Tensor) -> Tensor:
-        return self._over_stages(self._inner.norm_of(square))
-
-    def _over_stages(self, norm: Tensor) -> Tensor:
-        return self._ranks.sum_on_device(norm.to(self._device).double().square()).sqrt()
+        total = self._ranks.sum_on_device(norm.to(self._device).double().square()).sqrt()
+        return total.to(gradients[0].dtype if gradients else norm.dtype)
 
     def local(self, gradients: list[Tensor]) -> list[Tensor]:
         return self._inner.local(gradients)
