@@ -124,7 +124,7 @@ def test_faults_planted_by_hand_are_found(tmp_path: Path, fault: str) -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_layout_that_is_refused_says_why(tmp_path: Path) -> None:
-    words = ["prove", recipe(tmp_path, "gpt2"), "model.config={model_type: gpt2}", "--json"]
+    words = ["prove", recipe(tmp_path, "stablelm"), "--json"]
     code, text = end_of("windlass", *words, cwd=tmp_path, environ={"WINDLASS_HOME": str(tmp_path)})
     found = json.loads(text[text.index("{\n") :])
     assert (code, found["status"], found["proven"]) == (2, "refused", False)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import launch
-from tests.trainer.test_context_runs import (
-    CASES,
+from tests.trainer.layout_runs import (
     Case,
-    Results,
     Run,
     check_continued,
     check_equal,
     check_killed,
+    runner,
 )
 
 pytest.importorskip("transformers")
+CASES = Path(__file__).with_name("context_cases.py")
 EXPERTS, ONE, TWO = {"ep_size": 2}, {"per_device_train_batch_size": 1}, {"per_device_train_batch_size": 2}
 # The routers of DeepSeek compute in single precision, as do balancing losses and the models' own losses.
 SINGLE = 2e-6
@@ -25,13 +23,7 @@ SINGLE = 2e-6
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    def run(world: int, cases: dict[str, Case], folder: Path | None = None) -> Results:
-        folder = folder or tmp_path_factory.mktemp("experts")
-        folder.mkdir(exist_ok=True)
-        launch(world, CASES, folder, json.dumps(cases))
-        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
-
-    return run
+    return runner(CASES, lambda: tmp_path_factory.mktemp("experts"))
 
 
 @pytest.mark.dist

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -10,17 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.dist.launch import launch
-from tests.trainer.test_context_runs import (
+from tests.trainer.layout_runs import (
     DOUBLE,
     Case,
-    Results,
     Run,
     check_continued,
     check_equal,
     check_killed,
     resumed,
     rewind,
+    runner,
 )
 
 pytest.importorskip("transformers")
@@ -38,13 +36,7 @@ def of_schedule(name: str, size: int = 2) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    def run(world: int, cases: dict[str, Case], folder: Path | None = None) -> Results:
-        folder = folder or tmp_path_factory.mktemp("pipeline")
-        folder.mkdir(exist_ok=True)
-        launch(world, CASES, folder, json.dumps(cases))
-        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
-
-    return run
+    return runner(CASES, lambda: tmp_path_factory.mktemp("pipeline"))
 
 
 @pytest.mark.dist
@@ -210,14 +202,13 @@ def test_sharded_stages_are_continued_to_the_bit_and_on_any_layout_and_back(run:
         "parts": (4, ("tied", TENSOR, SAVING)),
         "stages": (2, ("tied", TWO, SAVING)),
     }
+    rewind(tmp_path / "same")
     for name in layouts:
         shutil.copytree(tmp_path / "same", tmp_path / name)
-    rewind(tmp_path / "same")
     assert run(4, resumed({"x": case}), tmp_path / "same")[0]["x"]["weights"] == expected, "to the bit"
     longer: Case = (case[0], case[1], {**case[2], "max_steps": 8})
     onward = np.array(run(4, resumed({"x": longer}), tmp_path / "same")[0]["x"]["weights"])
     for name, (ranks, other) in layouts.items():
-        rewind(tmp_path / name)
         found = run(ranks, resumed({"x": other}), tmp_path / name)[0]["x"]["weights"]
         assert np.abs(np.array(found) - np.array(expected)).max() <= DOUBLE, name
         back = run(4, resumed({"x": longer}), tmp_path / name)[0]["x"]["weights"]
@@ -245,6 +236,6 @@ def test_stages_are_continued_as_more_stages_and_as_replicas(
 def test_dropout_and_a_tie_are_the_same_after_a_resume(run: Run, tmp_path: Path) -> None:
     whole, last = (found["drops"] for found in run(2, {"drops": ("dropping", TWO, SAVING)}, tmp_path))
     assert whole["head"] == last["head"], "both stages have the bits of the tie"
-    shutil.rmtree(tmp_path / "drops" / "checkpoint-6")
+    rewind(tmp_path)
     again = run(2, {"drops": ("dropping", TWO, {**SAVING, "resume": True})}, tmp_path)[0]["drops"]
     assert again["weights"] == whole["weights"]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from windlass import SFTTrainer, Trainer
 from windlass.cli.main import main
 from windlass.core.errors import ConfigError
+from windlass.transforms.document_attention import documents_apart
 from windlass.transforms.quantization_aware import apply_qat, quantized_config
 
 pytest.importorskip("torchao")
@@ -138,7 +139,17 @@ def test_an_export_that_cannot_be_made(
     assert [path.name for path in tmp_path.iterdir()] == ["base"], "nothing is left"
 
 
-def test_packed_documents_are_kept_apart(tmp_path: Path) -> None:
+def test_packed_documents_are_kept_apart() -> None:
+    model = small.model(**SIZES).eval()
+    apply_qat(model, "int4_weight_only")
+    documents = ids()
+    row, positions = documents.view(1, -1), torch.arange(documents.shape[1]).repeat(len(documents))[None]
+    with torch.no_grad(), documents_apart(model):
+        together = model(row, position_ids=positions).logits
+    torch.testing.assert_close(together.view(len(documents), documents.shape[1], -1), logits(model))
+
+
+def test_packed_rows_are_trained_on(tmp_path: Path) -> None:
     run = trainer(tmp_path, packing=True, max_length=32, save_strategy="no")
     run.train()
     assert len(losses(run)) == 4

@@ -11,7 +11,7 @@ from windlass.checkpoint.names import canonical_names
 from windlass.core.module_state import kept_elsewhere
 from windlass.core.types import State
 from windlass.dist.gang import current
-from windlass.dist.sharded import Blocks, Held, Part, all_holders, is_sharded, part
+from windlass.dist.sharded import Held, all_holders, blocks_as_lists, blocks_of_lists, is_sharded, part
 
 
 def is_in_stages(model: nn.Module) -> bool:
@@ -35,7 +35,8 @@ def joined_state(state: State, model: nn.Module, mark: Any) -> tuple[State, dict
         if isinstance(value, Tensor) and (value.dim() or is_sharded(value)):
             tensors[path] = value
             if describes:
-                kinds[path] = [str(value.dtype)[6:], list(value.shape), _as_lists(value, all_ranks.rank)]
+                blocks = all_holders(value) if is_sharded(value) else [(part(value), [all_ranks.rank])]
+                kinds[path] = [str(value.dtype)[6:], list(value.shape), blocks_as_lists(blocks)]
             return mark(path)
         if isinstance(value, dict):
             return {key: apart(item, f"{path}/{key}", describes) for key, item in value.items()}
@@ -51,20 +52,11 @@ def joined_state(state: State, model: nn.Module, mark: Any) -> tuple[State, dict
     everywhere = all_ranks.gather_objects([entries, kinds])
     parts: dict[str, Tensor] = {}
     for _, found in everywhere:
-        for path, (dtype, shape, blocks) in found.items():
+        for path, (dtype, shape, lists) in found.items():
             like = torch.zeros((), dtype=getattr(torch, dtype)).expand(shape)
-            parts[path] = Held(like, tensors.get(path), _as_blocks(blocks))
+            parts[path] = Held(like, tensors.get(path), blocks_of_lists(lists))
     whole = {name: entry for found, _ in everywhere for name, entry in found.items()}
     return {**state, "state": {name: whole[name] for name in state["shapes"] if name in whole}}, parts
-
-
-def _as_lists(value: Tensor, rank: int) -> list[list[list[int]]]:
-    blocks: Blocks = all_holders(value) if is_sharded(value) else [(part(value), [rank])]
-    return [[list(block.offsets), list(block.sizes), list(ranks)] for block, ranks in blocks]
-
-
-def _as_blocks(lists: list[list[list[int]]]) -> Blocks:
-    return [(Part(tuple(offsets), tuple(sizes)), ranks) for offsets, sizes, ranks in lists]
 
 
 def _owners(model: nn.Module) -> dict[str, list[int]]:

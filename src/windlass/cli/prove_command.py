@@ -125,7 +125,10 @@ class Proof:
 
     def _difference(self) -> str:
         smallest = self.verdict if self.smallest is None else self.smallest
-        return str(smallest.first) if smallest.first is not None else smallest.detail.partition("\n")[0]
+        if smallest.first is not None:
+            return str(smallest.first)
+        # A failure is followed by what the process printed; a refusal has its reason below its first line.
+        return smallest.detail if smallest.status == "refused" else smallest.detail.partition("\n")[0]
 
     def lines(self, layout: AxisLayout, seconds: float) -> Iterator[str]:
         """The end of what is printed for people."""

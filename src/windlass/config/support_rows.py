@@ -32,9 +32,7 @@ TRACKERS = tuple(
     sorted([*(kind.value for kind in LoggerType if kind is not LoggerType.ALL), *_OTHER_TRACKERS])
 )
 # Name -> why logs cannot be sent to it by its name, and what to do instead.
-UNBUILT_TRACKERS = {
-    **dict.fromkeys(("flyte", "kubeflow"), TRACKER_NOTE),
-}
+UNBUILT_TRACKERS = dict.fromkeys(("flyte", "kubeflow"), TRACKER_NOTE)
 
 
 def unbuilt_optimizer(name: str) -> str | None:

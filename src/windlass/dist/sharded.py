@@ -53,6 +53,16 @@ Blocks = Sequence[tuple[Part, Sequence[int]]]
 """The parts of a tensor, each with the ranks of the job that hold it."""
 
 
+def blocks_as_lists(blocks: Blocks) -> list[list[list[int]]]:
+    """Blocks as ranks send them to each other: offsets, sizes and ranks of each."""
+    return [[list(block.offsets), list(block.sizes), list(ranks)] for block, ranks in blocks]
+
+
+def blocks_of_lists(lists: list[list[list[int]]]) -> Blocks:
+    """The blocks of which `blocks_as_lists` made `lists`."""
+    return [(Part(tuple(offsets), tuple(sizes)), ranks) for offsets, sizes, ranks in lists]
+
+
 class Held(InParts):
     """A tensor that some ranks of the job hold, whole or in parts, and others not at all.
 
@@ -247,8 +257,8 @@ def holders(tensor: Tensor, preferred: Sequence[int] = (0,)) -> list[tuple[int, 
 
 
 def all_holders(tensor: DTensor | Held) -> Blocks:
-    """Every part of a sharded tensor with all ranks that hold it, parts without elements left out. The same on every
-    rank, without communication.
+    """Every part of a sharded tensor with all ranks that hold it, parts without elements left out; the blocks of a
+    `Held`. The same on every rank, without communication.
     """
     if isinstance(tensor, Held):
         return tensor.blocks

@@ -74,7 +74,7 @@ class FullyShardedModel(Strategy):
         division = TensorDivision(module, self._tensor_ranks) if self._tensor_ranks.size > 1 else None
         if not isinstance(module, FSDPModule):
             shard_(module, self._device, plan, loss_ranks, division)
-        self._division, in_stages = division, loss_ranks.mesh.pipeline > 1
+        self._division = division
         _free_after_evaluations(module)
         # FSDP2 prepares itself in its first forward. That may be one of a measurement, which undoes what a forward does
         # to a module: hooks that free gathered parameters before a state dict would be gone.
@@ -92,7 +92,7 @@ class FullyShardedModel(Strategy):
         self._norm_on_host = self._on_host or self._device.type == "cpu"
         self._copies: dict[Any, int] = {}
         self._forwards = self._seen = 0
-        if division is not None and not in_stages:  # one rank cannot compare the losses of a whole model
+        if division is not None:
             division.finish()
         self._shared = AfterBackward([] if division is None else division.trainable, self._average_shared)
         self._hook = module.register_forward_pre_hook(self._count)
@@ -331,8 +331,7 @@ def shard_(
     _check(plan, device)
     mesh, tensor_mesh = fsdp_device_meshes(loss_ranks.mesh.with_replicas(chosen.replicas), device)
     stage_ranks = loss_ranks.over("stage")
-    in_stages = loss_ranks.mesh.pipeline > 1
-    if chosen.ram_efficient and stage_ranks.rank != 0 and not in_stages:
+    if chosen.ram_efficient and stage_ranks.rank != 0:
         to_meta(module)
     check_same_structure(module, stage_ranks)
     check_sparse(module, stage_ranks)

@@ -8,14 +8,14 @@ runs the micro-batches of an update.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from windlass.config.plan import DistPlan
+from windlass.config.strategy_plans import PipelinePlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import keep_elsewhere, state_of
 from windlass.core.trees import send_to_device
@@ -53,7 +53,7 @@ class Pipeline(Strategy):
 
     Args:
         module: whole, and best on the host still. All ranks get rank 0's weights and buffers. Collective.
-        plan: with `plan.pipeline`.
+        spread_stage: makes the strategy of a stage, of which each pipeline has one rank; `module` has its layers.
 
     Attributes:
         staged: the stages of this rank.
@@ -66,19 +66,28 @@ class Pipeline(Strategy):
     sharded = True
     saves_parts = True
 
-    def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: PipelinePlan,
+        loss_ranks: Gang,
+        device: torch.device,
+        spread_stage: Callable[[], Strategy],
+    ) -> None:
         self._all_ranks, self._ranks = loss_ranks.over("all"), loss_ranks.over("pipeline")
         self._device = device
         known = staged_of(module)
         if known is None:
-            self._inner = self._divided(module, plan, loss_ranks)
+            self._inner = self._divided(module, plan, spread_stage)
         else:
-            self._inner = _spread_stage(module, plan, loss_ranks, device)
+            self._inner = spread_stage()
             self.staged = known
         self.staged.at_end = self._inner.stage_ended
         super().__init__(module, self._all_ranks.size > 1)
 
-    def _divided(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> Strategy:
+    def _divided(
+        self, module: nn.Module, plan: PipelinePlan, spread_stage: Callable[[], Strategy]
+    ) -> Strategy:
         _refuse_unfit(module, self._all_ranks)
         check_same_structure(module, self._all_ranks)
         check_sparse(module, self._all_ranks)
@@ -86,14 +95,12 @@ class Pipeline(Strategy):
         on_host = all(tensor.is_cpu for tensor in (*module.parameters(), *module.buffers()))
         group = self._all_ranks.host_group if on_host else self._all_ranks.device_group
         broadcast((tensor.detach() for tensor in (*module.parameters(), *module.buffers())), group)
-        assert plan.pipeline is not None, "the caller looked"
-        placement = plan.pipeline.placement
-        example = example_of(module)
-        cut, whole = find_cut(module, len(placement), plan.pipeline.split_points, example)
+        placement, example = plan.placement, example_of(module)
+        cut, whole = find_cut(module, len(placement), plan.split_points, example)
         lean_head = lean_head_of_whole(module)
         self.staged = staged = StagedModel(module, cut, placement, self._ranks, self._device)
         staged.lean_head = lean_head
-        inner = staged.spread(lambda: _spread_stage(module, plan, loss_ranks, self._device))
+        inner = staged.spread(spread_stage)
         if example is not None and self._ranks.exists:
             args, kwargs = send_to_device(example, self._device)
             with evaluating(module):
@@ -223,19 +230,6 @@ def lean_head_of_whole(module: nn.Module) -> LeanHead | None:
         return LeanHead.measured(module, core)
     except InexactLossError:
         return None
-
-
-def _spread_stage(module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> Strategy:
-    """Spread the layers of a stage over its ranks, of which each pipeline has one."""
-    if plan.strategy == "fsdp":
-        from windlass.transforms.fsdp import shard
-
-        return shard(module, device, plan, loss_ranks)
-    if plan.tensor > 1:
-        from windlass.transforms.tensor_parallel import TensorParallel
-
-        return TensorParallel(module, loss_ranks, device)
-    return StageCopies(module, loss_ranks)
 
 
 def _refuse_unfit(module: nn.Module, all_ranks: Gang) -> None:

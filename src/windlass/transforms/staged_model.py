@@ -20,7 +20,15 @@ from windlass.core.module_state import ElsewhereState, kept_elsewhere
 from windlass.core.rng import PlacedRandomness
 from windlass.dist.absent import Absent, absent_like
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import Blocks, Held, Part, all_holders, is_sharded, part
+from windlass.dist.sharded import (
+    Blocks,
+    Held,
+    all_holders,
+    blocks_as_lists,
+    blocks_of_lists,
+    is_sharded,
+    part,
+)
 from windlass.transforms.lean_head import LeanHead
 from windlass.transforms.pipeline_cut import Cut
 from windlass.transforms.stage_forwards import Call, StageForwards
@@ -193,16 +201,11 @@ class StagedModel(ElsewhereState):
             for number, p in numbered.items()
             if self._owners[p] == self.link.ranks.rank and all_ranks.rank == stage[0]
         }
-        sent = [
-            [number, [[list(block.offsets), list(block.sizes), list(ranks)] for block, ranks in blocks]]
-            for number, blocks in mine.items()
-        ]
+        sent = [[number, blocks_as_lists(blocks)] for number, blocks in mine.items()]
         return {
-            numbered[number]: [
-                (Part(tuple(offsets), tuple(sizes)), ranks) for offsets, sizes, ranks in blocks
-            ]
+            numbered[number]: blocks_of_lists(lists)
             for found in all_ranks.gather_objects(sent)
-            for number, blocks in found
+            for number, lists in found
         }
 
     @property
@@ -219,7 +222,7 @@ class StagedModel(ElsewhereState):
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Context in which every rank has all parameters, and computes forwards by itself. Collective."""
-        values = dict(self.whole_parameters())
+        values = {p: value for p, value in self.whole_parameters() if isinstance(p, Absent)}
         taken: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in self.module.modules():
             for name, parameter in module._parameters.items():

@@ -58,21 +58,18 @@ def _spread(
     if any(map(is_sharded, module.parameters())):
         _check_divided(module, plan)
     if plan.pipeline is not None:
-        from windlass.transforms.pipeline import Pipeline
+        from windlass.transforms.pipeline import Pipeline, StageCopies
 
-        return Pipeline(module, plan, loss_ranks, device)
+        def spread_stage() -> Strategy:
+            return _in_parts(module, plan, loss_ranks, device) or StageCopies(module, loss_ranks)
+
+        return Pipeline(module, plan.pipeline, loss_ranks, device, spread_stage)
     if plan.expert > 1:
         from windlass.transforms.expert_parallel import divided
 
         return divided(module, plan, loss_ranks, device)
-    if plan.strategy == "fsdp":
-        from windlass.transforms.fsdp import shard
-
-        return shard(module, device, plan, loss_ranks)
-    if plan.tensor > 1:
-        from windlass.transforms.tensor_parallel import TensorParallel
-
-        return TensorParallel(module, loss_ranks, device)
+    if (parts := _in_parts(module, plan, loss_ranks, device)) is not None:
+        return parts
     if loss_ranks.size == 1:
         return Alone(module)
     check_sparse(module, loss_ranks)
@@ -87,6 +84,19 @@ def _spread(
     from windlass.transforms.ddp import DataParallel
 
     return DataParallel(module, plan)
+
+
+def _in_parts(module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> Strategy | None:
+    """The strategy whose ranks have parts of the parameters of a model, or of a stage of one; None if each has all."""
+    if plan.strategy == "fsdp":
+        from windlass.transforms.fsdp import shard
+
+        return shard(module, device, plan, loss_ranks)
+    if plan.tensor > 1:
+        from windlass.transforms.tensor_parallel import TensorParallel
+
+        return TensorParallel(module, loss_ranks, device)
+    return None
 
 
 def _check_divided(module: nn.Module, plan: DistPlan) -> None:

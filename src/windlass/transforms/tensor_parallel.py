@@ -55,8 +55,9 @@ class TensorDivision:
         divide(own, mesh, self._ranks)
 
     def finish(self) -> None:
-        """After all layers were divided, and forwards can be made. Collective."""
-        if self.chosen:
+        """Called after all layers were divided, when forwards can be made. Collective."""
+        # One rank of a pipeline cannot compare the losses of a whole model.
+        if self.chosen and self._ranks.mesh.pipeline == 1:
             split_loss(self._module)
 
     @property
@@ -96,23 +97,21 @@ class TensorParallel(Strategy):
         self._loss_ranks, self._tensor_ranks = loss_ranks, loss_ranks.over("tensor")
         self._stage_ranks = loss_ranks.over("stage")
         self._division = TensorDivision(module, self._tensor_ranks)
-        in_stages = loss_ranks.mesh.pipeline > 1
-        if not in_stages:
+        if loss_ranks.mesh.pipeline == 1:
             check_same_structure(module, self._stage_ranks)
             check_sparse(module, self._stage_ranks)
             broadcast(p.detach() for p in module.parameters() if not is_sharded(p))
             share_buffers(module)
         self._division.apply(module, tensor_device_mesh(loss_ranks.mesh, device))
         super().__init__(module, self._stage_ranks.size > 1)
-        if not in_stages:  # one rank cannot compare the losses of a whole model
-            self._division.finish()
+        self._division.finish()
         self._after_backward = AfterBackward(self._division.trainable, self.reduce)
 
     def micro(self, last: bool) -> AbstractContextManager[Any]:
         return self._after_backward.held(not last)
 
     def reduce(self) -> None:
-        """Average gradients: those of parts over the loss ranks, the others over all ranks."""
+        """Average gradients: those of parts over the loss ranks, the others over all ranks of the stage."""
         if self._loss_ranks.size > 1:
             parts = [p for p in present(self._module.parameters()) if p.requires_grad and is_cut(p)]
             average_gradients(parts, self._loss_ranks.sum_on_device, self._loss_ranks.size)

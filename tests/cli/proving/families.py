@@ -1,6 +1,6 @@
-"""Families of decoders, each as large as one that is trained, and what `prove` finds of them on one layout each.
+"""Families of decoders, each as large as one that is trained, and what `prove` finds of them on some layouts.
 
-`python families.py FOLDER LAYOUT[,...] [FAMILY ...]` writes FOLDER/found.json: family -> layout -> status, detail.
+`python families.py FOLDER LAYOUT[;...] [FAMILY ...]` writes FOLDER/found.json: family -> layout -> status, detail.
 """
 
 from __future__ import annotations
