@@ -8,26 +8,25 @@ script that the folder lacks is named.
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from common import caption, facts, rewrite, table
 from public_scripts import (
-    HERE,
-    RECIPES,
     SECONDS,
     Recipe,
     cell,
+    collect,
     environment,
     label,
     lacking,
     last_line,
     load,
+    parser_of,
     prepared,
 )
 
@@ -92,29 +91,11 @@ def render(recipes: list[Recipe], results: dict[str, Any], figures: dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="the folder with the scripts")
-    parser.add_argument("--recipes", type=Path, default=RECIPES)
-    parser.add_argument("--data", type=Path, default=HERE.parents[1] / "shared" / "data", help="texts")
+    parser = parser_of("compared scripts", description=__doc__.splitlines()[0])
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--only", help="names of recipes, separated by commas")
-    parser.add_argument("--write", type=Path, help="a page with a section `compared scripts` to rewrite")
-    parser.add_argument("--json", type=Path, help="a file for the results, kept from run to run")
     options = parser.parse_args()
     recipes = load(options.recipes)
-    results = json.loads(options.json.read_text("utf-8")) if options.json and options.json.exists() else {}
-    named = options.only.split(",") if options.only else None
-    folder = options.folder.absolute()
-    with tempfile.TemporaryDirectory() as temporary:
-        from script_recipes.standins import make
-
-        make(Path(temporary), options.data)
-        for recipe in recipes:
-            if recipe.name in (named or ()) or (named is None and recipe.name not in results):
-                results[recipe.name] = compare(recipe, folder, Path(temporary), options.updates)
-                print(*row(recipe, results[recipe.name]), sep=" | ", flush=True)
-                if options.json:
-                    options.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+    results = collect(options, recipes, functools.partial(compare, updates=options.updates), row)
     text = render([it for it in recipes if it.name in results], results, facts(), options.updates)
     if options.write:
         rewrite(options.write, "compared scripts", text)

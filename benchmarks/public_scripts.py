@@ -23,7 +23,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -289,20 +289,32 @@ def render(recipes: list[Recipe], results: dict[str, Any], figures: dict[str, An
     return f"{summary}\n\n{table(head, rows)}\n\n{caption(figures, command)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser_of(section: str, **description: Any) -> argparse.ArgumentParser:
+    """The options of a command that runs recipes and rewrites a section of a page."""
+    parser = argparse.ArgumentParser(**description)
     parser.add_argument("folder", type=Path, help="the folder with the scripts")
     parser.add_argument("--recipes", type=Path, default=RECIPES)
     parser.add_argument(
         "--data", type=Path, default=HERE.parents[1] / "shared" / "data", help="texts for the stand-ins"
     )
     parser.add_argument("--only", help="names of recipes to run, separated by commas")
-    parser.add_argument("--write", type=Path, help="a page with a section `public scripts` to rewrite")
+    parser.add_argument("--write", type=Path, help=f"a page with a section `{section}` to rewrite")
     parser.add_argument("--json", type=Path, help="a file for the results, kept from run to run")
-    options = parser.parse_args()
-    recipes = load(options.recipes)
+    return parser
+
+
+def collect(
+    options: argparse.Namespace,
+    recipes: list[Recipe],
+    run: Callable[[Recipe, Path, Path], dict[str, Any]],
+    shown: Callable[[Recipe, dict[str, Any]], list[str]],
+) -> dict[str, Any]:
+    """Run the recipes that are asked for, or else those without a result; return the results of all, by name.
+
+    Args:
+        run: recipe, folder of the scripts, stand-ins -> its result.
+        shown: the words that are printed of a result.
+    """
     results = json.loads(options.json.read_text("utf-8")) if options.json and options.json.exists() else {}
     named = options.only.split(",") if options.only else None
     if unknown := sorted(set(named or ()) - {recipe.name for recipe in recipes}):
@@ -315,10 +327,18 @@ def main() -> None:
 
             make(Path(temporary), options.data)
         for recipe in chosen:
-            results[recipe.name] = measure(recipe, folder, Path(temporary))
-            print(recipe.name, *row(recipe, results[recipe.name])[2:], sep=" | ", flush=True)
+            results[recipe.name] = run(recipe, folder, Path(temporary))
+            print(*shown(recipe, results[recipe.name]), sep=" | ", flush=True)
             if options.json:
                 options.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+    return dict(results)
+
+
+def main() -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    options = parser_of("public scripts", description=__doc__, formatter_class=formatter).parse_args()
+    recipes = load(options.recipes)
+    results = collect(options, recipes, measure, lambda recipe, found: [recipe.name, *row(recipe, found)[2:]])
     page = options.write.read_text("utf-8") if options.write else ""
     text = render(recipes, results, facts(), page)
     print(text)

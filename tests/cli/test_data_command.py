@@ -49,6 +49,15 @@ def test_trained_tokens_are_in_brackets(
     ]
 
 
+def test_a_faulty_row_is_named_by_its_line(chats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Path(chats).read_text().splitlines(keepends=True)
+    lines[3] = lines[3].replace('"user"', '"bot"')
+    Path(chats).write_text("".join(lines))
+    for word in ((), ("--json",)):
+        assert main(["data", "show", chats, "--start", "2", *word]) == 2
+        assert "chats.jsonl:4: messages[0] has the unknown role 'bot'" in capsys.readouterr().err
+
+
 def test_samples_for_programs(chats: str, tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "data",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.callbacks.page_runs import append_rows, row, write_run
+from tests.callbacks.page_runs import BEGAN, append_rows, row, write_run
 
 from windlass.callbacks import row_reader
 from windlass.callbacks.page_data import page_data
@@ -109,6 +109,28 @@ def test_a_page_that_was_away_for_long_gets_all(tmp_path: Path) -> None:
     assert found["whole"]["series"]["loss"]["of"] == 3010
     (found,) = followed.look()["runs"]
     assert found["growth"] == {"series": {}, "clip": None}
+
+
+def test_norms_are_counted_as_in_a_page_of_all_rows_though_attempts_clip_differently(tmp_path: Path) -> None:
+    write_run(tmp_path, 10)
+    history = RunHistory(tmp_path)
+    history.view()
+    before, path = 1.0, tmp_path / "run.json"
+    for first, limit in ((11, 0.0), (21, 1.5)):
+        record = json.loads(path.read_text())
+        record["arguments"]["max_grad_norm"] = limit
+        changed = {"max_grad_norm": [before, limit]}
+        record["sessions"].append(
+            {"began": BEGAN + first - 0.5, "from_step": first - 1, "repeated": 0, "changed": changed}
+        )
+        path.write_text(json.dumps(record))
+        append_rows(tmp_path, *(logged(step) for step in range(first, first + 10)))
+        page, _ = history.page()
+        assert page.data is not None
+        assert page.data["clip"] == page_data(read_run(tmp_path))["clip"]
+        assert (page.data["clip"] is None) is (limit == 0)
+        before = limit
+    assert page.data["clip"] == {"at": 1.5, "over": 10, "of": 30}
 
 
 def calls_of(followed: FollowedRuns) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from tests.finetuning import small
 from windlass.cli.main import main
 from windlass.cli.recipe import load_recipe
 from windlass.cli.schema import DataSpec
-from windlass.cli.tuning_data import load_tuning_data, tuning_rows, tuning_texts
+from windlass.cli.tuning_data import load_tuning_data, takes_turns, tuning_rows, tuning_texts
 from windlass.core.errors import DataError
 from windlass.text.located_rows import LocatedRows
 from windlass.text.mixture import DatasetMixture
@@ -100,3 +100,5 @@ def test_an_invalid_row_is_named_by_its_line_where_a_tokenizer_is_trained_on_it(
     for found in (located, DatasetMixture({"others": others, "chats": located}, seed=3)):
         with pytest.raises(DataError, match=fault):
             list(tuning_texts(found, "text"))
+    with pytest.raises(DataError, match=fault):
+        takes_turns(LocatedRows(located[4:], located.places[4:]), "text")

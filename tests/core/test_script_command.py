@@ -87,3 +87,13 @@ def test_without_a_script_or_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> No
 def test_paths_are_shown_alike(tmp_path: Path) -> None:
     assert shown_path(tmp_path / "runs" / "a") == shown_path("runs/a") == "runs/a"
     assert shown_path("/elsewhere/a") == "/elsewhere/a"
+
+
+def test_a_path_is_shown_although_the_working_directory_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert shown_path(tmp_path / "a") == str(tmp_path / "a")

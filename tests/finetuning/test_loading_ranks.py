@@ -16,6 +16,8 @@ from tests.finetuning import small
 from windlass import SFTTrainer
 from windlass.core.errors import ModelError
 from windlass.dist.sharded import is_sharded, whole
+from windlass.finetuning.base_model import load_model
+from windlass.transforms.first_rank import has_weights
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -45,6 +47,27 @@ def test_one_process_reads_the_weights(tmp_path: Path) -> None:
             assert run["first"]["losses"] == run["each"]["losses"]
             assert run["first"]["weights"] == run["each"]["weights"], f"{case}: the same bits"
         assert one["first"]["weights"] == other["first"]["weights"]
+
+
+def test_a_model_without_weights_has_the_config_of_one_with_them(tmp_path: Path) -> None:
+    name = small.saved(tmp_path / "base", hidden_size=64, intermediate_size=96)
+    for options in ({"dtype": "auto"}, {"dtype": torch.bfloat16, "attn_implementation": "eager"}):
+        empty, read = load_model(name, options, empty=True), load_model(name, options)
+        assert not has_weights(empty)
+        assert has_weights(read)
+        assert str(empty.config) == str(read.config)
+        assert str(empty.generation_config) == str(read.generation_config)
+        assert empty.training == read.training
+        shapes = [{n: (p.shape, p.dtype) for n, p in each.named_parameters()} for each in (empty, read)]
+        assert shapes[0] == shapes[1]
+    changed = load_model(name, {"dtype": "auto", "attention_dropout": 0.5}, empty=True)
+    assert has_weights(changed), "an option that may be of the config is left to from_pretrained"
+    assert changed.config.to_dict()["attention_dropout"] == 0.5  # type: ignore[operator, union-attr]
+    file = tmp_path / "base" / "config.json"
+    file.write_text(
+        json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "architectures"})
+    )
+    assert type(load_model(name, {"dtype": "auto"}, empty=True)) is type(changed)
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------

@@ -103,6 +103,7 @@ def check_proposals(folder: Path, model: str, world: int, named: tuple[str, ...]
         for number, layout in enumerate(layouts(world))
         if any(each in layout.name for each in named)
     }
+    assert len(cases) >= len(named)
     planned = {name: said_by_plan(recipe, overrides, world) for name, overrides in cases.items()}
     launch(world, Path(__file__).with_name("proposed_runs.py"), recipe, folder, json.dumps(cases))
     for rank in range(world):

@@ -57,7 +57,8 @@ class Curves:
         self._points: dict[str, list[Point]] = {}
         self._bad: dict[str, int] = {}
         self._of: dict[str, int] = {}
-        self._clip: dict[str, Any] | None = None
+        self._limit = 0.0  # the largest norm of the last attempt; 0: norms are not clipped
+        self._over = 0  # norms above that of their attempt
 
     def add(self, view: RunView, rows: Sequence[Row]) -> None:
         """Add rows of a run."""
@@ -69,10 +70,9 @@ class Curves:
             self._of[name] = self._of.get(name, 0) + len(points)
             if len(kept) > 2 * _KEPT_POINTS:
                 self._points[name] = list(thinned(kept, _KEPT_POINTS))
-        if (clip := _clipped(view, series.get("grad_norm", ([], 0))[0])) is not None:
-            before = self._clip or {"over": 0, "of": 0}
-            counts = {name: before[name] + clip[name] for name in ("over", "of")}
-            self._clip = {"at": clip["at"], **counts}
+        limits = _largest_norms(view)
+        self._limit = limits[-1][1]
+        self._over += _clipped(series.get("grad_norm", ([], 0))[0], limits, _began(view))
         counted = (tokens_of(row) for row in reversed(rows))
         self.tokens = next((found for found in counted if found is not None), self.tokens)
 
@@ -83,7 +83,9 @@ class Curves:
             shown(name): _columns(points, self._bad[name], self._of[name], limit)
             for name, points in self._points.items()
         }
-        return {"series": series, "clip": self._clip}
+        norms = self._of.get("grad_norm", 0)
+        clip = {"at": self._limit, "over": self._over, "of": norms} if self._limit and norms else None
+        return {"series": series, "clip": clip}
 
 
 def page_events(view: RunView) -> dict[str, Any]:
@@ -142,18 +144,14 @@ def _series(rows: Sequence[Row], began: float, tokens: float | None) -> dict[str
     return {name: (found.get(name, []), bad.get(name, 0)) for name in dict.fromkeys([*found, *bad])}
 
 
-def _clipped(view: RunView, norms: Sequence[Point]) -> dict[str, Any] | None:
-    """The largest norm of the last attempt, and how many reported norms were above that of their attempt."""
-    limits = _largest_norms(view)
-    last = limits[-1][1]
-    if not last or not norms:
-        return None
-    over, place, began = 0, 0, _began(view)
+def _clipped(norms: Sequence[Point], limits: Sequence[tuple[float, float]], began: float) -> int:
+    """How many reported norms were above that of their attempt; `limits` are those of `_largest_norms`."""
+    over, place = 0, 0
     for _, norm, seconds, _ in norms:
         while place + 1 < len(limits) and limits[place + 1][0] - began <= seconds:
             place += 1
         over += norm > (limits[place][1] or math.inf)
-    return {"at": last, "over": over, "of": len(norms)}
+    return over
 
 
 def _largest_norms(view: RunView) -> list[tuple[float, float]]:

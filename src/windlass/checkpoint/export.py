@@ -109,10 +109,10 @@ def export_folder(
     target: Path,
     options: ExportOptions,
     files: Files | None = None,
-    finish: Callable[[Path], None] = lambda folder: None,
+    finish: Callable[[Path, Files], None] = lambda folder, files: None,
 ) -> None:
     """Write the weights of `source`, their configuration and tokenizer into the folder `target`. `finish` may change
-    the complete folder before it has that name.
+    the complete folder before it has that name; what it writes must be durable.
     """
     files = files or Files()
     _recover(target, files)
@@ -131,7 +131,7 @@ def export_folder(
             export_file(source, new / ADAPTER_WEIGHTS, options, files)
         for name in _companions(source):
             _copy(source, name, new / name, options, files)
-        finish(new)
+        finish(new, files)
         files.sync_folder(new)
         _put(new, target, files)
     except BaseException:

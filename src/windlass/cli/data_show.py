@@ -15,8 +15,8 @@ from windlass.cli.text_source import DataSource
 from windlass.cli.training import training_arguments
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.output import STDOUT, say, say_json
-from windlass.text.forms import recognise_form, standardised
-from windlass.text.located_rows import LocatedRows
+from windlass.text.forms import Form, recognise_form, standardised
+from windlass.text.located_rows import LocatedRows, RowError
 from windlass.text.prepare_text import prepare_text
 from windlass.text.text_options import TextOptions
 from windlass.text.trained_pieces import trained_pieces
@@ -65,19 +65,27 @@ def _print_rows(source: DataSource, options: argparse.Namespace) -> None:
     span = slice(numbers.start, numbers.stop)
     chosen = LocatedRows(rows[span], rows.places[span])
     form = recognise_form(chosen[0], settings.dataset_text_field)
+    standard = _standard(chosen, form, settings.dataset_text_field)
     if options.json:
         made = _prepared(chosen, source.tokenizer, settings, options.start)
-        found = [standardised(row, form, settings.dataset_text_field, True) for row in chosen]
-        say_json({"form": form.value, "count": len(rows), "samples": made or found})
+        say_json({"form": form.value, "count": len(rows), "samples": made or list(standard)})
         return
     say(f"{len(rows):,} rows, {form.value}")
     if source.tokenizer is not None:
         _print_tokens(chosen, source.tokenizer, settings, options.start)
         return
-    for number, row in enumerate(chosen, options.start):
+    for number, row in enumerate(standard, options.start):
         say(f"--- row {number}")
-        say("\n".join(_described(standardised(row, form, settings.dataset_text_field, True))))
+        say("\n".join(_described(row)))
     say("Set tokenizer=NAME to see the tokens that a model is trained on.")
+
+
+def _standard(rows: LocatedRows, form: Form, text_field: str) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(rows):
+        try:
+            yield standardised(row, form, text_field, has_template=True)
+        except DataError as error:
+            raise RowError(number, str(error)).located(rows) from None
 
 
 def _chosen(splits: Mapping[str, _Split], name: str) -> _Split:

@@ -30,8 +30,8 @@ def training_fields() -> list[str]:
 
 def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those values of a `training` section whose keys have the same meaning for every task, or for none."""
-    common = {item.name for item in fields(TrainingArguments)}
-    return {name: value for name, value in values.items() if name in common or name not in training_fields()}
+    of_tasks = set(training_fields()) - {item.name for item in fields(TrainingArguments)}
+    return {name: value for name, value in values.items() if name not in of_tasks}
 
 
 def coerced(values: Mapping[str, Any], task: str) -> dict[str, Any]:

@@ -182,28 +182,27 @@ def tuning_texts(rows: Any, text_column: str) -> Iterator[str]:
     without text, with the place of the row if `rows` know it.
     """
     for number, row in enumerate(rows):
-        form = recognise_form(row, text_column)
-        if form is Form.TOKENIZED:
+        if recognise_form(row, text_column) is Form.TOKENIZED:
             have = ", ".join(map(str, row))
             raise DataError(
                 f"rows with the columns {have} need a model with its tokenizer: set model.name. A new tokenizer and a "
                 f"small base are trained on text alone (data.text_column is {text_column!r})"
             )
-        try:
-            found = standardised(row, form, text_column, has_template=False, kinds=_KINDS)
-        except DataError as error:
-            source, at = _source_of(rows, number)
-            raise RowError(at, str(error)).located(source) from None
+        found = _standard(rows, number, row, text_column)
         parts = found.get("messages") or [found.get(name, "") for name in ("text", "prompt", "completion")]
         yield "".join(_words(part) for part in parts)
 
 
-def _source_of(rows: Any, number: int) -> tuple[Any, int]:
-    """The dataset that a row of a mixture is of, and its number there."""
-    if not isinstance(rows, DatasetMixture):
-        return rows, number
-    name, row = rows.position(number)
-    return rows.sources[name], row
+def _standard(rows: Any, number: int, row: Mapping[str, Any], text_column: str) -> dict[str, Any]:
+    """The row of this number in its standard form. Raises DataError with its place if `rows` know it."""
+    form = recognise_form(row, text_column)
+    try:
+        return standardised(row, form, text_column, has_template=False, kinds=_KINDS)
+    except DataError as error:
+        if isinstance(rows, DatasetMixture):
+            name, number = rows.position(number)
+            rows = rows.sources[name]
+        raise RowError(number, str(error)).located(rows) from None
 
 
 def _words(part: Any) -> str:
@@ -217,6 +216,4 @@ def _words(part: Any) -> str:
 
 def takes_turns(rows: Any, text_column: str) -> bool:
     """Return True if the first row is a conversation."""
-    first = next(iter(first_rows(rows)))
-    form = recognise_form(first, text_column)
-    return is_conversational_row(standardised(first, form, text_column, False, _KINDS))
+    return is_conversational_row(_standard(rows, 0, next(iter(first_rows(rows))), text_column))

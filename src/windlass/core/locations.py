@@ -55,8 +55,8 @@ def home_folder(environ: Mapping[str, str]) -> Path:
 
 def shown_path(path: Path | str) -> str:
     """Return a path as messages show it: relative within the working directory, else absolute."""
-    whole = Path(path).absolute()
-    return os.path.relpath(whole) if whole.is_relative_to(Path.cwd()) else str(whole)
+    whole, here = Path(path).absolute(), working_folder()
+    return os.path.relpath(whole, here) if here and whole.is_relative_to(here) else str(whole)
 
 
 def why_not_loaded(name: str, error: Exception) -> str:

@@ -18,10 +18,10 @@ from windlass.optim.registry import bitsandbytes_library
 logger = get_job_logger(__name__)
 
 _PURPOSE = "fine-tune a language model"
-# Options of `from_pretrained` that decide about weights as they are read.
-_NEED_WEIGHTS = frozenset(
-    {"quantization_config", "device_map", "state_dict", "tp_plan", "gguf_file", "variant"}
-)
+_OF_CONFIG = frozenset({"revision", "trust_remote_code", "token", "cache_dir"})
+# Options of `from_pretrained` that a model without weights is made with. Others may decide about weights as they are
+# read, or change the config.
+_WITHOUT_WEIGHTS = _OF_CONFIG | {"dtype", "attn_implementation"}
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -32,8 +32,8 @@ def open_model(model: Any, args: TuningConfig, quantization_config: Any, *, empt
         model: a module; a name or folder, which is loaded with the class that its config names, in float32 unless
             `model_init_kwargs["dtype"]` is set; or a config of transformers, for new weights.
         quantization_config: how a loaded model is quantized.
-        empty: a model given by name has no weights: another process reads them, and sends them. One that is quantized
-            is read nevertheless.
+        empty: a model given by name has no weights: another process reads them, and sends them. One that is quantized,
+            or has other options than a dtype, an attention and where it is, is read nevertheless.
 
     Raises:
         ConfigError: `quantization_config` is given twice, or a wrong dtype.
@@ -56,20 +56,18 @@ def open_model(model: Any, args: TuningConfig, quantization_config: Any, *, empt
 
 
 def load_model(name: str, options: dict[str, Any], empty: bool = False) -> nn.Module:
-    """`from_pretrained` of the class that the model's config names, else of `AutoModelForCausalLM`; on the meta device,
-    without reading any weights, if `empty`. Raises ModelError if it cannot be loaded, and ConfigError for options that
-    it does not take.
+    """`from_pretrained` of the class that the model's config names, else of `AutoModelForCausalLM`; if `empty`, on the
+    meta device and without reading any weights, unless it is quantized or an option may need them. Raises ModelError if
+    it cannot be loaded, and ConfigError for options that it does not take.
     """
     transformers = require("transformers", _PURPOSE)
-    of_config = {
-        k: v for k, v in options.items() if k in ("revision", "trust_remote_code", "token", "cache_dir")
-    }
+    of_config = {k: v for k, v in options.items() if k in _OF_CONFIG}
     try:
         config = transformers.AutoConfig.from_pretrained(name, **of_config)
         names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
         kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
-        if empty and not (options.keys() & _NEED_WEIGHTS or hasattr(config, "quantization_config")):
-            return _without_weights(kind, config, name, options)
+        if empty and options.keys() <= _WITHOUT_WEIGHTS and not hasattr(config, "quantization_config"):
+            return _without_weights(kind, config, options, of_config)
         loaded: nn.Module = kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         raise ModelError(f"the model {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
@@ -94,23 +92,22 @@ def load_model(name: str, options: dict[str, Any], empty: bool = False) -> nn.Mo
     return loaded
 
 
-def _without_weights(kind: Any, config: Any, name: str, options: dict[str, Any]) -> nn.Module:
+def _without_weights(kind: Any, config: Any, options: dict[str, Any], of_config: dict[str, Any]) -> nn.Module:
     """The model as `from_pretrained` makes it, on the meta device."""
-    dtype, before = options["dtype"], torch.get_default_dtype()
+    dtype = options["dtype"]
     if not isinstance(dtype, torch.dtype):  # "auto"
-        dtype = getattr(config, "dtype", None) or before
-    config.dtype = dtype
-    if options.get("attn_implementation") is not None:
-        config._attn_implementation = options["attn_implementation"]
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model: Any = kind(config)
-    finally:
-        torch.set_default_dtype(before)
+        dtype = config.dtype or torch.get_default_dtype()
+    chosen = {k: v for k, v in options.items() if k == "attn_implementation" and v is not None}
+    with torch.device("meta"):
+        if hasattr(kind, "from_config"):  # a class that chooses one by the config
+            remote = {k: v for k, v in options.items() if k == "trust_remote_code"}
+            model: Any = kind.from_config(config, dtype=dtype, **chosen, **remote)
+        else:
+            model = kind._from_config(config, dtype=dtype, **chosen)
     model.tie_weights()
     with contextlib.suppress(OSError):  # most models have no such file
-        model.generation_config = type(model.generation_config).from_pretrained(name)
+        found = type(model.generation_config).from_pretrained(config.name_or_path, **of_config)
+        model.generation_config = found
     empty: nn.Module = model.eval()
     return empty
 

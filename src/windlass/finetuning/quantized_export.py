@@ -9,6 +9,7 @@ import torch
 
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS
 from windlass.checkpoint.export import ExportOptions, export_folder
+from windlass.checkpoint.files import Files
 from windlass.checkpoint.stored import Folder, find_weights
 from windlass.checkpoint.strict_json import read
 from windlass.config.sections.fields import QAT_SCHEMES, TRAINED_SCHEME
@@ -41,7 +42,7 @@ def export_quantized(source: Folder, target: Path, scheme: str, options: ExportO
     if scheme == "float8" and not torch.cuda.is_available():
         fix = "torchao rounds weights to float8 on a GPU that multiplies in it; export there, or use int8"
         raise ConfigError(Problem("--quantize", scheme, f"needs a GPU: {fix}"))
-    export_folder(source, target, options, finish=lambda folder: _quantize(folder, scheme, options))
+    export_folder(source, target, options, finish=lambda new, files: _quantize(new, scheme, options, files))
     return scheme
 
 
@@ -58,15 +59,16 @@ def _trained_for(source: Folder) -> str:
     raise ConfigError(Problem("--quantize", None, fix))
 
 
-def _quantize(folder: Path, scheme: str, options: ExportOptions) -> None:
+def _quantize(folder: Path, scheme: str, options: ExportOptions, files: Files) -> None:
     """Replace the weights in a folder of a model by quantized ones."""
-    apply_qat(load_model(str(folder), {"dtype": "auto"}), scheme)  # refuses what training refuses
+    apply_qat(load_model(str(folder), {"dtype": "auto"}, empty=True), scheme)  # refuses what training refuses
     config = require("transformers", "quantize a model").TorchAoConfig(quantized_config(scheme))
     model: Any = load_model(str(folder), {"dtype": "auto", "quantization_config": config})
     new = folder / "quantized"
     model.save_pretrained(new, max_shard_size=options.max_shard_size)
     for path in list(folder.glob("*.safetensors*")):
-        path.unlink()
+        files.remove_file(path)
     for path in list(new.iterdir()):
-        path.replace(folder / path.name)
+        files.sync_file(path)
+        files.rename(path, folder / path.name)
     new.rmdir()
