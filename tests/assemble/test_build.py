@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ from windlass import TrainingArguments
 from windlass.assemble.build import build
 from windlass.assemble.facts import Facts
 from windlass.assemble.resolve import resolve_call, resolve_run
+from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError
-from windlass.core.world import World
-from windlass.dist.gang import Gang
+from windlass.core.mesh import Mesh
+from windlass.core.world import World, world_from_environment
+from windlass.dist.gang import Gang, join
+from windlass.dist.imagined import imagined_job
+from windlass.optim.optimizers.adalomo import AdaLomo
 from windlass.optim.schedule import UserSchedule
 from windlass.precision.scaler import LossScaler
 
@@ -24,6 +29,22 @@ CPU = torch.device("cpu")
 def plan_of(**changes: Any) -> Any:
     args = TrainingArguments("out", use_cpu=True, **changes)
     return resolve_run(args, resolve_call(args, World()), Facts(10))
+
+
+def test_a_late_optimizer_that_updates_in_the_backward_is_refused_where_layers_are_divided() -> None:
+    """`create_optimizer` of a script makes it, after it was chosen how gradients are reduced."""
+    model: Any = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+    model.tp_plan = {"0": "colwise", "1": "rowwise"}
+
+    def create(steps: int) -> tuple[Any, Any]:
+        optimizer = AdaLomo(model.parameters(), in_backward=True)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    with imagined_job(2):
+        ranks = join(world_from_environment(), CPU, 60, mesh=Mesh(tensor=2))
+        plan = dataclasses.replace(plan_of(), dist=DistPlan(tensor=2))
+        with pytest.raises(ConfigError, match="gradients are reduced in another way"):
+            build(model, create, plan, CPU, ranks.over("loss"))
 
 
 def test_own_objects_keep_their_identity() -> None:

@@ -117,7 +117,7 @@ def _executor(
     if device.type == "xla":
         fix = "it updates in the backward, where PyTorch/XLA frees no memory: use adamw_torch or adafactor"
         raise ConfigError(Problem("optim", name, fix))
-    if loss_ranks.size > 1 and not plan.optimizer.in_backward:
+    if loss_ranks.over("all").size > 1 and not plan.optimizer.in_backward:
         fix = (
             "it updates in the backward, for which gradients are reduced in another way: choose it by `optim`, or pass "
             "it as optimizers=(optimizer, None)"
