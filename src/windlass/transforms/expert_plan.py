@@ -65,7 +65,8 @@ def _owner_of_plan(module: nn.Module) -> nn.Module | None:
 
 def _plan_of(part: nn.Module) -> Mapping[str, str]:
     """The plan of this module itself: wrappers pass on the attributes of what they wrap."""
-    plan: Any = part.ep_plan if {"ep_plan", "_ep_plan"} & vars(part).keys() else None
+    own = vars(part)  # before 5.18, models of transformers have only the second name
+    plan: Any = own.get("ep_plan", own.get("_ep_plan"))
     return plan if isinstance(plan, Mapping) else {}
 
 
