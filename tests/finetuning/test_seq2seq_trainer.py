@@ -167,7 +167,7 @@ def test_terms_are_trained_evaluated_and_predicted(
     found = []
     for kind, loss_func in ((cls, function), (Seq2SeqTrainer, None)):
         trainer = kind(
-            encoder_decoder("bart"), Seq2SeqTrainingArguments(**settings(tmp_path / kind.__name__, **changes)),
+            encoder_decoder("bart").double(), Seq2SeqTrainingArguments(**settings(tmp_path / kind.__name__, **changes)),
             processing_class=tokenizer(), train_dataset=pairs(23), eval_dataset=pairs(10, seed=8),
             compute_loss_func=loss_func,
         )  # fmt: skip
@@ -176,7 +176,8 @@ def test_terms_are_trained_evaluated_and_predicted(
         losses = [row.get("loss", row.get("eval_loss")) for row in trainer.state.log_history]
         found.append([*filter(None, losses), predicted])
     assert len(found[0]) == 7
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    # In single precision, Adam's division makes of two orders of one sum 3e-5 after four updates, on some processors.
+    assert found[0] == pytest.approx(found[1], rel=1e-10)
 
 
 def test_text_without_labels(tmp_path: Path) -> None:
