@@ -41,6 +41,20 @@ def test_a_plan_names_layers_and_their_parameters() -> None:
     assert expert_layers(nn.Linear(2, 2)) == []
 
 
+def test_a_plan_as_transformers_before_5_18_has_it() -> None:
+    older = {
+        "layers.*.gate": "ep_router",
+        "layers.*.experts": "moe_tp_experts",
+        "layers.*.experts.up": "grouped_gemm",
+    }
+    made = net(None)
+    del made.ep_plan
+    made._ep_plan = older
+    [(path, (layer, names))] = chosen_experts(made, 2).items()
+    assert (path, type(layer), names) == ("layers.0.experts", Experts, ("up",))
+    assert expert_layers(made) == [layer]
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"])
 def test_models_of_transformers_have_plans(name: str) -> None:
     pytest.importorskip("transformers")

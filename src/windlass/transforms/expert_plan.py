@@ -14,8 +14,8 @@ from torch import nn
 
 from windlass.core.errors import ConfigError, Problem
 
-# A layer whose tokens are sent to the ranks of their experts, and a parameter whose first dimension counts experts.
-_LAYER, _PARAMETER = "ep_dispatch_experts", "grouped_gemm"
+# A layer of experts, in transformers before 5.18 by the second name, and a parameter whose first dimension counts them.
+_LAYERS, _PARAMETER = ("ep_dispatch_experts", "moe_tp_experts"), "grouped_gemm"
 
 
 def chosen_experts(
@@ -35,7 +35,7 @@ def chosen_experts(
     found: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
     parameters = {path for path, _ in owner.named_parameters() if _style(owner, path) == _PARAMETER}
     for path, layer in owner.named_modules():
-        if _style(owner, path) != _LAYER:
+        if _style(owner, path) not in _LAYERS:
             continue
         names = tuple(
             each for each, _ in layer.named_parameters(recurse=False) if f"{path}.{each}" in parameters
@@ -54,7 +54,7 @@ def expert_layers(module: nn.Module) -> list[nn.Module]:
     owner = _owner_of_plan(module)
     if owner is None:
         return []
-    return [layer for path, layer in owner.named_modules() if _style(owner, path) == _LAYER]
+    return [layer for path, layer in owner.named_modules() if _style(owner, path) in _LAYERS]
 
 
 def number_of_experts(layer: nn.Module) -> int:

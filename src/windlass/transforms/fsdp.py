@@ -34,6 +34,7 @@ from windlass.transforms.averaging import AfterBackward
 from windlass.transforms.buffers import check_sparse
 from windlass.transforms.expert_layers import divide_experts, expert_parameters
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
+from windlass.transforms.fsdp_groups import groups_of, reset
 from windlass.transforms.recompute import apply_recompute
 from windlass.transforms.strategy import Strategy, device_of, options_of_ddp, squared_norm, whole_on_main
 from windlass.transforms.tensor_layers import undivided
@@ -130,7 +131,7 @@ class FullyShardedModel(Strategy):
 
     def reduce(self) -> None:
         for unit in self._units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in groups_of(unit):
                 group.post_backward()
         self._root._get_fsdp_state()._root_post_backward_final_callback()
         for unit in self._units:  # those that no backward reached
@@ -158,11 +159,11 @@ class FullyShardedModel(Strategy):
         """Reset after an interrupted forward or backward, whose partial sums would corrupt the next one."""
         if not self._forwards:
             return
-        self._root.reset_iter_state()
+        reset(self._units)
         for unit in self._units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in groups_of(unit):
                 for parameter in group.fsdp_params:
-                    # Sums over micro-batches, which `reset_iter_state` does not reset before torch 2.15. From then
+                    # Sums over micro-batches, which FSDP2 does not reset before torch 2.15. From then
                     # on the second is a read-only view of the first.
                     gathered: Tensor | None = getattr(parameter, "_unsharded_param", None)
                     if gathered is not None:
@@ -290,7 +291,7 @@ class FullyShardedModel(Strategy):
         """Offloaded parameters stay on the host."""
         self._module.to(dtype=dtype)
         for unit in self._units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in groups_of(unit):
                 for parameter in group.fsdp_params:
                     # Made in the dtype of the first gathering, and kept for the later ones.
                     parameter.all_gather_outputs = []
