@@ -137,7 +137,7 @@ def _digest(tensor: Tensor) -> str:
     digest = hashlib.sha256()
     for piece in inner_tensors(tensor) or [tensor]:
         if piece.layout == torch.strided:  # sparse ones are compared before
-            digest.update(bits_of(piece).cpu().numpy())
+            digest.update(bits_of(piece).cpu().numpy().data)
     return digest.hexdigest()
 
 
