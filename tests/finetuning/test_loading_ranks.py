@@ -237,7 +237,7 @@ def run(
     }  # fmt: skip
     os.environ["WINDLASS_HOME"] = str(folder / "home")  # what one run computed is not kept for the next
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
     with Reads() as reads:
         made = trainer_of(trainer, str(bases / base), folder, form, adapter, options)
     made_with = resident("VmHWM") - before

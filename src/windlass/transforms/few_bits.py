@@ -34,14 +34,14 @@ def keep_trainable(model: nn.Module) -> None:
         layer.support_avx512bf16_for_cpu = False
 
 
-def share_scales(weight: Tensor, ranks: Gang) -> list[Tensor]:
+def share_scales(weight: Tensor, loss_ranks: Gang) -> list[Tensor]:
     """Make room for rank 0's scales of a packed weight, on its device, and return them; none of another weight. The
     layer and the weight have them in one object, which is changed. Collective.
     """
     state: Any = getattr(weight, "quant_state", None)
     if state is None:
         return []
-    described = ranks.broadcast_object(_described(state) if ranks.rank == 0 else None)
+    described = loss_ranks.broadcast_object(_described(state) if loss_ranks.rank == 0 else None)
     if _described(state) != described:
         _remake(state, described)
     state.to(weight.device)

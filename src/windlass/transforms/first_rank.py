@@ -164,7 +164,7 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return empty
     if type(tensor) is not nn.Parameter and issubclass(type(tensor), nn.Parameter):  # such as one of few bits
-        parameter = torch.Tensor._make_subclass(type(tensor), empty, tensor.requires_grad)
+        parameter = empty.as_subclass(type(tensor)).requires_grad_(tensor.requires_grad)
     else:
         parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
     parameter.__dict__.update(tensor.__dict__)
