@@ -91,12 +91,22 @@ def _pack(model: nn.Module, dtype: torch.dtype) -> None:
             ((weight.numel() + width - 1) // width, 1), dtype=weight.quant_storage, device="meta"
         )
         state = library.functional.QuantState(
-            absmax=torch.empty(0), shape=torch.Size((layer.out_features, layer.in_features)), code=torch.empty(0),
-            blocksize=weight.blocksize, quant_type=weight.quant_type, dtype=dtype,
-        )  # fmt: skip
+            absmax=torch.empty(0),
+            shape=torch.Size((layer.out_features, layer.in_features)),
+            code=torch.empty(0),
+            blocksize=weight.blocksize,
+            quant_type=weight.quant_type,
+            dtype=dtype,
+        )
         layer.weight = library.nn.Params4bit(
-            packed, requires_grad=False, quant_state=state, blocksize=weight.blocksize,
-            compress_statistics=weight.compress_statistics, quant_type=weight.quant_type,
-            quant_storage=weight.quant_storage, module=layer, bnb_quantized=True,
-        )  # fmt: skip
+            packed,
+            requires_grad=False,
+            quant_state=state,
+            blocksize=weight.blocksize,
+            compress_statistics=weight.compress_statistics,
+            quant_type=weight.quant_type,
+            quant_storage=weight.quant_storage,
+            module=layer,
+            bnb_quantized=True,
+        )
         layer.quant_state = state
