@@ -34,9 +34,8 @@ def model_without_weights(kind: Any, config: Any, options: dict[str, Any]) -> nn
     config = copy.deepcopy(config)
     quantizer = None if form is stored is None else _quantizer(config, form)
     dtype = options["dtype"]
-    if stored is not None or not isinstance(
-        dtype, torch.dtype
-    ):  # stored in few bits, it is not converted; or "auto"
+    # What is stored in few bits is not converted. Else "auto".
+    if stored is not None or not isinstance(dtype, torch.dtype):
         dtype = config.dtype or torch.get_default_dtype()
     chosen = {k: v for k, v in options.items() if k == "attn_implementation" and v is not None}
     with torch.device("meta"):
