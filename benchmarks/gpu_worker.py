@@ -67,7 +67,8 @@ def build(tiny: bool, length: int) -> nn.Module:
         sizes.update(num_key_value_heads=2, vocab_size=128)
     torch.manual_seed(0)
     config = LlamaConfig(**sizes, tie_word_embeddings=True, use_cache=False, attn_implementation="sdpa")
-    return LlamaForCausalLM(config)
+    with torch.device("cpu" if tiny else "cuda"):  # a billion random weights are drawn there in no time
+        return LlamaForCausalLM(config)
 
 
 def _batches(data: Tokens, micro_batch: int, steps: int) -> Iterator[dict[str, Tensor]]:

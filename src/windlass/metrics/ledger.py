@@ -151,7 +151,9 @@ class FiniteWatch:
             self._pending = ((loss.detach(), norm.detach()), None, tag)
             return earlier
         pinned = torch.empty(2, dtype=torch.float32, pin_memory=True)
-        pinned.copy_(torch.stack([loss.detach().float(), norm.detach().float()]), non_blocking=True)
+        # One may be on the host already: the norm is where the gradients are.
+        for place, value in enumerate((loss, norm)):
+            pinned[place].copy_(value.detach(), non_blocking=True)
         event = torch.Event(loss.device.type)
         event.record()
         self._pending = (pinned, event, tag)

@@ -119,5 +119,6 @@ def _dtype(context: RunContext, model: torch.nn.Module) -> str:
         return plan.word
     weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     halves = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    is_exact = torch.get_float32_matmul_precision() == "highest"
-    return halves.get(weights, "fp32" if is_exact else "tf32")
+    # The one way to read it that is right however it was set: torch has two, and refuses its older one after the newer.
+    is_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return halves.get(weights, "tf32" if is_tf32 else "fp32")

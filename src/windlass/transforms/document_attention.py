@@ -16,14 +16,17 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from windlass.core.errors import ModelError
-from windlass.core.optional import is_available, is_imported, require
+from windlass.core.optional import is_imported, require
 from windlass.transforms.branches import current_row
-from windlass.transforms.document_images import has_masks_of_images, images_apart
+from windlass.transforms.document_images import images_apart
 from windlass.transforms.document_mask import DocumentMask, document_lengths, document_starts, masks_of
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.neftune import vocabulary_of
+from windlass.transforms.varlen_attention import has_kernel, varlen_attention
 
 NAME = "windlass_documents"
+# By how many roundings of the largest logit kernels may differ, by the bytes of a logit.
+_ROUNDINGS = {2: 4, 4: 64, 8: 64}
 
 
 @contextlib.contextmanager
@@ -33,9 +36,9 @@ def documents_apart(model: nn.Module, *, branched: bool = False) -> Iterator[Non
     Args:
         branched: documents may share a prefix, which kernels for documents do not know; see `branches.py`.
 
-    A model whose attention is "eager" or "sdpa" gets flash or flex attention on a GPU that has it, and attention
-    document by document elsewhere. Rows that are not packed give the same results as before. Models that are not of
-    transformers, or have an attention of their own, are left as they are: see `refuse_leaks`.
+    A model whose attention is "eager" or "sdpa" gets `document_attention`; one that was given another keeps it. Rows
+    that are not packed give the same results as before. Models that are not of transformers, or have an attention of
+    their own, are left as they are: see `refuse_leaks`.
     """
     changed = []
     for part in _models_of_transformers(model):
@@ -95,9 +98,10 @@ def refuse_leaks(model: nn.Module) -> None:
     second[:, : lengths[0]] = (second[:, : lengths[0]] + 1) % vocabulary
     with evaluating(model):
         one, other = (_logits(model, ids, lengths)[:, lengths[0] :] for ids in (first, second))
+    dtype, one, other = one.dtype, one.double(), other.double()
     difference = (one - other).abs().max().item()
     scale = one.abs().max().item()
-    if not difference <= 64 * torch.finfo(one.dtype).eps * scale:
+    if not difference <= _ROUNDINGS[dtype.itemsize] * torch.finfo(dtype).eps * scale:
         raise ModelError(
             f"{type(model).__name__} lets documents of a packed row see each other: other tokens in one document "
             f"changed the logits of the next by {difference:.2g} (logits up to {scale:.2g}). Train it without packing "
@@ -122,12 +126,6 @@ def _chosen(model: Any, before: str | None, branched: bool) -> str | None:
     """The attention for packed rows."""
     if before not in ("eager", "sdpa") and not branched:
         return before
-    parameter = next(model.parameters())
-    if parameter.is_cuda and not branched and not has_masks_of_images(model):
-        if is_available("flash_attn") and parameter.dtype in (torch.float16, torch.bfloat16):
-            return "flash_attention_2"
-        if getattr(model, "_supports_flex_attn", False):
-            return "flex_attention"
     if not model._can_set_attn_implementation():
         return before
     _register()
@@ -210,6 +208,8 @@ def document_attention(
         )
     rows = query.shape[0]
     lengths = attention_mask.lengths
+    if attention_mask.is_causal and attend.is_plain and has_kernel(query, key, value):
+        return varlen_attention(query, key, value, lengths, scaling), None
     queries = _split(query, lengths)
     keys, values = (attention_mask.with_prefixes(_split(states, lengths)) for states in (key, value))
     joined = torch.cat(
@@ -274,6 +274,11 @@ class _Attend(NamedTuple):
     softcap: float | None
     sinks: Tensor | None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the softmax of scaled products alone."""
+        return not self.dropout and self.softcap is None and self.sinks is None
+
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
     ) -> Tensor:
@@ -335,4 +340,4 @@ def _logits(model: nn.Module, ids: Tensor, lengths: list[int]) -> Tensor:
             "and padding_free."
         ) from error
     logits: Tensor = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    return logits

@@ -26,6 +26,11 @@ class DocumentMask(NamedTuple):
     masks: list[Tensor | None]
     prefixes: list[tuple[int, int]] | None = None
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether each document is causal attention of its own tokens and no more."""
+        return self.prefixes is None and not any(mask is not None for mask in self.masks)
+
     def with_prefixes(self, documents: Sequence[Tensor]) -> Sequence[Tensor]:
         """The keys or values of documents, (1, tokens, heads, size), after those of their prefixes."""
         if self.prefixes is None:
