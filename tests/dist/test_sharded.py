@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -20,6 +20,7 @@ from windlass.dist.sharded import (
     Part,
     copies,
     copy_whole_,
+    from_part,
     holders,
     is_sharded,
     local,
@@ -160,3 +161,19 @@ def spread(mine: torch.Tensor, mesh: Any, placements: list[Any], whole: torch.Te
     return DTensor.from_local(
         mine.clone(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def test_parts_on_the_host_stay_there_on_a_mesh_of_devices() -> None:
+    """FSDP2 keeps offloaded parameters on the host; DTensor would move a part to the devices of its mesh."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = DeviceMesh("cuda", [0, 1], _init_backend=False)
+        anywhere = DTensor.from_local(torch.empty(2, 3, device="meta"), mesh, [Shard(0)], run_check=False)
+        like = torch.empty_like(anywhere, device="cpu")
+        mine = torch.ones(2, 3, dtype=torch.bfloat16)
+        found = from_part(mine, like)
+        assert (local(found).device.type, found.dtype, found.shape) == ("cpu", torch.bfloat16, (4, 3))
+        assert torch.equal(local(found), mine)
+        assert not found.requires_grad
+    finally:
+        dist.destroy_process_group()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tests.browser import address_of, browser, needs_browser
 from tests.dist.launch import ROOT, launch
 from tests.trainer.planted_run import FORWARD, ROW, SAVE, STEPS, STRAGGLER
@@ -42,6 +43,17 @@ def test_a_run_records_its_time_and_its_rows_add_up(tmp_path: Path) -> None:
         assert 0 < of_rows <= attempt.seconds[kind] + 1e-3
     assert all(row["timing"]["samples_per_second"] > 0 for row in view.rows)
     assert "mfu" not in view.rows[0]["timing"], "the peak of a CPU is not known"
+
+
+def test_a_script_may_set_the_precision_of_products_by_either_name(tmp_path: Path) -> None:
+    """torch has two, and refuses to read the older one after the newer was set."""
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    try:
+        products.fp32_precision = "tf32"
+        Trainer(Net(), arguments(tmp_path, max_steps=1), train_dataset=rows(16)).train()
+    finally:
+        products.fp32_precision = before
 
 
 def test_the_gap_between_two_attempts_is_stopped(tmp_path: Path) -> None:

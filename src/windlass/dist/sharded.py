@@ -360,6 +360,11 @@ def shard_flat(mine: Tensor, like: Tensor) -> Tensor:
 
 
 def _spread_as(like: DTensor, mine: Tensor) -> DTensor:
+    if mine.device.type != like.device_mesh.device_type and local(like).device == mine.device:
+        # What FSDP2 keeps on the host. `from_local` would move it to the device of the mesh.
+        spread = torch.empty_like(like, dtype=mine.dtype, requires_grad=False)
+        local(spread).copy_(mine)
+        return spread
     return type(like).from_local(
         mine, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
