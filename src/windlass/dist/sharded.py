@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add, sub
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -362,7 +362,7 @@ def shard_flat(mine: Tensor, like: Tensor) -> Tensor:
 def _spread_as(like: DTensor, mine: Tensor) -> DTensor:
     if mine.device.type != like.device_mesh.device_type and local(like).device == mine.device:
         # What FSDP2 keeps on the host. `from_local` would move it to the device of the mesh.
-        spread = torch.empty_like(like, dtype=mine.dtype, requires_grad=False)
+        spread = cast("DTensor", torch.empty_like(like, dtype=mine.dtype, requires_grad=False))
         local(spread).copy_(mine)
         return spread
     return type(like).from_local(

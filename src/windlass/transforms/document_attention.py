@@ -114,7 +114,7 @@ def _roundings(model: nn.Module, dtype: torch.dtype) -> float:
     """
     if dtype.itemsize > 2:
         return 64.0
-    return float(any(bool(part.config._attn_implementation == NAME) for part in _models_of_transformers(model)))
+    return float(any(part.config._attn_implementation == NAME for part in _models_of_transformers(model)))
 
 
 def _models_of_transformers(model: nn.Module) -> Iterator[Any]:
