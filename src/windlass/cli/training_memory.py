@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from windlass.checkpoint.adapters import peft_library
-from windlass.cli.estimate_memory import Training
+from windlass.cli.training_choice import Training
 from windlass.core.optional import require
 
 if TYPE_CHECKING:
