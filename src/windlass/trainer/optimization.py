@@ -73,8 +73,8 @@ def new_scheduler(plan: CallPlan, optimizer: torch.optim.Optimizer | None, total
     warmup = warmup_of_schedule(schedule.name, schedule.warmup_steps(total_steps), optimizer)
     if warmup > total_steps:
         logger.warning(
-            "warmup_steps=%d: is longer than the run of %d updates, which never reaches the learning rate; set a smaller "
-            "number, or a share of the updates such as 0.1",
+            "warmup_steps=%d: is longer than the run of %d updates, which never reaches the learning rate; set a "
+            "smaller number, or a share of the updates such as 0.1",
             warmup,
             total_steps,
         )

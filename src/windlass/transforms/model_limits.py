@@ -104,8 +104,9 @@ class ModelLimits:
         tokens, place = longest
         where = f" ({place})" if place else ""
         fix = (
-            f"the longest row of the {name} dataset{where} has {tokens} tokens, and the model has {positions} positions "
-            f"(max_position_embeddings): set max_length={positions}, or take a model that was made for longer rows"
+            f"the longest row of the {name} dataset{where} has {tokens} tokens, and the model has {positions} "
+            f"positions (max_position_embeddings): set max_length={positions}, or take a model that was made for "
+            "longer rows"
         )
         if self.positions_learned:
             raise ConfigError(Problem("max_length", max_length, fix))
