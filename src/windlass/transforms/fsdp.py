@@ -29,7 +29,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.dist.absent import Absent, present
 from windlass.dist.device_mesh import fsdp_device_meshes
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import copies, is_sharded, locals_of
+from windlass.dist.sharded import copies_among, is_sharded, locals_of
 from windlass.transforms.averaging import AfterBackward
 from windlass.transforms.buffers import check_sparse
 from windlass.transforms.expert_layers import divide_experts, expert_parameters
@@ -203,12 +203,9 @@ class FullyShardedModel(Strategy):
         return found
 
     def _copies_of(self, gradient: Tensor) -> int:
-        if not is_sharded(gradient):
-            return self._stage_ranks.size
-        layout = gradient.device_mesh, gradient.placements
+        layout = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
         if layout not in self._copies:
-            # Ranks outside its mesh hold copies of it too, on a mesh like it.
-            self._copies[layout] = self._stage_ranks.size // gradient.device_mesh.size() * copies(gradient)
+            self._copies[layout] = copies_among(gradient, self._stage_ranks.size)
         return self._copies[layout]
 
     def _sum_of_norm(self, square: Tensor) -> Tensor:
@@ -281,9 +278,8 @@ class FullyShardedModel(Strategy):
             unit.unshard()
         self._free_after_forward(False)
         self._module._is_gathered = True  # type: ignore[assignment]
-        layers = undivided(self._module) if self._division is not None else contextlib.nullcontext()
         try:
-            with layers:
+            with undivided(self._module):
                 yield
         finally:
             self._module._is_gathered = False  # type: ignore[assignment]
