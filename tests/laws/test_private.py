@@ -61,7 +61,7 @@ THIRD_PARTY = {
     "_exit": "os has this under no other name",
     "_close": "torch.elastic ends its processes there, with a signal of the caller's choice",
     **dict.fromkeys(
-        ("_attn_implementation", "_can_set_attn_implementation", "_supports_flex_attn"),
+        ("_attn_implementation", "_can_set_attn_implementation"),
         "transformers' configurations name a model's attention there, and models whether it can be changed",
     ),
     "_from_config": "transformers makes a model of a class that is known, in a dtype, under no other name",
