@@ -49,22 +49,25 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     return [getattr(made, name) for name in made.__tensor_flatten__()[0]]
 
 
-def broadcast(tensors: Iterable[Tensor], group: Any = None) -> None:
-    """Send rank 0's values to all ranks, in place, for tensors of any dtype and strides, and for those that are made of
-    others. Sparse ones are skipped (see `check_sparse`). Collective. `group`: a process group of all ranks; None is the
-    default one.
+def broadcast(tensors: Iterable[Tensor], group: Any = None, source: int = 0) -> None:
+    """Send the values of a rank to all ranks of a group, in place, for tensors of any dtype and strides, and for those
+    that are made of others. Sparse ones are skipped (see `check_sparse`). Collective.
+
+    Args:
+        group: a process group; None is the default one, of all ranks.
+        source: the rank in the job.
     """
     with torch.no_grad():
         for tensor in tensors:
             if inner := inner_tensors(tensor):
-                broadcast(inner, group)
+                broadcast(inner, group, source)
                 continue
             if tensor.layout != torch.strided:
                 continue
             own = distinct(tensor.detach())
             bits = bits_of(own)  # a dtype that the backend cannot send is sent as bytes
             if bits.numel():
-                torch.distributed.broadcast(bits, 0, group=group)
+                torch.distributed.broadcast(bits, source, group=group)
                 if bits.data_ptr() != own.data_ptr():
                     own.copy_(bits.view(own.dtype).view(own.shape))
 
