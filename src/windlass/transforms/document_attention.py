@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from windlass.core.errors import ModelError
-from windlass.core.optional import is_imported, require
+from windlass.core.optional import is_imported, is_older, require
 from windlass.transforms.branches import current_row
 from windlass.transforms.document_images import images_apart
 from windlass.transforms.document_mask import DocumentMask, document_lengths, document_starts, masks_of
@@ -40,6 +40,7 @@ def documents_apart(model: nn.Module, *, branched: bool = False) -> Iterator[Non
     """
     changed = []
     for part in _models_of_transformers(model):
+        _refuse_chunks(part)
         before = part.config._attn_implementation
         chosen = _chosen(part, before, branched)
         if chosen != before:
@@ -115,6 +116,18 @@ def _roundings(model: nn.Module, dtype: torch.dtype) -> float:
     if dtype.itemsize > 2:
         return 64.0
     return float(any(part.config._attn_implementation == NAME for part in _models_of_transformers(model)))
+
+
+def _refuse_chunks(model: Any) -> None:
+    """Older transformers counts the chunks in which a layer attends (Llama 4) over the row, and not over a document."""
+    chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
+    library = require("transformers", "change a model's attention")
+    if chunk and is_older(library, "5.23"):
+        raise ModelError(
+            f"{type(model).__name__} attends in chunks of {chunk} tokens (attention_chunk_size), which transformers "
+            f"{library.__version__} counts wrongly in packed rows. Train it without packing and padding_free, or "
+            'update: pip install --upgrade "transformers>=5.23"'
+        )
 
 
 def _models_of_transformers(model: nn.Module) -> Iterator[Any]:
