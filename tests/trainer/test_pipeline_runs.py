@@ -147,11 +147,10 @@ def test_losses_and_models_in_stages_of_divided_rows(run: Run) -> None:
     cases: dict[str, Case] = {
         "heads": ("llama", heads, {"trainer": "own"}),
         "an adapter": ("adapted tied", ROWS, {}),
-        "windows": ("gemma3", ROWS, {}),
         "the loss without logits": ("llama", ROWS, {"own_loss": True}),
         "the model's own loss": ("llama", ROWS, {"own_loss": True, "lean_loss": False}),
     }
-    check_equal(run, 4, cases, {"windows": 2e-6, "the model's own loss": 2e-6})
+    check_equal(run, 4, cases, {"the model's own loss": 2e-6})
 
 
 @pytest.mark.slow
