@@ -23,6 +23,7 @@ from tests.trainer.context_cases import (
     token_loss,
 )
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from windlass import LossTerms, ParallelismConfig
 from windlass.core.errors import ConfigError, ModelError
@@ -137,11 +138,14 @@ def train(
     own_loss: bool = False,
     resume: bool | str = False,
     evaluate_first: bool = False,
+    counted: bool = False,
     killed_at: int = 0,
     killed_on: str = "on_step_end",
     **changes: Any,
 ) -> dict[str, list[float]]:
-    """Train, evaluate and save; return what was reported, and the weights that were saved."""
+    """Train, evaluate and save; return what was reported, and the weights that were saved. `counted`: train only, and
+    return how many forwards FSDP2 began.
+    """
     kind = _TRAINERS.get(trainer, Noted)
     run = kind(
         made(name),
@@ -157,6 +161,10 @@ def train(
     )
     if evaluate_first:
         run.evaluate()
+    if counted:
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            run.train()
+        return {"begun": [sum(event.name == "FSDP::root_pre_forward" for event in seen.events())]}
     result = run.train(resume_from_checkpoint=resume)
     run.evaluate()
     run.save_model(str(folder / "saved"))

@@ -115,6 +115,17 @@ def test_divided_and_sharded_stages_equal_one_process(run: Run) -> None:
     check_equal(run, 4, cases, {}, {"per_device_train_batch_size": 2})
 
 
+@pytest.mark.dist
+def test_fsdp2_begins_every_forward_of_a_stage(run: Run) -> None:
+    """It waits for the optimizer only where it begins one, and it begins none before the last one has ended: that of
+    the first stage, which does not return, as that of the last, which does.
+    """
+    case: Case = ("llama", SHARDS | of_schedule("GPipe"), {"per_device_train_batch_size": 1, "counted": True})
+    found = run(4, {"x": (case[0], case[1], {**case[2], "max_steps": 2})})
+    first, _, last, _ = (one["x"]["begun"][0] for one in found)
+    assert first == last >= 2 * 3, "updates times micro-batches, and those of the start"
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_divided_and_sharded_stages_of_other_models_and_schedules(run: Run) -> None:
