@@ -54,6 +54,14 @@ def test_two_stages_equal_one_process(run: Run) -> None:
 
 
 @pytest.mark.dist
+def test_running_averages_are_those_of_the_stage_that_computes_them(run: Run) -> None:
+    """In evaluations during a run, and in the model that is left and saved."""
+    named = {**of_schedule("GPipe"), "pp_split_points": ["second"]}
+    changes = {"eval_strategy": "steps", "eval_steps": 2}
+    check_equal(run, 2, {"x": ("averaging", named, changes)}, {})
+
+
+@pytest.mark.dist
 def test_models_that_cannot_be_cut_are_refused_on_all_ranks(run: Run) -> None:
     named = {**of_schedule("1F1B"), "pp_split_points": ["second"]}
     cases: dict[str, Case] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,22 +49,24 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     return [getattr(made, name) for name in made.__tensor_flatten__()[0]]
 
 
-def broadcast(tensors: Iterable[Tensor], group: Any = None) -> None:
-    """Send rank 0's values to all ranks, in place, for tensors of any dtype and strides, and for those that are made of
-    others. Sparse ones are skipped (see `check_sparse`). Collective. `group`: a process group of all ranks; None is the
-    default one.
+def broadcast(tensors: Iterable[Tensor], ranks: Gang, source: int = 0) -> None:
+    """Send the values of rank `source` of a gang to the others, in place, for tensors of any dtype and strides, and for
+    those that are made of others. Sparse ones are skipped (see `check_sparse`). Collective.
     """
+    if ranks.size == 1:
+        return
     with torch.no_grad():
         for tensor in tensors:
             if inner := inner_tensors(tensor):
-                broadcast(inner, group)
+                broadcast(inner, ranks, source)
                 continue
             if tensor.layout != torch.strided:
                 continue
             own = distinct(tensor.detach())
             bits = bits_of(own)  # a dtype that the backend cannot send is sent as bytes
             if bits.numel():
-                torch.distributed.broadcast(bits, 0, group=group)
+                group = ranks.host_group if bits.is_cpu else ranks.device_group
+                torch.distributed.broadcast(bits, group=group, group_src=source)
                 if bits.data_ptr() != own.data_ptr():
                     own.copy_(bits.view(own.dtype).view(own.shape))
 
@@ -104,21 +106,16 @@ def _digest(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def share_buffers(module: nn.Module) -> None:
-    """Send rank 0's buffers to all ranks. Collective."""
-    broadcast(module.buffers())
-
-
 @contextlib.contextmanager
-def buffers_of_first_rank(module: nn.Module) -> Iterator[None]:
-    """Context in which all ranks have rank 0's buffers, which are saved. Collective.
+def shared_buffers(module: nn.Module, share: Callable[[], None]) -> Iterator[None]:
+    """Context in which all ranks have the buffers that `share` sends, which are saved. Collective.
 
     The buffers of each rank follow its own data until the next forward. Without this, ranks would evaluate different
     models, and only rank 0 the one in the checkpoint.
     """
     buffers = _dense(module)
     own = [buffer.detach().clone() for buffer in buffers]
-    share_buffers(module)
+    share()
     try:
         yield
     finally:

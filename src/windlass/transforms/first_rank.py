@@ -74,13 +74,12 @@ def _torn_apart(module: nn.Module) -> list[str]:
 
 
 class FirstRank:
-    """Moves tensors of a module onto a device, with rank 0's values, unless a pipeline sent these before. `module` is
-    the whole model; replaced tensors stay tied in it.
+    """Moves tensors of a module onto a device, with the values of the first of `ranks`, which have the same of them.
+    `module` is the whole model; replaced tensors stay tied in it.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, loss_ranks: Gang) -> None:
-        self._device = device
-        self._alone = loss_ranks.size == 1 or loss_ranks.mesh.pipeline > 1
+    def __init__(self, module: nn.Module, device: torch.device, ranks: Gang) -> None:
+        self._device, self._ranks = device, ranks
         self._slots = _slots(module)
 
     def place(self, tensors: Iterable[Tensor]) -> None:
@@ -96,8 +95,7 @@ class FirstRank:
             tensor.data = tensor.data.to(self._device).contiguous()
         else:
             tensor.data = tensor.data.to(self._device)
-        if not self._alone:
-            broadcast([tensor])
+        broadcast([tensor], self._ranks)
 
 
 def _slots(module: nn.Module) -> dict[int, list[_Slot]]:

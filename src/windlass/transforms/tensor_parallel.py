@@ -20,7 +20,7 @@ from windlass.dist.device_mesh import tensor_device_mesh
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded, locals_of
 from windlass.transforms.averaging import AfterBackward, average_gradients
-from windlass.transforms.buffers import broadcast, check_sparse, share_buffers
+from windlass.transforms.buffers import broadcast, check_sparse
 from windlass.transforms.first_rank import check_same_structure
 from windlass.transforms.split_loss import split_loss
 from windlass.transforms.strategy import Strategy, device_of, squared_norm, whole_on_main
@@ -83,8 +83,8 @@ class TensorParallel(Strategy):
     that was divided before is not changed.
 
     Args:
-        module: on its device already, or the stage of a pipeline. All ranks get rank 0's weights and buffers, unless
-            the pipeline sent them. Collective.
+        module: on its device already, or the stage of a pipeline. All ranks of the stage get the weights and buffers
+            of its first. Collective.
 
     Raises:
         ConfigError: the plan of the model names nothing, or sizes cannot be divided.
@@ -97,13 +97,12 @@ class TensorParallel(Strategy):
         self._loss_ranks, self._tensor_ranks = loss_ranks, loss_ranks.over("tensor")
         self._stage_ranks = loss_ranks.over("stage")
         self._division = TensorDivision(module, self._tensor_ranks)
-        if loss_ranks.mesh.pipeline == 1:
-            check_same_structure(module, self._stage_ranks)
-            check_sparse(module, self._stage_ranks)
-            broadcast(p.detach() for p in module.parameters() if not is_sharded(p))
-            share_buffers(module)
+        check_same_structure(module, self._stage_ranks)
+        check_sparse(module, self._stage_ranks)
+        whole = (p.detach() for p in present(module.parameters()) if not is_sharded(p))
+        broadcast((*whole, *module.buffers()), self._stage_ranks)
         self._division.apply(module, tensor_device_mesh(loss_ranks.mesh, device))
-        super().__init__(module, self._stage_ranks.size > 1)
+        super().__init__(module, self._stage_ranks)
         self._division.finish()
         self._after_backward = AfterBackward(self._division.trainable, self.reduce)
 
