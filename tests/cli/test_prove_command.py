@@ -91,7 +91,14 @@ def test_a_fault_is_found_with_its_axis(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("family", "layout"), [("mixtral-balanced", "ep=2"), ("qwen3", "pp=2"), ("llama", "cp=2,sp=2")]
+    ("family", "layout"),
+    [
+        ("mixtral-balanced", "ep=2"),
+        ("qwen3", "pp=2"),
+        ("llama", "cp=2,sp=2"),
+        ("mixtral-balanced", "ep=2,tp=2"),
+        ("mixtral", "ep=2,cp=2"),
+    ],
 )
 def test_other_axes_are_proven(tmp_path: Path, family: str, layout: str) -> None:
     words = ["prove", recipe(tmp_path, family), "--layout", layout]

@@ -19,7 +19,7 @@ TRANSFORMERS = (
 )  # fmt: skip
 ACCELERATE = (
     "accelerator", "utils", "state", "scheduler", "optimizer", "data_loader", "big_modeling", "hooks", "logging",
-    "tracking", "launchers", "local_sgd", "inference", "parallelism_config", "test_utils", "commands",
+    "tracking", "launchers", "local_sgd", "inference", "parallelism_config", "commands",
 )  # fmt: skip
 # Where several modules of a peer are one of Windlass's.
 MERGED = {"integrations.integration_utils": "integrations", "data.data_collator": "data"}

@@ -70,12 +70,10 @@ model = torch.nn.Linear(2, 1)
 model = accelerator.prepare(model)
 print("engine", type(accelerator).__module__, accelerate.Accelerator is Accelerator)
 print("version", accelerate.__version__ == __import__("importlib.metadata").metadata.version("accelerate"))
-from accelerate.test_utils.testing import are_the_same_tensors
 from accelerate.utils.dataclasses import DistributedType, ProjectConfiguration
 from accelerate.utils.operations import gather
 configured = Accelerator(cpu=True, project_config=ProjectConfiguration("x"))
 print("submodules", configured.project_dir, DistributedType.__module__, gather(torch.ones(1)).tolist())
-print("same", are_the_same_tensors(torch.ones(2)))
 print("internal", sys.modules["accelerate"].library().Accelerator.__module__)
 """
 
@@ -146,7 +144,6 @@ def test_a_loop_runs_on_this_engine_and_the_library_stays_whole(tmp_path: Path) 
     assert ended.returncode == 0, ended.stderr
     assert "engine windlass.accelerator.accelerator True" in ended.stdout
     assert "version True" in ended.stdout
-    assert "same True" in ended.stdout
     assert "submodules x windlass.config.enums [1.0]" in ended.stdout
     assert "internal accelerate.accelerator" in ended.stdout
 

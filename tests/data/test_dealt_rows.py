@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.cases import Numbers, train_loader
 
-from windlass.data.dealt_rows import SampleRows, balanced_batches, rank_rows, share, shares_of
+from windlass.data.dealt_rows import SampleRows, balanced_batches, share, shares_of
 from windlass.data.order import SequentialOrder
 
 
@@ -51,7 +51,7 @@ def test_a_rank_without_a_sample_in_a_row_has_a_filler_only_if_it_has_none_at_al
     (whole,) = train_loader(Numbers(5), 1, 2, 4, 3, order="sequential").groups()
     assert (whole.batches, whole.ids, whole.dealt_samples, whole.filler) == ([[3]], [[3]], 5, False)
     rows = SampleRows(SequentialOrder(5, seed=0), 4, 4, drop_last=False)
-    first, second = rank_rows(rows.rows(0, 0), 3)
+    first, second = rows.batches(0, 0, 3)
     assert (first.ids, first.shares, first.filler, first.last) == ([3], (1, 1, 1, 1), False, False)
     assert (second.ids, second.shares, second.filler, second.last) == ([4], (1, 0, 0, 0), True, True)
 

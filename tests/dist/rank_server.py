@@ -49,6 +49,8 @@ def main() -> None:
 def warm_up() -> None:
     """Import what trainings import on their way."""
     gc.disable()  # all of it stays
+    # Its import starts threads. Older transformers import it, by scikit-learn and pandas, which can do without it.
+    sys.modules["pyarrow"] = None  # type: ignore[assignment]
     import accelerate
     import torch
     import torch.distributed.checkpoint
@@ -73,7 +75,7 @@ def warm_up() -> None:
     ):
         for module in pkgutil.iter_modules([f"{windlass.__path__[0]}/{room}"], f"windlass.{room}."):
             importlib.import_module(module.name)
-
+    del sys.modules["pyarrow"]
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     assert threads == 1, f"{threads} threads: a fork could inherit a lock that no thread releases"
     # What the imports would do at the end of every rank takes as long as a small training, and is of no use there.

@@ -108,7 +108,6 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     "ClearMLTracker": {INSIDE: ("user_provided_run_name",)},
     "TensorBoardTracker": {INSIDE: ("logging_dir_param",)},
     "LocalSGD": {INSIDE: ("accelerator", "local_sgd_steps", "model", "model_sync_obj")},
-    "RegressionModel": {INSIDE: ("first_batch",)},
 }  # fmt: skip
 
 

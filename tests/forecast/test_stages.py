@@ -132,6 +132,22 @@ def test_experts_are_divided_and_tokens_travel(tmp_path: Path) -> None:
     assert 2 * rest * 3 // 4 <= sent["replicate x expert"] < 2 * rest * 3 // 4 + 1000
 
 
+def test_experts_are_divided_among_the_tensor_gang_of_each_rank_too(tmp_path: Path) -> None:
+    named = dict(mixture().named_parameters())
+    of_experts = sum(p.numel() for name, p in named.items() if ".experts." in name) * 4
+    layout = {"parallelism_config": ParallelismConfig(ep_size=2, tp_size=2)}
+    alone = trace_of(
+        lambda: trainer(tmp_path, mixture(), parallelism_config=ParallelismConfig(tp_size=2)).train(), 2
+    )
+    found = trace_of(lambda: trainer(tmp_path, mixture(), **layout).train(), 4)
+    assert at_most(alone, "weights") - at_most(found, "weights") == of_experts // 4
+    assert found.saved["weights"] == sum(p.numel() for p in named.values()) * 4
+    sent = sum(one.nbytes * times for one, times in found.sent.items() if one.name == "all-to-all")
+    # Half of what one rank would send: each rank of a tensor gang has half of the experts.
+    travels = 2 * 4 * (2 * BATCH * LENGTH * HIDDEN * 4) // 4
+    assert travels <= sent < travels + 1000
+
+
 @pytest.mark.slow
 def test_products_of_experts_are_counted(tmp_path: Path) -> None:
     """Twice as many experts for each token: their products are twice as many, in any dtype."""

@@ -26,7 +26,7 @@ FLOORS = [
         "launchers", "utils",
         "big_modeling", "commands", "data_loader", "debug_utils", "hf_argparser", "hooks", "hyperparameter_search",
         "inference", "integrations", "local_sgd", "logging", "optimization", "optimizer", "parallelism_config",
-        "scheduler", "state", "test_utils", "tracking", "trainer_callback", "trainer_jit_checkpoint",
+        "scheduler", "state", "tracking", "trainer_callback", "trainer_jit_checkpoint",
         "trainer_optimizer", "trainer_pt_utils", "trainer_seq2seq", "trainer_utils", "training_args",
         "training_args_seq2seq",
     },

@@ -17,6 +17,7 @@ _CALL = "nn.Module calls through these, and torch.compile replaces one of them"
 _TORCH = "a function of PyTorch that its own optimizers and loss scaler use, without a public name"
 _AUTOGRAD = "autograd states only there which backward runs, and of which tensor another one is a view"
 _WORKERS = "PyTorch's loader keeps its processes there, and does not publish them"
+_PASS = "FSDP2 before torch 2.13 forgets a pass that failed under no other name"
 _SHARDED = "FSDP2 keeps its groups of parameters there"
 _DEBUG = "what hangs can be found out here only"
 _DATASETS = "datasets keeps the parts of a stream there"
@@ -47,7 +48,10 @@ THIRD_PARTY = {
     **dict.fromkeys(("_autograd", "_base", "_current_graph_task_id", "_get_current_graph_task_keep_graph"), _AUTOGRAD),
     "_step_count": "PyTorch's schedules count their steps there, and do not publish them",
     **dict.fromkeys(("_iterator", "_worker_info"), _WORKERS),
-    **dict.fromkeys(("_get_fsdp_state", "_fsdp_param_groups", "_lazy_init", "_unsharded_param"), _SHARDED),
+    **dict.fromkeys(("_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups"), _SHARDED),
+    **dict.fromkeys(("_lazy_init", "_unsharded_param"), _SHARDED),
+    **dict.fromkeys(("_comm_ctx", "_state_ctx", "_device", "_device_handle"), _PASS),
+    **dict.fromkeys(("_modules_to_run_forward", "_training_state", "_partial_reduce_output"), _PASS),
     **dict.fromkeys(("_post_forward", "_root_post_backward_final_callback"), _SHARDED),
     "_GLOBAL_CLIENT_FACTORY": "huggingface_hub does not publish if a script makes its HTTP client",
     "_keep_in_fp32_modules": "models of transformers name there what stays in float32 when they are quantized",

@@ -16,7 +16,8 @@ from tests.trainer.layout_runs import (
 
 pytest.importorskip("transformers")
 CASES = Path(__file__).with_name("context_cases.py")
-EXPERTS, ONE, TWO = {"ep_size": 2}, {"per_device_train_batch_size": 1}, {"per_device_train_batch_size": 2}
+EXPERTS, LAYERS, SEQUENCES = {"ep_size": 2}, {"ep_size": 2, "tp_size": 2}, {"ep_size": 2, "cp_size": 2}
+ONE, TWO, FOUR = ({"per_device_train_batch_size": rows} for rows in (1, 2, 4))
 # The routers of DeepSeek compute in single precision, as do balancing losses and the models' own losses.
 SINGLE = 2e-6
 
@@ -58,7 +59,38 @@ def test_experts_with_replicas_and_shards(run: Run) -> None:
         "replicas of shards": ("mixtral", {**EXPERTS, "dp_shard_size": 2, "dp_replicate_size": 2}, ONE),
         "one expert each": ("gpt_oss", {"ep_size": 4}, ONE),
     }
-    check_equal(run, 4, cases, {}, {"per_device_train_batch_size": 4})
+    check_equal(run, 4, cases, {}, FOUR)
+
+
+@pytest.mark.dist
+def test_experts_with_divided_layers_or_sequences(run: Run) -> None:
+    cases: dict[str, Case] = {
+        "layers": ("balanced", LAYERS, {**ONE, "own_loss": True}),
+        "sequences": ("mixtral", SEQUENCES, ONE),
+    }
+    check_equal(run, 4, cases, {"layers": SINGLE}, TWO)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [LAYERS, SEQUENCES, {"ep_size": 2, "sp_size": 2}])
+@pytest.mark.parametrize("changes", [{}, {"fsdp": True, "gradient_checkpointing": True}])
+def test_families_of_experts_with_other_axes(
+    run: Run, layout: dict[str, int], changes: dict[str, object]
+) -> None:
+    names = ["mixtral", "qwen3_moe", *(["gpt_oss", "olmoe"] if "tp_size" in layout else [])]
+    check_equal(run, 4, {name: (name, layout, {**ONE, **changes}) for name in names}, {}, TWO)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_experts_with_two_other_axes(run: Run) -> None:
+    cases: dict[str, Case] = {
+        "layers of sequences": ("mixtral", {**LAYERS, "cp_size": 2}, ONE),
+        "replicas of layers": ("mixtral", LAYERS, ONE),
+    }
+    for name, case in cases.items():
+        check_equal(run, 8, {name: case}, {}, TWO if "cp_size" in case[1] else FOUR)
 
 
 @pytest.mark.dist
@@ -69,10 +101,11 @@ def test_a_killed_run_of_divided_experts_ends_with_the_same_bits(run: Run, tmp_p
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("changes", [{}, {"fsdp": True}])
+@pytest.mark.parametrize("layout", [EXPERTS, LAYERS, SEQUENCES])
 def test_killed_runs_of_experts_end_with_the_same_bits(
-    run: Run, tmp_path: Path, changes: dict[str, object]
+    run: Run, tmp_path: Path, layout: dict[str, int], changes: dict[str, object]
 ) -> None:
-    check_killed(run, CASES, tmp_path, ("mixtral", EXPERTS, {**ONE, **changes}), 4, (2, 3, 5))
+    check_killed(run, CASES, tmp_path, ("mixtral", layout, {**ONE, **changes}), 4, (2, 3, 5))
 
 
 @pytest.mark.dist
@@ -100,4 +133,20 @@ def test_divided_experts_are_continued_on_any_layout(run: Run, tmp_path: Path, r
             "sharded": ("mixtral", {"ep_size": ranks}, other),
         },
         ranks,
+    )
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [LAYERS, pytest.param(SEQUENCES, marks=pytest.mark.slow)])
+def test_experts_with_other_axes_are_continued_on_any_layout(
+    run: Run, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    check_continued(
+        run,
+        tmp_path,
+        {"x": ("mixtral", layout, {**saving, **TWO})},
+        {"x": ("mixtral", {"ep_size": 4}, {**saving, **ONE, "fsdp": True})},
+        ranks=4,
+        first=4,
     )

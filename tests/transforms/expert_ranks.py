@@ -11,8 +11,8 @@ from windlass import Accelerator, ParallelismConfig
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError
 from windlass.dist.gang import current
-from windlass.transforms.expert_layers import gathered
 from windlass.transforms.strategies import spread
+from windlass.transforms.tensor_layers import undivided
 
 ROWS = torch.randn(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -94,7 +94,7 @@ def main() -> None:
             torch.testing.assert_close(whole, expected.get_parameter(name), rtol=1e-12, atol=1e-14)
         with torch.no_grad():
             torch.testing.assert_close(model(ROWS), expected(ROWS))
-            with gathered(net):  # ranks may make different forwards
+            with undivided(net):  # ranks may make different forwards
                 rows = ROWS[: 2 + accelerator.process_index]
                 torch.testing.assert_close(net(rows), expected(rows))
             torch.testing.assert_close(model(ROWS), expected(ROWS))

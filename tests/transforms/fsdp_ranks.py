@@ -482,7 +482,7 @@ def main() -> None:
             whole_weights,
             one_copy_on_the_host,
             refusals,
-            unused,
+            *((unused,) if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else ()),  # torch 2.13
             used_by_some,
             recovers,
             own_statistics,

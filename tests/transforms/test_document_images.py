@@ -55,3 +55,16 @@ def test_documents_with_two_images_with_one_and_with_none_are_apart(name: str) -
     for found, expected in zip(gradients(whole), gradients(parts), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_images_are_seen_whole_where_their_tower_gets_the_borders_of_documents(name: str) -> None:
+    """As it does from models of transformers before 5.18."""
+    model, processor = family(name)
+    seen = processor.image_processor(images=[picture(0, 32, 32)], return_tensors="pt")
+    grid, pixels = seen["image_grid_thw"], seen["pixel_values"]
+    borders = torch.tensor([0, 3, 5], dtype=torch.int32)
+    given = {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": 3, "max_length_k": 3}
+    tower = model.model.visual.eval()
+    with documents_apart(model):
+        torch.testing.assert_close(tower(pixels, grid, **given)[0], tower(pixels, grid)[0])

@@ -10,7 +10,11 @@ from tests.trainer.context_cases import model
 from torch import nn
 
 from windlass.core.errors import ConfigError
+from windlass.core.mesh import Mesh
+from windlass.core.world import World
+from windlass.dist.gang import Gang
 from windlass.transforms.expert_plan import chosen_experts, expert_layers, number_of_experts
+from windlass.transforms.tensor_parallel import TensorDivision
 
 
 class Experts(nn.Module):
@@ -37,6 +41,20 @@ def test_a_plan_names_layers_and_their_parameters() -> None:
     assert expert_layers(nn.Linear(2, 2)) == []
 
 
+def test_a_plan_as_transformers_before_5_18_has_it() -> None:
+    older = {
+        "layers.*.gate": "ep_router",
+        "layers.*.experts": "moe_tp_experts",
+        "layers.*.experts.up": "grouped_gemm",
+    }
+    made = net(None)
+    del made.ep_plan
+    made._ep_plan = older
+    [(path, (layer, names))] = chosen_experts(made, 2).items()
+    assert (path, type(layer), names) == ("layers.0.experts", Experts, ("up",))
+    assert expert_layers(made) == [layer]
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"])
 def test_models_of_transformers_have_plans(name: str) -> None:
     pytest.importorskip("transformers")
@@ -58,6 +76,24 @@ def test_models_of_transformers_have_plans(name: str) -> None:
 def test_what_cannot_be_divided_is_refused(plan: Any, experts: int, ranks: int, fix: str) -> None:
     with pytest.raises(ConfigError, match=fix):
         chosen_experts(net(plan, experts), ranks)
+
+
+def test_a_tensor_gang_divides_the_experts_of_each_rank() -> None:
+    assert list(chosen_experts(net(PLAN), 2, 2)) == ["layers.0.experts"]
+    fix = r"ep_size=2: times tp_size=4 must divide the experts of layers.0.experts, which are 4"
+    with pytest.raises(ConfigError, match=fix):
+        chosen_experts(net(PLAN), 2, 4)
+    uneven = net(PLAN)
+    uneven.tp_plan = {"layers.*.other": "colwise"}
+    uneven.layers[0]["other"] = nn.Linear(2, 2)
+    gang = Gang(World(0, 4, 0, 4), Mesh(expert=2, tensor=2), members=(0, 1))
+    with pytest.raises(
+        ConfigError, match=r"tp_plan='ModuleDict': has a plan that leaves experts whole, which ep"
+    ):
+        TensorDivision(uneven, gang)
+    uneven.tp_plan["layers.*.experts"] = "moe_tp_experts"
+    uneven.layers[0]["experts"].scale = None
+    assert "layers.0.experts" in TensorDivision(uneven, gang).chosen
 
 
 def test_adapters_on_experts_are_refused() -> None:

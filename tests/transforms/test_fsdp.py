@@ -33,6 +33,7 @@ from windlass.dist.gang import Gang, leave
 from windlass.dist.sharded import whole
 from windlass.engine.native import NativeExecutor
 from windlass.transforms.fsdp import shard
+from windlass.transforms.fsdp_groups import groups_of
 
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
 
@@ -96,16 +97,25 @@ def test_gradients_kept_on_the_host_beside_others_on_the_device() -> None:
         leave()
 
 
-@pytest.mark.parametrize("sums", ["an attribute", "a property"])
-def test_a_micro_batch_that_fails_leaves_no_gradients(sums: str) -> None:
-    """From torch 2.15 on, what FSDP calls the accumulated gradient is a read-only view of the gathered one."""
+@pytest.mark.parametrize(
+    ("sums", "resets"), [("an attribute", True), ("an attribute", False), ("a property", True)]
+)
+def test_a_micro_batch_that_fails_leaves_no_gradients(
+    sums: str, resets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From torch 2.15 on, what FSDP calls the accumulated gradient is a read-only view of the gathered one.
+
+    Before 2.13 FSDP does not reset itself.
+    """
+    if not resets:
+        monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
     expected, module, tokens = model(), model(), torch.ones(1, 4, dtype=torch.long)
     gang = Gang()
     try:
         plan = DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS))
         strategy = shard(module, torch.device("cpu"), plan, gang)
         units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        groups = [group for unit in units for group in groups_of(unit)]
         parameters: list[Any] = [parameter for group in groups for parameter in group.fsdp_params]
 
         class ReadOnly(type(parameters[0])):  # type: ignore[misc]

@@ -66,6 +66,7 @@ from windlass.config.quantities import convert_file_size_to_int
 from windlass.config.refusal import refuse
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
+from windlass.core.mesh import Axis, Mesh
 from windlass.core.metric_values import python_number
 from windlass.core.module_state import state_of
 from windlass.core.outside import load_outside
@@ -75,6 +76,7 @@ from windlass.core.world import World, world_from_environment
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.skip import skip_first_batches
 from windlass.dist import operations
+from windlass.dist.device_mesh import loss_device_mesh
 from windlass.dist.gang import Gang, join, leave
 from windlass.dist.operations import check_operations, operations_are_checked
 from windlass.precision.check import apply_tf32, check_precision
@@ -416,33 +418,46 @@ class Accelerator(Ranks):
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh over which models are sharded; None if they are not, or without `parallelism_config`."""
-        return self._setup.torch_device_mesh
+        """The mesh of processes over which models are sharded; None if they are not, or if the script gave no
+        `parallelism_config`: code that finds a mesh reads its axes there.
+        """
+        shard = self._setup.dist.shard if self.is_fsdp2 else None
+        if shard is None or self.parallelism_config is None:
+            return None
+        return loss_device_mesh(self._all_ranks.mesh.with_replicas(shard.replicas), self.device)
+
+    def _rank_in(self, axis: Axis) -> int:
+        if self.parallelism_config is None:
+            fix = "is needed to ask for a rank in it: Accelerator(parallelism_config=ParallelismConfig(...))"
+            raise ConfigError(Problem("parallelism_config", None, fix))
+        mesh: Mesh = self.parallelism_config.mesh
+        return mesh.index(axis, self._all_ranks.world.rank)
 
     @property
     def data_parallel_rank(self) -> int:
         """Index of the model replica that this process belongs to."""
-        return self._setup.data_parallel_rank
+        return self._rank_in("replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
         """Index of this process's shard in its replica."""
-        return self._setup.data_parallel_shard_rank
+        return self._rank_in("shard")
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """0: tensors are not split further."""
-        return self._setup.tensor_parallel_rank
+        """Index of the part of each divided layer that this process computes."""
+        return self._rank_in("tensor")
 
     @property
     def context_parallel_rank(self) -> int:
-        """0: sequences are not split."""
-        return self._setup.context_parallel_rank
+        """Index of the part of each sequence that this process computes."""
+        inner = self._rank_in("sequence")
+        return self._rank_in("context") * self._all_ranks.over("heads").size + inner
 
     @property
     def pipeline_parallel_rank(self) -> int:
         """Index of this process in its pipeline."""
-        return self._setup.pipeline_parallel_rank
+        return self._rank_in("pipeline")
 
     # --- loaders and folders ------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,14 +14,9 @@ from windlass.config.loop_options import AutocastKwargs
 from windlass.config.plan import DistPlan
 from windlass.config.strategy_plans import ZeroPlan
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.mesh import Axis, Mesh
 from windlass.core.outside import find_outside, load_outside
-from windlass.dist.device_mesh import loss_device_mesh
 from windlass.dist.gang import Gang
 from windlass.precision.autocast import COMPUTE_DTYPES
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class EngineChoice:
@@ -140,46 +135,3 @@ class Setup:
             return self.settings.fsdp
         known = find_outside("plugins of FSDP")
         return None if known is None else known.fsdp_plugin_of(shard)
-
-    @property
-    def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of processes over which models are sharded; None if they are not, or if the script gave no sizes of
-        axes: code that finds a mesh reads `parallelism_config` for its axes.
-        """
-        shard = self.dist.shard if self.is_fsdp2 else None
-        if shard is None or self.settings.parallelism is None:
-            return None
-        return loss_device_mesh(self.all_ranks.mesh.with_replicas(shard.replicas), self.device)
-
-    def _rank_in(self, axis: Axis) -> int:
-        if self.settings.parallelism is None:
-            fix = "is needed to ask for a rank in it: Accelerator(parallelism_config=ParallelismConfig(...))"
-            raise ConfigError(Problem("parallelism_config", None, fix))
-        mesh: Mesh = self.settings.parallelism.mesh
-        return mesh.index(axis, self.all_ranks.world.rank)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Index of the model replica that this process belongs to."""
-        return self._rank_in("replicate")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """Index of this process's shard in its replica."""
-        return self._rank_in("shard")
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """Index of the part of each divided layer that this process computes."""
-        return self._rank_in("tensor")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """Index of the process in its pipeline."""
-        return self._rank_in("pipeline")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """Index of the part of each sequence that this process computes."""
-        inner = self._rank_in("sequence")
-        return self._rank_in("context") * self.all_ranks.over("heads").size + inner

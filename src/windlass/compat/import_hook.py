@@ -26,7 +26,6 @@ STARTUP = Path(__file__).with_name("startup")
 # Modules inside packages of the libraries; the package's module of Windlass has their names.
 _INSIDE = {
     "transformers.integrations": ("integration_utils",),
-    "accelerate.test_utils": ("testing", "training"),
     "accelerate.utils": (
         "ao", "bnb", "constants", "dataclasses", "deepspeed", "environment", "fsdp_utils", "imports", "launch",
         "megatron_lm", "memory", "modeling", "offload", "operations", "other", "random", "tqdm", "versions",
@@ -50,7 +49,7 @@ MODULES = {
         f"accelerate.{name}": f"windlass.{name}"
         for name in (
             "big_modeling", "data_loader", "hooks", "launchers", "local_sgd", "logging", "optimizer",
-            "parallelism_config", "scheduler", "state", "test_utils", "tracking", "utils",
+            "parallelism_config", "scheduler", "state", "tracking", "utils",
         )
     },
     **{

@@ -36,7 +36,6 @@ NEFTUNE = "a run adds the noise itself and takes it away: set neftune_noise_alph
 _LIGER = "a run replaces parts of the model itself: set use_liger_kernel=True"
 _SIGNALS = "every run saves and leaves on the signals that preemption_signals names"
 _LOADERS = "one class reads prepared data, whatever it comes from; prepare the loader with Accelerator"
-_TESTS = "it is for the tests of that library itself; pytest.mark.skipif does the same"
 INSIDE = "it is a detail of how that library works inside"
 
 REFUSED: dict[str, tuple[str, ...]] = {
@@ -127,11 +126,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "use_kernel_func_from_hub_with_fallback", "use_kernelized_func", "validate_bnb_backend_availability", "vptq",
     ),
     _SIGNALS: ("JITCheckpointCallback",),
-    _TESTS: (
-        "path_in_accelerate_package", "pytest_xdist_worker_id", "require_fp8", "require_non_torch_xla", "require_pippy",
-        "require_torchao", "require_tpu", "require_transformer_engine", "require_transformer_engine_mxfp8",
-        "run_first",
-    ),
     _LOADERS: ("DataLoaderAdapter",),
     INSIDE: (
         "DataClass", "DataClassType", "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",

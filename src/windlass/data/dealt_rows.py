@@ -7,7 +7,7 @@ token-budget batches so that every micro-batch of an update costs about the same
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from windlass.core.errors import DataError
 from windlass.data.batch_reader import DealtBatch
@@ -18,26 +18,17 @@ _ROWS_AT_ONCE = 64
 _QUADRATIC = 0.001  # cost of attention, relative to the rest of a model
 
 
-class Row(NamedTuple):
-    """One batch of every rank.
+def batch_of(parts: list[list[int]], rank: int, end: int, last: bool) -> DealtBatch:
+    """What `rank` is to read of one batch of every rank: a batch without its data.
 
-    Attributes:
+    Args:
         parts: positions of each rank's samples in the dataset; empty lists for ranks without any.
-        end: position of the pass after this row.
-        last: no row follows.
+        end: position of the pass after this batch.
+        last: no batch follows.
     """
-
-    parts: list[list[int]]
-    end: int
-    last: bool
-
-
-def rank_rows(rows: Iterator[Row], rank: int) -> Iterator[DealtBatch]:
-    """What `rank` is to read of each row: batches without their data."""
-    for parts, end, last in rows:
-        own = parts[rank]
-        ids = own or next(part for part in parts if part)[:1]
-        yield DealtBatch(None, tuple(map(len, parts)), end, last, ids, filler=not own)
+    own = parts[rank]
+    ids = own or next(part for part in parts if part)[:1]
+    return DealtBatch(None, tuple(map(len, parts)), end, last, ids, filler=not own)
 
 
 class SampleRows:
@@ -51,13 +42,13 @@ class SampleRows:
     def __init__(self, order: Order, size: int, ranks: int, drop_last: bool) -> None:
         self._order, self.total_batch_size, self._ranks, self._drop_last = order, size, ranks, drop_last
 
-    def rows(self, epoch: int, start: int) -> Iterator[Row]:
+    def batches(self, epoch: int, start: int, rank: int) -> Iterator[DealtBatch]:
         order, length, size = self._order.of(epoch), self.length(epoch), self.total_batch_size
         for first in range(start, length, size * _ROWS_AT_ONCE):
             ids = order[first : min(first + size * _ROWS_AT_ONCE, length)].tolist()
             for begin in range(0, len(ids), size):
                 end = min(first + begin + size, length)
-                yield Row(dealt(ids[begin : begin + size], self._ranks), end, end == length)
+                yield batch_of(dealt(ids[begin : begin + size], self._ranks), rank, end, end == length)
 
     def count(self, epoch: int, start: int = 0) -> int:
         return max(-(-(self.length(epoch) - start) // self.total_batch_size), 0)
@@ -81,14 +72,14 @@ class BalancedRows(SampleRows):
         super().__init__(order, size, ranks, drop_last)
         self._lengths, self._update = order.lengths, update
 
-    def rows(self, epoch: int, start: int) -> Iterator[Row]:
+    def batches(self, epoch: int, start: int, rank: int) -> Iterator[DealtBatch]:
         order, length, size = self._order.of(epoch), self.length(epoch), self.total_batch_size
         for begin in range(start, length, size * self._update):
             ids = order[begin : min(begin + size * self._update, length)].tolist()
             end, rows = begin, -(-len(ids) // size)
             for parts in balanced_batches(ids, self._lengths[ids].tolist(), rows, self._ranks):
                 end += sum(map(len, parts))
-                yield Row(parts, end, end == length)
+                yield batch_of(parts, rank, end, end == length)
 
 
 class BatchRows:
@@ -113,11 +104,11 @@ class BatchRows:
         self._generators = own_generators(sampler, getattr(sampler, "sampler", None))
         self._cached: tuple[tuple[int, int], list[list[int]]] | None = None
 
-    def rows(self, epoch: int, start: int) -> Iterator[Row]:
+    def batches(self, epoch: int, start: int, rank: int) -> Iterator[DealtBatch]:
         batches, step = self.of(epoch), self._per_row
         for begin in range(start, len(batches), step):
             end = min(begin + step, len(batches))
-            yield Row(self._parts(batches[begin:end]), end, end == len(batches))
+            yield batch_of(self._parts(batches[begin:end]), rank, end, end == len(batches))
 
     def count(self, epoch: int, start: int = 0) -> int:
         return max(-(-(len(self.of(epoch)) - start) // self._per_row), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from windlass.data.batch_reader import DealtBatch, PassRequest
-from windlass.data.dealt_rows import Rows, rank_rows
+from windlass.data.dealt_rows import Rows
 from windlass.data.source import Source
 
 
@@ -21,7 +21,7 @@ class MapReader:
         self.unit, self.total_batch_size = rows.unit, rows.total_batch_size
 
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
-        tasks = rank_rows(self._rows.rows(wanted.epoch, wanted.start), self._rank)
+        tasks = self._rows.batches(wanted.epoch, wanted.start, self._rank)
         isolated = wanted.update if wanted.start else 0
         return self._source.batches(wanted.epoch, tasks, wanted.private, isolated)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from windlass.core.device import backend_for
-from windlass.core.mesh import AXES, VIEWS, Mesh
+from windlass.core.mesh import AXES, VIEWS, Axis, Mesh
 from windlass.dist.gang import leave
 from windlass.dist.listening import gloo_on_loopback
 
@@ -53,27 +54,47 @@ def tensor_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
 
 
 def expert_device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """All ranks: along the axis "expert" they have different experts; along the other, "copies", if there is one, the
-    same. Collective.
+    """The ranks of this rank's stage view: along "tensor", if there is such an axis, and "expert" they have different
+    experts; along the first, "copies", if there is one, the same. Collective.
     """
-    sizes = {"copies": mesh.size("same_experts"), "expert": mesh.expert}
-    axes = [axis for axis in sizes if axis == "expert" or sizes[axis] > 1]
-    return init_device_mesh(device.type, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+    outer = VIEWS["data"][: VIEWS["data"].index("expert")]
+    groups: dict[str, tuple[Axis, ...]] = {
+        "pipeline": ("pipeline",),
+        "outer": outer,
+        "expert": ("expert",),
+        "inner": VIEWS["context"],
+        "tensor": ("tensor",),
+    }
+    sizes = {name: math.prod(map(mesh.along, axes)) for name, axes in groups.items()}
+    # Experts are divided among the ranks of a tensor gang first: a rank finds the tokens of its own in one stretch.
+    order = ("pipeline", "outer", "inner", "tensor", "expert")
+    ranks = (
+        torch.arange(mesh.size()).view(*sizes.values()).permute(*(list(sizes).index(name) for name in order))
+    )
+    copies = sizes["outer"] * sizes["inner"]
+    named = {"pipeline": mesh.pipeline, "copies": copies, "tensor": mesh.tensor, "expert": mesh.expert}
+    axes = [axis for axis in named if axis == "expert" or named[axis] > 1]
+    whole = DeviceMesh(device.type, ranks.reshape([named[axis] for axis in axes]), mesh_dim_names=tuple(axes))
+    return whole[tuple(axes[1:])] if axes[0] == "pipeline" else whole
 
 
-def part_along_last(whole: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    """A copy of this rank's chunk of `whole` along `dim`, of as many as the last axis of `mesh` has ranks; along the
-    other axes ranks have the same. No communication.
+def part_along(whole: nn.Parameter, mesh: DeviceMesh, dim: int, *axes: str) -> nn.Parameter:
+    """A copy of this rank's chunk of `whole` along `dim`, which is cut along each of these axes of `mesh` that it has,
+    in its order; along the other axes ranks have the same. No communication.
     """
     # Here, because importing it takes 0.3 seconds, and not every process that has a mesh divides parameters.
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-    last = mesh.ndim - 1
-    chunk = whole.detach().chunk(mesh.size(last), dim)[mesh.get_local_rank(last)]
+    chunk, placements = whole.detach(), list[Placement]()
+    for number, axis in enumerate(mesh.mesh_dim_names or ()):
+        cut = axis in axes
+        placements.append(Shard(dim) if cut else Replicate())
+        if cut:
+            chunk = chunk.chunk(mesh.size(number), dim)[mesh.get_local_rank(number)]
     part = DTensor.from_local(
         chunk.clone(memory_format=torch.contiguous_format),
         mesh,
-        [*[Replicate()] * last, Shard(dim)],
+        placements,
         run_check=False,
         shape=whole.shape,
         stride=whole.stride(),

@@ -197,6 +197,13 @@ def copies(tensor: Tensor) -> int:
     return count
 
 
+def copies_among(tensor: Tensor, ranks: int) -> int:
+    """How many of `ranks` ranks hold each element of a tensor. Those outside of its mesh hold it on a mesh like it; a
+    plain tensor all of them have.
+    """
+    return ranks // tensor.device_mesh.size() * copies(tensor) if is_sharded(tensor) else ranks
+
+
 def sum_of_parts(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """The sum of each of `values`, scalars that ranks computed from their part of the tensor at the same place in
     `tensors`, over all its parts. One collective for each mesh and dtype.

@@ -87,7 +87,7 @@ def shrink(config: Mapping[str, Any], names: Mapping[str, str], layout: AxisLayo
             )
     _shrink_layers(found, max(2, layout.along("pp")))
     _shrink_widths(found, layout)
-    _shrink_experts(found, layout.along("ep"))
+    _shrink_experts(found, layout.along("ep", "tp"))
     _shrink_positions(found)
     found.values.update({name: token for name, token in _TOKENS.items() if name in found.values})
     for name, value in found.values.items():

@@ -20,14 +20,13 @@ from windlass.core.rng import ForwardRandomness
 from windlass.dist.gang import Gang
 from windlass.transforms.divided_output import DividedOutput, Gatherable
 from windlass.transforms.divided_sequences import NAME, divide, divided_attention, divided_mask, group_of
+from windlass.transforms.document_mask import BORDERS
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.neftune import vocabulary_of
 from windlass.transforms.ulysses import refuse_heads
 from windlass.transforms.zigzag import Zigzag
 
 _COLUMNS = {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "num_items_in_batch"}
-# Where the documents of a packed row begin, for kernels; positions that start again show the same.
-_BORDERS = {"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 # Arguments of a step of generation, which runs on whole rows.
 _GENERATING = ("past_key_values", "cache_position", "use_cache", "logits_to_keep")
 _HIDDEN = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -92,7 +91,7 @@ class DividedForwards:
         self._zigzag = None
         if any(_is_set(batch.get(name)) for name in _GENERATING):
             return None
-        known = _BORDERS if batch.get("position_ids") is not None else ()
+        known = BORDERS if batch.get("position_ids") is not None else ()
         given = {name: value for name, value in batch.items() if value is not None and name not in known}
         _refuse_columns(given, len(args))
         self._compare(given["input_ids"])

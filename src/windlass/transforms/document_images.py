@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from windlass.transforms.document_mask import DocumentMask, document_starts
+from windlass.transforms.document_mask import BORDERS, DocumentMask, document_starts
 
 Hooked = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -50,10 +50,25 @@ def _dependent_on_images(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     for module in model.modules():
         if hasattr(module, "get_rope_index"):
             yield module, _with_positions
+    tower = _tower(model)
+    if tower is not None:
+        yield tower, _without_borders
     if has_masks_of_images(model):
         # Not the outer model, whose hooks adapters leave out.
         inner: Any = model.base_model
         yield inner, partial(_with_masks, model)
+
+
+def _tower(model: Any) -> nn.Module | None:
+    """The part of the model that sees the images."""
+    config = getattr(model.config, "vision_config", None)
+    parts = model.modules() if config is not None else ()
+    return next((part for part in parts if getattr(part, "config", None) is config), None)
+
+
+def _without_borders(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Hooked:
+    """The documents' borders are in tokens, and no part of an image; transformers before 5.18 hands them on to it."""
+    return args, {name: value for name, value in given.items() if name not in BORDERS}
 
 
 def _with_positions(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Hooked:

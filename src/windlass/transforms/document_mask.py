@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Where the documents of a packed row begin, for kernels; positions that start again show the same.
+BORDERS = frozenset({"seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+
 
 class DocumentMask(NamedTuple):
     """What the layers of a model get instead of a mask.

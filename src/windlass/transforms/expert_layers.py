@@ -7,8 +7,6 @@ chosen experts, as many to each as there are, and computes what it received with
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from windlass.dist.device_mesh import expert_device_mesh, part_along_last
+from windlass.dist.device_mesh import expert_device_mesh, part_along
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import whole
 from windlass.transforms.expert_parts import computing_with
 from windlass.transforms.expert_plan import chosen_experts
 from windlass.transforms.first_rank import FirstRank
@@ -30,30 +27,23 @@ class DividedExperts(nn.Module):
     """Some of the experts of a layer, mixed into the class of the layer.
 
     Attributes:
-        num_experts: those of this rank.
-        all_experts: those of all ranks.
-        expert_group: the ranks that have the others.
+        undivided: the class of the layer.
+        expert_group: the ranks that have the other experts to which its tokens go.
         loss_ranks: gradients are averages over their targets.
         expert_names: the parameters that are divided.
-        holds_all: every rank has all experts for now, so that tokens stay.
     """
 
-    num_experts: Any
-    all_experts: int
+    undivided: type[nn.Module]
     expert_group: Any
     loss_ranks: Gang
     expert_names: tuple[str, ...]
-    holds_all = False
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Shape (tokens, width), from that, and experts and their weights of shape (tokens, chosen experts)."""
-        if self.holds_all:
-            whole_result: Tensor = super().forward(hidden_states, chosen, weights)
-            return whole_result
         count, width = chosen.shape[-1], hidden_states.shape[-1]
         route = Routes.of if self.loss_ranks.exists else Routes.even
-        routes = route(chosen, self.num_experts, self.expert_group)
         parts = [self.get_parameter(name) for name in self.expert_names]
+        routes = route(chosen, len(mine(parts[0])), self.expert_group)
         # Every rank must take part in the backward of all exchanges, even one that received no token.
         trained = hidden_states.requires_grad or any(part.requires_grad for part in parts)
         anchor = torch.zeros((), requires_grad=trained and torch.is_grad_enabled())
@@ -185,47 +175,27 @@ class _Parts(torch.autograd.Function):
 
 
 def divide_experts(module: nn.Module, first: FirstRank, loss_ranks: Gang, device: torch.device) -> None:
-    """Replace the experts of `module` by those of this rank, with rank 0's values. Collective.
+    """Replace the experts of `module` by those of this rank, with rank 0's values. What a rank would have is divided
+    once more among its tensor gang, whose tokens `tensor_experts.py` sends to the right ones. Collective.
 
     Raises:
         ConfigError: there are none that can be divided so.
     """
     ranks = loss_ranks.over("expert")
-    chosen = chosen_experts(module, ranks.size)
+    chosen = chosen_experts(module, ranks.size, loss_ranks.over("tensor").size)
     mesh = expert_device_mesh(loss_ranks.mesh, device)
     for layer, names in chosen.values():
         for name in names:
             first.place([layer.get_parameter(name)])
-            layer.register_parameter(name, part_along_last(layer.get_parameter(name), mesh, 0))
+            layer.register_parameter(name, part_along(layer.get_parameter(name), mesh, 0, "tensor", "expert"))
         kind: Any = type(layer)
         layer.__class__ = _divided(kind)
         assert isinstance(layer, DividedExperts)
-        layer.all_experts = layer.num_experts
-        layer.num_experts //= ranks.size
+        layer.undivided = kind
         layer.expert_group, layer.loss_ranks, layer.expert_names = ranks.device_group, loss_ranks, names
 
 
 # --- what the strategies need -----------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
-    """Context in which every rank has all experts of `module`, and tokens do not travel. Collective."""
-    layers = layers_of(module)
-    kept = [(layer.num_experts, {n: layer.get_parameter(n) for n in layer.expert_names}) for layer in layers]
-    for layer in layers:
-        for name in layer.expert_names:
-            layer.register_parameter(
-                name, nn.Parameter(whole(layer.get_parameter(name)), requires_grad=False)
-            )
-        layer.num_experts, layer.holds_all = layer.all_experts, True
-    try:
-        yield
-    finally:
-        for layer, (experts, parts) in zip(layers, kept, strict=True):
-            for name, part in parts.items():
-                layer.register_parameter(name, part)
-            layer.num_experts, layer.holds_all = experts, False
 
 
 def layers_of(module: nn.Module) -> list[DividedExperts]:

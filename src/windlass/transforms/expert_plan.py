@@ -5,6 +5,7 @@ Models of transformers have one.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,12 +14,15 @@ from torch import nn
 
 from windlass.core.errors import ConfigError, Problem
 
-# A layer whose tokens are sent to the ranks of their experts, and a parameter whose first dimension counts experts.
-_LAYER, _PARAMETER = "ep_dispatch_experts", "grouped_gemm"
+# A layer of experts, in transformers before 5.18 by the second name, and a parameter whose first dimension counts them.
+_LAYERS, _PARAMETER = ("ep_dispatch_experts", "moe_tp_experts"), "grouped_gemm"
 
 
-def chosen_experts(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
-    """The layers of experts that `ranks` divide, with the names of their parameters, by path.
+def chosen_experts(
+    module: nn.Module, ranks: int, tensor_ranks: int = 1
+) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
+    """The layers of experts that `ranks` divide, and the tensor gang of each of these once more, with the names of
+    their parameters, by path.
 
     They are those of the attribute `ep_plan`, which models of transformers have: the path of a layer, in which * is a
     number or a name -> "ep_dispatch_experts", and of each of its parameters -> "grouped_gemm".
@@ -31,12 +35,12 @@ def chosen_experts(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, 
     found: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
     parameters = {path for path, _ in owner.named_parameters() if _style(owner, path) == _PARAMETER}
     for path, layer in owner.named_modules():
-        if _style(owner, path) != _LAYER:
+        if _style(owner, path) not in _LAYERS:
             continue
         names = tuple(
             each for each, _ in layer.named_parameters(recurse=False) if f"{path}.{each}" in parameters
         )
-        _check(path, layer, names, ranks)
+        _check(path, layer, names, ranks, tensor_ranks)
         found[path] = layer, names
     if not found:
         raise ConfigError(
@@ -50,13 +54,13 @@ def expert_layers(module: nn.Module) -> list[nn.Module]:
     owner = _owner_of_plan(module)
     if owner is None:
         return []
-    return [layer for path, layer in owner.named_modules() if _style(owner, path) == _LAYER]
+    return [layer for path, layer in owner.named_modules() if _style(owner, path) in _LAYERS]
 
 
 def number_of_experts(layer: nn.Module) -> int:
     """How many experts a layer has, over all ranks that divide them."""
     base: Any = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer  # type: ignore[operator]
-    return int(getattr(base, "all_experts", base.num_experts))
+    return int(base.num_experts)
 
 
 def _owner_of_plan(module: nn.Module) -> nn.Module | None:
@@ -77,27 +81,29 @@ def _style(owner: nn.Module, path: str) -> str | None:
     return None
 
 
-def _check(path: str, layer: nn.Module, names: tuple[str, ...], ranks: int) -> None:
+def _check(path: str, layer: nn.Module, names: tuple[str, ...], ranks: int, tensor_ranks: int) -> None:
     if not names:
         fix = (
             "has no parameters of its plan there: adapters on experts are not built together with ep_size; leave the "
             "experts out of target_modules and target_parameters, or set ep_size=1"
         )
         raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
-    check_experts(path, layer, names, "ep_size", ranks)
+    check_experts(path, layer, names, {"ep_size": ranks, "tp_size": tensor_ranks})
 
 
-def check_experts(path: str, layer: nn.Module, names: Iterable[str], field: str, ranks: int) -> None:
+def check_experts(path: str, layer: nn.Module, names: Iterable[str], sizes: Mapping[str, int]) -> None:
     """Raise ConfigError if ranks cannot divide the experts of a layer.
 
     Args:
         names: of its parameters.
-        field: that has the number of ranks.
+        sizes: the number of ranks along each axis, by the field that has it. The first is blamed.
     """
+    (field, ranks), *others = sizes.items()
     experts = getattr(layer, "num_experts", None)
     if not isinstance(experts, int) or any(len(layer.get_parameter(name)) != experts for name in names):
         fix = f"has no num_experts that is the first size of its parameters; set {field}=1"
         raise ConfigError(Problem(f"model.{path}", type(layer).__name__, fix))
-    if experts % ranks:
-        fix = f"must divide the experts of {path}, which are {experts}"
+    if experts % math.prod(sizes.values()):
+        times = "".join(f"times {other}={size} " for other, size in others if size > 1)
+        fix = f"{times}must divide the experts of {path}, which are {experts}"
         raise ConfigError(Problem(field, ranks, fix))

@@ -29,11 +29,12 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.dist.absent import Absent, present
 from windlass.dist.device_mesh import fsdp_device_meshes
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import copies, is_sharded, locals_of
+from windlass.dist.sharded import copies_among, is_sharded, locals_of
 from windlass.transforms.averaging import AfterBackward
 from windlass.transforms.buffers import check_sparse
 from windlass.transforms.expert_layers import divide_experts, expert_parameters
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
+from windlass.transforms.fsdp_groups import groups_of, reset
 from windlass.transforms.recompute import apply_recompute
 from windlass.transforms.strategy import Strategy, device_of, options_of_ddp, squared_norm, whole_on_main
 from windlass.transforms.tensor_layers import undivided
@@ -130,7 +131,7 @@ class FullyShardedModel(Strategy):
 
     def reduce(self) -> None:
         for unit in self._units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in groups_of(unit):
                 group.post_backward()
         self._root._get_fsdp_state()._root_post_backward_final_callback()
         for unit in self._units:  # those that no backward reached
@@ -158,11 +159,11 @@ class FullyShardedModel(Strategy):
         """Reset after an interrupted forward or backward, whose partial sums would corrupt the next one."""
         if not self._forwards:
             return
-        self._root.reset_iter_state()
+        reset(self._units)
         for unit in self._units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in groups_of(unit):
                 for parameter in group.fsdp_params:
-                    # Sums over micro-batches, which `reset_iter_state` does not reset before torch 2.15. From then
+                    # Sums over micro-batches, which FSDP2 does not reset before torch 2.15. From then
                     # on the second is a read-only view of the first.
                     gathered: Tensor | None = getattr(parameter, "_unsharded_param", None)
                     if gathered is not None:
@@ -202,12 +203,9 @@ class FullyShardedModel(Strategy):
         return found
 
     def _copies_of(self, gradient: Tensor) -> int:
-        if not is_sharded(gradient):
-            return self._stage_ranks.size
-        layout = gradient.device_mesh, gradient.placements
+        layout = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
         if layout not in self._copies:
-            # Ranks outside its mesh hold copies of it too, on a mesh like it.
-            self._copies[layout] = self._stage_ranks.size // gradient.device_mesh.size() * copies(gradient)
+            self._copies[layout] = copies_among(gradient, self._stage_ranks.size)
         return self._copies[layout]
 
     def _sum_of_norm(self, square: Tensor) -> Tensor:
@@ -280,9 +278,8 @@ class FullyShardedModel(Strategy):
             unit.unshard()
         self._free_after_forward(False)
         self._module._is_gathered = True  # type: ignore[assignment]
-        layers = undivided(self._module) if self._division is not None else contextlib.nullcontext()
         try:
-            with layers:
+            with undivided(self._module):
                 yield
         finally:
             self._module._is_gathered = False  # type: ignore[assignment]
@@ -294,7 +291,7 @@ class FullyShardedModel(Strategy):
         """Offloaded parameters stay on the host."""
         self._module.to(dtype=dtype)
         for unit in self._units:
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for group in groups_of(unit):
                 for parameter in group.fsdp_params:
                     # Made in the dtype of the first gathering, and kept for the later ones.
                     parameter.all_gather_outputs = []

@@ -1,13 +1,12 @@
 """Layers of experts of which each rank of a tensor gang holds some: every rank has all tokens, computes those of its
 experts, and the results are summed.
 
-Unlike `expert_layers.py` no token travels, and the ranks have the same tokens.
+Unlike those of `expert_layers.py` the ranks have the same tokens, and none travels between them. If other ranks divide
+what each of them has once more, a token travels there from the one rank of the gang that has its expert.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -15,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from windlass.dist.device_mesh import part_along_last
+from windlass.dist.device_mesh import part_along
 from windlass.dist.gang import Gang
+from windlass.transforms.expert_layers import DividedExperts
 from windlass.transforms.expert_parts import computing_with
 from windlass.transforms.tensor_split import TensorSplit, copied, mine, summed
 
@@ -25,12 +25,12 @@ class SomeExperts(nn.Module):
     """Some of the experts of a layer, mixed into the class of the layer.
 
     Attributes:
-        num_experts: of all ranks; while the layer computes, those of this rank.
-        split: which experts this rank has.
+        split: which experts this rank has, perhaps with those that divide them once more (`DividedExperts`).
+        imagined: the other ranks do not exist, so that tokens have no values: experts are chosen equally often.
     """
 
-    num_experts: int
     split: TensorSplit
+    imagined: bool
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Shape (tokens, width) on every rank, from that, and experts and their weights, (tokens, chosen experts)."""
@@ -38,27 +38,29 @@ class SomeExperts(nn.Module):
         states = copied(hidden_states, self.split).reshape(-1, width)
         shares = copied(weights, self.split).reshape(-1)
         here, places = self.split.located(chosen.reshape(-1))
-        places_here = here.nonzero().flatten()
-        own = states[places_here // count]
-        parts = {name: mine(parameter) for name, parameter in self.named_parameters(recurse=False)}
-        if len(own):
-            with computing_with(self, parts, own.dtype), self._counting_own():
-                made = super().forward(own, places[places_here, None], own.new_ones(len(own), 1))
-        else:  # gradients of experts without a token are 0, as one process has them
-            made = own + torch.cat([part.flatten()[:0] for part in parts.values()]).sum().to(own.dtype)
+        if self.imagined:
+            places_here = torch.arange(-(-len(here) // self.split.ranks), device=here.device)
+        else:
+            places_here = here.nonzero().flatten()
+        made = self._computed(states[places_here // count], places[places_here, None])
         of_choices = states.new_zeros(len(shares), width).index_copy(
             0, places_here, (made * shares[places_here, None]).to(states.dtype)
         )
         total = summed(of_choices.view(-1, count, width).sum(1), self.split)
         return total.to(hidden_states.dtype).view_as(hidden_states)
 
-    @contextlib.contextmanager
-    def _counting_own(self) -> Iterator[None]:
-        total, self.num_experts = self.num_experts, len(self.split.mine)
-        try:
-            yield
-        finally:
-            self.num_experts = total
+    def _computed(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """What the experts at `places` make of `tokens`, one for each."""
+        ones = tokens.new_ones(len(tokens), 1)
+        if isinstance(self, DividedExperts):  # which sends them on, and takes part in it without a token too
+            divided: Tensor = super().forward(tokens, places, ones)
+            return divided
+        parts = {name: mine(parameter) for name, parameter in self.named_parameters(recurse=False)}
+        if not len(tokens):  # gradients of experts without a token are 0, as one process has them
+            return tokens + torch.cat([part.flatten()[:0] for part in parts.values()]).sum().to(tokens.dtype)
+        with computing_with(self, parts, tokens.dtype):
+            made: Tensor = super().forward(tokens, places, ones)
+        return made
 
 
 @cache
@@ -67,15 +69,17 @@ def _of_some(kind: Any) -> Any:
 
 
 def divide_experts(layer: Any, mesh: DeviceMesh, tensor_ranks: Gang) -> None:
-    """Replace the experts of a layer by those of this rank.
+    """Replace the experts of a layer by those of this rank, unless that was done for further ranks that divide them.
 
     Args:
-        mesh: its last axis is that of the tensor gang; along the others ranks have the same parts.
+        mesh: along its axis "tensor" ranks have different parts, along others the same.
     """
-    for name, parameter in list(layer.named_parameters(recurse=False)):
-        layer.register_parameter(name, part_along_last(parameter, mesh, 0))
+    kind: Any = type(layer)
+    if not isinstance(layer, DividedExperts):
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            layer.register_parameter(name, part_along(parameter, mesh, 0, "tensor"))
+        layer.undivided = kind
     layer.split = TensorSplit(
         layer.num_experts, tensor_ranks.size, tensor_ranks.rank, tensor_ranks.device_group
     )
-    kind: Any = type(layer)
-    layer.undivided, layer.__class__ = kind, _of_some(kind)
+    layer.imagined, layer.__class__ = not tensor_ranks.exists, _of_some(kind)

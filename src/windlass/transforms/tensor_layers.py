@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from windlass.dist.device_mesh import part_along_last
+from windlass.dist.device_mesh import part_along
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import whole
+from windlass.dist.sharded import is_sharded, whole
 from windlass.transforms.tensor_experts import divide_experts
 from windlass.transforms.tensor_plan import ADAPTED, EXPERTS, ROWS, SUMMED, is_transposed
-from windlass.transforms.tensor_split import TensorSplit, copied, mine, split_of, summed
+from windlass.transforms.tensor_split import TensorSplit, copied, mine, summed
 
 
 def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor_ranks: Gang) -> None:
@@ -27,7 +27,7 @@ def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor
 
     Args:
         layers: each with its style in the plan, by name.
-        mesh: its last axis is that of the tensor gang; along the others ranks have the same parts.
+        mesh: along its axis "tensor" ranks have different parts, along others the same.
     """
     parts: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     siblings: dict[str, list[Any]] = {}
@@ -55,7 +55,7 @@ def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor
             if id(parameter) not in parts:  # with the whole one, whose identity would be given to another
                 parts[id(parameter)] = (
                     parameter,
-                    part_along_last(parameter, mesh, dim if name == "weight" else 0),
+                    part_along(parameter, mesh, dim if name == "weight" else 0, "tensor"),
                 )
             layer.register_parameter(name, parts[id(parameter)][1])
         if not takes_part and not isinstance(layer, nn.Embedding):
@@ -215,15 +215,17 @@ def is_divided(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def undivided(module: nn.Module) -> Iterator[None]:
-    """Context in which the layers of `module` compute with whole weights, without communication. Collective."""
+    """Context in which the layers of `module`, those of experts too, compute with whole weights, without communication.
+    Collective.
+    """
     kept: list[tuple[nn.Module, type[nn.Module], dict[str, nn.Parameter | None]]] = []
     gathered: dict[int, nn.Parameter] = {}
-    divided: list[Any] = [layer for layer in module.modules() if split_of(layer) is not None]
+    divided: list[Any] = [layer for layer in module.modules() if "undivided" in vars(layer)]
     for layer in divided:
         parts = dict(layer._parameters)
         kept.append((layer, type(layer), parts))
         for name, part in parts.items():
-            if part is None or (name == "bias" and isinstance(layer, RowLinear)):
+            if not is_sharded(part):
                 continue
             if id(part) not in gathered:
                 gathered[id(part)] = nn.Parameter(whole(part), requires_grad=False)

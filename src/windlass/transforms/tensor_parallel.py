@@ -15,17 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from windlass.core.errors import ConfigError, Problem
 from windlass.dist.absent import Absent, present
 from windlass.dist.device_mesh import tensor_device_mesh
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import is_sharded, locals_of
+from windlass.dist.sharded import is_sharded
 from windlass.transforms.averaging import AfterBackward, average_gradients
 from windlass.transforms.buffers import broadcast, check_sparse
-from windlass.transforms.first_rank import check_same_structure
+from windlass.transforms.expert_layers import divide_experts, expert_parameters, layers_of
+from windlass.transforms.expert_plan import expert_layers
+from windlass.transforms.first_rank import FirstRank, check_same_structure
+from windlass.transforms.held_in_parts import HeldInParts
 from windlass.transforms.split_loss import split_loss
-from windlass.transforms.strategy import Strategy, device_of, squared_norm, whole_on_main
-from windlass.transforms.tensor_layers import divide, is_divided, undivided
-from windlass.transforms.tensor_plan import chosen_layers
+from windlass.transforms.tensor_layers import divide, is_divided
+from windlass.transforms.tensor_plan import EXPERTS, chosen_layers
 
 
 class TensorDivision:
@@ -41,6 +44,14 @@ class TensorDivision:
     def __init__(self, module: nn.Module, tensor_ranks: Gang) -> None:
         self._module, self._ranks = module, tensor_ranks
         self.chosen = {} if is_divided(module) else chosen_layers(module, tensor_ranks.size)
+        if self.chosen and tensor_ranks.mesh.expert > 1:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        divided = {id(layer) for layer, style in self.chosen.values() if style == EXPERTS}
+        if any(id(layer) not in divided for layer in expert_layers(self._module)):
+            fix = f"has a plan that leaves experts whole, which ep_size divides: give them the style {EXPERTS!r}"
+            raise ConfigError(Problem("model.tp_plan", type(self._module).__name__, fix))
 
     def apply(self, within: nn.Module, mesh: DeviceMesh) -> None:
         """Divide those of the layers that are part of `within`, whole, and on this rank. See `divide`."""
@@ -78,9 +89,8 @@ def is_cut(tensor: Any) -> bool:
     return is_sharded(tensor) and "tensor" in (tensor.device_mesh.mesh_dim_names or ())
 
 
-class TensorParallel(Strategy):
-    """A model whose layers are divided among the ranks of a tensor gang. They stay divided after a run, and a module
-    that was divided before is not changed.
+class TensorParallel(HeldInParts):
+    """A model whose layers are divided among the ranks of a tensor gang; its experts further among expert ranks.
 
     Args:
         module: on its device already, or the stage of a pipeline. All ranks of the stage get the weights and buffers
@@ -90,15 +100,14 @@ class TensorParallel(Strategy):
         ConfigError: the plan of the model names nothing, or sizes cannot be divided.
     """
 
-    sharded = True
-    saves_parts = True
-
     def __init__(self, module: nn.Module, loss_ranks: Gang, device: torch.device) -> None:
         self._loss_ranks, self._tensor_ranks = loss_ranks, loss_ranks.over("tensor")
         self._stage_ranks = loss_ranks.over("stage")
         self._division = TensorDivision(module, self._tensor_ranks)
         check_same_structure(module, self._stage_ranks)
         check_sparse(module, self._stage_ranks)
+        if loss_ranks.mesh.expert > 1 and not layers_of(module):
+            divide_experts(module, FirstRank(module, device, self._stage_ranks), loss_ranks, device)
         whole = (p.detach() for p in present(module.parameters()) if not is_sharded(p))
         broadcast((*whole, *module.buffers()), self._stage_ranks)
         self._division.apply(module, tensor_device_mesh(loss_ranks.mesh, device))
@@ -112,44 +121,11 @@ class TensorParallel(Strategy):
     def reduce(self) -> None:
         """Average gradients: those of parts over the loss ranks, the others over all ranks of the stage."""
         if self._loss_ranks.size > 1:
-            parts = [p for p in present(self._module.parameters()) if p.requires_grad and is_cut(p)]
+            experts = set(expert_parameters(self._module))  # which their own backward averages
+            trained = [p for p in present(self._module.parameters()) if p.requires_grad]
+            parts = [p for p in trained if is_cut(p) and p not in experts]
             average_gradients(parts, self._loss_ranks.sum_on_device, self._loss_ranks.size)
         self._division.average_shared(self._stage_ranks.sum_on_device, self._stage_ranks.size)
 
-    def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Count every element once: whole gradients are divided by the number of ranks that have them."""
-        square = torch.zeros((), dtype=torch.float64, device=device_of(self._module))
-        for gradient, part in zip(gradients, locals_of(gradients), strict=True):
-            square += self._share(squared_norm(part).double(), gradient)
-        return self.norm_of(square).to(gradients[0].dtype if gradients else square.dtype)
-
-    def _share(self, square: Tensor, gradient: Tensor) -> Tensor:
-        return square if is_sharded(gradient) else square / self._tensor_ranks.size
-
-    def square(self, gradient: Tensor) -> Tensor:
-        [mine] = locals_of([gradient])
-        return self._share(squared_norm(mine), gradient)
-
-    def norm_of(self, square: Tensor) -> Tensor:
-        return self._tensor_ranks.sum_on_device(square).sqrt()
-
-    def local(self, gradients: list[Tensor]) -> list[Tensor]:
-        return locals_of(gradients)
-
-    def max_over_ranks(self, flag: Tensor) -> Tensor:
-        return self._stage_ranks.max_on_device(flag)
-
     def _release(self) -> None:
         self._after_backward.release()
-
-    def gathered(self) -> AbstractContextManager[Any]:
-        """Forwards inside do not communicate. Changes to parameters are lost."""
-        return undivided(self._module)
-
-    def generating(self) -> AbstractContextManager[Any]:
-        """Whole parameters: parts compute with nothing but their own."""
-        return self.gathered()
-
-    def whole_state(self) -> dict[str, Any]:
-        """Gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
-        return whole_on_main(self._module, self._stage_ranks.world.is_main)

@@ -156,7 +156,7 @@ def _check_layer(path: str, layer: nn.Module, style: str, ranks: int) -> None:
     if style == SUMMED or style in VOCABULARY:
         return
     if style == EXPERTS:
-        check_experts(path, layer, dict(layer.named_parameters()), "tp_size", ranks)
+        check_experts(path, layer, dict(layer.named_parameters()), {"tp_size": ranks})
         return
     if not _is_linear(layer):
         fix = f"is a {type(layer).__name__}, and only nn.Linear is divided; set tp_size=1"

@@ -106,6 +106,9 @@ def axes(**sizes: int) -> dict[str, str]:
         ({**axes(cp=2), "use_fsdp": True}, Mesh(shard=2, context=2)),
         (axes(cp=2, dp_shard=2), Mesh(shard=2, context=2)),
         (axes(ep=2), Mesh(replicate=2, expert=2)),
+        (axes(ep=2, tp=2), Mesh(expert=2, tensor=2)),
+        (axes(ep=2, cp=2), Mesh(expert=2, context=2)),
+        ({**axes(ep=2, sp=2), "use_fsdp": True}, Mesh(expert=2, sequence=2)),
         (axes(ep=2, dp_replicate=4), Mesh(replicate=2, expert=2)),
         (axes(ep=4, dp_shard=4), Mesh(expert=4)),
         (axes(ep=2, dp_shard=2, dp_replicate=2), Mesh(replicate=2, expert=2)),
@@ -154,7 +157,11 @@ def test_axes_of_a_model_leave_the_other_processes_to_data(flags: dict[str, Any]
             axes(ep=4, dp_shard=2, dp_replicate=2),
             "ep_size=4: must divide the processes of a replica, which are 2",
         ),
-        (axes(ep=2, cp=2), "ep_size=2: is not built together with --parallelism_config_cp_size=2"),
+        (
+            axes(ep=4, cp=2),
+            "ep_size=4: must divide the number of processes with different samples, which is 2",
+        ),
+        (axes(ep=2, pp=2), "ep_size=2: is not built together with --parallelism_config_pp_size=2"),
         ({**axes(ep=2), "use_deepspeed": True}, "ep_size=2: is not built together with DeepSpeed"),
     ],
 )

@@ -7,7 +7,7 @@ original forward. Other libraries look for these two names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
@@ -153,28 +153,3 @@ def _restore_forward(module: nn.Module, old_forward: Callable[..., Any]) -> None
 def remove_hook_from_submodules(module: nn.Module) -> None:
     """Remove the hooks from a module and its submodules."""
     remove_hook_from_module(module, recurse=True)
-
-
-def force_accelerate_hooks(child_module_names: str | Sequence[str]) -> Callable[[_Function], _Function]:
-    """Decorator of a `forward` that uses the weights of child modules without calling these modules.
-
-    The hooks of these children are called around it, so that offloaded weights are present.
-    """
-    names = [child_module_names] if isinstance(child_module_names, str) else list(child_module_names)
-
-    def decorate(forward: _Function) -> _Function:
-        @functools.wraps(forward)
-        def hooked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            children: list[Any] = [
-                child for child in map(self.get_submodule, names) if hasattr(child, "_hf_hook")
-            ]
-            for child in children:
-                child._hf_hook.pre_forward(child)
-            output = forward(self, *args, **kwargs)
-            for child in reversed(children):
-                child._hf_hook.post_forward(child, ())
-            return output
-
-        return hooked  # type: ignore[return-value]
-
-    return decorate

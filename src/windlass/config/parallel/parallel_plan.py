@@ -214,8 +214,9 @@ def _expert_objections(settings: Settings) -> Iterator[Problem]:
     expert = settings.get(rows.MESH_EXPERT.name)
     if expert is None or expert.value == 1:
         return
-    for axis in _axes(settings):
-        fix = f"is not built together with {axis.origin}={axis.value}: set one of the two to 1"
+    pipeline = settings.get(rows.MESH_PIPELINE.name)
+    if pipeline is not None and pipeline.value > 1:
+        fix = f"is not built together with {pipeline.origin}={pipeline.value}: set one of the two to 1"
         yield expert.problem(fix)
     for what in _apart_from_axes(settings):
         yield expert.problem(f"is not built together with {what}, or set it to 1")
@@ -267,7 +268,8 @@ def _mesh_fits(settings: Settings, world: World, shards: int) -> Iterator[Proble
     copies = _replicas(settings, world) if is_sharded(settings) else 1
     expert = settings.value(rows.MESH_EXPERT)
     if expert > 1 and data_ranks % copies == 0 and data_ranks // copies % expert:
-        whose = "the processes of a replica" if copies > 1 else "the number of processes"
+        own = " with different samples" if axes else ""
+        whose = "the processes of a replica" if copies > 1 else f"the number of processes{own}"
         fix = f"must divide {whose}, which {'are' if copies > 1 else 'is'} {data_ranks // copies}"
         yield Problem(settings[rows.MESH_EXPERT.name].origin, expert, fix)
     if not sizes:
