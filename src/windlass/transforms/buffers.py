@@ -49,23 +49,23 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     return [getattr(made, name) for name in made.__tensor_flatten__()[0]]
 
 
-def broadcast(tensors: Iterable[Tensor], ranks: Gang, source: int = 0) -> None:
+def broadcast(tensors: Iterable[Tensor], gang: Gang, source: int = 0) -> None:
     """Send the values of rank `source` of a gang to the others, in place, for tensors of any dtype and strides, and for
     those that are made of others. Sparse ones are skipped (see `check_sparse`). Collective.
     """
-    if ranks.size == 1:
+    if gang.size == 1:
         return
     with torch.no_grad():
         for tensor in tensors:
             if inner := inner_tensors(tensor):
-                broadcast(inner, ranks, source)
+                broadcast(inner, gang, source)
                 continue
             if tensor.layout != torch.strided:
                 continue
             own = distinct(tensor.detach())
             bits = bits_of(own)  # a dtype that the backend cannot send is sent as bytes
             if bits.numel():
-                group = ranks.host_group if bits.is_cpu else ranks.device_group
+                group = gang.host_group if bits.is_cpu else gang.device_group
                 torch.distributed.broadcast(bits, group=group, group_src=source)
                 if bits.data_ptr() != own.data_ptr():
                     own.copy_(bits.view(own.dtype).view(own.shape))

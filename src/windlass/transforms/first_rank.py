@@ -74,12 +74,12 @@ def _torn_apart(module: nn.Module) -> list[str]:
 
 
 class FirstRank:
-    """Moves tensors of a module onto a device, with the values of the first of `ranks`, which have the same of them.
+    """Moves tensors of a module onto a device, with the values of the first of `gang`, which have the same of them.
     `module` is the whole model; replaced tensors stay tied in it.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, ranks: Gang) -> None:
-        self._device, self._ranks = device, ranks
+    def __init__(self, module: nn.Module, device: torch.device, gang: Gang) -> None:
+        self._device, self._gang = device, gang
         self._slots = _slots(module)
 
     def place(self, tensors: Iterable[Tensor]) -> None:
@@ -95,7 +95,7 @@ class FirstRank:
             tensor.data = tensor.data.to(self._device).contiguous()
         else:
             tensor.data = tensor.data.to(self._device)
-        broadcast([tensor], self._ranks)
+        broadcast([tensor], self._gang)
 
 
 def _slots(module: nn.Module) -> dict[int, list[_Slot]]:

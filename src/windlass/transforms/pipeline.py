@@ -203,7 +203,7 @@ class Pipeline(Strategy):
         return self.gathered()
 
     def share_buffers(self) -> None:
-        """Those of each layer from the first rank of the stage that computes it."""
+        """Send the buffers of each layer from the first rank of its stage to all ranks."""
         for rank, buffers in self.staged.buffers_of_ranks().items():
             source = self._all_ranks.mesh.ranks("stage", self._ranks.members[rank])[0]
             broadcast(buffers, self._all_ranks, source)

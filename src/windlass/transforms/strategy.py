@@ -29,7 +29,7 @@ class Strategy:
     rank in the loss is multiplied by their number before its backward.
 
     Args:
-        buffer_ranks: those whose forwards each change their own buffers, and nothing sends them before the next
+        gang: ranks whose forwards each change their own buffers, and nothing sends them before the next
             forward; None: no ranks have such buffers.
 
     Attributes:
@@ -46,9 +46,9 @@ class Strategy:
     saves_parts = False
     filling = False
 
-    def __init__(self, module: nn.Module, buffer_ranks: Gang | None = None) -> None:
+    def __init__(self, module: nn.Module, gang: Gang | None = None) -> None:
         self._module = module
-        self._buffer_ranks = buffer_ranks or Gang()
+        self._buffer_ranks = gang or Gang()
         self._buffers = OwnBuffers(module)
         self.at_release: list[Callable[[], None]] = []
         devices = {p.device for p in module.parameters() if p.requires_grad}
