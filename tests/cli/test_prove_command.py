@@ -95,6 +95,8 @@ def test_a_fault_is_found_with_its_axis(tmp_path: Path) -> None:
     [
         ("mixtral-balanced", "ep=2"),
         ("qwen3", "pp=2"),
+        ("qwen3", "pp=2,cp=2"),
+        ("mixtral", "pp=2,ep=2"),
         ("llama", "cp=2,sp=2"),
         ("mixtral-balanced", "ep=2,tp=2"),
         ("mixtral", "ep=2,cp=2"),

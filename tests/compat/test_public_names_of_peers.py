@@ -19,6 +19,7 @@ pytest.importorskip("accelerate")
 from tests.compat import peers
 from tests.docs import refused_names
 from tests.docs.refused_names import MEMBERS, filled_in
+from tests.versions import with_pinned
 
 from windlass import Accelerator, Trainer
 from windlass.compat.refused_names import WHY, WHY_NOT_COMMANDS
@@ -45,6 +46,7 @@ def _resolves(own: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize(("peer", "own"), MODULES, ids=[peer for peer, _ in MODULES])
+@with_pinned("transformers")
 def test_every_name_of_a_module_resolves_or_says_why_not(peer: str, own: str) -> None:
     names = peers.names_of(peer)
     assert names, f"nothing found in {peer}"
@@ -59,6 +61,7 @@ def test_nothing_is_refused_that_has_a_home(own: str) -> None:
     assert not set(offered) & _reasons(own).keys()
 
 
+@with_pinned("transformers")
 def test_no_reason_is_stale() -> None:
     everywhere = {(own, name) for peer, own in MODULES for name in peers.names_of(peer)}
     resolving = [
@@ -73,6 +76,7 @@ def test_no_reason_is_stale() -> None:
 @pytest.mark.parametrize(
     ("peer", "cls", "own", "name"), CLASSES, ids=[f"{peer}.{name}" for peer, _, _, name in CLASSES]
 )
+@with_pinned("transformers")
 def test_every_member_of_a_class_exists_or_says_why_not(peer: str, cls: type, own: str, name: str) -> None:
     if name in WHY:
         return  # the class itself is refused

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from tests.versions import with_pinned
 from transformers import trainer_callback as reference
 from transformers import training_args as their_arguments
 from transformers.trainer_pt_utils import AcceleratorConfig as TheirConfig
@@ -26,6 +27,7 @@ class ScriptArguments(TrainingArguments):
     note: str = ""
 
 
+@with_pinned("transformers")
 def test_a_subclass_declares_fields_that_may_be_json() -> None:
     wanted = set(their_arguments.TrainingArguments._VALID_DICT_FIELDS)
     assert {*TrainingArguments._VALID_DICT_FIELDS} == wanted | {

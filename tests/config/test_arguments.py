@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.versions import with_pinned
 
 from windlass.compat.parser import HfArgumentParser
 from windlass.config.arguments import (
@@ -37,6 +38,7 @@ def _default(spec: dataclasses.Field[Any]) -> Any:
     return spec.default if spec.default is not dataclasses.MISSING else spec.default_factory()  # type: ignore[misc]
 
 
+@with_pinned("transformers")
 def test_names_order_and_defaults_are_those_that_scripts_know() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = {f.name: _default(f) for f in dataclasses.fields(transformers.TrainingArguments)}
@@ -62,6 +64,7 @@ def test_helpers_of_theirs_are_all_there() -> None:
     }  # by-products of their class body
 
 
+@with_pinned("transformers")
 def test_derived_values_equal_theirs() -> None:
     """Constructed alike, both hold the same values (as plain data)."""
     transformers = pytest.importorskip("transformers")

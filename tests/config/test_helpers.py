@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from tests.versions import with_pinned
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.enums import ParallelMode
@@ -98,6 +99,7 @@ def test_setters_set_what_scripts_expect() -> None:
     assert (args.push_to_hub, args.hub_model_id, problems(args)) == (True, "me/model", [])
 
 
+@with_pinned("transformers")
 def test_setters_take_what_theirs_take() -> None:
     transformers = pytest.importorskip("transformers")
     for name in [n for n in vars(transformers.TrainingArguments) if n.startswith("set_")]:

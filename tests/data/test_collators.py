@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.versions import with_pinned
 
 from windlass import data as ours
 from windlass.core.errors import DataError
@@ -88,6 +89,7 @@ def default_cases() -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("features", list(default_cases()))
+@with_pinned("transformers")
 def test_default(features: list[Any]) -> None:
     assert_same(ours.default_data_collator(features), theirs.default_data_collator(features))
     mine, other = both("DefaultDataCollator")

@@ -42,9 +42,9 @@ def talks(count: int = 17, *, explicit: bool = True) -> list[dict[str, Any]]:
     return found
 
 
-def settings(folder: Path | str, **changes: Any) -> DPOConfig:
+def settings(folder: Path | str, kind: Any = DPOConfig, **changes: Any) -> Any:
     """Short runs in float32 on the CPU, without recomputation."""
-    return DPOConfig(str(folder), **{**SHORT, **changes})
+    return kind(str(folder), **{**SHORT, **changes})
 
 
 def moved(model: Any, seed: int = 5) -> Any:

@@ -6,8 +6,9 @@ import pytest
 from tests.finetuning import small
 from tests.finetuning.preferences import pairs
 
-from windlass.core.errors import ConfigError
+from windlass.core.errors import ConfigError, DataError
 from windlass.finetuning.preference_data import PreferenceData
+from windlass.text.located_rows import LocatedRows
 from windlass.text.pair_encoder import COMPLETION, PairOptions
 from windlass.transforms.model_limits import ModelLimits
 
@@ -35,10 +36,26 @@ def test_rows_beyond_the_positions_of_a_model(kind: str, caplog: pytest.LogCaptu
     longest = prepare(64)
     prepare(longest, learned=True)
     assert "positions" not in caplog.text
-    message = (
-        f"longest row of the train dataset has {longest} tokens, and the model has {longest - 1} positions"
-    )
+    has = f"has {longest} tokens, and the model has {longest - 1} positions"
     prepare(longest - 1)
-    assert caplog.text.count(message) == 1
-    with pytest.raises(ConfigError, match=f"max_length=64: the {message}"):
+    assert caplog.text.count(has) == 1
+    assert "longest row of the train dataset (row " in caplog.text
+    with pytest.raises(
+        ConfigError, match=rf"max_length=64: the longest row of the train dataset \(row \d\) {has}"
+    ):
         prepare(longest - 1, learned=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_fills_the_positions_of_a_model_is_named_by_its_line(kind: str) -> None:
+    rows, changes = KINDS[kind]
+    rows = [dict(row) for row in rows]
+    rows[2]["prompt"] = " ".join(["cat"] * 40)
+    located = LocatedRows(rows, [f"rows.jsonl:{line}" for line in range(1, 5)])
+    limits = ModelLimits(tokens=36, positions=32)
+    data = PreferenceData(small.tokenizer(), PairOptions(max_length=64, **changes), limits)
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:3: the prompt has 40 tokens.* 32 positions.*max_length=32"
+    ):
+        data.prepare(located, "train")
+    PreferenceData(small.tokenizer(), PairOptions(max_length=32, **changes), limits).prepare(located, "train")

@@ -12,6 +12,7 @@ from tests.finetuning.trainers import trainer_of
 
 from windlass import SFTTrainer
 from windlass.core.errors import ConfigError, DataError
+from windlass.text.located_rows import LocatedRows
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
@@ -94,3 +95,25 @@ def test_shuffled_lists_are_packed_like_tables(tmp_path: Path) -> None:
         list(trainer_of(tmp_path, data, packing=True, shuffle_dataset=True).train_dataset) for data in given
     )
     assert rows == table
+
+
+def test_a_prompt_that_fills_the_window_is_named_by_its_line(tmp_path: Path) -> None:
+    rows = small.prompts(4)
+    rows[2] = {"prompt": " ".join(["cat"] * 40), "completion": " mat"}
+    located = LocatedRows(rows, [f"rows.jsonl:{line}" for line in range(1, 5)])
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:3: the prompt has 40 tokens.* 32 positions.*max_length=32"
+    ):
+        trainer_of(tmp_path, located, model=small.config(max_position_embeddings=32))
+
+
+def test_rows_that_are_left_out_or_too_long_are_named_by_their_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = small.prompts(5)
+    rows[1] = {"prompt": " ".join(["cat"] * 40), "completion": " mat"}
+    rows[3] = {"prompt": "the cat", "completion": " sat" * 25}
+    located = LocatedRows(rows, [f"rows.jsonl:{line}" for line in range(1, 6)])
+    trainer_of(tmp_path, located, model=small.config(max_position_embeddings=20), max_length=30)
+    assert "dropped 1 of 5 rows, which have no token to train on: rows.jsonl:2" in caplog.text
+    assert "longest row of the train dataset (rows.jsonl:4) has 28 tokens" in caplog.text

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.finetuning import small, vision_families
 from tests.finetuning.vision_families import FAMILIES, family
+from tests.versions import is_older
 
 from windlass import prepare_multimodal_messages
 from windlass.callbacks.samples_log import read_samples
@@ -249,6 +250,8 @@ def test_a_model_that_does_not_keep_images_apart_is_not_packed(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one would be that `images_apart` does not know."""
+    if name == "gemma3" and is_older("transformers", "5.18"):
+        pytest.skip("Gemma 3 keeps the images of documents apart by itself in transformers before 5.18")
     monkeypatch.setattr(document_attention, "images_apart", contextlib.nullcontext)
     with pytest.raises(ModelError, match="without packing and padding_free"):
         trainer_of(tmp_path, name, mixed_rows(), packing=True, max_length=256)

@@ -23,7 +23,7 @@ def trainer_of(folder: Path, rows: Any, model: Any = None, **changes: Any) -> SF
         )
         if name in changes
     }
-    rows = small.table(rows) if isinstance(rows, list) else rows
+    rows = small.table(rows) if type(rows) is list else rows
     return SFTTrainer(
         small.model() if model is None else model, small.arguments(folder, **changes), train_dataset=rows,
         processing_class=small.tokenizer(), **ours,

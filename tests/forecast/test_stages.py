@@ -149,6 +149,22 @@ def test_experts_are_divided_among_the_tensor_gang_of_each_rank_too(tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_stages_of_experts_and_of_divided_rows(tmp_path: Path) -> None:
+    def traced(ranks: int, **axes: int) -> Trace:
+        given = {"parallelism_config": ParallelismConfig(pp_size=2, **axes), "gradient_accumulation_steps": 2}
+        return trace_of(lambda: trainer(tmp_path, mixture(), **given).train(), ranks)
+
+    of_experts = sum(p.numel() for name, p in mixture().named_parameters() if ".experts." in name) * 4
+    plain, experts, rows = traced(2), traced(4, ep_size=2), traced(4, cp_size=2)
+    assert at_most(plain, "gradients") - at_most(experts, "gradients") == of_experts // 4, "half of a stage's"
+    border = BATCH * LENGTH * HIDDEN * 4
+    sent = [{link.axis: link.nbytes for link in Forecast(found).links()} for found in (experts, rows)]
+    assert 2 * border <= sent[0]["pipeline"] < 2 * border + 1000
+    assert border <= sent[1]["pipeline"] < border + 1000, "half of each row"
+    assert at_most(rows, "activations") < 0.6 * at_most(plain, "activations")
+
+
+@pytest.mark.slow
 def test_products_of_experts_are_counted(tmp_path: Path) -> None:
     """Twice as many experts for each token: their products are twice as many, in any dtype."""
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.finetuning.vision_families import FAMILIES, family, picture
+from tests.versions import with_pinned
 
 from windlass.core.errors import DataError
 from windlass.data.collate_causal import DataCollatorForCausalLM
@@ -118,6 +119,7 @@ OF_TRL = [name for name in FAMILIES if name != "paligemma"]
 
 
 @pytest.mark.parametrize("name", OF_TRL)
+@with_pinned("transformers")
 def test_batches_and_losses_are_those_of_trl(name: str) -> None:
     model, processor = family(name)
     images = ImageProcessing(processor, takes={"token_type_ids", "mm_token_type_ids"})

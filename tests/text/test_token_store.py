@@ -27,7 +27,7 @@ KEY = "ab" * 32
 
 def prepared() -> tuple[TokenRows, TextSummary]:
     rows = TokenRows.of([EncodedRows([[1, 2], [3]], [[-100, 2], [3]])])
-    return rows, TextSummary.of(rows, truncated=1, dropped=2)
+    return rows, TextSummary.of(rows, truncated=1, dropped=[0, 3])
 
 
 def never() -> Any:
@@ -51,7 +51,7 @@ def test_what_was_prepared_is_found_again(tmp_path: Path) -> None:
 
 def test_rows_without_tokens_are_kept_too(tmp_path: Path) -> None:
     empty = TokenRows.of([])
-    TokenStore(tmp_path).get(KEY, lambda: (empty, TextSummary.of(empty, 3, 3)))
+    TokenStore(tmp_path).get(KEY, lambda: (empty, TextSummary.of(empty, 3, [0, 1, 2])))
     rows, summary = TokenStore(tmp_path).get(KEY, never)
     assert (len(rows), summary.dropped, summary.histogram) == (0, 3, ())
 
@@ -61,7 +61,7 @@ def packed() -> tuple[TokenRows, TextSummary]:
     ids = np.arange(5, dtype=np.int32)
     lengths, documents = np.array([2, 1, 2], dtype=np.int32), np.array([0, 2, 3])
     rows = TokenRows(ids, ids.copy(), np.array([0, 3, 5]), lengths, documents)
-    return rows, TextSummary.of(rows, truncated=0, dropped=0)
+    return rows, TextSummary.of(rows, truncated=0)
 
 
 def resealed(folder: Path, change: Callable[[dict[str, Any]], object] = lambda body: None) -> None:

@@ -51,6 +51,15 @@ def test_a_given_optimizer_gets_a_schedule(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1])
 
 
+@pytest.mark.parametrize(("updates", "said"), [(5, 1), (4, 0)])
+def test_a_warmup_beyond_the_run_is_remarked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, updates: int, said: int
+) -> None:
+    trainer = Trainer(Net(), arguments(tmp_path, warmup_steps=updates), train_dataset=rows(16))
+    trainer.create_optimizer_and_scheduler(4)
+    assert caplog.text.count(f"warmup_steps={updates}: is longer than the run of 4 updates") == said
+
+
 def test_given_objects_resume(tmp_path: Path) -> None:
     def trainer() -> Trainer:
         model = Net()

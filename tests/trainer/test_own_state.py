@@ -12,6 +12,7 @@ from tests.dist.launch import launch
 from tests.trainer.odd_tensors import Odd
 from tests.trainer.own_state_cases import CASES, Copied, Partial, Scaled, digest, fit, own_tensors
 from tests.trainer.small import Net, weights_hash
+from tests.versions import is_older, needs
 from torch import nn
 
 from windlass.core.errors import ModelError
@@ -120,10 +121,13 @@ def test_two_ranks_end_with_the_same_bits_as_if_never_stopped(ranks: list[dict[s
     differing = {
         name: run for rank in ranks for name, run in rank["runs"].items() if run.get("differs") != []
     }
+    if is_older("torch", "2.13"):  # FSDP2 gives whole numbers a gradient there, which torch refuses
+        differing = {name: run for name, run in differing.items() if "odd" not in name}
     assert not differing
     assert len(ranks[0]["runs"]) == 28
 
 
+@needs("torch", "2.13", "FSDP2 gives parameters of whole numbers a gradient")
 @pytest.mark.dist
 def test_tensors_of_every_dtype_and_layout_train_as_in_one_process(
     ranks: list[dict[str, Any]], tmp_path: Path

@@ -26,6 +26,8 @@ CASES = Path(__file__).with_name("pipeline_cases.py")
 TWO: dict[str, Any] = {"pp_size": 2}
 TENSOR: dict[str, Any] = {"pp_size": 2, "tp_size": 2}
 SHARDS: dict[str, Any] = {"pp_size": 2, "dp_shard_size": 2}
+ROWS: dict[str, Any] = {"pp_size": 2, "cp_size": 2}
+EXPERTS: dict[str, Any] = {"pp_size": 2, "ep_size": 2}
 V: dict[str, Any] = {"pp_size": 2, "pp_schedule": "ZBVZeroBubble"}
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
 
@@ -132,6 +134,80 @@ def test_fsdp2_begins_every_forward_of_a_stage(run: Run) -> None:
     found = run(4, {"x": (case[0], case[1], {**case[2], "max_steps": 2})})
     first, _, last, _ = (one["x"]["begun"][0] for one in found)
     assert first == last >= 2 * 3, "updates times micro-batches, and those of the start"
+
+
+@pytest.mark.dist
+def test_stages_of_divided_rows_and_experts_equal_one_process(run: Run) -> None:
+    cases: dict[str, Case] = {
+        "rows": ("tied", ROWS, {"trainer": "own"}),
+        "experts": ("mixtral", EXPERTS, {"per_device_train_batch_size": 1}),
+    }
+    check_equal(run, 4, cases, {}, {"per_device_train_batch_size": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+@pytest.mark.parametrize("changes", [{}, {"fsdp": True, "gradient_checkpointing": True}])
+def test_schedules_of_divided_rows_and_experts(run: Run, schedule: str, changes: dict[str, Any]) -> None:
+    one = {"per_device_train_batch_size": 1}
+    cases: dict[str, Case] = {
+        "rows": ("tied", ROWS | of_schedule(schedule), changes),
+        "experts": ("qwen3_moe", EXPERTS | of_schedule(schedule), {**one, **changes}),
+    }
+    for name, case in cases.items():
+        check_equal(run, 4, {name: case}, {}, {"per_device_train_batch_size": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_losses_and_models_in_stages_of_divided_rows(run: Run) -> None:
+    heads: dict[str, Any] = {"pp_size": 2, "sp_size": 2}
+    cases: dict[str, Case] = {
+        "heads": ("llama", heads, {"trainer": "own"}),
+        "an adapter": ("adapted tied", ROWS, {}),
+        "windows": ("gemma3", ROWS, {}),
+        "the loss without logits": ("llama", ROWS, {"own_loss": True}),
+        "the model's own loss": ("llama", ROWS, {"own_loss": True, "lean_loss": False}),
+    }
+    check_equal(run, 4, cases, {"windows": 2e-6, "the model's own loss": 2e-6})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("layout", "model", "rows"),
+    [
+        ({**EXPERTS, "cp_size": 2}, "mixtral", 1),
+        ({**EXPERTS, "tp_size": 2}, "gpt_oss", 1),
+        ({**ROWS, "tp_size": 2}, "tied", 2),
+        ({**ROWS, "dp_shard_size": 2}, "tied", 1),
+    ],
+)
+def test_stages_with_two_other_axes(run: Run, layout: dict[str, Any], model: str, rows: int) -> None:
+    case: Case = (model, layout, {"per_device_train_batch_size": rows})
+    check_equal(run, 8, {"x": case}, {}, {"per_device_train_batch_size": 2})
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [ROWS, pytest.param(EXPERTS, marks=pytest.mark.slow)])
+def test_stages_of_divided_rows_and_experts_are_continued_on_any_layout(
+    run: Run, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    model, rows = ("tied", 4) if layout == ROWS else ("mixtral", 2)
+    other: Case = (model, {"dp_shard_size": 4}, {**SAVING, "per_device_train_batch_size": 1})
+    case: Case = (model, layout, {**SAVING, "per_device_train_batch_size": rows})
+    check_continued(run, tmp_path, {"x": case}, {"x": other}, 4, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("changes", [{}, {"fsdp": True}])
+@pytest.mark.parametrize(("layout", "model"), [(ROWS, "tied"), (EXPERTS, "mixtral")])
+def test_killed_stages_of_divided_rows_and_experts_end_with_the_same_bits(
+    run: Run, tmp_path: Path, layout: dict[str, Any], model: str, changes: dict[str, Any]
+) -> None:
+    check_killed(run, CASES, tmp_path, (model, layout, changes), 4, (2, 3), updates=4)
 
 
 @pytest.mark.slow

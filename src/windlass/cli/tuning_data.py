@@ -20,7 +20,7 @@ from windlass.finetuning.prepared_text import text_options
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.sft_data import holds_images, trains_on_completions
 from windlass.finetuning.templates import take_over_template
-from windlass.text.forms import Form, is_conversational_row, recognise_form, standardised
+from windlass.text.forms import is_conversational_row, recognise_form, standardised
 from windlass.text.image_messages import COLUMNS as IMAGES
 from windlass.text.located_rows import LocatedRows, RowError
 from windlass.text.mixture import DatasetMixture
@@ -182,7 +182,7 @@ def tuning_texts(rows: Any, text_column: str) -> Iterator[str]:
     without text, with the place of the row if `rows` know it.
     """
     for number, row in enumerate(rows):
-        if recognise_form(row, text_column) is Form.TOKENIZED:
+        if "input_ids" in row:
             have = ", ".join(map(str, row))
             raise DataError(
                 f"rows with the columns {have} need a model with its tokenizer: set model.name. A new tokenizer and a "
@@ -195,8 +195,8 @@ def tuning_texts(rows: Any, text_column: str) -> Iterator[str]:
 
 def _standard(rows: Any, number: int, row: Mapping[str, Any], text_column: str) -> dict[str, Any]:
     """The row of this number in its standard form. Raises DataError with its place if `rows` know it."""
-    form = recognise_form(row, text_column)
     try:
+        form = recognise_form(row, text_column)
         return standardised(row, form, text_column, has_template=False, kinds=_KINDS)
     except DataError as error:
         if isinstance(rows, DatasetMixture):

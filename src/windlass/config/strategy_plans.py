@@ -23,7 +23,8 @@ class ShardPlan:
         recompute: recompute the activations of each layer in the backward.
         recompute_offload: keep the inputs of recomputed layers in host memory.
         state: format in checkpoints: one file of whole tensors, or the shards of each rank.
-        ram_efficient: only rank 0 loads the weights into host memory; the others start from the meta device.
+        ram_efficient: only the first rank of each machine loads the weights into host memory; the others start from the
+            meta device.
         ignored: regular expression or names of modules that are not sharded.
     """
 

@@ -174,6 +174,12 @@ class Gang:
         """The process group whose collectives run where gradients lie; None is the default group, of all ranks."""
         return None
 
+    def machine_group(self) -> Any:
+        """A process group of the job's processes on this machine, on the backend of the device. Collective in the job
+        when it is first asked for.
+        """
+        return None
+
 
 class ProcessGang(Gang):
     """Several processes. Exchanges go over a gloo group on the host, so none of them waits for a device.
@@ -194,6 +200,7 @@ class ProcessGang(Gang):
     ) -> None:
         super().__init__(world, mesh, members, views)
         self._host, self._device = host_group, device_group
+        self._machine: Any = None
 
     def __reduce__(self) -> Any:
         # An object that holds a gang can be copied in this process, and sent to a data worker of it.
@@ -239,11 +246,19 @@ class ProcessGang(Gang):
     def device_group(self) -> Any:
         return self._device
 
+    def machine_group(self) -> Any:
+        if self._machine is None:
+            parts: dict[int, list[int]] = {}
+            for rank, first in zip(self.members, self.gather_objects(self.on_machine.start), strict=True):
+                parts.setdefault(first, []).append(rank)
+            self._machine = _group_of(list(parts.values()), None, None)
+        return self._machine
+
     def close(self) -> None:
         """Let go of the process groups of all views; exchanges are over."""
         for gang in self._views.values():
             if isinstance(gang, ProcessGang):
-                gang._host = gang._device = None
+                gang._host = gang._device = gang._machine = None
 
     def sum(self, value: Tensor) -> Tensor:
         with waiting("sum over ranks (host)"):
@@ -301,7 +316,7 @@ class Outside(Gang):
     host_group = device_group = property(_refuse)
 
 
-def _group_of(parts: list[list[int]], timeout: timedelta, backend: str | None) -> Any:
+def _group_of(parts: list[list[int]], timeout: timedelta | None, backend: str | None) -> Any:
     group, _ = dist.new_subgroups_by_enumeration(parts, timeout, backend)  # type: ignore[no-untyped-call]
     return group
 

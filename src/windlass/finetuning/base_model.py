@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -12,16 +11,13 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.locations import why_not_loaded
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
+from windlass.finetuning.model_without_weights import OF_CONFIG, model_without_weights
 from windlass.finetuning.tuning_config import TuningConfig
 from windlass.optim.registry import bitsandbytes_library
 
 logger = get_job_logger(__name__)
 
 _PURPOSE = "fine-tune a language model"
-_OF_CONFIG = frozenset({"revision", "trust_remote_code", "token", "cache_dir"})
-# Options of `from_pretrained` that a model without weights is made with. Others may decide about weights as they are
-# read, or change the config.
-_WITHOUT_WEIGHTS = _OF_CONFIG | {"dtype", "attn_implementation"}
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -32,8 +28,8 @@ def open_model(model: Any, args: TuningConfig, quantization_config: Any, *, empt
         model: a module; a name or folder, which is loaded with the class that its config names, in float32 unless
             `model_init_kwargs["dtype"]` is set; or a config of transformers, for new weights.
         quantization_config: how a loaded model is quantized.
-        empty: a model given by name has no weights: another process reads them, and sends them. One that is quantized,
-            or has other options than a dtype, an attention and where it is, is read nevertheless.
+        empty: a model given by name has no weights, if that can be (see `model_without_weights`): another process reads
+            them, and sends them.
 
     Raises:
         ConfigError: `quantization_config` is given twice, or a wrong dtype.
@@ -55,20 +51,29 @@ def open_model(model: Any, args: TuningConfig, quantization_config: Any, *, empt
     return load_model(model, load_options(args, quantization_config), empty)
 
 
-def load_model(name: str, options: dict[str, Any], empty: bool = False) -> nn.Module:
-    """`from_pretrained` of the class that the model's config names, else of `AutoModelForCausalLM`; if `empty`, on the
-    meta device and without reading any weights, unless it is quantized or an option may need them. Raises ModelError if
-    it cannot be loaded, and ConfigError for options that it does not take.
+def load_model(
+    name: str, options: dict[str, Any], empty: bool = False, *, labels: int | None = None
+) -> nn.Module:
+    """`from_pretrained` of the class that the model's config names, else of `AutoModelForCausalLM`. Raises ModelError
+    if it cannot be loaded, and ConfigError for options that it does not take.
+
+    Args:
+        empty: on the meta device and without reading any weights, if that can be (see `model_without_weights`).
+        labels: the outputs of a sequence classifier, which is loaded instead.
     """
     transformers = require("transformers", _PURPOSE)
-    of_config = {k: v for k, v in options.items() if k in _OF_CONFIG}
+    of_config = {k: v for k, v in options.items() if k in OF_CONFIG}
+    outputs = {} if labels is None else {"num_labels": labels}
     try:
-        config = transformers.AutoConfig.from_pretrained(name, **of_config)
-        names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
-        kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
-        if empty and options.keys() <= _WITHOUT_WEIGHTS and not hasattr(config, "quantization_config"):
-            return _without_weights(kind, config, options, of_config)
-        loaded: nn.Module = kind.from_pretrained(name, **options)
+        config = transformers.AutoConfig.from_pretrained(name, **of_config, **outputs)
+        if labels is None:
+            names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
+            kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+        else:
+            kind = transformers.AutoModelForSequenceClassification
+        if empty and (made := model_without_weights(kind, config, options)) is not None:
+            return made
+        loaded: nn.Module = kind.from_pretrained(name, **options, **outputs)
     except (OSError, ValueError) as error:
         raise ModelError(f"the model {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
     except RuntimeError as error:
@@ -90,26 +95,6 @@ def load_model(name: str, options: dict[str, Any], empty: bool = False) -> nn.Mo
     except TypeError as error:  # options that are no settings of its config are given to its constructor
         raise ConfigError(Problem("model_init_kwargs", options, f"cannot be used: {error}")) from error
     return loaded
-
-
-def _without_weights(kind: Any, config: Any, options: dict[str, Any], of_config: dict[str, Any]) -> nn.Module:
-    """The model as `from_pretrained` makes it, on the meta device."""
-    dtype = options["dtype"]
-    if not isinstance(dtype, torch.dtype):  # "auto"
-        dtype = config.dtype or torch.get_default_dtype()
-    chosen = {k: v for k, v in options.items() if k == "attn_implementation" and v is not None}
-    with torch.device("meta"):
-        if hasattr(kind, "from_config"):  # a class that chooses one by the config
-            remote = {k: v for k, v in options.items() if k == "trust_remote_code"}
-            model: Any = kind.from_config(config, dtype=dtype, **chosen, **remote)
-        else:
-            model = kind._from_config(config, dtype=dtype, **chosen)
-    model.tie_weights()
-    with contextlib.suppress(OSError):  # most models have no such file
-        found = type(model.generation_config).from_pretrained(config.name_or_path, **of_config)
-        model.generation_config = found
-    empty: nn.Module = model.eval()
-    return empty
 
 
 def load_options(args: TuningConfig, quantization_config: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger
 from windlass.core.types import EvalLoopOutput, TrainOutput
 from windlass.finetuning.card_writer import CardWriter
@@ -21,6 +22,7 @@ from windlass.trainer.batch_rows import rows_of_batch
 from windlass.trainer.losses import without_gradient
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.activation_offload import ActivationOffload
+from windlass.transforms.first_rank import has_weights
 
 logger = get_job_logger(__name__)
 
@@ -172,7 +174,10 @@ class FineTuner(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """As `Trainer.evaluation_loop`; its metrics also have the means, and the scores of generated answers."""
+        """As `Trainer.evaluation_loop`; its metrics also have the means, and the scores of generated answers. Raises
+        ModelError if a process has no weights yet.
+        """
+        self._check_weights()
         self._figures.forget(training=False)
         with self._documents_apart():
             output = super().evaluation_loop(
@@ -186,6 +191,15 @@ class FineTuner(Trainer):
         if description == "Evaluation":
             output.metrics.update(self._answer(metric_key_prefix))
         return output
+
+    def _check_weights(self) -> None:
+        shard = self._plan.dist.shard
+        some_read = shard is not None and shard.ram_efficient
+        if some_read and not all(self._session.all_ranks.gather_objects(has_weights(self.model))):
+            raise ModelError(
+                "with cpu_ram_efficient_loading the first process of each machine alone has the weights until train() "
+                "divides them: evaluate after training or with eval_on_start=True, or set it to false"
+            )
 
     def _answer(self, prefix: str) -> dict[str, float]:
         """Generate the answers of one evaluation, and return their metrics; by default there are none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import weakref
@@ -16,6 +17,7 @@ from windlass.checkpoint.adapters import peft_library
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.package_remarks import hidden_deprecations
+from windlass.transforms.first_rank import has_weights
 
 logger = get_job_logger(__name__)
 
@@ -102,8 +104,10 @@ def _refuse_beginnings(peft_config: Any) -> None:
 
 
 def _adapted(model: nn.Module, peft_config: Any) -> nn.Module:
+    # An adapter may begin with values that are computed from the weights. It comes with them.
+    where = contextlib.nullcontext() if has_weights(model) else torch.device("meta")
     try:
-        with hidden_deprecations():
+        with hidden_deprecations(), where:
             adapted: nn.Module = peft_library(_PURPOSE).get_peft_model(model, peft_config)
     except ValueError as error:
         if "not found in the base model" in str(error):

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from windlass.text.located_rows import place_of
 from windlass.text.pair_encoder import PairOptions
 from windlass.text.pair_rows import PairRows
 from windlass.text.prepare_pairs import prepare_pairs, within
@@ -53,7 +56,7 @@ class PreferenceData:
             return found
         rows, summary = within(found, self.options, name, dataset, whole_sequences=self.options.whole)
         self.summaries[name] = summary
-        self.limits.check_rows(name, summary.largest_id, summary.longest, self.options.max_length)
+        self._check(dataset, name, rows, summary)
         return self.finish(rows, name)
 
     def prepare_all(self, datasets: Any) -> Any:
@@ -61,6 +64,17 @@ class PreferenceData:
         if isinstance(datasets, Mapping):
             return {name: self.prepare(dataset, name) for name, dataset in datasets.items()}
         return self.prepare(datasets, "eval")
+
+    def _check(self, dataset: Any, name: str, rows: PairRows, found: TextSummary) -> None:
+        """Check the rows against the limits of the model."""
+        most, lengths = self.options.max_length, rows.lengths
+        asked = lengths[:, 0]
+        whole = asked + lengths[:, 1:].max(axis=1)
+        if most is not None:
+            asked, whole = np.minimum(asked, most), np.minimum(whole, most)
+        where = [place_of(dataset, int(rows.kept[values.argmax()])) for values in (whole, asked)]
+        prompt = (int(asked.max()), where[1])
+        self.limits.check_rows(name, found.largest_id, (found.longest, where[0]), most, prompt)
 
     def _is_prepared(self, dataset: Any) -> bool:
         names = getattr(dataset, "column_names", None) or []

@@ -45,7 +45,7 @@ class ReferenceTrainer(FineTuner):
         """
         self.can_return_loss, self.label_names = True, []
         choice, self._key = self._choice, None if own_collator else self._settings_key()
-        self._weights = weights_hash(choice.source) if self.args.precompute_ref_log_probs else ""
+        self._weights = self._weights_hash(choice.source) if self.args.precompute_ref_log_probs else ""
         divided = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self._reference = choice.prepared(self.accelerator, sharded=divided)
         self.ref_model = self._reference.module if isinstance(self._reference, SecondModel) else None
@@ -57,6 +57,11 @@ class ReferenceTrainer(FineTuner):
             assert self.ref_model is not None  # checked before
             self.accelerator.register_for_checkpointing(ReferenceState(self.ref_model))
             self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
+
+    def _weights_hash(self, source: nn.Module) -> str:
+        """That of the main process, whose weights all get."""
+        own = weights_hash(source) if self.is_world_process_zero() else ""
+        return str(self._session.all_ranks.broadcast_object(own))
 
     def _settings_key(self) -> str:
         args = self.args

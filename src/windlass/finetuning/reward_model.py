@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import require
-from windlass.finetuning.base_model import load_options
+from windlass.finetuning.base_model import load_model, load_options
+from windlass.finetuning.tuned_model import receives_weights
 from windlass.finetuning.tuning_config import TuningConfig
 from windlass.trainer.defaults import seed_all
 
@@ -63,10 +64,4 @@ def _opened(model: Any, args: TuningConfig, quantization_config: Any) -> nn.Modu
     if not isinstance(model, str):
         fix = "give a model, its name or folder, or a config of transformers"
         raise ConfigError(Problem("model", type(model).__name__, fix))
-    try:
-        loaded: nn.Module = kind.from_pretrained(
-            model, num_labels=1, **load_options(args, quantization_config)
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the model {model!r} cannot be loaded: {error}") from error
-    return loaded
+    return load_model(model, load_options(args, quantization_config), receives_weights(args), labels=1)

@@ -13,6 +13,7 @@ from windlass.finetuning.prepared_text import prepare_kept, text_options
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.text.image_messages import COLUMNS, has_image_parts
 from windlass.text.image_processing import ImageProcessing
+from windlass.text.located_rows import place_of
 from windlass.text.mixture import DatasetMixture
 from windlass.text.summary import TextSummary
 from windlass.text.tables import is_stream, is_table
@@ -71,8 +72,7 @@ class SFTData:
             self.summaries[name] = found.summary
             # Joined texts have the positions of one, but for those that other packings keep apart.
             joined = packing and self.args.packing_strategy == "wrapped"
-            longest = self.args.max_length or 0 if joined else found.summary.longest
-            self.limits.check_rows(name, found.summary.largest_id, longest, self.args.max_length)
+            self._check(dataset, name, found.summary, joined)
         prepared = found.dataset
         return prepared.shuffle(seed=self.args.seed) if self.args.shuffle_dataset else prepared
 
@@ -81,6 +81,16 @@ class SFTData:
         if isinstance(datasets, Mapping):
             return {name: self.prepare(dataset, name, packing) for name, dataset in datasets.items()}
         return self.prepare(datasets, "eval", packing)
+
+    def _check(self, dataset: Any, name: str, found: TextSummary, joined: bool) -> None:
+        """Check the rows against the limits of the model; `joined`: into rows of the greatest length."""
+        most, (prompt, number) = self.args.max_length, found.longest_prompt
+        if joined:
+            self.limits.check_rows(name, found.largest_id, (most or 0, ""), most)
+            return
+        where = "" if found.longest_row is None else place_of(dataset, found.longest_row)
+        asked = (prompt, place_of(dataset, number))
+        self.limits.check_rows(name, found.largest_id, (found.longest, where), most, asked)
 
     def _check_skipped(self, dataset: Any, name: str) -> None:
         columns = columns_of(dataset)

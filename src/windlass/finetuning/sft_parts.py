@@ -80,7 +80,6 @@ def build_sft_parts(given: Given) -> SFTParts:
         given.quantization_config,
         given.peft_config,
         with_images,
-        may_be_empty=True,
     )
     check_answers(
         args,

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.core.types import EvalLoopOutput
+from windlass.core.errors import ConfigError, Problem
 from windlass.finetuning.answer_checks import answers_anything
 from windlass.finetuning.answering import AnsweringModel
 from windlass.finetuning.fine_tuner import FineTuner
@@ -153,17 +152,6 @@ class SFTTrainer(FineTuner):
 
     def _prepared(self, datasets: Any) -> Any:
         return self._data.prepare_all(datasets, self.args.packs_evaluation)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As `FineTuner.evaluation_loop`. Raises ModelError if a process has no weights yet."""
-        shard = self._plan.dist.shard
-        first_reads = shard is not None and shard.ram_efficient
-        if first_reads and not all(self._session.all_ranks.gather_objects(has_weights(self.model))):
-            raise ModelError(
-                "with cpu_ram_efficient_loading the first process alone has the weights until train() divides "
-                "them: evaluate after training or with eval_on_start=True, or set it to false"
-            )
-        return super().evaluation_loop(*args, **kwargs)
 
     # --- loss -------------------------------------------------------------------------------------------------------
 

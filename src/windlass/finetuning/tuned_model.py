@@ -48,9 +48,9 @@ def open_tuned_model(
     quantization_config: Any = None,
     peft_config: Any = None,
     with_images: bool = False,
-    may_be_empty: bool = False,
 ) -> TunedModel:
-    """Load or build the model and its tokenizer, and add the adapter. Seeds all random generators.
+    """Load or build the model and its tokenizer, and add the adapter. Seeds all random generators. With
+    `cpu_ram_efficient_loading` only the first process of each machine has weights, until the model is sharded.
 
     Args:
         model: a module; a name or folder; or a config of transformers, for new weights.
@@ -59,18 +59,17 @@ def open_tuned_model(
         quantization_config: how a loaded model is quantized.
         peft_config: the adapter to train; the model's own weights are frozen.
         with_images: a processor is looked for, instead of a tokenizer.
-        may_be_empty: with `cpu_ram_efficient_loading` only the first rank has weights, until the model is sharded.
 
     Raises:
         ConfigError, ModelError, TypeError: what cannot be loaded, or not combined.
     """
     seed_all(args)  # new weights and new adapters are drawn from these generators
-    empty = may_be_empty and _receives_weights(args)
+    empty = isinstance(model, str) and receives_weights(args)
     opened = open_model(model, args, quantization_config, empty=empty)
     keep_trainable(opened)
     _check_torchao(opened)
     _check_sharding(args, opened)
-    if empty and is_quantized(opened):  # its scales had to be read; the packed weights are sent
+    if empty:  # also what had to be read
         to_meta(opened)
     processing_class = open_tokenizer(processing_class, opened, args, with_images)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -94,11 +93,11 @@ def _check_loraplus(args: TuningConfig, model: nn.Module) -> None:
         raise ConfigError(Problem("loraplus_lr_ratio", ratio, fix))
 
 
-def _receives_weights(args: TuningConfig) -> bool:
-    """Return True if another process reads the weights and sends them."""
+def receives_weights(args: TuningConfig) -> bool:
+    """Return True if another process of this machine has the weights, and sends them when the model is sharded."""
     world = world_from_environment()
     shard = resolve_parallel(args, world).dist.shard
-    return shard is not None and shard.ram_efficient and world.rank != 0
+    return shard is not None and shard.ram_efficient and not world.is_local_main
 
 
 def _check_torchao(model: nn.Module) -> None:

@@ -62,7 +62,9 @@ def _flops(func: Any) -> Callable[..., int] | None:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+    # A key or value that several heads share counts for each: torch before 2.13 has no count of fewer heads.
+    shapes = ((*states.shape[:1], query.shape[1], *states.shape[2:]) for states in (query, key, value))
+    return int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(

@@ -25,7 +25,7 @@ class EncodedRows:
 
     Attributes:
         truncated: rows that were cut to the maximum length.
-        dropped: rows that were left out, because none of their tokens had a label.
+        dropped: numbers in the dataset of rows that were left out, because none of their tokens had a label.
         documents: of rows of several documents, the tokens of each.
         places: of rows with images, for each its number in the dataset and how many of its images it has, one after
             the other.
@@ -34,7 +34,7 @@ class EncodedRows:
     input_ids: list[list[int]] = field(default_factory=list)
     labels: list[list[int]] = field(default_factory=list)
     truncated: int = 0
-    dropped: int = 0
+    dropped: list[int] = field(default_factory=list)
     documents: list[list[int]] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
 
@@ -297,7 +297,7 @@ class RowEncoder:
             if self._is_too_long(len(ids), number):
                 ids, labels = ids[kept], labels[kept]
                 found.truncated += 1
-            self._add(found, ids, labels)
+            self._add(found, number, ids, labels)
         return found
 
     def _is_too_long(self, tokens: int, number: int) -> bool:
@@ -318,10 +318,10 @@ class RowEncoder:
         return {"input_ids": found.input_ids, "labels": found.labels}
 
     @staticmethod
-    def _add(found: EncodedRows, ids: list[int], labels: list[int], *place: int) -> None:
-        """Add a row that has a label; count one that has none."""
+    def _add(found: EncodedRows, number: int, ids: list[int], labels: list[int], *place: int) -> None:
+        """Add a row that has a label; note the number of one that has none."""
         if labels.count(IGNORED) == len(labels):
-            found.dropped += 1
+            found.dropped.append(number)
             return
         found.input_ids.append(ids)
         found.labels.append(labels)

@@ -116,7 +116,7 @@ class ImageRowEncoder(RowEncoder):
                 cut = min(cut, images[kept][0]) if kept < len(images) else cut
                 ids, labels = ids[:cut], labels[:cut]
                 found.truncated += 1
-            self._add(found, ids, labels, number, kept)
+            self._add(found, number, ids, labels, number, kept)
         return found
 
 

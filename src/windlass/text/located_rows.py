@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from windlass.core.errors import DataError
+
+SHOWN = 8
+"""Rows that a message names."""
 
 
 class RowError(DataError):
@@ -33,3 +36,15 @@ class LocatedRows(list[Mapping[str, Any]]):
     def __init__(self, rows: Iterable[Mapping[str, Any]], places: Iterable[str]) -> None:
         super().__init__(rows)
         self.places = list(places)
+
+
+def place_of(dataset: Any, row: int) -> str:
+    """Where a row of a dataset came from; its number, if the dataset does not know."""
+    return dataset.places[row] if isinstance(dataset, LocatedRows) else f"row {row}"
+
+
+def shown_places(dataset: Any, rows: Sequence[int], total: int) -> str:
+    """The places of the first rows, and how many more there are of `total`."""
+    shown = ", ".join(place_of(dataset, int(row)) for row in rows[:SHOWN])
+    more = total - min(len(rows), SHOWN)
+    return f"{shown} and {more} more" if more and shown else shown

@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
-from windlass.text.located_rows import LocatedRows, RowError
+from windlass.text.located_rows import RowError, shown_places
 from windlass.text.pair_encoder import PairEncoder, PairOptions
 from windlass.text.pair_rows import PROMPT, PairRows
 from windlass.text.prepare_text import content_key
@@ -22,7 +22,6 @@ from windlass.text.token_store import Prepared, TokenStore
 from windlass.text.worker_pool import BATCH, as_rows, encode
 
 _logger = get_job_logger(__name__)
-_SHOWN = 8
 
 
 def prepare_pairs(
@@ -102,18 +101,13 @@ def within(
     lost = rows.kept[~fits]
     if not len(lost):
         return rows, rows.summary(most, 0)
-    shown = ", ".join(_place(dataset, int(at)) for at in lost[:_SHOWN])
-    more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
-    message = f"of the {name} dataset have {_what(whole_sequences)} max_length={most}: {shown}{more}"
+    shown = shown_places(dataset, lost.tolist(), len(lost))
+    message = f"of the {name} dataset have {_what(whole_sequences)} max_length={most}: {shown}"
     if not fits.any():
         raise DataError(f"all {len(lost)} rows {message}. Raise max_length, or shorten the prompts")
     _logger.warning("dropped %d of %d rows: they %s", len(lost), len(fits), message.partition(" dataset ")[2])
     kept = rows.select(np.flatnonzero(fits))
     return kept, kept.summary(most, len(lost))
-
-
-def _place(dataset: Any, row: int) -> str:
-    return dataset.places[row] if isinstance(dataset, LocatedRows) else f"row {row}"
 
 
 def _tokens(
@@ -127,7 +121,7 @@ def _tokens(
 ) -> TokenRows:
     def made() -> Prepared:
         rows = TokenRows.joined([batch.rows for batch in encode(dataset, encoder, workers, progress)])
-        return rows, TextSummary.of(rows, 0, 0)
+        return rows, TextSummary.of(rows, 0)
 
     key = None if cache is None else content_key(dataset, tokenizer, options)
     if cache is None or key is None:

@@ -22,7 +22,7 @@ from windlass.text.forms import Form, recognise_form
 from windlass.text.image_encoder import ImageRowEncoder
 from windlass.text.image_processing import ImageProcessing
 from windlass.text.image_rows import ImageRows
-from windlass.text.located_rows import RowError
+from windlass.text.located_rows import RowError, shown_places
 from windlass.text.packing import pack_dataset, pack_rows
 from windlass.text.summary import TextSummary
 from windlass.text.tables import StoredRows, is_stream, is_table, table_bytes, table_of
@@ -98,7 +98,7 @@ def prepare_text(
         rows, summary = _prepared(dataset, tokenizer, options, cache, progress)
     except RowError as error:
         raise error.located(dataset) from None
-    _report(summary)
+    _report(summary, dataset)
     return PreparedText(table_of(rows) if is_table(dataset) else rows, summary)
 
 
@@ -129,7 +129,7 @@ def _with_images(
         plain, form = _formed(StoredRows(dataset) if is_table(dataset) else dataset, options)
         encoder = ImageRowEncoder(images, options.of_tokens(), form, plain[0])
         prepared = _encoded(plain, encoder, options.num_proc or 1, progress)
-        _report(prepared[1])
+        _report(prepared[1], dataset)
         if options.packing is not None:
             prepared = _packed(prepared, options)
     except RowError as error:
@@ -201,7 +201,8 @@ def _encoded(
     batches = encode(dataset, encoder, workers, lambda done: progress(done, total) if progress else None)
     rows = TokenRows.joined([batch.rows for batch in batches])
     _check_targets(rows)
-    return rows, TextSummary.of(rows, sum(b.truncated for b in batches), sum(b.dropped for b in batches))
+    dropped = [number for batch in batches for number in batch.dropped]
+    return rows, TextSummary.of(rows, sum(b.truncated for b in batches), dropped)
 
 
 def _check_targets(rows: TokenRows) -> None:
@@ -216,7 +217,7 @@ def _check_targets(rows: TokenRows) -> None:
         )
 
 
-def _report(summary: TextSummary) -> None:
+def _report(summary: TextSummary, dataset: Any) -> None:
     if not summary.rows:
         raise DataError(
             f"no row has a token to train on: {summary.dropped} rows were dropped, {summary.truncated} rows were "
@@ -224,7 +225,12 @@ def _report(summary: TextSummary) -> None:
         )
     if summary.dropped:
         total = summary.rows + summary.dropped
-        _logger.warning("dropped %d of %d rows, which have no token to train on", summary.dropped, total)
+        _logger.warning(
+            "dropped %d of %d rows, which have no token to train on: %s",
+            summary.dropped,
+            total,
+            shown_places(dataset, summary.dropped_rows, summary.dropped),
+        )
 
 
 def _prepared_stream(
@@ -284,7 +290,7 @@ class StreamStep:
             _logger.warning(
                 "dropped %d of the rows %d to %d of the stream, which have no token to train on; further such rows "
                 "are dropped without a message",
-                found.dropped,
+                len(found.dropped),
                 numbers[0],
                 numbers[-1],
             )

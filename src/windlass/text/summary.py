@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from windlass.text.encoder import IGNORED
+from windlass.text.located_rows import SHOWN
 from windlass.text.token_rows import TokenRows
+
+_ROWS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,9 @@ class TextSummary:
         histogram: (lower bound, rows) of ranges of lengths; a range ends where the next one begins, at twice its
             lower bound.
         packed_rows: rows that these were packed into; None = they were not packed.
+        dropped_rows: numbers in the dataset of the first rows that were left out.
+        longest_row: number in the dataset of the longest row.
+        longest_prompt: the most tokens of a row before its first label, and the number of that row.
     """
 
     rows: int
@@ -37,16 +44,33 @@ class TextSummary:
     largest_id: int
     histogram: tuple[tuple[int, int], ...]
     packed_rows: int | None = None
+    dropped_rows: tuple[int, ...] = ()
+    longest_row: int | None = None
+    longest_prompt: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(cls, rows: TokenRows, truncated: int, dropped: int) -> TextSummary:
-        """Count prepared rows."""
+    def of(cls, rows: TokenRows, truncated: int, dropped: Sequence[int] = ()) -> TextSummary:
+        """Count prepared rows. `dropped`: numbers in the dataset of the rows that are not among them."""
         lengths = rows.lengths
         trained = int(np.count_nonzero(rows.flat["labels"] != IGNORED))
         longest = int(lengths.max()) if len(lengths) else 0
         largest = int(rows.flat["input_ids"].max()) if len(rows.flat["input_ids"]) else 0
         counts = cls.histogram_of(lengths)
-        return cls(len(rows), int(lengths.sum()), trained, truncated, dropped, longest, largest, counts)
+        numbers = np.delete(np.arange(len(rows) + len(dropped)), dropped)
+        prompt, prompt_row = _longest_prompt(rows)
+        return cls(
+            len(rows),
+            int(lengths.sum()),
+            trained,
+            truncated,
+            len(dropped),
+            longest,
+            largest,
+            counts,
+            dropped_rows=tuple(dropped[:SHOWN]),
+            longest_row=int(numbers[lengths.argmax()]) if len(lengths) else None,
+            longest_prompt=(prompt, int(numbers[prompt_row])) if len(lengths) else (0, 0),
+        )
 
     @staticmethod
     def histogram_of(lengths: Any) -> tuple[tuple[int, int], ...]:
@@ -65,11 +89,17 @@ class TextSummary:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TextSummary:
         """Return the summary that `to_dict` described."""
-        return cls(**{**values, "histogram": tuple((low, rows) for low, rows in values["histogram"])})
+        tuples: dict[str, Any] = {
+            name: tuple(values[name]) for name in ("dropped_rows", "longest_prompt") if name in values
+        }
+        histogram = tuple((low, rows) for low, rows in values["histogram"])
+        return cls(**{**values, **tuples, "histogram": histogram})
 
     def facts(self) -> dict[str, Any]:
         """Return the counts as the report of a run shows them, with a line for each range of lengths."""
-        hidden = {"histogram", "largest_id"} | ({"packed_rows"} if self.packed_rows is None else set())
+        hidden = {"histogram", "largest_id", "dropped_rows", "longest_row", "longest_prompt"} | (
+            {"packed_rows"} if self.packed_rows is None else set()
+        )
         named = {name.replace("_", " "): value for name, value in asdict(self).items() if name not in hidden}
         lengths = {f"rows of {low:,} to {2 * low - 1:,} tokens": rows for low, rows in self.histogram}
         return {**named, **lengths}
@@ -81,3 +111,16 @@ class TextSummary:
             f"{self.truncated:,} truncated, {self.dropped:,} dropped"
             + ("" if self.packed_rows is None else f"; packed into {self.packed_rows:,} rows")
         )
+
+
+def _longest_prompt(rows: TokenRows) -> tuple[int, int]:
+    """The most tokens before the first label of a row, and the place of that row."""
+    most, place, labels = 0, 0, rows.flat["labels"]
+    for first in range(0, len(rows), _ROWS):  # so that memory does not grow with the dataset
+        borders = rows.offsets[first : first + _ROWS + 1]
+        trained = borders[0] + np.flatnonzero(labels[borders[0] : borders[-1]] != IGNORED)
+        at = np.searchsorted(trained, borders[:-1])
+        prompts = np.append(trained, borders[-1])[at] - borders[:-1]
+        if len(prompts) and prompts.max() > most:
+            most, place = int(prompts.max()), first + int(prompts.argmax())
+    return most, place

@@ -36,13 +36,13 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EncodedBatch:
-    """One batch of rows: its number, its rows as arrays, the rows read, truncated and dropped."""
+    """One batch of rows: its number, its rows as arrays, how many were read and truncated, and which were dropped."""
 
     number: int
     rows: TokenRows
     read: int
     truncated: int
-    dropped: int
+    dropped: list[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from windlass.assemble.resolve import resolve_optimizer
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import CallPlan, OptimizerPlan
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_job_logger
 from windlass.optim.groups import (
     arranged,
     check_group_options,
@@ -22,6 +23,8 @@ from windlass.optim.registry import make_optimizer, optimizer_factory
 from windlass.optim.schedule import build_schedule, warmup_of_schedule
 from windlass.optim.targets import projected_groups
 from windlass.zero.library import make_schedule
+
+logger = get_job_logger(__name__)
 
 __all__ = ["class_and_keywords", "decay_parameter_names", "existing", "new_optimizer", "new_scheduler"]
 
@@ -68,6 +71,13 @@ def new_scheduler(plan: CallPlan, optimizer: torch.optim.Optimizer | None, total
         return make_schedule(optimizer, section)
     schedule = plan.schedule
     warmup = warmup_of_schedule(schedule.name, schedule.warmup_steps(total_steps), optimizer)
+    if warmup > total_steps:
+        logger.warning(
+            "warmup_steps=%d: is longer than the run of %d updates, which never reaches the learning rate; set a "
+            "smaller number, or a share of the updates such as 0.1",
+            warmup,
+            total_steps,
+        )
     return build_schedule(
         schedule.name, optimizer, total_steps=total_steps, warmup_steps=warmup, options=schedule.options
     ).exposed  # fmt: skip

@@ -50,23 +50,33 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def broadcast(tensors: Iterable[Tensor], gang: Gang, source: int = 0) -> None:
-    """Send the values of rank `source` of a gang to the others, in place, for tensors of any dtype and strides, and for
-    those that are made of others. Sparse ones are skipped (see `check_sparse`). Collective.
-    """
+    """Send the values of rank `source` of a gang to the others, in place, as `broadcast_in` does. Collective."""
     if gang.size == 1:
         return
+    for tensor in tensors:
+        group = gang.host_group if tensor.is_cpu else gang.device_group
+        broadcast_in([tensor], group, gang.members[source])
+
+
+def broadcast_in(tensors: Iterable[Tensor], group: Any, source: int) -> None:
+    """Send the values of a rank to all ranks of a group, in place, for tensors of any dtype and strides, and for those
+    that are made of others. Sparse ones are skipped (see `check_sparse`). Collective.
+
+    Args:
+        group: a process group; None is the default one, of all ranks.
+        source: the rank in the job.
+    """
     with torch.no_grad():
         for tensor in tensors:
             if inner := inner_tensors(tensor):
-                broadcast(inner, gang, source)
+                broadcast_in(inner, group, source)
                 continue
             if tensor.layout != torch.strided:
                 continue
             own = distinct(tensor.detach())
             bits = bits_of(own)  # a dtype that the backend cannot send is sent as bytes
             if bits.numel():
-                group = gang.host_group if bits.is_cpu else gang.device_group
-                torch.distributed.broadcast(bits, group=group, group_src=source)
+                torch.distributed.broadcast(bits, source, group=group)
                 if bits.data_ptr() != own.data_ptr():
                     own.copy_(bits.view(own.dtype).view(own.shape))
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from windlass.dist.absent import Absent, present
 from windlass.dist.device_mesh import expert_device_mesh, part_along
 from windlass.dist.gang import Gang
 from windlass.transforms.expert_parts import computing_with
@@ -176,7 +177,8 @@ class _Parts(torch.autograd.Function):
 
 def divide_experts(module: nn.Module, first: FirstRank, loss_ranks: Gang, device: torch.device) -> None:
     """Replace the experts of `module` by those of this rank, with rank 0's values. What a rank would have is divided
-    once more among its tensor gang, whose tokens `tensor_experts.py` sends to the right ones. Collective.
+    once more among its tensor gang, whose tokens `tensor_experts.py` sends to the right ones. Layers of other stages
+    are only marked. Collective.
 
     Raises:
         ConfigError: there are none that can be divided so.
@@ -186,6 +188,8 @@ def divide_experts(module: nn.Module, first: FirstRank, loss_ranks: Gang, device
     mesh = expert_device_mesh(loss_ranks.mesh, device)
     for layer, names in chosen.values():
         for name in names:
+            if isinstance(layer.get_parameter(name), Absent):
+                continue
             first.place([layer.get_parameter(name)])
             layer.register_parameter(name, part_along(layer.get_parameter(name), mesh, 0, "tensor", "expert"))
         kind: Any = type(layer)
@@ -205,4 +209,4 @@ def layers_of(module: nn.Module) -> list[DividedExperts]:
 
 def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of which this rank holds its experts."""
-    return [layer.get_parameter(name) for layer in layers_of(module) for name in layer.expert_names]
+    return present(layer.get_parameter(name) for layer in layers_of(module) for name in layer.expert_names)

@@ -13,12 +13,9 @@ from windlass.transforms.buffers import check_sparse
 from windlass.transforms.ddp import DataParallel, leaving_out
 from windlass.transforms.expert_layers import divide_experts, expert_parameters, layers_of
 from windlass.transforms.first_rank import FirstRank, check_same_structure
-from windlass.transforms.fsdp import FullyShardedModel
 from windlass.transforms.held_in_parts import HeldInParts
 from windlass.transforms.imagined_replicas import ImaginedReplicas
-from windlass.transforms.strategy import Strategy
-from windlass.transforms.tensor_parallel import TensorParallel
-from windlass.transforms.whole_balance import WholeBalance
+from windlass.transforms.pipeline import StageCopies
 
 
 class _WithExperts(HeldInParts):
@@ -57,24 +54,20 @@ class ImaginedExperts(_WithExperts, ImaginedReplicas):
         super().__init__(module, plan, loss_ranks, expert_parameters(module))
 
 
-def divided(module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> Strategy:
-    """Divide the experts of `module`, and replicate, divide or shard the rest; their balancing loss is that of all
-    ranks. Experts are not sharded further: the ranks of the other expert gangs hold copies of them. Collective.
-    """
-    strategy = _spread(module, plan, loss_ranks, device)
-    try:
-        balanced = WholeBalance(module, loss_ranks, lambda: strategy.filling)
-    except BaseException:
-        strategy.release()
-        raise
-    strategy.at_release.append(balanced.release)
-    return strategy
+class StageWithExperts(HeldInParts, StageCopies):
+    """Stages of which each loss rank has a copy of all but the experts."""
+
+    def __init__(self, module: nn.Module, loss_ranks: Gang, device: torch.device) -> None:
+        self._stage_ranks = loss_ranks
+        if not layers_of(module):
+            divide_experts(module, FirstRank(module, device, loss_ranks), loss_ranks, device)
+        super().__init__(module, loss_ranks)
 
 
-def _spread(module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> Strategy:
-    if plan.strategy == "fsdp":
-        return FullyShardedModel(module, plan, loss_ranks, device)
-    if plan.tensor > 1:
-        return TensorParallel(module, loss_ranks, device)
-    replicated = ReplicatedExperts if loss_ranks.exists else ImaginedExperts
-    return replicated(module, plan, loss_ranks, device)
+def replicated(
+    module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device
+) -> ReplicatedExperts | ImaginedExperts | StageWithExperts:
+    """Divide the experts of `module`, or of a stage of it, and replicate the rest. Collective."""
+    if plan.pipeline is not None:
+        return StageWithExperts(module, loss_ranks, device)
+    return (ReplicatedExperts if loss_ranks.exists else ImaginedExperts)(module, plan, loss_ranks, device)

@@ -1,6 +1,7 @@
 """Sending rank 0's weights to all ranks, unit by unit, so that no rank has more than one whole unit in memory.
 
-Other ranks may have the module on the meta device: a machine then loads a large model with one copy in host memory.
+Other ranks may have the module on the meta device: a machine then loads a large model with one copy in host memory. If
+the first process of each machine has weights, each machine sends its own, as far as they equal rank 0's.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
+from windlass.core.tensors import bits_of
 from windlass.dist.gang import Gang
 from windlass.dist.views import overlapping
-from windlass.transforms.buffers import broadcast
+from windlass.transforms.buffers import broadcast, broadcast_in, inner_tensors
+from windlass.transforms.few_bits import share_scales
 
 # A table of a module's parameters or buffers, and a name in it.
 _Slot = tuple[dict[str, Any], str]
@@ -76,18 +79,30 @@ def _torn_apart(module: nn.Module) -> list[str]:
 class FirstRank:
     """Moves tensors of a module onto a device, with the values of the first of `gang`, which have the same of them.
     `module` is the whole model; replaced tensors stay tied in it.
+
+    Args:
+        by_machine: the first process of each machine may have read the weights, for the others on it.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, gang: Gang) -> None:
-        self._device, self._gang = device, gang
+    def __init__(
+        self, module: nn.Module, device: torch.device, gang: Gang, *, by_machine: bool = False
+    ) -> None:
+        self._device, self._ranks = device, gang
+        self._alone = gang.size == 1
         self._slots = _slots(module)
+        self._reads = has_weights(module)
+        self._by_machine = by_machine and not self._alone and self._each_machine_reads()
 
     def place(self, tensors: Iterable[Tensor]) -> None:
         """Collective; in the same order on every rank."""
-        for tensor in list(tensors):
-            self._place(tensor)
+        placed = [self._on_device(tensor) for tensor in list(tensors)]
+        if self._alone:
+            return
+        self._send(placed)
+        for tensor in placed:
+            self._send(share_scales(tensor, self._ranks))
 
-    def _place(self, tensor: Tensor) -> None:
+    def _on_device(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
             places, tensor = self._slots[id(tensor)], _like(tensor, self._device)
             _fill(places, tensor)
@@ -95,7 +110,35 @@ class FirstRank:
             tensor.data = tensor.data.to(self._device).contiguous()
         else:
             tensor.data = tensor.data.to(self._device)
-        broadcast([tensor], self._gang)
+        return tensor
+
+    def _each_machine_reads(self) -> bool:
+        """True if of several machines the first process has weights, and no other one."""
+        mine = [self._reads, self._ranks.world.rank, self._ranks.on_machine.start]
+        found = self._ranks.gather_objects(mine)
+        firsts = sorted({first for _, _, first in found})
+        return len(firsts) > 1 and firsts == [rank for reads, rank, _ in found if reads]
+
+    def _send(self, tensors: list[Tensor]) -> None:
+        if not self._by_machine:
+            broadcast(tensors, self._ranks)
+            return
+        digests = [_digest(tensor) for tensor in tensors] if self._reads else None
+        read = [found for found in self._ranks.gather_objects(digests) if found is not None]
+        machine, first = self._ranks.machine_group(), self._ranks.on_machine.start
+        for tensor, *of_machines in zip(tensors, *read, strict=True):
+            if len(set(of_machines)) == 1:
+                broadcast_in([tensor], machine, first)
+            else:  # such as new weights, which each process drew for itself
+                broadcast([tensor], self._ranks)
+
+
+def _digest(tensor: Tensor) -> str:
+    digest = hashlib.sha256()
+    for piece in inner_tensors(tensor) or [tensor]:
+        if piece.layout == torch.strided:  # sparse ones are compared before
+            digest.update(bits_of(piece).cpu().numpy().data)
+    return digest.hexdigest()
 
 
 def _slots(module: nn.Module) -> dict[int, list[_Slot]]:
@@ -120,6 +163,9 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
     empty = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
     if not isinstance(tensor, nn.Parameter):
         return empty
-    parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    if type(tensor) is not nn.Parameter and issubclass(type(tensor), nn.Parameter):  # such as one of few bits
+        parameter = empty.as_subclass(type(tensor)).requires_grad_(tensor.requires_grad)
+    else:
+        parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
     parameter.__dict__.update(tensor.__dict__)
     return parameter

@@ -328,11 +328,11 @@ def shard_(
     _check(plan, device)
     mesh, tensor_mesh = fsdp_device_meshes(loss_ranks.mesh.with_replicas(chosen.replicas), device)
     stage_ranks = loss_ranks.over("stage")
-    if chosen.ram_efficient and stage_ranks.rank != 0:
+    if chosen.ram_efficient and not loss_ranks.world.is_local_main:
         to_meta(module)
     check_same_structure(module, stage_ranks)
     check_sparse(module, stage_ranks)
-    first = FirstRank(module, device, stage_ranks)
+    first = FirstRank(module, device, stage_ranks, by_machine=chosen.ram_efficient)
     first.place(module.buffers())
     absent = {p for p in module.parameters() if isinstance(p, Absent)}
     ignored = ignored_parameters(module, chosen.ignored) | absent

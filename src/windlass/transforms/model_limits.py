@@ -66,14 +66,23 @@ class ModelLimits:
         )
         return cls(tokens, classes, is_classifier, positions - padding, bool(tables))
 
-    def check_rows(self, name: str, largest_id: int, longest: int, max_length: int | None) -> None:
+    def check_rows(
+        self,
+        name: str,
+        largest_id: int,
+        longest: tuple[int, str],
+        max_length: int | None,
+        prompt: tuple[int, str] = (0, ""),
+    ) -> None:
         """Check the tokens and the longest row of a prepared dataset. Raises DataError for a token without an
-        embedding, ConfigError for a row that is longer than a table of positions; warns if the model computes its
-        positions.
+        embedding, and for a prompt that leaves no position for an answer; ConfigError for a row that is longer than a
+        table of positions; warns of one if the model computes its positions.
 
         Args:
             name: of the dataset.
+            longest: tokens of the longest row, and its place, such as a file and a line.
             max_length: the argument that limits rows, for messages.
+            prompt: tokens of the longest prompt, and its place.
         """
         if self.tokens is not None and largest_id >= self.tokens:
             raise DataError(
@@ -82,11 +91,22 @@ class ModelLimits:
                 f"model.resize_token_embeddings({largest_id + 1})"
             )
         positions = self.positions
-        if positions is None or longest <= positions:
+        if positions is None:
             return
+        if prompt[0] >= positions:
+            raise DataError(
+                f"{prompt[1]}: the prompt has {prompt[0]} tokens, and the model has {positions} positions "
+                f"(max_position_embeddings), so that none is left for an answer: shorten the prompt, remove the row, "
+                f"or set max_length={positions}, which leaves such rows out"
+            )
+        if longest[0] <= positions:
+            return
+        tokens, place = longest
+        where = f" ({place})" if place else ""
         fix = (
-            f"the longest row of the {name} dataset has {longest} tokens, and the model has {positions} positions "
-            f"(max_position_embeddings): set max_length={positions}, or take a model that was made for longer rows"
+            f"the longest row of the {name} dataset{where} has {tokens} tokens, and the model has {positions} "
+            f"positions (max_position_embeddings): set max_length={positions}, or take a model that was made for "
+            "longer rows"
         )
         if self.positions_learned:
             raise ConfigError(Problem("max_length", max_length, fix))

@@ -25,6 +25,7 @@ from windlass.dist.sharded import from_part, is_sharded, local
 from windlass.transforms.averaging import average_gradients
 from windlass.transforms.buffers import broadcast, check_sparse
 from windlass.transforms.evaluating import evaluating
+from windlass.transforms.expert_layers import expert_parameters
 from windlass.transforms.first_rank import check_same_structure
 from windlass.transforms.lean_head import InexactLossError, LeanHead, head_of
 from windlass.transforms.pipeline_cut import example_of, find_cut
@@ -35,7 +36,7 @@ from windlass.transforms.tensor_plan import without_adapters
 
 
 class StageCopies(Strategy):
-    """Stages of which each loss rank has a copy."""
+    """Stages of which each loss rank has a copy, but for divided experts, which average their gradients themselves."""
 
     def __init__(self, module: nn.Module, loss_ranks: Gang) -> None:
         self._loss_ranks = loss_ranks
@@ -43,7 +44,8 @@ class StageCopies(Strategy):
 
     def reduce(self) -> None:
         if self._loss_ranks.size > 1:
-            trained = [p for p in present(self._module.parameters()) if p.requires_grad]
+            experts = set(expert_parameters(self._module))
+            trained = [p for p in present(self._module.parameters()) if p.requires_grad and p not in experts]
             average_gradients(trained, self._loss_ranks.sum_on_device, self._loss_ranks.size)
 
 

@@ -54,7 +54,11 @@ class StageLink:
 
     def imagine(self, stage: int) -> Tensor:
         """Memory for what `stage` begins with, which an imagined rank would send."""
-        return torch.empty_like(self.arriving[self.borders[stage - 1]]).detach()
+        whole, parts = self.arriving[self.borders[stage - 1]], self.ranks.over("context").size
+        if parts == 1:
+            return torch.empty_like(whole).detach()
+        rows, tokens, width = whole.shape
+        return whole.new_empty(rows, -(-tokens // (2 * parts)) * 2, width)
 
     def sending(self, tensor: Tensor, to: int) -> dist.P2POp:
         """The operation that sends a tensor."""

@@ -296,7 +296,9 @@ class StagedModel(ElsewhereState):
                 "the training step calls the model twice, and a pipeline computes it once for each micro-batch: join "
                 "the batches into one call, or set pp_size=1"
             )
-        self.randomness.at(step.index, 1 + step.stage)
+        # Ranks that divide the rows of a batch drop different tokens.
+        part = self.link.ranks.over("context").rank
+        self.randomness.at(step.index, 1 + step.stage + part * self.stages)
         try:
             result = self._forward(*args, **kwargs)
         except StageEnd as end:

@@ -19,7 +19,7 @@ def spread(
     module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device, in_backward: bool = False
 ) -> Strategy:
     """Distribute `module` over the ranks that reduce gradients together, by the plan; divide the sequences that it gets
-    among the ranks of a context, if there are several. Collective.
+    among the ranks of a context, if there are several, and balance experts that are divided over all ranks. Collective.
 
     Args:
         module: on `device` already, unless it is to be sharded.
@@ -32,14 +32,19 @@ def spread(
     keep_trainable(module)
     strategy = _spread(module, plan, loss_ranks, device, in_backward)
     context_ranks = loss_ranks.over("context")
-    if context_ranks.size > 1:
-        from windlass.transforms.context import DividedForwards
+    try:
+        if plan.expert > 1 and plan.pipeline is None:
+            from windlass.transforms.whole_balance import WholeBalance
 
-        try:
+            balanced = WholeBalance(module, loss_ranks, lambda: strategy.filling)
+            strategy.at_release.append(balanced.release)
+        if context_ranks.size > 1:
+            from windlass.transforms.context import DividedForwards
+
             strategy.at_release.append(DividedForwards(module, context_ranks).release)
-        except BaseException:
-            strategy.release()
-            raise
+    except BaseException:
+        strategy.release()
+        raise
     return strategy
 
 
@@ -64,10 +69,6 @@ def _spread(
             return _in_parts(module, plan, loss_ranks, device) or StageCopies(module, loss_ranks)
 
         return Pipeline(module, plan.pipeline, loss_ranks, device, spread_stage)
-    if plan.expert > 1:
-        from windlass.transforms.expert_parallel import divided
-
-        return divided(module, plan, loss_ranks, device)
     if (parts := _in_parts(module, plan, loss_ranks, device)) is not None:
         return parts
     if loss_ranks.size == 1:
@@ -96,6 +97,10 @@ def _in_parts(module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch
         from windlass.transforms.tensor_parallel import TensorParallel
 
         return TensorParallel(module, loss_ranks, device)
+    if plan.expert > 1:
+        from windlass.transforms.expert_parallel import replicated
+
+        return replicated(module, plan, loss_ranks, device)
     return None
 
 

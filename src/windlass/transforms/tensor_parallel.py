@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from windlass.core.errors import ConfigError, Problem
 from windlass.dist.absent import Absent, present
 from windlass.dist.device_mesh import tensor_device_mesh
 from windlass.dist.gang import Gang
@@ -23,7 +22,7 @@ from windlass.dist.sharded import is_sharded
 from windlass.transforms.averaging import AfterBackward, average_gradients
 from windlass.transforms.buffers import broadcast, check_sparse
 from windlass.transforms.expert_layers import divide_experts, expert_parameters, layers_of
-from windlass.transforms.expert_plan import expert_layers
+from windlass.transforms.expert_plan import chosen_experts
 from windlass.transforms.first_rank import FirstRank, check_same_structure
 from windlass.transforms.held_in_parts import HeldInParts
 from windlass.transforms.split_loss import split_loss
@@ -45,13 +44,15 @@ class TensorDivision:
         self._module, self._ranks = module, tensor_ranks
         self.chosen = {} if is_divided(module) else chosen_layers(module, tensor_ranks.size)
         if self.chosen and tensor_ranks.mesh.expert > 1:
-            self._check_experts()
+            self._choose_experts()
 
-    def _check_experts(self) -> None:
-        divided = {id(layer) for layer, style in self.chosen.values() if style == EXPERTS}
-        if any(id(layer) not in divided for layer in expert_layers(self._module)):
-            fix = f"has a plan that leaves experts whole, which ep_size divides: give them the style {EXPERTS!r}"
-            raise ConfigError(Problem("model.tp_plan", type(self._module).__name__, fix))
+    def _choose_experts(self) -> None:
+        """Divide the experts that expert ranks divide, also where the plan leaves them whole."""
+        known = {id(layer) for layer, _ in self.chosen.values()}
+        experts = self._ranks.mesh.expert
+        for path, (layer, _) in chosen_experts(self._module, experts, self._ranks.size).items():
+            if id(layer) not in known:
+                self.chosen[path] = layer, EXPERTS
 
     def apply(self, within: nn.Module, mesh: DeviceMesh) -> None:
         """Divide those of the layers that are part of `within`, whole, and on this rank. See `divide`."""

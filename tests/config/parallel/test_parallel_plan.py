@@ -115,6 +115,8 @@ def axes(**sizes: int) -> dict[str, str]:
         (axes(tp=2, dp_shard=2), Mesh(shard=2, tensor=2)),
         (axes(pp=2, tp=2), Mesh(pipeline=2, tensor=2)),
         (axes(pp=2, dp_shard=2), Mesh(shard=2, pipeline=2)),
+        (axes(pp=2, cp=2), Mesh(context=2, pipeline=2)),
+        (axes(pp=2, ep=2), Mesh(expert=2, pipeline=2)),
         (
             {**axes(cp=2), "use_fsdp": True, "fsdp_sharding_strategy": "NO_SHARD"},
             Mesh(replicate=2, context=2),
@@ -141,7 +143,6 @@ def test_axes_of_a_model_leave_the_other_processes_to_data(flags: dict[str, Any]
             "sp_size=2: is not built together with compiled models",
         ),
         ({**axes(tp=2), "mixed_precision": "fp8"}, "tp_size=2: is not built together with float8"),
-        (axes(pp=2, cp=2), "pp_size=2: is not built together with --parallelism_config_cp_size=2"),
         (
             {**axes(pp=2, dp_shard=2), "fsdp_cpu_ram_efficient_loading": True},
             "fsdp_cpu_ram_efficient_loading=True: is not built for pipelines",
@@ -161,7 +162,6 @@ def test_axes_of_a_model_leave_the_other_processes_to_data(flags: dict[str, Any]
             axes(ep=4, cp=2),
             "ep_size=4: must divide the number of processes with different samples, which is 2",
         ),
-        (axes(ep=2, pp=2), "ep_size=2: is not built together with --parallelism_config_pp_size=2"),
         ({**axes(ep=2), "use_deepspeed": True}, "ep_size=2: is not built together with DeepSpeed"),
     ],
 )

@@ -18,6 +18,7 @@ _WITH_DTYPE = ("to", "type", "softmax", "log_softmax", "sum", "mean", "cumsum")
 @contextlib.contextmanager
 def double_precision() -> Iterator[None]:
     """Within it, a float64 tensor is not rounded to fewer bits: norms, softmax and losses of models cast to float32.
+    Whole numbers become float64 where a model has them as floats: it may multiply positions by a matrix in float64.
 
     Two layouts add in different orders. In float64 that differs by 1e-16, and a fault by far more; after a cast to
     float32 the two could not be told apart. Methods are replaced, since a mode of PyTorch is off in the backward, where
@@ -42,6 +43,8 @@ def double_precision() -> Iterator[None]:
 def _wide(real: Callable[..., Any], always: bool) -> Callable[..., Any]:
     @functools.wraps(real)
     def call(*args: Any, **options: Any) -> Any:
+        if args and isinstance(args[0], Tensor) and always and args[0].dtype == torch.int64:
+            return args[0].double()
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if always:
                 return args[0]

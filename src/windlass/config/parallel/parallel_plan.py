@@ -214,10 +214,6 @@ def _expert_objections(settings: Settings) -> Iterator[Problem]:
     expert = settings.get(rows.MESH_EXPERT.name)
     if expert is None or expert.value == 1:
         return
-    pipeline = settings.get(rows.MESH_PIPELINE.name)
-    if pipeline is not None and pipeline.value > 1:
-        fix = f"is not built together with {pipeline.origin}={pipeline.value}: set one of the two to 1"
-        yield expert.problem(fix)
     for what in _apart_from_axes(settings):
         yield expert.problem(f"is not built together with {what}, or set it to 1")
 
@@ -242,11 +238,6 @@ def _pipeline_objections(settings: Settings) -> Iterator[Problem]:
         options = rows_pipeline.PP_SCHEDULE, rows_pipeline.PP_STAGES, rows_pipeline.PP_SPLIT_POINTS
         yield from settings.without_effect(fix, *options)
         return
-    built = (rows.MESH_PIPELINE.name, rows.MESH_TENSOR.name)
-    others = [found for found in _axes(settings) if found.key not in built]
-    for other in others:
-        fix = f"is not built together with {other.origin}={other.value}: set one of the two to 1"
-        yield size.problem(fix)
     if is_sharded(settings) and settings.value(rows.FSDP_RAM_EFFICIENT):
         fix = "is not built for pipelines, which are cut on each process: set it to false, and load the model on all"
         yield settings[rows.FSDP_RAM_EFFICIENT.name].problem(fix)

@@ -261,7 +261,7 @@ FSDP_RAM_EFFICIENT = _fsdp(
     "cpu_ram_efficient_loading",
     kinds.flag,
     False,
-    "Only the first rank loads the weights into host memory, and sends them to the others.",
+    "Only the first rank of each machine loads the weights into host memory, and sends them to the others.",
     written=True,
 )
 FSDP_RECOMPUTE = _fsdp(
