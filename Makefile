@@ -5,6 +5,7 @@
 #   make test-all  the tests with their long forms
 #   make lint    ruff and mypy
 #   make test-xla  the tests of PyTorch/XLA, on its last release and torch 2.9 in an environment of their own (about 7 GB)
+#   make test-oldest  some of the tests on the oldest versions that work, in an environment of their own (about 7 GB)
 #   make bench   run the benchmarks and write their figures into docs/benchmarks.md
 #   make wheel   build the wheel into dist/
 #   make docs    build the documentation into site/
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS)
 
-.PHONY: train test test-all test-xla lint format bench docs wheel clean
+.PHONY: train test test-all test-xla test-oldest lint format bench docs wheel clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/.installed-train
@@ -47,6 +48,15 @@ test-xla:
 	$(ON_XLA) tests/xla $(ARGS)
 	CPU_NUM_DEVICES=4 $(ON_XLA) tests/xla $(ARGS)
 	USE_TORCH_XLA=0 $(ON_XLA) -m "not dist and not slow" tests/trainer/test_resume.py tests/engine tests/xla/test_older_torch.py $(ARGS)
+
+# What other versions change: attention, layouts and their files, models of transformers, adapters.
+OLDEST := .venv-oldest
+OLDEST_TESTS := tests/engine tests/core/test_optional.py tests/trainer/test_resume.py tests/finetuning/test_sft_trainer.py \
+	tests/finetuning/test_peft_adapters.py $(patsubst %,tests/transforms/test_%.py,context ddp document_attention \
+	document_images expert_plan fsdp recompute tensor_plan whole_balance)
+test-oldest:
+	$(MAKE) VENV=$(OLDEST) PINS=constraints-oldest.txt $(OLDEST)/.installed-oldest
+	$(FOR_TESTS) $(OLDEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(OLDEST_TESTS) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -107,6 +117,10 @@ $(VENV)/.installed-train: $(VENV)/.installed-torch pyproject.toml
 
 $(VENV)/.installed-xla: $(VENV)/.installed-torch pyproject.toml
 	$(PIP) torch_xla==2.9.0 -e ".[train,datasets]" pytest pytest-timeout pytest-xdist hypothesis
+	touch $@
+
+$(VENV)/.installed-oldest: $(VENV)/.installed-torch pyproject.toml
+	$(PIP) -e ".[hf,datasets,peft]" accelerate pytest pytest-timeout pytest-xdist hypothesis pillow scikit-learn pandas
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-torch pyproject.toml

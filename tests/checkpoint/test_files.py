@@ -157,6 +157,8 @@ def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
     for name, why in [
         ("absent", "is missing"),
         ("link", "symbolic link"),
+        ("nul\0", "not a name of a file"),
+        ("a" * 5000, "cannot be read|is missing"),
         (".", "not a plain file"),
         ("large", "11 bytes"),
     ]:

@@ -14,7 +14,8 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, ViTConfig
 from windlass.cli.estimate_memory import build_empty, build_whole, estimate
 from windlass.cli.main import main
 from windlass.cli.sizes import in_words
-from windlass.cli.training_memory import Training, plan_training
+from windlass.cli.training_choice import Training
+from windlass.cli.training_memory import plan_training
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100,
@@ -99,7 +100,7 @@ def llama(tmp_path: Path) -> str:
 
 def largest(name: str, **options: Any) -> dict[str, int]:
     """Of each kind of memory the most bytes."""
-    training = Training(**{"batch": 2, "length": 16, **options})
+    training = Training(**{"batch_size": 2, "length": 16, **options})
     found: dict[str, int] = plan_training(lambda: build_whole(name), training).to_dict()["memory"]["largest"]
     return found
 
@@ -109,7 +110,7 @@ def test_parts_of_a_training(llama: str) -> None:
     plain = largest(llama)
     assert plain["weights"] == plain["gradients"] == 4 * count
     assert 8 * count <= plain["optimizer state"] < 8 * count + 1000
-    assert largest(llama, batch=4)["activations"] > 1.9 * plain["activations"]
+    assert largest(llama, batch_size=4)["activations"] > 1.9 * plain["activations"]
     assert largest(llama, recompute=True)["activations"] < plain["activations"] / 2
 
 
@@ -123,7 +124,7 @@ def test_bf16_copies_weights_and_has_smaller_activations(llama: str) -> None:
 
 @pytest.mark.parametrize("sharding", ["full", pytest.param("grad", marks=pytest.mark.slow)])
 def test_shards(llama: str, sharding: str) -> None:
-    plain, found = largest(llama), largest(llama, processes=4, sharding=sharding)
+    plain, found = largest(llama), largest(llama, num_processes=4, sharding=sharding)
     assert found["weights"] == plain["weights"] / 4
     assert found["gradients"] >= found["weights"]
     assert found["buckets"] > 0
@@ -131,7 +132,7 @@ def test_shards(llama: str, sharding: str) -> None:
 
 def test_adapters(llama: str) -> None:
     plain = largest(llama)
-    lora = largest(llama, lora_r=2, dtype="bfloat16", precision="bf16")
+    lora = largest(llama, lora_r=2, weights="bfloat16", precision="bf16")
     assert lora["gradients"] < plain["gradients"] / 4
     assert plain["weights"] / 2 < lora["weights"] < plain["weights"]
 
@@ -141,7 +142,7 @@ def test_adapters(llama: str) -> None:
 )
 def test_a_base_of_few_bits(llama: str, quantization: str, bits: float) -> None:
     """Packed weights and their scales take the place of the linear layers, and leave the head and embeddings alone."""
-    lora = {"lora_r": 2, "dtype": "bfloat16", "precision": "bf16"}
+    lora = {"lora_r": 2, "weights": "bfloat16", "precision": "bf16"}
     plain, few = largest(llama, **lora), largest(llama, quantization=quantization, **lora)
     packed = sum(p.numel() for p in build_empty(llama).model.layers.parameters() if p.ndim == 2)
     rows_of_int8 = 0 if quantization == "nf4" else 4 * 2 * (4 * 32 + 2 * 64 + 32)

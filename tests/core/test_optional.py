@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy
 import pytest
 
-from windlass.core.errors import MissingDependencyError
-from windlass.core.optional import check_installed, install_command, require, version_of
+from windlass.core.errors import MissingDependencyError, OutdatedDependencyError
+from windlass.core.optional import (
+    OLDEST,
+    check_installed,
+    check_release,
+    install_command,
+    require,
+    version_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,3 +51,42 @@ def test_an_installed_package_is_not_imported() -> None:
     assert "this" not in sys.modules
     assert version_of("numpy") == numpy.__version__
     assert version_of("a-distribution-that-does-not-exist") is None
+
+
+@pytest.mark.parametrize(
+    ("package", "release"), [("torch", "2.8.0+cu126"), ("transformers", "4.57.6"), ("peft", "0.9")]
+)
+def test_a_release_that_is_too_old_is_named_with_the_one_that_is_needed(
+    package: str, release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older: Any = ModuleType(package)
+    older.__version__ = release
+    monkeypatch.setitem(sys.modules, package, older)
+    for ask in (lambda: check_release(older), lambda: require(package, "work")):
+        with pytest.raises(OutdatedDependencyError) as caught:
+            ask()
+        error = caught.value
+        assert (error.package, error.found, error.needed) == (package, release, OLDEST[package])
+        assert str(error) == (
+            f"{package} {release} is too old: {package}>={OLDEST[package]} is needed. "
+            f'Install it with: pip install --upgrade "{package}>={OLDEST[package]}"'
+        )
+
+
+@pytest.mark.parametrize("suffix", ["", ".0", ".dev20250901+cpu", ".1", "0.1"])
+def test_the_oldest_release_and_newer_ones_are_taken(suffix: str) -> None:
+    for package, oldest in OLDEST.items():
+        found: Any = ModuleType(package)
+        found.__version__ = oldest + suffix
+        check_release(found)
+
+
+def test_the_oldest_releases_are_those_of_the_metadata() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    asked = [
+        *project["dependencies"],
+        *(line for name in ("hf", "datasets", "peft", "torchao") for line in extras[name]),
+    ]
+    found = dict(line.split(">=") for line in asked)
+    assert {name: found[name] for name in OLDEST} == OLDEST

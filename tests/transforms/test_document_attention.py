@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.versions import needs
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
@@ -117,7 +119,7 @@ def _close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
         "gemma3",
         "gpt2",
         "gpt_neox",
-        "chunks",
+        pytest.param("chunks", marks=needs("transformers", "5.23", "older ones are refused")),
         "opt",
     ],
 )
@@ -206,6 +208,16 @@ def test_a_model_that_does_not_keep_documents_apart_is_refused(name: str) -> Non
     with documents_apart(model), pytest.raises(ModelError, match=f"{type(model).__name__} (lets|cannot)"):
         refuse_leaks(model)
     assert all(module.training for module in model.modules())
+
+
+def test_chunks_are_refused_where_transformers_counts_them_over_the_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = _model("chunks")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.22.2")
+    with pytest.raises(ModelError, match=r'attends in chunks of 4 tokens .*"transformers>=5.23"'):
+        with documents_apart(model):
+            pass
 
 
 def test_a_model_without_positions_is_refused() -> None:

@@ -215,12 +215,14 @@ class Files:
     @contextlib.contextmanager
     def reading(self, path: Path) -> Iterator[FileIO]:
         """Open a plain file: no symbolic link, no pipe, no device. Raises CheckpointError if it is missing or not a
-        plain file.
+        plain file, or if no file can have this name.
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | NO_FOLLOW | BINARY | getattr(os, "O_NONBLOCK", 0))
+        except ValueError as error:  # a NUL, or half of a pair of surrogates
+            raise CheckpointError(f"{str(path)!a} cannot be read: it is not a name of a file") from error
         except OSError as error:
-            if path.is_symlink():
+            if os.path.islink(path):
                 raise CheckpointError(
                     f"{path} is a symbolic link; a checkpoint holds plain files only"
                 ) from error

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, BASE_STATE, load_adapt
 from windlass.checkpoint.deferred import Shaped, TensorSource
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from windlass.checkpoint.names import shorten
 from windlass.checkpoint.sharded import index_name, open_parts
 from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME
 from windlass.checkpoint.tensor_file import TensorFile, open_tensors
@@ -25,6 +27,7 @@ from windlass.core.outside import load_outside
 from windlass.dist.sharded import Part
 
 OPTIMIZER = "optimizer"
+_OF_DEEPSPEED = ("latest", "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 # The file that holds the weights of a folder, or their index, in order of precedence.
 _WEIGHTS = (
     index_name("model"),
@@ -33,12 +36,9 @@ _WEIGHTS = (
     ADAPTER_WEIGHTS,
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
-    "latest",
-    "mp_rank_00_model_states.pt",
-    "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    *_OF_DEEPSPEED,
 )
-# What reads weights in another format (`open_weights(path, files)`), by the suffix or the name of the file.
-_READERS = {".bin": "files of torch.save", "latest": "folders of DeepSpeed", ".pt": "folders of DeepSpeed"}
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")  # files of torch.save, of which nothing is executed
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _RANK_FILE = re.compile(r"(.+)-rank-\d{5,}\.safetensors")
 
@@ -72,12 +72,16 @@ class StoredTensors(TensorSource):
 
     Attributes:
         aliases: tied name -> the name that it is stored under.
+        paths: name -> its file, of weights that are not in the parts of ranks.
+        formats: file of safetensors -> the library for which it was written, "pt" for PyTorch.
     """
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[TensorSource, str]] = {}
         self._known: dict[str, Shaped] = {}
         self.aliases: dict[str, str] = {}
+        self.paths: dict[str, Path] = {}
+        self.formats: dict[Path, str] = {}
         super().__init__(self._known)
 
     def add(self, source: TensorSource, rename: Callable[[str], str] = str) -> None:
@@ -112,15 +116,15 @@ def _checkpoints_inside(folder: Folder) -> list[str]:
 
 
 @contextmanager
-def open_weights(folder: Folder) -> Iterator[StoredTensors]:
-    """The weights of a model or of its adapters."""
-    name, tensors = find_weights(folder), StoredTensors()
+def open_weights(folder: Folder, name: str | None = None) -> Iterator[StoredTensors]:
+    """The weights of a model or of its adapters. `name`: their file or index; by default what `find_weights` finds."""
+    name, tensors = name or find_weights(folder), StoredTensors()
     with ExitStack() as opened:
         if name == index_name("model"):
             parts = opened.enter_context(open_parts(folder.path, "model", folder.files))
             tensors.add(parts)
             tensors.aliases = parts.aliases
-        elif name.endswith(".index.json"):
+        elif name.endswith(".json"):
             _add_split(tensors, folder, name, opened)
         else:
             _add_file(tensors, folder, name, opened)
@@ -148,31 +152,44 @@ def load_folder(folder: Path, model: nn.Module, *, files: Files | None = None) -
 def _add_split(tensors: StoredTensors, folder: Folder, index_file: str, opened: ExitStack) -> None:
     path = folder.path / index_file
     index = strict_json.read(path, folder.files)
-    places = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise CheckpointError(f"{path} is malformed: weight_map must be a map of tensors to files")
-    for name in sorted(set(places.values())):
-        if Path(name).name != name:
-            raise CheckpointError(f"{path} names {name[:100]!r}, which does not lie in its folder")
-        _add_file(tensors, folder, name, opened)
-    absent = next((name for name in places if name not in tensors and name not in tensors.aliases), None)
-    if absent is not None:
-        raise CheckpointError(f"{path} names tensor {absent[:100]!r}, which its file does not hold")
+    places = index.get("weight_map", index) if isinstance(index, dict) else None
+    if (
+        not isinstance(places, dict)
+        or not places
+        or not all(isinstance(name, str) for name in places.values())
+    ):
+        raise CheckpointError(f"{path} is not an index: it maps no weights to files")
+    listed: dict[str, list[str]] = {}
+    for weight, name in places.items():
+        listed.setdefault(name, []).append(weight)
+    if astray := [name for name in listed if Path(name).name != name or name in (".", "..")]:
+        raise CheckpointError(f"{path} names {astray[0][:100]!r}, which does not lie in its folder")
+    for name in sorted(listed):
+        known = _add_file(tensors, folder, name, opened)
+        if missing := [repr(weight[:100]) for weight in listed[name] if weight not in known]:
+            raise CheckpointError(
+                f"{folder.path / name} lacks what {path.name} lists in it: {shorten(missing)}"
+            )
     metadata = index.get("metadata")
     tensors.aliases |= read_aliases(path, metadata if isinstance(metadata, dict) else {})
 
 
-def _add_file(tensors: StoredTensors, folder: Folder, name: str, opened: ExitStack) -> None:
-    """Add a file of safetensors or, by its name, of another format."""
+def _add_file(tensors: StoredTensors, folder: Folder, name: str, opened: ExitStack) -> set[str]:
+    """Add a file of safetensors or, by its name, of another format; return the names in it."""
     path = folder.path / name
-    if reader := _READERS.get(path.suffix or path.name):
-        weights = opened.enter_context(load_outside(reader).open_weights(path, folder.files))
+    weights: Any
+    if name in _OF_DEEPSPEED or path.suffix in PICKLED:
+        reader = load_outside("folders of DeepSpeed" if name in _OF_DEEPSPEED else "files of torch.save")
+        weights = opened.enter_context(reader.open_weights(path, folder.files))
         aliases = weights.aliases
     else:
         weights = _open_file(folder, name, opened)
+        tensors.formats[path] = weights.metadata.get("format", "pt")
         aliases = read_aliases(path, weights.metadata)
     tensors.add(weights)
     tensors.aliases |= aliases
+    tensors.paths |= dict.fromkeys(weights.names, path)
+    return {*weights.names, *aliases}
 
 
 @contextmanager

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from windlass.cli.command_line import CommandParser
 from windlass.cli.sizes import in_words
+from windlass.cli.training_choice import Training
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.core.output import say, say_json
@@ -23,17 +25,9 @@ DTYPES: dict[str, tuple[int, int | None]] = {
     "int8": (8, None),
     "int4": (4, None),
 }
+
 # Options that only count in the table of a training.
-_DETAILS = {
-    "length": 1024,
-    "weights": "float32",
-    "precision": "no",
-    "lora_r": None,
-    "quantization": None,
-    "recompute": False,
-    "num_processes": 1,
-    "sharding": "none",
-}
+_DETAILS = {item.name: item.default for item in fields(Training) if item.name != "batch_size"}
 _WHY_MORE = (
     "With bf16 or fp16, weights, gradients and moments stay in float32, and autocast\n"
     "adds a 16-bit copy of the weights: more memory for weights, less for\n"
@@ -85,19 +79,9 @@ def estimate_memory_command(words: list[str]) -> int:
 
 def _print_training(options: argparse.Namespace, facts: dict[str, Any]) -> None:
     from windlass.cli.plan_text import memory_lines
-    from windlass.cli.training_memory import Training, plan_training
+    from windlass.cli.training_memory import plan_training
 
-    training = Training(
-        options.batch_size,
-        options.length,
-        options.weights,
-        options.precision,
-        options.lora_r,
-        options.quantization,
-        options.recompute,
-        options.num_processes,
-        options.sharding,
-    )
+    training = Training(options.batch_size, **{name: getattr(options, name) for name in _DETAILS})
     forecast = plan_training(lambda: build_whole(options.model, options.trust_remote_code), training)
     if options.json:
         say_json({**facts, "memory": forecast.to_dict()["memory"]})

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from windlass.checkpoint.adapters import peft_library
-from windlass.config.refusal import refuse
-from windlass.core.errors import Problem
+from windlass.cli.training_choice import Training
 from windlass.core.optional import require
 
 if TYPE_CHECKING:
@@ -21,58 +19,12 @@ if TYPE_CHECKING:
 _UPDATES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """What is trained, and how.
-
-    Attributes:
-        batch, length: samples of a process in a forward, and tokens of each.
-        dtype, precision: of the weights, and of autocast ("no" for none).
-        lora_r: rank of adapters on all linear layers; None trains all weights.
-        quantization: of the base below adapters.
-        sharding: what is divided among `processes`: none; grad: all, but weights are whole from their first use in the
-            forward to the end of the backward; full: all, as FSDP does.
-    """
-
-    batch: int
-    length: int
-    dtype: str = "float32"
-    precision: str = "no"
-    lora_r: int | None = None
-    quantization: str | None = None
-    recompute: bool = False
-    processes: int = 1
-    sharding: str = "none"
-
-    def check(self) -> None:
-        """Raise ConfigError for values that do not fit each other."""
-        problems = [
-            Problem(f"--{name}", value, "must be at least 1")
-            for name, value in (
-                ("batch_size", self.batch),
-                ("length", self.length),
-                ("num_processes", self.processes),
-            )
-            if value < 1
-        ]
-        if self.lora_r is not None and self.lora_r < 1:
-            problems.append(Problem("--lora_r", self.lora_r, "must be at least 1"))
-        if self.quantization is not None and self.lora_r is None:
-            fix = "weights of few bits are not trained themselves; set --lora_r too"
-            problems.append(Problem("--quantization", self.quantization, fix))
-        if self.sharding != "none" and self.processes == 1:
-            problems.append(
-                Problem("--sharding", self.sharding, "divides among processes; set --num_processes too")
-            )
-        refuse(problems)
-
-
 class _MadeUp(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Enough rows of one token for the updates of all processes."""
 
     def __init__(self, training: Training) -> None:
         self._row = torch.zeros(training.length, dtype=torch.long)
-        self._rows = training.batch * training.processes * _UPDATES
+        self._rows = training.batch_size * training.num_processes * _UPDATES
 
     def __len__(self) -> int:
         return self._rows
@@ -91,7 +43,7 @@ def plan_training(build: Callable[[], Any], training: Training) -> Forecast:
     training.check()
     with tempfile.TemporaryDirectory() as folder:
         trace = trace_of(
-            lambda: _trainer(build(), training, folder).train(), training.processes, on_device=True
+            lambda: _trainer(build(), training, folder).train(), training.num_processes, on_device=True
         )
     return Forecast(trace)
 
@@ -103,7 +55,7 @@ def _trainer(model: Any, training: Training, folder: str) -> Any:
     args = TrainingArguments(
         folder,
         max_steps=_UPDATES,
-        per_device_train_batch_size=training.batch,
+        per_device_train_batch_size=training.batch_size,
         bf16=training.precision == "bf16",
         fp16=training.precision == "fp16",
         activation_checkpointing=training.recompute,
@@ -123,7 +75,7 @@ def _trainer(model: Any, training: Training, folder: str) -> Any:
 def _prepared(model: Any, training: Training) -> Any:
     from windlass.finetuning.peft_adapters import add_adapter
 
-    dtype = getattr(torch, training.dtype)
+    dtype = getattr(torch, training.weights)
     model = model.to(dtype)
     if training.quantization is not None:
         from windlass.forecast.packed_layers import pack

@@ -1,4 +1,4 @@
-"""Engines and number formats that scripts can request and Windlass does not have: each is refused with the reason."""
+"""The plugin of DeepSpeed, and those of engines and number formats that are refused, each with the reason."""
 
 from __future__ import annotations
 
@@ -7,32 +7,25 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from windlass.config.deepspeed import AUTO, for_frozen, stage_of, value_at
+from windlass.config.described import described
 from windlass.config.loop_options import Plugin
 from windlass.config.parallel.rows_deepspeed import CONFIG, FIELDS, config_of
 from windlass.config.parallel.rows_float8 import MS_AMP, TRANSFORMER_ENGINE
+from windlass.config.parallel.table import SECTIONS
 from windlass.config.strategy_plans import ZeroPlan
 from windlass.core.errors import ConfigError, Problem
 
 _NOT_SETTINGS = ("hf_ds_config", "is_train_batch_min", "enable_msamp", "msamp_opt_level")
 
 
+@described(SECTIONS["deepspeed_config"])
 @dataclass
 class DeepSpeedPlugin(Plugin):
     """DeepSpeed's ZeRO.
 
     Attributes:
         hf_ds_config: a DeepSpeed configuration, as a dict or a file.
-        gradient_accumulation_steps: micro-batches of an update.
-        gradient_clipping: the global norm to which gradients are clipped.
-        zero_stage: 0 to 3.
         is_train_batch_min: no effect: an engine does not need to know the batch size.
-        offload_optimizer_device: "none", "cpu" or "nvme" (files).
-        offload_optimizer_nvme_path: the folder of those files.
-        offload_param_device: "none", "cpu" or "nvme" (files).
-        offload_param_nvme_path: the folder of those files.
-        zero3_init_flag: divide models of transformers while they are built; None: at stage 3.
-        zero3_save_16bit_model: no effect: whole weights are always saved.
-        transformer_moe_cls_names: classes of layers with experts, whose parameters stage 3 gathers at once.
         enable_msamp, msamp_opt_level: refused: eight-bit training is not built.
     """
 
@@ -176,4 +169,4 @@ class FP8RecipeKwargs(_Refused):
 class BnbQuantizationConfig(_Refused):
     """Loading weights in four or eight bits; refused."""
 
-    reason = "quantised loading is not built; load the model in bf16"
+    reason = "quantised loading of other models is not built; use from_pretrained(quantization_config=...)"

@@ -116,3 +116,19 @@ class Preempted(SystemExit):
 
 class MissingDependencyError(WindlassError, ImportError):
     """An optional package is needed and not installed."""
+
+
+class OutdatedDependencyError(MissingDependencyError):
+    """A package is installed in a release that is too old.
+
+    Attributes:
+        package: its import name.
+        found: the release that is installed.
+        needed: the oldest release that works.
+    """
+
+    def __init__(self, package: str, found: str, needed: str, command: str) -> None:
+        super().__init__(
+            f"{package} {found} is too old: {package}>={needed} is needed. Install it with: {command}"
+        )
+        self.package, self.found, self.needed = package, found, needed

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import re
 import sys
 from importlib import metadata
 from types import ModuleType
 
-from windlass.core.errors import MissingDependencyError
+from windlass.core.errors import MissingDependencyError, OutdatedDependencyError
 from windlass.core.package_remarks import muted_import_remarks
 
 DISTRIBUTION = "windlass-trainer"  # `windlass` on the package index is another project
@@ -40,6 +41,9 @@ EXTRAS = {
 }
 
 
+# import name -> the oldest release that works; `pyproject.toml` asks for the same
+OLDEST = {"torch": "2.9", "transformers": "5.17", "datasets": "3.0", "peft": "0.18", "torchao": "0.11"}
+
 # import name -> the distribution that brings it, if it has another name and no extra
 _DISTRIBUTIONS = {"azureml": "azureml-mlflow"}
 
@@ -62,6 +66,23 @@ def version_of(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def is_older(package: ModuleType, release: str) -> bool:
+    """Whether an imported package is older than a release. Development builds of a release count as it."""
+    return _numbers(package.__version__) < _numbers(release)
+
+
+def check_release(package: ModuleType) -> None:
+    """Raise OutdatedDependencyError if an imported package is older than what works."""
+    name = package.__name__
+    if name in OLDEST and is_older(package, OLDEST[name]):
+        command = f'pip install --upgrade "{name}>={OLDEST[name]}"'
+        raise OutdatedDependencyError(name, package.__version__, OLDEST[name], command)
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", release.split("+")[0])[:3])
 
 
 def install_command(package: str, extra: str | None = None) -> str:
@@ -87,12 +108,15 @@ def require(name: str, purpose: str) -> ModuleType:
     """
     try:
         with contextlib.nullcontext() if is_imported(name) else muted_import_remarks():
-            return importlib.import_module(name)
+            found = importlib.import_module(name)
     except ImportError as error:
         top = name.split(".")[0]
         if error.name is not None and error.name.split(".")[0] != top:
             raise  # the package is there and is itself broken: its own message says more
         raise _missing(top, purpose) from error
+    if name in OLDEST:
+        check_release(found)
+    return found
 
 
 def _missing(name: str, purpose: str, extra: str | None = None) -> MissingDependencyError:

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from windlass.core import xla
+from windlass.core.optional import check_release
+
+check_release(torch)  # what trains imports this file, and with an older torch would fail somewhere within
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from windlass.config.described import described
-from windlass.config.refusal import refuse
 from windlass.config.sections.setting import Range, above, setting
 from windlass.core.errors import Problem
-from windlass.finetuning.reference_config import ReferenceConfig
+from windlass.finetuning.reference_config import SHARE, ReferenceConfig
+from windlass.text.text_options import TRUNCATION_MODES
 
 LOSS_TYPES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
@@ -23,7 +23,6 @@ _OF_DIFFERENCE = frozenset(
 )
 _SMOOTHED = frozenset({"robust", "exo_pair", "aot", "aot_unpaired"})
 _WITHOUT_PAIRS = frozenset({"aot", "aot_unpaired", "sft"})
-_SHARE = Range(lambda v: 0 <= v <= 1, "must be between 0 and 1")
 
 
 @described()
@@ -42,7 +41,7 @@ class DPOConfig(ReferenceConfig):
     truncation_mode: str = setting(
         "keep_start",
         "Which end of a long sequence is kept; error: such a row is refused.",
-        choices=("keep_start", "keep_end", "error"),
+        choices=TRUNCATION_MODES,
     )
     padding_free: bool = setting(
         False, "Join the pairs of a batch into one row without padding, and compute each prompt once."
@@ -54,7 +53,7 @@ class DPOConfig(ReferenceConfig):
     )
     loss_weights: list[float] | None = setting(None, "A weight for each loss; by default 1.")
     ld_alpha: float | None = setting(
-        None, "Weight of the tokens beyond the shorter answer (LD-DPO, arXiv:2409.06411).", bounds=_SHARE
+        None, "Weight of the tokens beyond the shorter answer (LD-DPO, arXiv:2409.06411).", bounds=SHARE
     )
     f_divergence_type: str = setting(
         "reverse_kl",
@@ -82,14 +81,11 @@ class DPOConfig(ReferenceConfig):
     def __post_init__(self) -> None:
         if isinstance(self.loss_type, str):
             self.loss_type = [self.loss_type]
-        if self.pad_token is not None:
-            self._warn_old("pad_token is deprecated: set `tokenizer.pad_token`, and pass the tokenizer")
         if self.truncation_mode == "keep_end":
             self._warn_old(
                 "truncation_mode='keep_end' is deprecated: the end of an answer may lack its prompt"
             )
         super().__post_init__()
-        refuse(self._loss_problems())
 
     def _loss_problems(self) -> Iterator[Problem]:
         kinds, weights = self.loss_type, self.loss_weights
@@ -115,9 +111,7 @@ class DPOConfig(ReferenceConfig):
         if self.label_smoothing and not _SMOOTHED.intersection(kinds):
             fix = f"has no effect on {', '.join(kinds)}; it is for {', '.join(sorted(_SMOOTHED))}"
             yield Problem("label_smoothing", self.label_smoothing, fix)
-        if self.sync_ref_model and self.precompute_ref_log_probs:
-            fix = "moves the reference, whose log-probabilities precompute_ref_log_probs computes once; leave one out"
-            yield Problem("sync_ref_model", True, fix)
+        yield from super()._loss_problems()
 
     @property
     def weighted_losses(self) -> list[tuple[str, float]]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from windlass.config.described import described
-from windlass.config.refusal import refuse
 from windlass.config.sections.fields import SAMPLING_STRATEGIES
 from windlass.config.sections.setting import at_least, setting
 from windlass.core.errors import Problem
@@ -40,14 +39,8 @@ class KTOConfig(ReferenceConfig):
         1.0, "Weight of the losses of undesirable answers.", bounds=at_least(0)
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse(self._loss_problems())
-
     def _loss_problems(self) -> Iterator[Problem]:
-        if self.sync_ref_model and self.precompute_ref_log_probs:
-            fix = "moves the reference, whose log-probabilities precompute_ref_log_probs computes once; leave one out"
-            yield Problem("sync_ref_model", True, fix)
+        yield from super()._loss_problems()
         if not self.estimates_divergence:
             return
         if self.precompute_ref_log_probs:

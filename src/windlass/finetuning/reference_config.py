@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from windlass.config.described import described
+from windlass.config.refusal import refuse
 from windlass.config.sections.setting import Range, above, at_least, setting
+from windlass.core.errors import Problem
 from windlass.finetuning.tuning_config import TuningConfig
 
-_SHARE = Range(lambda v: 0 <= v <= 1, "must be between 0 and 1")
+SHARE = Range(lambda v: 0 <= v <= 1, "must be between 0 and 1")
 
 
 @described()
@@ -51,6 +54,15 @@ class ReferenceConfig(TuningConfig):
         False, "Move the reference towards the model at intervals (TR-DPO, arXiv:2404.09656)."
     )
     ref_model_mixup_alpha: float = setting(
-        0.6, "The share of the model in the reference after such a move.", bounds=_SHARE
+        0.6, "The share of the model in the reference after such a move.", bounds=SHARE
     )
     ref_model_sync_steps: int = setting(512, "Updates between two of them.", bounds=at_least(1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(self._loss_problems())
+
+    def _loss_problems(self) -> Iterator[Problem]:
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            fix = "moves the reference, whose log-probabilities precompute_ref_log_probs computes once; leave one out"
+            yield Problem("sync_ref_model", True, fix)

@@ -48,8 +48,3 @@ class RewardConfig(TuningConfig):
         "Token for padding.",
         mapped="is set on the tokenizer; set `tokenizer.pad_token` and pass the tokenizer instead",
     )
-
-    def __post_init__(self) -> None:
-        if self.pad_token is not None:
-            self._warn_old("pad_token is deprecated: set `tokenizer.pad_token`, and pass the tokenizer")
-        super().__post_init__()

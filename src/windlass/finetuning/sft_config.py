@@ -10,9 +10,9 @@ from windlass.config.described import described
 from windlass.config.sections.setting import at_least, setting
 from windlass.finetuning.answer_section import AnswerSection
 from windlass.finetuning.tuning_config import TuningConfig
+from windlass.text.text_options import TRUNCATION_MODES
 
 PACKING_STRATEGIES = ("bfd", "bfd_split", "wrapped")
-TRUNCATION_MODES = ("keep_start", "keep_end", "error")
 LOSS_TYPES = ("nll", "dft")
 # Words of earlier versions of TRL, and what replaced them.
 _OLD_WORDS = {
@@ -103,8 +103,6 @@ class SFTConfig(AnswerSection, TuningConfig):
             if value in words:
                 self._warn_old(f"{name}={value!r} is now {words[value]!r}")
                 setattr(self, name, words[value])
-        if self.pad_token is not None:
-            self._warn_old("pad_token is deprecated: set `tokenizer.pad_token`, and pass the tokenizer")
         if self.truncation_mode == "keep_end":
             self._warn_old(
                 "truncation_mode='keep_end' is deprecated: the end of a sample may lack its context"

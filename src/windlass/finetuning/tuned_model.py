@@ -129,8 +129,9 @@ def _check_sharding(args: TuningConfig, model: nn.Module) -> None:
     packed = [p for p in model.parameters() if hasattr(p, "quant_state")]
     if not packed:
         fix = (
-            "divides weights of few bits of bitsandbytes alone (NF4 and FP4); those of torchao have no storage of "
-            "their own, which FSDP2 needs: use bitsandbytes, or several processes without fsdp"
+            "divides weights of few bits of bitsandbytes alone (NF4 and FP4); those of torchao have neither the "
+            "operation that splits them nor the hooks that gather them: use bitsandbytes, or several processes without "
+            "fsdp"
         )
         raise ConfigError(Problem("fsdp", args.fsdp, fix))
     whole = {p.dtype for p in model.parameters()} - {p.dtype for p in packed}

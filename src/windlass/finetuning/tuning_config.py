@@ -71,6 +71,8 @@ class TuningConfig(TrainingArguments):
         if self.bf16 is None:
             self.bf16 = not (self.fp16 or self.fp8)
         self._read_padding()
+        if getattr(self, "pad_token", None) is not None:  # some of the configurations have it
+            self._warn_old("pad_token is deprecated: set `tokenizer.pad_token`, and pass the tokenizer")
         super().__post_init__()
         if not self.lean_loss:
             fix = "has no effect: trainers of fine-tuning never make the logits of their own losses; leave it out"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from windlass.core.errors import ModelError
-from windlass.core.optional import is_available, is_imported, require
+from windlass.core.optional import is_available, is_imported, is_older, require
 from windlass.transforms.branches import current_row
 from windlass.transforms.document_images import has_masks_of_images, images_apart
 from windlass.transforms.document_mask import DocumentMask, document_lengths, document_starts, masks_of
@@ -39,6 +39,7 @@ def documents_apart(model: nn.Module, *, branched: bool = False) -> Iterator[Non
     """
     changed = []
     for part in _models_of_transformers(model):
+        _refuse_chunks(part)
         before = part.config._attn_implementation
         chosen = _chosen(part, before, branched)
         if chosen != before:
@@ -103,6 +104,18 @@ def refuse_leaks(model: nn.Module) -> None:
             f"changed the logits of the next by {difference:.2g} (logits up to {scale:.2g}). Train it without packing "
             "and padding_free; batches of similar lengths (train_sampling_strategy='group_by_length') need little "
             "padding."
+        )
+
+
+def _refuse_chunks(model: Any) -> None:
+    """Older transformers counts the chunks in which a layer attends (Llama 4) over the row, and not over a document."""
+    chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
+    library = require("transformers", "change a model's attention")
+    if chunk and is_older(library, "5.23"):
+        raise ModelError(
+            f"{type(model).__name__} attends in chunks of {chunk} tokens (attention_chunk_size), which transformers "
+            f"{library.__version__} counts wrongly in packed rows. Train it without packing and padding_free, or "
+            'update: pip install --upgrade "transformers>=5.23"'
         )
 
 

@@ -7,21 +7,18 @@ safetensors files: the index of offloaded weights refers to these, which must no
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint import strict_json
-from windlass.checkpoint.deferred import TensorSource
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import shorten
-from windlass.checkpoint.tensor_file import TensorFile, open_tensors
-from windlass.checkpoint.weights import WEIGHTS_NAME, read_aliases
+from windlass.checkpoint.stored import PICKLED, Folder, StoredTensors, open_weights
+from windlass.checkpoint.weights import WEIGHTS_NAME
 from windlass.compat.big_models.device_map import DeviceMap, check_tied_parameters_on_same_device, lookup
 from windlass.compat.big_models.module_tensors import (
     META,
@@ -35,11 +32,9 @@ from windlass.compat.big_models.module_tensors import (
     torch_dtype,
 )
 from windlass.compat.big_models.offloaded import Index, index_entry, offload_weight, save_offload_index
-from windlass.compat.readers.torch_file import open_weights
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.logs import get_logger
 
-PICKLED = (".bin", ".pt", ".pth", ".ckpt")  # files of torch.save, of which nothing is executed
 PICKLED_NAME = "pytorch_model.bin"
 _logger = get_logger(__name__)
 
@@ -83,11 +78,8 @@ def load_checkpoint_in_model(
     _check_arguments(device_map, offload_folder, offload_8bit_bnb, full_state_dict, broadcast_from_rank0)
     keep_in_fp32, folder = keep_in_fp32_modules or (), Path(offload_folder or "")
     loading = _Loading(model, device_map, torch_dtype(dtype), keep_in_fp32, offload_buffers, folder)
-    found = find_checkpoint(checkpoint)
-    for path in found.files:
-        with _opened(path) as (file, aliases):
-            loading.take(path, file, aliases)
-    loading.take_aliases(found.aliases)
+    with _opened(find_checkpoint(checkpoint)) as tensors:
+        loading.take(tensors)
     loading.finish(Path(checkpoint), strict)
     if offload_folder is not None:
         save_offload_index(loading.index, offload_folder)
@@ -105,8 +97,8 @@ def load_state_dict(
             or puts on disk, is on the host, as everything is by default.
     """
     path, places = Path(checkpoint_file), set((device_map or {}).values())
-    with _opened(path) as (file, _):
-        found = {name: file.read(name) for name in file.names}
+    with _opened(path) as tensors:
+        found = {name: tensors.read(name) for name in tensors.names}
     for name, tensor in found.items():
         place = next(iter(places)) if len(places) == 1 else lookup(device_map or {}, name)
         found[name] = tensor if place in (None, "disk") else tensor.to(place)
@@ -114,15 +106,17 @@ def load_state_dict(
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[TensorSource, Mapping[str, str]]]:
-    """The tensors of one file of weights, and for each tied name the one that it is stored under."""
-    if path.suffix in PICKLED:
-        with open_weights(path, Files()) as pickled:
-            yield pickled, pickled.aliases
-        return
-    with open_tensors(path, Files()) as file:
-        _check_format(path, file)
-        yield file, read_aliases(path, file.metadata)
+def _opened(path: Path) -> Iterator[StoredTensors]:
+    """The tensors of a file of weights, or of all files of an index."""
+    with open_weights(Folder(path.parent, Files(), frozenset()), path.name) as tensors:
+        for file, written_by in tensors.formats.items():
+            if written_by != "pt":
+                raise CheckpointError(
+                    f"{file} was written for {written_by!r}, whose layout of weights differs from PyTorch's"
+                )
+        if astray := [kept for kept in tensors.aliases.values() if kept not in tensors]:
+            raise CheckpointError(f"{path} ties names to weights that it does not have: {shorten(astray)}")
+        yield tensors
 
 
 def _check_arguments(
@@ -150,72 +144,28 @@ def _check_arguments(
         raise ConfigError(problems)
 
 
-@dataclass(frozen=True)
-class WeightFiles:
-    """The files of a checkpoint, and for each name that its index ties the (file, name) under which it is stored."""
-
-    files: list[Path]
-    aliases: dict[str, tuple[Path, str]]
-
-
-def find_checkpoint(checkpoint: str | os.PathLike[str]) -> WeightFiles:
-    """The files of a checkpoint; `CheckpointError` if there are none, or not exactly one valid index."""
+def find_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
+    """The file of a checkpoint, or its index; `CheckpointError` if there is none, or not exactly one index."""
     path = Path(checkpoint)
     if path.is_file():
-        return _indexed(path) if path.suffix == ".json" else WeightFiles([path], {})
+        return path
     if not path.is_dir():
         raise CheckpointError(f"{path} is neither a file nor a folder")
     if (path / WEIGHTS_NAME).is_file():
-        return WeightFiles([path / WEIGHTS_NAME], {})
+        return path / WEIGHTS_NAME
     indices = sorted(path.glob("*.safetensors.index.json"))
     if not indices and (path / PICKLED_NAME).is_file():
-        return WeightFiles([path / PICKLED_NAME], {})
+        return path / PICKLED_NAME
     indices = indices or sorted(path.glob("*.index.json"))
     if len(indices) > 1:
         raise CheckpointError(
             f"{path} has several indices ({shorten(i.name for i in indices)}); pass the one to load"
         )
     if indices:
-        return _indexed(indices[0])
+        return indices[0]
     raise CheckpointError(
         f"{path} has neither {WEIGHTS_NAME} nor {PICKLED_NAME} nor an index of several files (*.index.json)"
     )
-
-
-def _indexed(path: Path) -> WeightFiles:
-    index = strict_json.read(path, Files())
-    names = index.get("weight_map", index) if isinstance(index, dict) else None
-    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
-        raise CheckpointError(f"{path} is not an index: it maps no weights to files")
-    files = sorted(set(names.values()))
-    if odd := [file for file in files if Path(file).name != file or file in (".", "..")]:
-        raise CheckpointError(f"{path} names files outside its folder: {shorten(odd)}")
-    _check_complete(path, names)
-    metadata = index.get("metadata") or {}
-    aliases = read_aliases(path, metadata if isinstance(metadata, dict) else {})
-    if astray := [kept for kept in aliases.values() if kept not in names]:
-        raise CheckpointError(f"{path} ties names to weights that it does not have: {shorten(astray)}")
-    stored = {name: (path.parent / names[kept], kept) for name, kept in aliases.items()}
-    return WeightFiles([path.parent / file for file in files], stored)
-
-
-def _check_complete(path: Path, names: Mapping[str, str]) -> None:
-    """Check that each file has the weights that the index assigns to it, and is not of another checkpoint."""
-    for name in sorted(set(names.values())):
-        with _opened(path.parent / name) as (file, aliases):
-            listed = [weight for weight, where in names.items() if where == name]
-            if missing := [weight for weight in listed if weight not in file and weight not in aliases]:
-                raise CheckpointError(
-                    f"{path.parent / name} lacks what {path.name} lists in it: {shorten(missing)}"
-                )
-
-
-def _check_format(path: Path, file: TensorFile) -> None:
-    written_by = file.metadata.get("format", "pt")
-    if written_by != "pt":
-        raise CheckpointError(
-            f"{path} was written for {written_by!r}, whose layout of weights differs from PyTorch's"
-        )
 
 
 class _Loading:
@@ -242,7 +192,7 @@ class _Loading:
             name: [other for other in group if other != name] for group in self._tied for name in group
         }
         self._loaded: set[str] = set()
-        self._sources: dict[str, tuple[Path, str]] = {}  # the file of each weight, and its name there
+        self._sources: dict[str, str] = {}  # the name of each weight in its file
         self._unexpected: list[str] = []
         self.index: Index = {}
 
@@ -267,45 +217,43 @@ class _Loading:
         kept = any(key == name or f"{key}." in name for key in self._keep_in_fp32)
         return torch.float32 if kept else self._dtype
 
-    def take(self, path: Path, file: TensorSource, aliases: Mapping[str, str]) -> None:
-        """Load each tensor of one file."""
-        for name, stored in [*((name, name) for name in file.names), *aliases.items()]:
+    def take(self, tensors: StoredTensors) -> None:
+        """Load each tensor."""
+        for name, stored in [*((name, name) for name in tensors.names), *tensors.aliases.items()]:
             if name not in self._targets:
                 self._unexpected.append(name)
             elif name not in self._loaded:
-                self._put(path, file, name, stored)
-                self._sources[name] = path, stored
+                self._put(tensors, name, stored)
             elif name not in self._sources:
-                self._check_twin(path, file, name, stored)
+                self._check_twin(tensors, name, stored)
+        # Tied weights on other devices, of which the checkpoint has only one.
+        for group in self._tied:
+            stored = next((self._sources[name] for name in group if name in self._sources), "")
+            for name in group if stored else ():
+                if name not in self._loaded:
+                    self._put(tensors, name, stored)
 
-    def take_aliases(self, aliases: Mapping[str, tuple[Path, str]]) -> None:
-        """Load names that the checkpoint stores under others, and that the model does not tie to them."""
-        for name, (path, stored) in aliases.items():
-            if name in self._targets and name not in self._loaded:
-                with _opened(path) as (file, _):
-                    self._put(path, file, name, stored)
-
-    def _put(self, path: Path, file: TensorSource, name: str, stored: str) -> None:
+    def _put(self, tensors: StoredTensors, name: str, stored: str) -> None:
         old, place, dtype = self._targets[name], self._place(name), self._dtype_of(name)
-        if stored not in file:
-            raise CheckpointError(f"{path} stores {name} as {stored!r}, which it does not have")
-        if file.shape(stored) != tuple(old.shape):
+        path = tensors.paths[stored]
+        if tensors.shape(stored) != tuple(old.shape):
             raise CheckpointError(
-                f"{path}: {name} has shape {list(file.shape(stored))}, in the model it has {list(old.shape)}"
+                f"{path}: {name} has shape {list(tensors.shape(stored))}, in the model it has {list(old.shape)}"
             )
         if place == "disk":
             empty = old.detach().to(device=META, dtype=dtype)
             put_tensor(self._model, name, renewed(old, empty) if isinstance(old, nn.Parameter) else empty)
             if path.suffix in PICKLED:
-                offload_weight(file.read(stored).to(dtype), name, self._offload_folder, self.index)
+                offload_weight(tensors.read(stored).to(dtype), name, self._offload_folder, self.index)
             else:
                 self.index[name] = index_entry(str(path.resolve()), stored, dtype)
         elif not old.is_meta and old.device == place and old.dtype == dtype:
             with torch.no_grad():
-                old.copy_(file.read(stored))  # in place: optimizers and ties refer to this tensor
+                old.copy_(tensors.read(stored))  # in place: optimizers and ties refer to this tensor
         else:
-            set_module_tensor_to_device(self._model, name, place, file.read(stored), dtype)
+            set_module_tensor_to_device(self._model, name, place, tensors.read(stored), dtype)
         self._loaded.add(name)
+        self._sources[name] = stored
         self._share(name)
 
     def _share(self, name: str) -> None:
@@ -318,19 +266,17 @@ class _Loading:
                 if name in self.index:
                     self.index[twin] = self.index[name]
 
-    def _check_twin(self, path: Path, file: TensorSource, name: str, stored: str) -> None:
+    def _check_twin(self, tensors: StoredTensors, name: str, stored: str) -> None:
         """Check that a weight which was loaded from its twin's data is stored with the same values."""
         twin = next(other for other in self._twins[name] if other in self._sources)
-        twin_path, twin_stored = self._sources[twin]
-        if (twin_path, twin_stored) == (path, stored):
-            return
-        with _opened(twin_path) as (other, _):
-            if not torch.equal(other.read(twin_stored), file.read(stored)):
-                raise CheckpointError(f"{path}: {name} and {twin} differ, and the model ties them")
+        kept = self._sources[twin]
+        if kept != stored and not torch.equal(tensors.read(kept), tensors.read(stored)):
+            raise CheckpointError(
+                f"{tensors.paths[stored]}: {name} and {twin} differ, and the model ties them"
+            )
 
     def finish(self, checkpoint: Path, strict: bool) -> None:
         """Log names that do not match, or raise `CheckpointError` if `strict`."""
-        self._copy_to_twins_elsewhere()
         missing = [name for name in self._targets if name not in self._loaded]
         lines = []
         if missing:
@@ -344,27 +290,3 @@ class _Loading:
             )
         for line in lines:
             _logger.warning("%s: %s", checkpoint, line)
-
-    def _copy_to_twins_elsewhere(self) -> None:
-        """Load tied weights on other devices, of which the checkpoint has only one."""
-        for group in self._tied:
-            source = next((name for name in group if name in self._loaded), None)
-            for name in group:
-                if source is not None and name not in self._loaded:
-                    self._copy(source, name)
-
-    def _copy(self, source: str, name: str) -> None:
-        if source in self.index:
-            entry = self.index[source]
-            # Absolute unless the file was written there.
-            path = self._offload_folder / entry["safetensors_file"]
-            with _opened(path) as (file, _):
-                self._put(path, file, name, entry["weight_name"])
-            return
-        place, value = self._place(name), get_tensor(self._model, source)
-        if place == "disk":
-            raise CheckpointError(
-                f"{name} is tied to {source}, and the checkpoint stores only that one; put both in the same place"
-            )
-        set_module_tensor_to_device(self._model, name, place, value.detach(), self._dtype_of(name))
-        self._loaded.add(name)
