@@ -19,7 +19,7 @@ from windlass.core.errors import ConfigError, DataError
 from windlass.core.foreign_threads import wait_for_foreign_threads
 from windlass.core.mesh import VIEWS, Mesh
 from windlass.core.world import World, world_from_environment
-from windlass.dist.gang import Gang, Outside, join, leave
+from windlass.dist.gang import Gang, Outside, current, join, leave
 from windlass.dist.listening import LOOPBACK, open_store
 from windlass.transforms.ddp import DataParallel, Replicated
 
@@ -152,7 +152,7 @@ def replication() -> None:
     torch.manual_seed(RANK)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     module.note = "lent"  # type: ignore[assignment]
-    strategy = DataParallel(module, DistPlan())
+    strategy = DataParallel(module, DistPlan(), current())
     model = strategy.model
     assert isinstance(model, Replicated)
     assert model.note == "lent"

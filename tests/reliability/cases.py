@@ -235,7 +235,9 @@ def of_ranks(**changes: Any) -> dict[str, Any]:
 
 def axes(**changes: Any) -> dict[str, Any]:
     """Sizes of axes, and other arguments."""
-    sizes = {name: changes.pop(name) for name in list(changes) if name.startswith(("tp_", "pp_", "ep_"))}
+    sizes = {
+        name: changes.pop(name) for name in list(changes) if name.startswith(("tp_", "pp_", "ep_", "dp_"))
+    }
     return of_ranks(parallelism_config=sizes, **changes)
 
 
@@ -392,7 +394,12 @@ ZERO_TRIALS = [
         for stage in (1, 3)
     ),
 ]  # fmt: skip
-SETS = {"standard": TRIALS, "zero": ZERO_TRIALS}
+# Those above whose ranks compute with parts of the model, and one more: struck by themselves, each is struck often.
+LAYOUT_TRIALS = [
+    *(trial for trial in TRIALS if "parallelism_config" in trial.case.arguments),
+    Trial("four ranks, stages of shards", Case(stages(dp_shard_size=2, **BY_STEPS), model=Layered), (4,)),
+]
+SETS = {"standard": TRIALS, "zero": ZERO_TRIALS, "layouts": LAYOUT_TRIALS}
 
 
 def trial(name: str) -> Trial:

@@ -42,6 +42,7 @@ from tests.trainer.resume_cases import run
 ROOT = Path(__file__).resolve().parents[2]
 # Of each set, cases that import between them nearly all that the others do.
 PRELOADED = {"standard": ("one process", "an adapter"), "zero": ("one process", "two ranks, ZeRO-3")}
+PRELOADED["layouts"] = PRELOADED["standard"]
 
 
 class Matrix:
@@ -154,7 +155,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--write", type=Path, help="page whose section 'kill matrix' gets the table")
     parser.add_argument("--only", help="one history, by its name")
-    parser.add_argument("--cases", choices=SETS, default="standard", help="zero: those of DeepSpeed")
+    parser.add_argument(
+        "--cases", choices=SETS, default="standard", help="zero: those of DeepSpeed; layouts: those of axes"
+    )
     parser.add_argument("--every", metavar="CASE", help="the name of a case")
     parser.add_argument("--folder", type=Path, help="where the runs lie")
     given = parser.parse_args(arguments)

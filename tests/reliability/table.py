@@ -10,7 +10,7 @@ from benchmarks.common import caption, facts, rewrite, table
 from tests.reliability.cases import SETS, Trial
 from tests.reliability.faults import FAULTS, INTERRUPTS, KILLS, LEAVES
 
-SECTIONS = {"standard": "kill matrix", "zero": "kill matrix of ZeRO"}
+SECTIONS = {"standard": "kill matrix", "zero": "kill matrix of ZeRO", "layouts": "kill matrix of layouts"}
 _Results = Iterable[dict[str, Any]]
 
 

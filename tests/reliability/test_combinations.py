@@ -27,6 +27,7 @@ SHORT_FORM = (
     "with=dpo,model=llama,schedule=warmup_stable_decay,saving=waiting,kill=0.943",
     "with=loop,adapter=ia3,terms=terms,kill=0.558",
     "with=trainer,ranks=pp_tp-4,optim=adamw_anyprecision,datasets=stream,kill=0.667",
+    "with=trainer,ranks=ep-2,optim=rmsprop,clipping=0.001,evaluation=steps,kill=0.55",
     "with=trainer,ranks=pp-2,length=epochs-1.5,evaluation=steps,save_best=loss,kill=0.409",
 )
 LONG_FORM = 100
@@ -58,7 +59,7 @@ def test_pairs_and_triples_hold(made: Combinations) -> None:
     asked = {pair for case in cases for pair in case.values}
     assert {case.kind for case in cases} == set(KINDS)
     ranks = {value.partition("-")[0] for name, value in asked if name == "ranks"}
-    assert ranks == {"ddp", "fsdp2", "pp", "pp_tp"}
+    assert ranks == {"ddp", "ep", "fsdp2", "pp", "pp_tp"}
     assert {"data", "datasets", "loss", "terms", "special", "adapter"} <= {name for name, _ in asked}
     hold(made, cases)
 

@@ -23,6 +23,7 @@ from tests.trainer.context_cases import (
     token_loss,
 )
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from windlass import LossTerms, ParallelismConfig
 from windlass.core.errors import ConfigError, ModelError
@@ -82,6 +83,28 @@ class Skipping(Plain):
         return {"loss": logits.mean(), "logits": logits}
 
 
+class Centred(nn.Module):
+    """Subtracts a running average of what it has got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, states: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(states.detach().mean((0, 1)), 0.5)
+        return states - self.mean.clone()
+
+
+class Averaging(Plain):
+    """Its first and its last layer keep running averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in (self.first, self.third):
+            block.inner = nn.Sequential(nn.Linear(16, 16), Centred())  # type: ignore[assignment]
+
+
 class OwnLoss(Noted):
     """Overrides `compute_loss`, with a loss whose weight is known afterwards."""
 
@@ -94,14 +117,17 @@ class OwnLoss(Noted):
         return (terms, outputs) if return_outputs else terms
 
 
+_OWN_MODELS = {"plain": Plain, "skipping": Skipping, "averaging": Averaging}
+
+
 def made(name: str) -> Any:
     if name in context_cases.MODELS:
         return context_cases.model(name)
     if name.startswith("adapted "):
         return adapted(name.partition(" ")[2])
     torch.manual_seed(0)
-    if name in ("plain", "skipping"):
-        return (Plain() if name == "plain" else Skipping()).double()
+    if name in _OWN_MODELS:
+        return _OWN_MODELS[name]().double()
     layers = [nn.Embedding(23, 16), Block(), nn.ReLU(), Block(), nn.Linear(16, 23)]
     return nn.Sequential(*layers).double()
 
@@ -137,11 +163,14 @@ def train(
     own_loss: bool = False,
     resume: bool | str = False,
     evaluate_first: bool = False,
+    counted: bool = False,
     killed_at: int = 0,
     killed_on: str = "on_step_end",
     **changes: Any,
 ) -> dict[str, list[float]]:
-    """Train, evaluate and save; return what was reported, and the weights that were saved."""
+    """Train, evaluate and save; return what was reported, and the weights that were saved. `counted`: train only, and
+    return how many forwards FSDP2 began.
+    """
     kind = _TRAINERS.get(trainer, Noted)
     run = kind(
         made(name),
@@ -157,6 +186,10 @@ def train(
     )
     if evaluate_first:
         run.evaluate()
+    if counted:
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            run.train()
+        return {"begun": [sum(event.name == "FSDP::root_pre_forward" for event in seen.events())]}
     result = run.train(resume_from_checkpoint=resume)
     run.evaluate()
     run.save_model(str(folder / "saved"))

@@ -56,6 +56,14 @@ def test_two_stages_equal_one_process(run: Run) -> None:
 
 
 @pytest.mark.dist
+def test_running_averages_are_those_of_the_stage_that_computes_them(run: Run) -> None:
+    """In evaluations during a run, and in the model that is left and saved."""
+    named = {**of_schedule("GPipe"), "pp_split_points": ["second"]}
+    changes = {"eval_strategy": "steps", "eval_steps": 2}
+    check_equal(run, 2, {"x": ("averaging", named, changes)}, {})
+
+
+@pytest.mark.dist
 def test_models_that_cannot_be_cut_are_refused_on_all_ranks(run: Run) -> None:
     named = {**of_schedule("1F1B"), "pp_split_points": ["second"]}
     cases: dict[str, Case] = {
@@ -115,6 +123,17 @@ def test_divided_and_sharded_stages_equal_one_process(run: Run) -> None:
     one = {"per_device_train_batch_size": 1}
     cases: dict[str, Case] = {"divided": ("tied", TENSOR, {}), "sharded": ("tied", SHARDS, one)}
     check_equal(run, 4, cases, {}, {"per_device_train_batch_size": 2})
+
+
+@pytest.mark.dist
+def test_fsdp2_begins_every_forward_of_a_stage(run: Run) -> None:
+    """It waits for the optimizer only where it begins one, and it begins none before the last one has ended: that of
+    the first stage, which does not return, as that of the last, which does.
+    """
+    case: Case = ("llama", SHARDS | of_schedule("GPipe"), {"per_device_train_batch_size": 1, "counted": True})
+    found = run(4, {"x": (case[0], case[1], {**case[2], "max_steps": 2})})
+    first, _, last, _ = (one["x"]["begun"][0] for one in found)
+    assert first == last >= 2 * 3, "updates times micro-batches, and those of the start"
 
 
 @pytest.mark.dist

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.world import world_from_environment
-from windlass.dist.gang import join, leave
+from windlass.dist.gang import current, join, leave
 from windlass.transforms.ddp import DataParallel
 
 LOW_RANK = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2, "min_compression_rate": 0.5}
@@ -49,7 +49,7 @@ def by_hand(rank: int, hook: Any, state: Any = None) -> list[Tensor]:
 
 
 def ours(rank: int, plan: DistPlan) -> list[Tensor]:
-    strategy = DataParallel(network(), plan)
+    strategy = DataParallel(network(), plan, current())
 
     def check() -> None:
         strategy.check_reached()
@@ -80,9 +80,8 @@ def compressed(rank: int) -> None:
 
 
 def memory_is_forgotten_after_discarded_work(rank: int) -> None:
-    strategy = DataParallel(
-        network(), DistPlan(static_graph=True, comm_hook="power_sgd", comm_options=LOW_RANK)
-    )
+    plan = DistPlan(static_graph=True, comm_hook="power_sgd", comm_options=LOW_RANK)
+    strategy = DataParallel(network(), plan, current())
     state = strategy._compression._state
 
     def backward() -> Tensor:
@@ -102,7 +101,7 @@ def refused_options() -> None:
         (DistPlan(comm_hook="batched_power_sgd"), "use power_sgd"),
     ):
         with pytest.raises(ConfigError, match=words):
-            DataParallel(network(), plan)
+            DataParallel(network(), plan, current())
 
 
 def bf16_is_refused_where_pytorch_refuses_it(rank: int) -> None:
@@ -112,7 +111,7 @@ def bf16_is_refused_where_pytorch_refuses_it(rank: int) -> None:
         wanted = by_hand(rank, default_hooks.bf16_compress_hook)
     except TypeError:
         with pytest.raises(ConfigError, match="comm_hook='bf16, wrapped by no': does not work here"):
-            DataParallel(network(), plan)
+            DataParallel(network(), plan, current())
         return
     assert all(map(torch.equal, ours(rank, plan), wanted))
 
@@ -147,9 +146,9 @@ def update(strategy: DataParallel, *takes_both: bool) -> None:
 def unused() -> None:
     names = r"2 of 4 trained parameters: right\.weight, right\.bias.*ddp_find_unused_parameters=True"
     with pytest.raises(ModelError, match=names):
-        update(DataParallel(Forked(), DistPlan()), False)
+        update(DataParallel(Forked(), DistPlan(), current()), False)
     with pytest.raises(ModelError, match=names):
-        update(DataParallel(Forked(), DistPlan()), True, False)
+        update(DataParallel(Forked(), DistPlan(), current()), True, False)
 
 
 def reentrant() -> nn.Module:
@@ -163,7 +162,7 @@ def reentrant() -> nn.Module:
 def searched_unless_that_would_mislead() -> None:
     """What a Trainer asks for by default."""
     plan = DistPlan(find_unused_parameters=None)
-    strategy = DataParallel(Forked(), plan)
+    strategy = DataParallel(Forked(), plan, current())
     ran: list[bool] = []
     strategy.warm_up(lambda: ran.append(True))  # type: ignore[func-returns-value, arg-type]
     assert not ran, "the search keeps the buckets as they are, so nothing must be run before"
@@ -171,21 +170,21 @@ def searched_unless_that_would_mislead() -> None:
     assert not strategy.model._has_rebuilt_buckets
     update(strategy, False)  # one that is unused in a later batch only
     for unsearched in (
-        DataParallel(reentrant(), plan),
-        DataParallel(Forked(), DistPlan(find_unused_parameters=None, static_graph=True)),
+        DataParallel(reentrant(), plan, current()),
+        DataParallel(Forked(), DistPlan(find_unused_parameters=None, static_graph=True), current()),
     ):
         assert not unsearched.model.find_unused_parameters
 
 
 def nothing_to_complain_of() -> None:
     for plan in (DistPlan(find_unused_parameters=True), DistPlan(static_graph=True)):
-        strategy = DataParallel(Forked(), plan)
+        strategy = DataParallel(Forked(), plan, current())
         update(strategy, False)
         update(strategy, False)
     frozen = Forked()
     frozen.right.requires_grad_(False)
-    update(DataParallel(frozen, DistPlan()), False)
-    strategy = DataParallel(Forked(), DistPlan())
+    update(DataParallel(frozen, DistPlan(), current()), False)
+    strategy = DataParallel(Forked(), DistPlan(), current())
     update(strategy, False, True)
     assert not any(p._post_accumulate_grad_hooks for p in strategy.module.parameters()), (
         "hooks outlive the first update"
@@ -198,7 +197,7 @@ def nothing_to_complain_of() -> None:
 
 def alone_with_it(rank: int) -> None:
     """Where only one rank leaves a branch out, that rank names it, and the other is not left with wrong gradients."""
-    strategy = DataParallel(copy.deepcopy(Forked()), DistPlan())
+    strategy = DataParallel(copy.deepcopy(Forked()), DistPlan(), current())
     if rank == 1:
         with pytest.raises(ModelError, match="right"):
             update(strategy, False)

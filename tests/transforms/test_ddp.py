@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan
 from windlass.core.world import world_from_environment
-from windlass.dist.gang import join, leave
+from windlass.dist.gang import current, join, leave
 from windlass.transforms.ddp import DataParallel
 
 
@@ -53,13 +53,13 @@ class Crossed(nn.Module):
 def train(rank: int, plan: DistPlan, cuts: set[int]) -> list[Tensor]:
     """Weights at the end, of a run that is resumed at the updates in `cuts`."""
     model = Crossed()
-    strategy = DataParallel(model, plan)
+    strategy = DataParallel(model, plan, current())
     for update in range(UPDATES):
         if update in cuts:
             resumed = Crossed()
             resumed.load_state_dict(model.state_dict())
             strategy.release()
-            model, strategy = resumed, DataParallel(resumed, plan)
+            model, strategy = resumed, DataParallel(resumed, plan, current())
         inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * update + rank))
         strategy.model(inputs).square().sum().backward()
         strategy.check_reached()

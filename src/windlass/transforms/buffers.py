@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -49,7 +49,16 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
     return [getattr(made, name) for name in made.__tensor_flatten__()[0]]
 
 
-def broadcast(tensors: Iterable[Tensor], group: Any = None, source: int = 0) -> None:
+def broadcast(tensors: Iterable[Tensor], gang: Gang, source: int = 0) -> None:
+    """Send the values of rank `source` of a gang to the others, in place, as `broadcast_in` does. Collective."""
+    if gang.size == 1:
+        return
+    for tensor in tensors:
+        group = gang.host_group if tensor.is_cpu else gang.device_group
+        broadcast_in([tensor], group, gang.members[source])
+
+
+def broadcast_in(tensors: Iterable[Tensor], group: Any, source: int) -> None:
     """Send the values of a rank to all ranks of a group, in place, for tensors of any dtype and strides, and for those
     that are made of others. Sparse ones are skipped (see `check_sparse`). Collective.
 
@@ -60,7 +69,7 @@ def broadcast(tensors: Iterable[Tensor], group: Any = None, source: int = 0) -> 
     with torch.no_grad():
         for tensor in tensors:
             if inner := inner_tensors(tensor):
-                broadcast(inner, group, source)
+                broadcast_in(inner, group, source)
                 continue
             if tensor.layout != torch.strided:
                 continue
@@ -107,21 +116,16 @@ def _digest(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def share_buffers(module: nn.Module) -> None:
-    """Send rank 0's buffers to all ranks. Collective."""
-    broadcast(module.buffers())
-
-
 @contextlib.contextmanager
-def buffers_of_first_rank(module: nn.Module) -> Iterator[None]:
-    """Context in which all ranks have rank 0's buffers, which are saved. Collective.
+def shared_buffers(module: nn.Module, share: Callable[[], None]) -> Iterator[None]:
+    """Context in which all ranks have the buffers that `share` sends, which are saved. Collective.
 
     The buffers of each rank follow its own data until the next forward. Without this, ranks would evaluate different
     models, and only rank 0 the one in the checkpoint.
     """
     buffers = _dense(module)
     own = [buffer.detach().clone() for buffer in buffers]
-    share_buffers(module)
+    share()
     try:
         yield
     finally:

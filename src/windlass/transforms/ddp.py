@@ -18,14 +18,9 @@ from windlass.config.plan import DistPlan
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger
 from windlass.core.rng import preserved_rng
+from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded
-from windlass.transforms.buffers import (
-    ForwardState,
-    broadcast,
-    buffers_of_first_rank,
-    is_ordinary,
-    share_buffers,
-)
+from windlass.transforms.buffers import ForwardState, broadcast, is_ordinary, shared_buffers
 from windlass.transforms.comm_hooks import Compression
 from windlass.transforms.recompute import recomputes_reentrantly
 from windlass.transforms.strategy import Strategy, device_of
@@ -46,13 +41,14 @@ class Replicated(DistributedDataParallel):
 
     forwards = 0
     advised = False
-    # Names of buffers that PyTorch cannot send, which every forward shares as well.
+    # Names of buffers that PyTorch cannot send, which every forward shares as well, and the ranks of the wrapper.
     shared_apart: Sequence[str] = ()
+    ranks: Gang
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.forwards += 1
         if self.shared_apart and self.require_forward_param_sync:
-            broadcast(map(self.module.get_buffer, self.shared_apart))
+            broadcast(map(self.module.get_buffer, self.shared_apart), self.ranks)
         if self.advised or not (self.find_unused_parameters and self.require_backward_grad_sync):
             return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.advised = True
@@ -91,11 +87,13 @@ class DataParallel(Strategy):
     Args:
         module: on its device already; the same on every rank.
         plan: options of the wrapper.
+        loss_ranks: all ranks of the job.
     """
 
-    def __init__(self, module: nn.Module, plan: DistPlan) -> None:
+    def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> None:
         super().__init__(module)
-        self._wrapper: Replicated | None = replicate(module, plan)
+        self._loss_ranks = loss_ranks
+        self._wrapper: Replicated | None = replicate(module, plan, loss_ranks)
         _settle(self._wrapper)
         self._compression = Compression(self._wrapper, plan)
         self._seen = 0
@@ -142,7 +140,7 @@ class DataParallel(Strategy):
         before.restore()
 
     def share_buffers(self) -> None:
-        share_buffers(self._module)
+        broadcast(self._module.buffers(), self._loss_ranks)
 
     def own_buffers(self) -> dict[str, Tensor]:
         """All buffers if `ddp_broadcast_buffers=False`. Otherwise ranks have rank 0's, saved with the weights."""
@@ -151,7 +149,7 @@ class DataParallel(Strategy):
         return self._buffers.all()
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
-        return buffers_of_first_rank(self._module)
+        return shared_buffers(self._module, self.share_buffers)
 
     def _release(self) -> None:
         # A process group that is still referenced at interpreter shutdown aborts the process.
@@ -196,8 +194,8 @@ def _settle(wrapper: Replicated) -> None:
         wrapper.module = module
 
 
-def replicate(module: nn.Module, plan: DistPlan) -> Replicated:
-    """Wrap `module`, already on its device, for data parallelism over the default process group."""
+def replicate(module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> Replicated:
+    """Wrap `module`, already on its device, for data parallelism over all ranks of the job."""
     options: dict[str, Any] = {
         "find_unused_parameters": _searches(module, plan),
         "static_graph": plan.static_graph,
@@ -211,7 +209,7 @@ def replicate(module: nn.Module, plan: DistPlan) -> Replicated:
     device = device_of(module)
     if device.type not in ("cpu", "mps"):
         options["device_ids"] = [device]
-    return _wrap(module, options)
+    return _wrap(module, options, loss_ranks)
 
 
 def _searches(module: nn.Module, plan: DistPlan) -> bool:
@@ -235,7 +233,7 @@ def leaving_out(module: nn.Module, names: list[str]) -> Iterator[None]:
         delattr(module, _IGNORED) if kept is None else setattr(module, _IGNORED, kept)
 
 
-def _wrap(module: nn.Module, options: dict[str, Any]) -> Replicated:
+def _wrap(module: nn.Module, options: dict[str, Any], loss_ranks: Gang) -> Replicated:
     """Wrap `module`. Tensors that DDP cannot send are ignored by it and get rank 0's values here."""
     odd = [
         name
@@ -245,10 +243,11 @@ def _wrap(module: nn.Module, options: dict[str, Any]) -> Replicated:
     odd_buffers = [name for name, buffer in module.named_buffers() if not is_ordinary(buffer)]
     if not odd and not odd_buffers:
         return Replicated(module, **options)
-    broadcast([*map(module.get_parameter, odd), *map(module.get_buffer, odd_buffers)])
+    broadcast([*map(module.get_parameter, odd), *map(module.get_buffer, odd_buffers)], loss_ranks)
     kept = getattr(module, _IGNORED, None)
     with leaving_out(module, [*odd, *odd_buffers]):
         wrapper = Replicated(module, **options)
+    wrapper.ranks = loss_ranks
     if wrapper.broadcast_buffers:
         wrapper.shared_apart = [name for name in odd_buffers if name not in (kept or ())]
     return wrapper

@@ -43,7 +43,7 @@ class ReplicatedExperts(_WithExperts, DataParallel):
         names = {id(p): name for name, p in module.named_parameters()}
         with leaving_out(module, [names[id(p)] for p in expert_parameters(module)]):
             check_sparse(module, loss_ranks)
-            super().__init__(module, plan)
+            super().__init__(module, plan, loss_ranks)
 
 
 class ImaginedExperts(_WithExperts, ImaginedReplicas):

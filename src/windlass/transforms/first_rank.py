@@ -17,7 +17,7 @@ from windlass.core.errors import ModelError
 from windlass.core.tensors import bits_of
 from windlass.dist.gang import Gang
 from windlass.dist.views import overlapping
-from windlass.transforms.buffers import broadcast, inner_tensors
+from windlass.transforms.buffers import broadcast, broadcast_in, inner_tensors
 from windlass.transforms.few_bits import share_scales
 
 # A table of a module's parameters or buffers, and a name in it.
@@ -77,18 +77,18 @@ def _torn_apart(module: nn.Module) -> list[str]:
 
 
 class FirstRank:
-    """Moves tensors of a module onto a device, with rank 0's values, unless a pipeline sent these before. `module` is
-    the whole model; replaced tensors stay tied in it.
+    """Moves tensors of a module onto a device, with the values of the first of `gang`, which have the same of them.
+    `module` is the whole model; replaced tensors stay tied in it.
 
     Args:
         by_machine: the first process of each machine may have read the weights, for the others on it.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, loss_ranks: Gang, *, by_machine: bool = False
+        self, module: nn.Module, device: torch.device, gang: Gang, *, by_machine: bool = False
     ) -> None:
-        self._device, self._ranks = device, loss_ranks
-        self._alone = loss_ranks.size == 1 or loss_ranks.mesh.pipeline > 1
+        self._device, self._ranks = device, gang
+        self._alone = gang.size == 1
         self._slots = _slots(module)
         self._reads = has_weights(module)
         self._by_machine = by_machine and not self._alone and self._each_machine_reads()
@@ -121,16 +121,16 @@ class FirstRank:
 
     def _send(self, tensors: list[Tensor]) -> None:
         if not self._by_machine:
-            broadcast(tensors)
+            broadcast(tensors, self._ranks)
             return
         digests = [_digest(tensor) for tensor in tensors] if self._reads else None
         read = [found for found in self._ranks.gather_objects(digests) if found is not None]
         machine, first = self._ranks.machine_group(), self._ranks.on_machine.start
         for tensor, *of_machines in zip(tensors, *read, strict=True):
             if len(set(of_machines)) == 1:
-                broadcast([tensor], machine, first)
+                broadcast_in([tensor], machine, first)
             else:  # such as new weights, which each process drew for itself
-                broadcast([tensor])
+                broadcast([tensor], self._ranks)
 
 
 def _digest(tensor: Tensor) -> str:

@@ -80,7 +80,7 @@ class FullyShardedModel(Strategy):
         # FSDP2 prepares itself in its first forward. That may be one of a measurement, which undoes what a forward does
         # to a module: hooks that free gathered parameters before a state dict would be gone.
         module._get_fsdp_state()._lazy_init()  # type: ignore[operator]
-        super().__init__(module, self._stage_ranks.size > 1)
+        super().__init__(module, self._stage_ranks)
         self._units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._plain = _PlainGradients(module, loss_ranks)
         # Under `find_unused_parameters` zeros replace gradients that the backward of a rank did not reach.

@@ -85,7 +85,7 @@ class Pipeline(Strategy):
             self._inner = spread_stage()
             self.staged = known
         self.staged.at_end = self._inner.stage_ended
-        super().__init__(module, self._all_ranks.size > 1)
+        super().__init__(module, self._all_ranks)
 
     def _divided(
         self, module: nn.Module, plan: PipelinePlan, spread_stage: Callable[[], Strategy]
@@ -94,9 +94,8 @@ class Pipeline(Strategy):
         check_same_structure(module, self._all_ranks)
         check_sparse(module, self._all_ranks)
         # Usually on the host still: no device need hold all of it.
-        on_host = all(tensor.is_cpu for tensor in (*module.parameters(), *module.buffers()))
-        group = self._all_ranks.host_group if on_host else self._all_ranks.device_group
-        broadcast((tensor.detach() for tensor in (*module.parameters(), *module.buffers())), group)
+        tensors = (tensor.detach() for tensor in (*module.parameters(), *module.buffers()))
+        broadcast(tensors, self._all_ranks)
         placement, example = plan.placement, example_of(module)
         cut, whole = find_cut(module, len(placement), plan.split_points, example)
         lean_head = lean_head_of_whole(module)
@@ -204,6 +203,12 @@ class Pipeline(Strategy):
     def generating(self) -> AbstractContextManager[Any]:
         """Whole parameters on every rank: each generates by itself."""
         return self.gathered()
+
+    def share_buffers(self) -> None:
+        """Send the buffers of each layer from the first rank of its stage to all ranks."""
+        for rank, buffers in self.staged.buffers_of_ranks().items():
+            source = self._all_ranks.mesh.ranks("stage", self._ranks.members[rank])[0]
+            broadcast(buffers, self._all_ranks, source)
 
     def _release(self) -> None:
         self._inner.release()

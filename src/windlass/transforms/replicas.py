@@ -17,7 +17,7 @@ from windlass.config.refusal import refuse
 from windlass.core.errors import ModelError
 from windlass.core.rng import preserved_rng
 from windlass.dist.gang import Gang
-from windlass.transforms.buffers import ForwardState, broadcast, share_buffers
+from windlass.transforms.buffers import ForwardState, broadcast
 from windlass.transforms.strategy import Strategy, device_of, options_of_ddp
 from windlass.transforms.wrapping import listed
 
@@ -36,12 +36,11 @@ class Replicas(Strategy):
     """
 
     def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> None:
-        super().__init__(module, loss_ranks.size > 1)
+        super().__init__(module, loss_ranks)
         fix = "the optimizer updates in the backward, where gradients are reduced one at a time; leave it out"
         refuse(options_of_ddp(plan, fix, besides="broadcast_buffers"))
         self._loss_ranks = loss_ranks
-        broadcast(p.detach() for p in module.parameters())
-        share_buffers(module)
+        broadcast((tensor.detach() for tensor in (*module.parameters(), *module.buffers())), loss_ranks)
         self._names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         self._order = [p for p in reversed(list(module.parameters())) if p.requires_grad]
         self._ready: set[int] = set()
@@ -53,7 +52,7 @@ class Replicas(Strategy):
 
     def _before_forward(self, module: nn.Module, arguments: Any) -> None:
         if self._sharing:
-            share_buffers(module)
+            self.share_buffers()
 
     @contextlib.contextmanager
     def micro(self, last: bool) -> Iterator[None]:

@@ -95,6 +95,7 @@ class StagedModel(ElsewhereState):
         self._values: dict[Tensor, Tensor] = {}
         self._places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
         self._of_stage: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.local}
+        self._stage_of = cut.stage_of()
         self._divide(cut, device)
         self._views = {stage: StageView(module, cut, stage) for stage in self.local}
         self._forwards = StageForwards(self.link, placement, self._compute)
@@ -155,6 +156,18 @@ class StagedModel(ElsewhereState):
                     self._places.setdefault(taken[old], (module, name))
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
+
+    def buffers_of_ranks(self) -> dict[int, list[Tensor]]:
+        """Buffers by the index in the pipeline of the rank whose layers they are in; 0 if they are in none."""
+        modules, found = dict(self.module.named_modules()), dict[int, list[Tensor]]()
+        owners = {
+            id(buffer): self.placement[stage]
+            for name, stage in reversed(self._stage_of.items())
+            for buffer in modules[name].buffers()
+        }
+        for buffer in self.module.buffers():
+            found.setdefault(owners.get(id(buffer), 0), []).append(buffer)
+        return found
 
     def _take(self, parameter: nn.Parameter, stages: Sequence[int], device: torch.device) -> nn.Parameter:
         ranks = list(dict.fromkeys(self.placement[stage] for stage in stages))

@@ -84,7 +84,7 @@ def _spread(
         return Replicas(module, plan, loss_ranks)
     from windlass.transforms.ddp import DataParallel
 
-    return DataParallel(module, plan)
+    return DataParallel(module, plan, loss_ranks)
 
 
 def _in_parts(module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> Strategy | None:

@@ -14,8 +14,9 @@ from windlass.config.plan import DistPlan
 from windlass.core.errors import Problem
 from windlass.core.logs import get_job_logger
 from windlass.core.module_state import bare, extra_states, set_state, state_of, unsaved_buffers
+from windlass.dist.gang import Gang
 from windlass.dist.sharded import whole_on_first
-from windlass.transforms.buffers import OwnBuffers, buffers_of_first_rank, share_buffers
+from windlass.transforms.buffers import OwnBuffers, broadcast, shared_buffers
 
 _NOTHING = contextlib.nullcontext()
 _log = get_job_logger(__name__)
@@ -28,7 +29,8 @@ class Strategy:
     rank in the loss is multiplied by their number before its backward.
 
     Args:
-        buffers_differ: forwards of each rank change its own buffers, and nothing sends them before the next forward.
+        gang: ranks whose forwards each change their own buffers, and nothing sends them before the next
+            forward; None: no ranks have such buffers.
 
     Attributes:
         model: called for forwards (a wrapper, or the module itself).
@@ -44,9 +46,9 @@ class Strategy:
     saves_parts = False
     filling = False
 
-    def __init__(self, module: nn.Module, buffers_differ: bool = False) -> None:
+    def __init__(self, module: nn.Module, gang: Gang | None = None) -> None:
         self._module = module
-        self._buffers_differ = buffers_differ
+        self._buffer_ranks = gang or Gang()
         self._buffers = OwnBuffers(module)
         self.at_release: list[Callable[[], None]] = []
         devices = {p.device for p in module.parameters() if p.requires_grad}
@@ -142,19 +144,18 @@ class Strategy:
         """Run discarded backwards before the first update, so that a resumed run has the same bits."""
 
     def share_buffers(self) -> None:
-        """Send rank 0's buffers to all ranks. Collective."""
-        if self._buffers_differ:
-            share_buffers(self._module)
+        """Send the buffers of the first rank that has each to the others. Collective."""
+        broadcast(self._module.buffers(), self._buffer_ranks)
 
     def own_buffers(self) -> dict[str, Tensor]:
         """Buffers that are saved for this rank beside the state dict, by name: those in which ranks differ, and changed
         ones that the state dict leaves out.
         """
-        return self._buffers.all() if self._buffers_differ else self._buffers.unsaved()
+        return self._buffers.all() if self._buffer_ranks.size > 1 else self._buffers.unsaved()
 
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
-        """Context in which all ranks have rank 0's buffers, which are saved. Collective."""
-        return buffers_of_first_rank(self._module) if self._buffers_differ else _NOTHING
+        """Context in which all ranks have the buffers of the first rank that has each, which are saved. Collective."""
+        return shared_buffers(self._module, self.share_buffers) if self._buffer_ranks.size > 1 else _NOTHING
 
     def whole_state(self) -> dict[str, Any]:
         """The state dict with whole tensors by the names of the bare module, and extra states as they are. Collective.

@@ -20,7 +20,7 @@ from windlass.dist.device_mesh import tensor_device_mesh
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded
 from windlass.transforms.averaging import AfterBackward, average_gradients
-from windlass.transforms.buffers import broadcast, check_sparse, share_buffers
+from windlass.transforms.buffers import broadcast, check_sparse
 from windlass.transforms.expert_layers import divide_experts, expert_parameters, layers_of
 from windlass.transforms.expert_plan import chosen_experts
 from windlass.transforms.first_rank import FirstRank, check_same_structure
@@ -94,8 +94,8 @@ class TensorParallel(HeldInParts):
     """A model whose layers are divided among the ranks of a tensor gang; its experts further among expert ranks.
 
     Args:
-        module: on its device already, or the stage of a pipeline. All ranks get rank 0's weights and buffers, unless
-            the pipeline sent them. Collective.
+        module: on its device already, or the stage of a pipeline. All ranks of the stage get the weights and buffers
+            of its first. Collective.
 
     Raises:
         ConfigError: the plan of the model names nothing, or sizes cannot be divided.
@@ -105,16 +105,14 @@ class TensorParallel(HeldInParts):
         self._loss_ranks, self._tensor_ranks = loss_ranks, loss_ranks.over("tensor")
         self._stage_ranks = loss_ranks.over("stage")
         self._division = TensorDivision(module, self._tensor_ranks)
-        if loss_ranks.mesh.pipeline == 1:
-            check_same_structure(module, self._stage_ranks)
-            check_sparse(module, self._stage_ranks)
+        check_same_structure(module, self._stage_ranks)
+        check_sparse(module, self._stage_ranks)
         if loss_ranks.mesh.expert > 1 and not layers_of(module):
             divide_experts(module, FirstRank(module, device, self._stage_ranks), loss_ranks, device)
-        if loss_ranks.mesh.pipeline == 1:
-            broadcast(p.detach() for p in module.parameters() if not is_sharded(p))
-            share_buffers(module)
+        whole = (p.detach() for p in present(module.parameters()) if not is_sharded(p))
+        broadcast((*whole, *module.buffers()), self._stage_ranks)
         self._division.apply(module, tensor_device_mesh(loss_ranks.mesh, device))
-        super().__init__(module, self._stage_ranks.size > 1)
+        super().__init__(module, self._stage_ranks)
         self._division.finish()
         self._after_backward = AfterBackward(self._division.trainable, self.reduce)
 

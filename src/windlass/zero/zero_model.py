@@ -48,7 +48,7 @@ class ZeroModel(Alone):
     saves_parts = True
 
     def __init__(self, module: nn.Module, engine: ZeroEngine, loss_ranks: Gang) -> None:
-        super().__init__(module, loss_ranks.size > 1)
+        super().__init__(module, loss_ranks)
         self._engine: ZeroEngine | None = engine
         self._loss_ranks = loss_ranks
         self._parts = engine

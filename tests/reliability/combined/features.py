@@ -55,10 +55,11 @@ def _model(recipe: Recipe, value: str) -> None:
     recipe.approximate(1e-4, 1e-5)
 
 
-# Layouts of axes, each of two processes.
+# Layouts of axes.
 AXES: dict[str, dict[str, int]] = {
     "tp-2": {"tp_size": 2},
     "cp-2": {"cp_size": 2},
+    "ep-2": {"ep_size": 2},
     "pp-2": {"pp_size": 2},
     "tp_cp-4": {"tp_size": 2, "cp_size": 2},
     "pp_tp-4": {"pp_size": 2, "tp_size": 2},
@@ -70,6 +71,7 @@ def _ranks(recipe: Recipe, value: str) -> None:
     recipe.strategy, _, world = value.partition("-")
     recipe.world = int(world)
     recipe.axes = AXES.get(value, {})
+    recipe.experts = "ep_size" in recipe.axes
     if recipe.strategy.startswith("zero"):
         recipe.dtype = "float32"
         recipe.approximate(1e-4, 1e-5)

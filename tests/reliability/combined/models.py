@@ -27,21 +27,55 @@ class Block(nn.Module):
         return hidden + self.drop(self.down(torch.tanh(self.up(self.norm(hidden)))))
 
 
-class Plain(nn.Module):
-    """A module of a script's own. A token's label is at its own place: nothing is shifted."""
+class Experts(nn.Module):
+    """The experts of a layer, which ranks may divide."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, num_experts: int, width: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.randn(num_experts, width, width) / width)
+
+    def forward(self, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        made = torch.einsum("tw,tkwv->tkv", states, self.weight[chosen])
+        return (made * weights[..., None]).sum(1)
+
+
+class Mixture(nn.Module):
+    """Adds what two experts of four make of a token."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(width, 4), Experts(4, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        states = hidden.flatten(0, -2)
+        weights, chosen = self.router(states).softmax(-1).topk(2)
+        return hidden + self.experts(states, chosen, weights).view_as(hidden)
+
+
+class Plain(nn.Module):
+    """A module of a script's own. A token's label is at its own place: nothing is shifted.
+
+    Args:
+        experts: a mixture of them follows the layers.
+    """
+
+    def __init__(self, dropout: float = 0.0, experts: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 16)
         self.layers = nn.ModuleList([Block(16, dropout) for _ in range(2)])
         self.head = nn.Linear(16, VOCABULARY)
         self.tp_plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_gather_output"}
         self.dummy_inputs = {"input_ids": torch.arange(8)[None]}
+        self.mixture = Mixture(16) if experts else None
+        self.ep_plan = {"mixture.experts": "ep_dispatch_experts", "mixture.experts.weight": "grouped_gemm"}
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         hidden = self.embed(input_ids)
         for layer in self.layers:
             hidden = layer(hidden)
+        if self.mixture is not None:
+            hidden = self.mixture(hidden)
         logits = self.head(hidden)
         found = {"logits": logits}
         if labels is not None:
@@ -49,12 +83,13 @@ class Plain(nn.Module):
         return found
 
 
-def llama(dropout: float = 0.0) -> nn.Module:
-    """A model of transformers whose keys and values are smaller than its queries."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama(dropout: float = 0.0, experts: bool = False) -> nn.Module:
+    """A model of transformers whose keys and values are smaller than its queries; with experts, one of Mixtral."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
+    kind, config = (MixtralForCausalLM, MixtralConfig) if experts else (LlamaForCausalLM, LlamaConfig)
+    return kind(
+        config(
             vocab_size=VOCABULARY,
             hidden_size=16,
             intermediate_size=24,
@@ -66,6 +101,7 @@ def llama(dropout: float = 0.0) -> nn.Module:
             pad_token_id=PADDING,
             bos_token_id=None,
             eos_token_id=1,
+            **({"num_local_experts": 4, "router_aux_loss_coef": 0.0} if experts else {}),
         )
     )
 

@@ -21,6 +21,7 @@ class Recipe:
         axes: sizes of axes, in the names of `ParallelismConfig`.
         arguments: of `TrainingArguments` and `SFTConfig`; a loop reads those that it has.
         model: plain or llama.
+        experts: the model has layers of experts.
         adapter: a method of peft, or "".
         dtype: of the weights.
         ragged: whether rows have different numbers of targets.
@@ -39,6 +40,7 @@ class Recipe:
     axes: dict[str, int] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     model: str = "plain"
+    experts: bool = False
     adapter: str = ""
     dtype: str = "float64"
     ragged: bool = True
@@ -54,7 +56,7 @@ class Recipe:
     @property
     def data_ranks(self) -> int:
         """Processes with different samples."""
-        together = [size for name, size in self.axes.items() if not name.startswith("dp_")]
+        together = [size for name, size in self.axes.items() if not name.startswith(("dp_", "ep_"))]
         return self.world // math.prod(together)
 
     def approximate(self, tolerance: float, by_hand: float = 0.0) -> None:

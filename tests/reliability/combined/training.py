@@ -77,7 +77,8 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 def bare(recipe: Recipe) -> nn.Module:
     """The model of a recipe without an adapter; the same each time."""
     torch.manual_seed(7)
-    made = models.Plain(recipe.dropout) if recipe.model == "plain" else models.llama(recipe.dropout)
+    kind: Any = models.Plain if recipe.model == "plain" else models.llama
+    made: nn.Module = kind(recipe.dropout, recipe.experts)
     return made.to(DTYPES[recipe.dtype])
 
 
@@ -215,11 +216,12 @@ def loaded(recipe: Recipe, folder: Path) -> nn.Module:
 
         return peft.PeftModel.from_pretrained(bare(recipe), str(folder), autocast_adapter_dtype=False)  # type: ignore[arg-type]
     if recipe.model == "llama":
-        from transformers import LlamaForCausalLM
+        from transformers import LlamaForCausalLM, MixtralForCausalLM
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()  # of the run that has ended: it would divide this model among ranks
-        return LlamaForCausalLM.from_pretrained(folder, dtype=DTYPES[recipe.dtype])
+        kind = MixtralForCausalLM if recipe.experts else LlamaForCausalLM
+        return kind.from_pretrained(folder, dtype=DTYPES[recipe.dtype])
     model = bare(recipe)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return model
