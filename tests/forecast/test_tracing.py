@@ -36,6 +36,17 @@ def test_weights_gradients_and_state_are_those_of_the_model(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir()), "a plan writes nothing into the folder of the run"
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_machine_with_an_accelerator_plans_the_same(
+    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trace(tmp_path, world)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert trace(tmp_path, world, use_cpu=False).peak == expected.peak
+
+
 def test_recomputation_and_batch_change_activations_as_they_do(tmp_path: Path) -> None:
     plain = at_most(trace(tmp_path, layers=2), "activations")
     assert (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from windlass.core import xla
@@ -10,6 +13,25 @@ from windlass.core.errors import ConfigError, Problem
 if TYPE_CHECKING:
     import torch
 
+_hidden = ContextVar("accelerators are hidden", default=False)
+
+
+@contextlib.contextmanager
+def without_accelerators() -> Iterator[None]:
+    """Within the body this process is as on a machine without accelerators."""
+    token = _hidden.set(True)
+    try:
+        yield
+    finally:
+        _hidden.reset(token)
+
+
+def has_accelerator() -> bool:
+    """Whether this process may use an accelerator of PyTorch's own."""
+    import torch
+
+    return not _hidden.get() and torch.accelerator.is_available()
+
 
 def choose_device(use_cpu: bool = False, local_rank: int = 0) -> torch.device:
     """The device this process trains on: PyTorch/XLA's if it is installed, its own accelerator, or the CPU. Raises
@@ -17,9 +39,9 @@ def choose_device(use_cpu: bool = False, local_rank: int = 0) -> torch.device:
     """
     import torch
 
-    if not use_cpu and xla.is_selected():
+    if not use_cpu and not _hidden.get() and xla.is_selected():
         return xla.device()
-    if use_cpu or not torch.accelerator.is_available():
+    if use_cpu or not has_accelerator():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
@@ -36,7 +58,7 @@ def visible_devices() -> int:
     """How many accelerators this process sees (0 on a machine without any)."""
     import torch
 
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return torch.accelerator.device_count() if has_accelerator() else 0
 
 
 def make_current(device: torch.device) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from windlass.config.plan import BatchPlan, DataPlan
+from windlass.core.device import has_accelerator
 from windlass.core.errors import DataError
 from windlass.core.logs import get_logger
 from windlass.core.types import Collator, State
@@ -54,7 +53,7 @@ class Loader(DealtLoader):
             sampler=sampler,
             num_workers=plan.workers,
             collate_fn=collate,
-            pin_memory=plan.pin_memory and torch.accelerator.is_available(),
+            pin_memory=plan.pin_memory and has_accelerator(),
             drop_last=plan.drop_last,
             **(workers if plan.workers else {}),
         )

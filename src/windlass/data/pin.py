@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from windlass.core.device import has_accelerator
 from windlass.core.trees import map_leaves
 
 
 def wants_pinning(asked: bool) -> bool:
     """Return True if pinning was requested and there is an accelerator with its own memory."""
-    if not asked or not torch.accelerator.is_available():
+    if not asked or not has_accelerator():
         return False
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type != "mps"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from windlass.core.device import without_accelerators
 from windlass.core.errors import ModelError
 from windlass.core.mesh import Mesh
 from windlass.dist.imagined import imagined_job
@@ -45,6 +46,7 @@ def trace_of(
 
     with (
         imagined_job(world, rank),
+        without_accelerators(),  # tensors without memory stay on the CPU, whatever the run is planned for
         fake_weights(mode),
         instead_of_runs(planned),
         for_any_device() if on_device else contextlib.nullcontext(),
