@@ -36,6 +36,18 @@ def test_weights_gradients_and_state_are_those_of_the_model(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir()), "a plan writes nothing into the folder of the run"
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_this_process_runs_no_backward(whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are devices, a process that is forked after one can run none."""
+    run: list[object] = []
+    own = torch.autograd.backward
+    monkeypatch.setattr(
+        torch.autograd, "backward", lambda *args, **kwargs: [run.append(args), own(*args, **kwargs)]
+    )
+    assert at_most(trace(tmp_path, whole=whole), "gradients") > 0
+    assert not run
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_machine_with_an_accelerator_plans_the_same(
     world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 from windlass.core.device import without_accelerators
@@ -85,10 +86,17 @@ def trace_of_largest(start: Callable[[], Any], world: int = 1, *, on_device: boo
 
 
 def _traced(rehearsal: Rehearsal) -> Trace:
+    """Backwards are run in other processes alone: where there are devices, autograd has threads after the first one,
+    and no process that is forked after it can run another.
+    """
+
+    def run(layers: int | None) -> dict[str, Any]:
+        return rehearsal.run(layers).to_dict()
+
     stack = rehearsal.stack
     if stack is None:
-        return rehearsal.run()
-    child = Child(lambda: rehearsal.run(stack.more).to_dict())
-    few = rehearsal.run(stack.few)
-    more = Trace.from_dict(child.result())
-    return few.with_layers(more, (stack.length - stack.few) // stack.period)
+        return Trace.from_dict(apart(partial(run, None)))
+    few, more = (Child(partial(run, layers)) for layers in (stack.few, stack.more))
+    return Trace.from_dict(few.result()).with_layers(
+        Trace.from_dict(more.result()), (stack.length - stack.few) // stack.period
+    )
