@@ -38,7 +38,7 @@ def test_weights_gradients_and_state_are_those_of_the_model(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_this_process_runs_no_backward(whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are devices, a process that is forked after one can run none."""
+    """On a machine with devices, a process that is forked after one can run none."""
     run: list[object] = []
     own = torch.autograd.backward
     monkeypatch.setattr(
