@@ -187,6 +187,16 @@ def test_what_is_mistyped_is_answered_with_what_was_meant(
     assert len(said.splitlines()) == 1
 
 
+def test_a_folder_does_not_hide_the_recipe_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`training.output_dir=dpo` makes one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dpo").mkdir()
+    assert main(["train", "dpo", "training.max_stepss=4"]) == 2
+    assert "training.max_stepss" in capsys.readouterr().err
+
+
 def test_the_help_of_a_launch_lists_what_has_an_effect(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["launch", "--help"])

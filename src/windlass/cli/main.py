@@ -182,7 +182,7 @@ def _train_options(
     from windlass.cli.formats import is_data
 
     for word in recipes:
-        if is_data(word):
+        if is_data(word) and not is_recipe(word):
             train.error(f"{word} is data and not a recipe: write data.train={word}")
         if word.endswith(".py"):
             train.error(f"{word} is a script and not a recipe: python {word}, or windlass launch {word}")
