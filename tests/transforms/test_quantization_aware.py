@@ -122,7 +122,11 @@ def losses_without(folder: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--quantize", "float8"], "needs a GPU"),
+        pytest.param(
+            ["--quantize", "float8"],
+            "needs a GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
         (["--quantize", "int4"], "16 inputs"),
         (["--quantize"], "name one: int8, int4"),
         (["--quantize", "int8", "--merge"], "--quantize"),
@@ -137,6 +141,23 @@ def test_an_export_that_cannot_be_made(
     assert main(["checkpoint", "export", str(tmp_path / "base"), str(tmp_path / "out"), *words]) != 0
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["base"], "nothing is left"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that multiplies in float8")
+def test_an_export_in_float8(tmp_path: Path) -> None:
+    """torchao rounds weights in bfloat16 alone to float8; the checkpoint has single precision."""
+    from transformers import AutoModelForCausalLM
+
+    small.saved(tmp_path / "base", **SIZES)
+    assert (
+        main(["checkpoint", "export", str(tmp_path / "base"), str(tmp_path / "out"), "--quantize", "float8"])
+        == 0
+    )
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out").cuda()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").cuda()
+    found, expected = (model(ids().cuda()).logits.float() for model in (read, plain))
+    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
 
 
 def test_packed_documents_are_kept_apart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def export_quantized(source: Folder, target: Path, scheme: str, options: ExportO
     if scheme == "float8" and not torch.cuda.is_available():
         fix = "torchao rounds weights to float8 on a GPU that multiplies in it; export there, or use int8"
         raise ConfigError(Problem("--quantize", scheme, f"needs a GPU: {fix}"))
+    if scheme == "float8":  # torchao rounds weights in bfloat16 alone to it
+        if options.dtype not in (None, torch.bfloat16):
+            raise ConfigError(
+                Problem("--dtype", str(options.dtype), "weights beside float8 are in bf16: leave it out")
+            )
+        options = replace(options, dtype=torch.bfloat16)
     export_folder(source, target, options, finish=lambda new, files: _quantize(new, scheme, options, files))
     return scheme
 
