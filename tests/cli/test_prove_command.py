@@ -78,7 +78,7 @@ def test_a_layout_is_proven_recorded_and_recognised_by_a_run(tmp_path: Path) -> 
     assert f"layout tp=2: proven on {kept['date']}" in said
     said = launch(2, ROOT / "tests" / "cli" / "proving" / "proven_run.py", tmp_path, "cp=2", environ=environ)
     assert (
-        "layout cp=2: not proven equal to one process; prove it with: windlass prove RECIPE --layout cp=2"
+        "layout cp=2: not proven equal to one process; prove it with: windlass prove RECIPE_OR_CONFIG.JSON --layout cp=2"
         in said
     )
 
