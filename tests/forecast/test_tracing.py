@@ -138,7 +138,7 @@ def test_ranks_that_shard_hold_parts_and_send_what_theory_says(tmp_path: Path) -
 
 @pytest.mark.parametrize(("shards", "pipeline"), [(3, 1), (2, 2), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, shards: int, pipeline: int) -> None:
-    """Also where a size is no multiple of the ranks, so that the last part is smaller."""
+    """Also if the ranks do not divide a size, so that the last part is smaller."""
     layout = ParallelismConfig(dp_shard_size=shards, pp_size=pipeline)
     found = [
         saved(tmp_path, shards * pipeline, rank, parallelism_config=layout)

@@ -384,7 +384,7 @@ def _saved(meter: Meter) -> Iterator[None]:
         yield
 
 
-class _Parts(Sequence[Tensor]):
+class _PartsOnDemand(Sequence[Tensor]):
     """What `torch.chunk` makes of a tensor, and empty parts up to `parts`, each of them once it is asked for."""
 
     def __init__(self, tensor: Tensor, parts: int, dim: int) -> None:
@@ -407,7 +407,7 @@ def _own_parts_only() -> Iterator[None]:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     module: Any = _fsdp_param
-    own, module._chunk_with_empty = module._chunk_with_empty, _Parts
+    own, module._chunk_with_empty = module._chunk_with_empty, _PartsOnDemand
     try:
         yield
     finally:
