@@ -33,7 +33,6 @@ _SMALL = {
     "intermediate_size": 384,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
     "initializer_range": 0.06,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -21,7 +22,14 @@ _PURPOSE = "fine-tune a language model"
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def open_model(model: Any, args: TuningConfig, quantization_config: Any, *, empty: bool = False) -> nn.Module:
+def open_model(
+    model: Any,
+    args: TuningConfig,
+    quantization_config: Any,
+    *,
+    empty: bool = False,
+    labels: int | None = None,
+) -> nn.Module:
     """Return the model to tune.
 
     Args:
@@ -30,6 +38,8 @@ def open_model(model: Any, args: TuningConfig, quantization_config: Any, *, empt
         quantization_config: how a loaded model is quantized.
         empty: a model given by name has no weights, if that can be (see `model_without_weights`): another process reads
             them, and sends them.
+        labels: the outputs of a sequence classifier, which is loaded or built instead; it gets a new head unless it has
+            one.
 
     Raises:
         ConfigError: `quantization_config` is given twice, or a wrong dtype.
@@ -43,23 +53,24 @@ def open_model(model: Any, args: TuningConfig, quantization_config: Any, *, empt
         _warn_of_unused(args, quantization_config)
         sees = type(model) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+        if labels is not None:
+            auto, model = transformers.AutoModelForSequenceClassification, copy.deepcopy(model)
+            model.num_labels = labels
         built: nn.Module = auto.from_config(model, dtype=torch.float32)
         return built
     if not isinstance(model, str):
         fix = "give a model, its name or folder, or a config of transformers"
         raise ConfigError(Problem("model", type(model).__name__, fix))
-    return load_model(model, load_options(args, quantization_config), empty)
+    return load_model(model, load_options(args, quantization_config), empty, labels)
 
 
 def load_model(
-    name: str, options: dict[str, Any], empty: bool = False, *, labels: int | None = None
+    name: str, options: dict[str, Any], empty: bool = False, labels: int | None = None
 ) -> nn.Module:
     """`from_pretrained` of the class that the model's config names, else of `AutoModelForCausalLM`. Raises ModelError
     if it cannot be loaded, and ConfigError for options that it does not take.
 
-    Args:
-        empty: on the meta device and without reading any weights, if that can be (see `model_without_weights`).
-        labels: the outputs of a sequence classifier, which is loaded instead.
+    The other arguments are those of `open_model`.
     """
     transformers = require("transformers", _PURPOSE)
     of_config = {k: v for k, v in options.items() if k in OF_CONFIG}
