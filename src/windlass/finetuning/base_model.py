@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.core.activity import looking_for
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.locations import why_not_loaded
 from windlass.core.logs import get_job_logger
@@ -76,7 +77,8 @@ def load_model(
     of_config = {k: v for k, v in options.items() if k in OF_CONFIG}
     outputs = {} if labels is None else {"num_labels": labels}
     try:
-        config = transformers.AutoConfig.from_pretrained(name, **of_config, **outputs)
+        with looking_for(name):
+            config = transformers.AutoConfig.from_pretrained(name, **of_config, **outputs)
         if labels is None:
             names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
             kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)

@@ -109,7 +109,7 @@ class DPOTrainer(ReferenceTrainer):
 
     @classmethod
     def preparation(cls, args: DPOConfig, tokenizer: Any, limits: ModelLimits) -> PreferenceData:
-        """Return what prepares the datasets, with `tokenizer`, for a model with these limits."""
+        """Return what prepares datasets by `args`, with `tokenizer`, for a model with `limits`."""
         options = PairOptions(
             max_length=args.max_length, truncation_mode=args.truncation_mode, num_proc=args.dataset_num_proc
         )

@@ -98,7 +98,7 @@ class KTOTrainer(ReferenceTrainer):
 
     @classmethod
     def preparation(cls, args: KTOConfig, tokenizer: Any, limits: ModelLimits) -> PreferenceData:
-        """Return what prepares the datasets, with `tokenizer`, for a model with these limits."""
+        """Return what prepares datasets by `args`, with `tokenizer`, for a model with `limits`."""
         options = PairOptions(
             answers=(COMPLETION,), max_length=args.max_length, num_proc=args.dataset_num_proc
         )

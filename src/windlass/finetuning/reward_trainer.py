@@ -92,7 +92,7 @@ class RewardTrainer(FineTuner):
 
     @classmethod
     def preparation(cls, args: RewardConfig, tokenizer: Any, limits: ModelLimits) -> PreferenceData:
-        """Return what prepares the datasets, with `tokenizer`, for a model with these limits."""
+        """Return what prepares datasets by `args`, with `tokenizer`, for a model with `limits`."""
         options = PairOptions(
             max_length=args.max_length, whole=True, eos_token=args.eos_token, num_proc=args.dataset_num_proc
         )
