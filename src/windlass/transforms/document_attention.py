@@ -233,9 +233,7 @@ def document_attention(
             f"{type(module).__name__} adds a position bias to its scores, which attention document by document does "
             "not support. Train the model without packing and padding_free."
         )
-    rows = query.shape[0]
-    lengths = attention_mask.lengths
-    borders = attention_mask.borders
+    lengths, borders = attention_mask.lengths, attention_mask.borders
     if borders is not None and attention_mask.is_causal and attend.is_plain and has_kernel(query, key, value):
         return varlen_attention(query, key, value, borders, max(lengths), scaling), None
     queries = _split(query, lengths)
@@ -247,7 +245,7 @@ def document_attention(
         ],
         dim=1,
     )
-    return joined.reshape(rows, -1, *joined.shape[2:]), None
+    return joined.reshape(len(query), -1, *joined.shape[2:]), None
 
 
 def _by_borders(mask: Tensor | None, borders: Tensor | None, query: Tensor) -> DocumentMask | Tensor | None:
