@@ -20,22 +20,15 @@ from windlass.transforms.model_limits import ModelLimits
 
 @dataclass(frozen=True, slots=True)
 class PreferenceData:
-    """Prepares the datasets of one trainer.
+    """Prepares the datasets of one trainer."""
 
-    Attributes:
-        tokenizer: turns text into ids.
-        options: the columns of answers, and their greatest length.
-        limits: the tokens and positions that the model has.
-        numbers: columns of numbers that are taken over.
-        finish: what is done with prepared rows at last, with the name of the dataset.
-        summaries: name of a dataset -> counts of its preparation; streams have none.
-    """
-
-    tokenizer: Any
-    options: PairOptions
-    limits: ModelLimits
-    numbers: tuple[str, ...] = ()
+    tokenizer: Any  # turns text into ids
+    options: PairOptions  # the columns of answers, and their greatest length
+    limits: ModelLimits  # the tokens and positions that the model has
+    numbers: tuple[str, ...] = ()  # columns of numbers that are taken over
+    # What is done with prepared rows at last, with the name of the dataset
     finish: Callable[[Any, str], Any] = lambda rows, name: rows
+    # Name of a dataset -> counts of its preparation; streams have none
     summaries: dict[str, TextSummary] = field(default_factory=dict)
 
     def prepare(self, dataset: Any, name: str) -> Any:
