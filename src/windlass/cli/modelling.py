@@ -42,17 +42,11 @@ _SMALL = {
 
 @dataclass(frozen=True, slots=True)
 class TextShape:
-    """What a language model reads.
+    """What a language model reads."""
 
-    Attributes:
-        tokenizer: makes its ids.
-        length: most tokens of a sample.
-        key: dotted key of the recipe with that length, for errors.
-    """
-
-    tokenizer: Any
-    length: int
-    key: str
+    tokenizer: Any  # makes its ids
+    length: int  # most tokens of a sample
+    key: str  # dotted key of the recipe with that length, for errors
 
     def implied_config(self) -> dict[str, Any]:
         """Return the defaults of a new model's config."""

@@ -26,16 +26,11 @@ _READER_TOKENS = {
 
 @dataclass(frozen=True, slots=True)
 class TokenizerKind:
-    """A tokenizer to train.
+    """A tokenizer to train."""
 
-    Attributes:
-        algorithm: the one for `tokenizer.train.algorithm: auto`.
-        special_tokens: name of transformers -> token.
-        around: templates of the tokens around a text and around a pair of them; None: no tokens are added.
-    """
-
-    algorithm: str
-    special_tokens: Mapping[str, str]
+    algorithm: str  # the one for `tokenizer.train.algorithm: auto`
+    special_tokens: Mapping[str, str]  # name of transformers -> token
+    # Templates of the tokens around a text and around a pair of them; None: no tokens are added
     around: tuple[str, str] | None = None
 
 

@@ -20,22 +20,14 @@ from windlass.transforms.model_limits import ModelLimits
 
 @dataclass(frozen=True, slots=True)
 class PreferenceData:
-    """Prepares the datasets of one trainer.
+    """Prepares the datasets of one trainer."""
 
-    Attributes:
-        tokenizer: turns text into ids.
-        options: the columns of answers, and their greatest length.
-        limits: the tokens and positions that the model has.
-        numbers: columns of numbers that are taken over.
-        arrange: gives a dataset the columns that are prepared.
-        summaries: name of a dataset -> counts of its preparation; streams have none.
-    """
-
-    tokenizer: Any
-    options: PairOptions
-    limits: ModelLimits
-    numbers: tuple[str, ...] = ()
-    arrange: Callable[[Any], Any] = lambda rows: rows
+    tokenizer: Any  # turns text into ids
+    options: PairOptions  # the columns of answers, and their greatest length
+    limits: ModelLimits  # the tokens and positions that the model has
+    numbers: tuple[str, ...] = ()  # columns of numbers that are taken over
+    arrange: Callable[[Any], Any] = lambda rows: rows  # gives a dataset the columns that are prepared
+    # Name of a dataset -> counts of its preparation; streams have none
     summaries: dict[str, TextSummary] = field(default_factory=dict)
 
     def prepare(self, dataset: Any, name: str) -> Any:

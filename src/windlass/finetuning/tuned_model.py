@@ -34,17 +34,11 @@ from windlass.transforms.first_rank import to_meta
 
 @dataclass(frozen=True, slots=True)
 class TunedModel:
-    """A model to tune.
+    """A model to tune."""
 
-    Attributes:
-        model: with its adapter, if one is trained.
-        processing_class: tokenizer, or a processor with one.
-        tokenizer: the tokenizer itself, with its special tokens and chat template set.
-    """
-
-    model: nn.Module
-    processing_class: Any
-    tokenizer: Any
+    model: nn.Module  # with its adapter, if one is trained
+    processing_class: Any  # tokenizer, or a processor with one
+    tokenizer: Any  # the tokenizer itself, with its special tokens and chat template set
 
 
 def open_tuned_model(
