@@ -28,22 +28,15 @@ _MOST = 1 << 34  # bytes that are read of such a file
 
 @dataclass(frozen=True, slots=True)
 class ReferencePass:
-    """Runs a reference over datasets.
+    """Runs a reference over datasets."""
 
-    Attributes:
-        accelerator: the devices and the other processes.
-        compute: batch on the host -> log-probability of each of its sequences, shape (sequences,), all first answers
-            of its rows before all second ones.
-        collator: list of samples -> batch.
-        batch_size: rows of a batch.
-        key: what the results depend on, besides the rows; None: they are not kept.
-    """
-
-    accelerator: Any
+    accelerator: Any  # the devices and the other processes
+    # Batch on the host -> log-probability of each of its sequences, shape (sequences,), all first answers of its rows
+    # before all second ones
     compute: Callable[[Any], Tensor]
-    collator: Callable[[list[Any]], Any]
-    batch_size: int
-    key: str | None
+    collator: Callable[[list[Any]], Any]  # list of samples -> batch
+    batch_size: int  # rows of a batch
+    key: str | None  # what the results depend on, besides the rows; None: they are not kept
 
     def add_to(self, rows: PairRows, names: Sequence[str]) -> PairRows:
         """Return `rows` with a column for each name: the log-probabilities of its answers. Collective."""

@@ -49,17 +49,11 @@ def arguments_that_matter(args: TrainingArguments, adapter: bool = False) -> dic
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """That a model of this kind trains on a layout as on one process.
+    """That a model of this kind trains on a layout as on one process."""
 
-    Attributes:
-        config: of the small model in place of the large one.
-        layout: the layout that is tried in place of the real one.
-        facts: `arguments_that_matter`.
-    """
-
-    config: dict[str, Any]
-    layout: AxisLayout
-    facts: dict[str, Any]
+    config: dict[str, Any]  # of the small model in place of the large one
+    layout: AxisLayout  # the layout that is tried in place of the real one
+    facts: dict[str, Any]  # `arguments_that_matter`
 
     @classmethod
     def of(cls, config: Any, layout: AxisLayout, facts: dict[str, Any]) -> Claim:

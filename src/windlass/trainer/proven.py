@@ -46,7 +46,9 @@ def report_proof(args: TrainingArguments, model: Any, all_ranks: Gang, dist: Dis
     divides = any(axis not in _OF_SAMPLES for axis in layout.axes)
     sizes = ",".join(f"{axis}={size}" for axis, size in layout.sizes)
     name = str(getattr(config, "_name_or_path", ""))
-    command = f"windlass prove {name if name and Path(name).is_dir() else 'RECIPE'} --layout {sizes}"
+    command = (
+        f"windlass prove {name if name and Path(name).is_dir() else 'RECIPE_OR_CONFIG.JSON'} --layout {sizes}"
+    )
     try:
         facts = arguments_that_matter(args, adapter=hasattr(model, "peft_config"))
         proven, line = describe(Claim.of(config, layout, facts), layout, command)

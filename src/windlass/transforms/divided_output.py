@@ -22,13 +22,10 @@ class DividedOutput(Mapping[str, Any]):
     """What a forward with labels returns: the loss of the whole batch, and its logits, gathered when they are read.
 
     All ranks that divide them must read them, or none.
-
-    Attributes:
-        part: what this rank has of the logits, until they are read.
     """
 
     loss: Tensor
-    part: Gatherable | Tensor
+    part: Gatherable | Tensor  # what this rank has of the logits, until they are read
 
     @property
     def logits(self) -> Tensor:

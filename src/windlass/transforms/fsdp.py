@@ -60,7 +60,7 @@ class FullyShardedModel(Strategy):
         ConfigError: the plan cannot be applied to this module or world. ModelError: the module cannot be sharded.
     """
 
-    sharded = True
+    sharded = reduces = True
 
     def __init__(
         self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device | None = None

@@ -65,8 +65,7 @@ class Pipeline(Strategy):
         ModelError: the stages compute something else than the whole model.
     """
 
-    sharded = True
-    saves_parts = True
+    sharded = reduces = saves_parts = True
 
     def __init__(
         self,

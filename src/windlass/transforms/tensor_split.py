@@ -16,18 +16,13 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 @dataclass(frozen=True, slots=True)
 class TensorSplit:
-    """How a dimension is divided: each rank has a chunk, of which the last may be shorter.
+    """How a dimension is divided: each rank has a chunk, of which the last may be shorter."""
 
-    Attributes:
-        size: of the whole dimension.
-        ranks, rank: how many there are, and which one this is. A single rank has all.
-        group: the process group of the ranks.
-    """
-
-    size: int
+    size: int  # of the whole dimension
+    # `ranks`, `rank`: how many there are, and which one this is. A single rank has all.
     ranks: int = 1
     rank: int = 0
-    group: Any = None
+    group: Any = None  # the process group of the ranks
 
     @property
     def chunk(self) -> int:

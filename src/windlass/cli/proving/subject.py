@@ -25,19 +25,12 @@ from windlass.proofs.record import Claim, arguments_that_matter
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is proven.
+    """What is proven."""
 
-    Attributes:
-        name: of the recipe or the file.
-        config: the configuration of its model.
-        layout: the one that the recipe asks for.
-        facts: see `arguments_that_matter`.
-    """
-
-    name: str
-    config: Any
-    layout: AxisLayout
-    facts: dict[str, Any]
+    name: str  # of the recipe or the file
+    config: Any  # the configuration of its model
+    layout: AxisLayout  # the one that the recipe asks for
+    facts: dict[str, Any]  # see `arguments_that_matter`
 
     @property
     def module(self) -> str:

@@ -36,23 +36,15 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """The plans that settings make.
-
-    Attributes:
-        accumulation: micro-batches of an update; None if not set.
-        use_cpu: do not use accelerators.
-        compile: None does not compile.
-        debug: check shapes before collective operations.
-        settings: where each value came from.
-    """
+    """The plans that settings make."""
 
     dist: DistPlan
     precision: PrecisionPlan
-    accumulation: int | None
-    use_cpu: bool
-    compile: CompilePlan | None
-    debug: bool
-    settings: Settings
+    accumulation: int | None  # micro-batches of an update; None if not set
+    use_cpu: bool  # do not use accelerators
+    compile: CompilePlan | None  # None does not compile
+    debug: bool  # check shapes before collective operations
+    settings: Settings  # where each value came from
 
 
 def plan_parallel(settings: Settings, world: World) -> Parallel:
