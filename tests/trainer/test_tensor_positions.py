@@ -37,27 +37,19 @@ def test_two_ranks_equal_one_process(run: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_other_families_equal_one_process(run: Run) -> None:
-    cases: dict[str, Case] = {
-        name: (name, POSITIONS, {})
-        for name in (
-            "gpt2",
-            "mixtral",
-            "balanced",
-            "olmoe",
-            "qwen3_moe",
-            "phi3",
-            "gemma3",
-            "even",
-            "tied",
-            "qwen3",
-            "precise gemma3",
-        )
-    }
-    cases["own loss"] = ("even", POSITIONS, {"own_loss": True})
-    check_equal(run, 2, cases, dict.fromkeys(("gemma3", "own loss"), SINGLE))
-    cases = {"four ranks": ("heads", {**POSITIONS, "tp_size": 4}, {})}
-    check_equal(run, 4, cases, {})
+@pytest.mark.parametrize(
+    "names",
+    [("gpt2", "phi3", "gemma3"), ("mixtral", "balanced", "olmoe", "qwen3_moe"), ("even", "tied", "qwen3")],
+)
+def test_other_families_equal_one_process(run: Run, names: tuple[str, ...]) -> None:
+    check_equal(run, 2, {name: (name, POSITIONS, {}) for name in names}, {"gemma3": SINGLE})
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_four_ranks_and_the_models_own_loss_equal_one_process(run: Run) -> None:
+    check_equal(run, 2, {"own loss": ("even", POSITIONS, {"own_loss": True})}, {"own loss": SINGLE})
+    check_equal(run, 4, {"four": ("heads", {**POSITIONS, "tp_size": 4}, {})}, {})
 
 
 @pytest.mark.slow
