@@ -49,8 +49,7 @@ def main() -> None:
 def warm_up() -> None:
     """Import what trainings import on their way."""
     gc.disable()  # all of it stays
-    # Its import starts threads. Older transformers import it, by scikit-learn and pandas, which can do without it.
-    sys.modules["pyarrow"] = None  # type: ignore[assignment]
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow would start a thread
     import accelerate
     import torch
     import torch.distributed.checkpoint
@@ -61,21 +60,16 @@ def warm_up() -> None:
     import windlass
 
     # Names that their packages load when they are first asked for.
-    _ = windlass.Accelerator, windlass.Trainer, accelerate.Accelerator, transformers.GPT2LMHeadModel
+    _ = windlass.Accelerator, windlass.Trainer, accelerate.Accelerator
+    _ = transformers.GPT2LMHeadModel, transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerFast
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer imports the compiler
-    for room in (
-        "accelerator",
-        "assemble",
-        "callbacks",
-        "checkpoint",
-        "data",
-        "engine",
-        "trainer",
-        "transforms",
-    ):
-        for module in pkgutil.iter_modules([f"{windlass.__path__[0]}/{room}"], f"windlass.{room}."):
+    for module in pkgutil.walk_packages(windlass.__path__, "windlass."):
+        if module.name != "windlass.__main__":
             importlib.import_module(module.name)
-    del sys.modules["pyarrow"]
+    # Each takes longer than a small training.
+    for optional in ("datasets", "matplotlib.figure", "peft", "pytest"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(optional)
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     assert threads == 1, f"{threads} threads: a fork could inherit a lock that no thread releases"
     # What the imports would do at the end of every rank takes as long as a small training, and is of no use there.
