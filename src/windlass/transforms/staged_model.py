@@ -31,6 +31,7 @@ from windlass.dist.sharded import (
 )
 from windlass.transforms.lean_head import LeanHead
 from windlass.transforms.pipeline_cut import Cut
+from windlass.transforms.stage_balance import StageBalance
 from windlass.transforms.stage_forwards import Call, StageForwards
 from windlass.transforms.stage_link import StageLink
 from windlass.transforms.stage_views import StageEnd, StageView
@@ -64,6 +65,7 @@ class StagedModel(ElsewhereState):
         module: whole, on the host; its parameters of other stages are replaced, and the others moved to `device`.
         placement: for each stage the rank that computes it, as an index in the pipeline.
         pipeline_ranks: the pipeline of this rank.
+        balance: of the experts in all stages.
 
     Attributes:
         local: the stages of this rank.
@@ -82,7 +84,9 @@ class StagedModel(ElsewhereState):
         placement: Sequence[int],
         pipeline_ranks: Gang,
         device: torch.device,
+        balance: StageBalance,
     ) -> None:
+        self._balance = balance
         self.module, self.placement, self.link = module, placement, StageLink(pipeline_ranks, device)
         self.local = [stage for stage, rank in enumerate(placement) if rank == pipeline_ranks.rank]
         self.randomness = PlacedRandomness(device)
@@ -134,7 +138,7 @@ class StagedModel(ElsewhereState):
     def room(self, stage: int) -> Tensor | None:
         """Memory for what the stage before sends; None if that failed. Waits for its header."""
         if not self.link.ranks.exists:
-            return self.link.imagine(stage)
+            return self._balance.room(self.link.imagine(stage))
         return self.link.expect(self.placement[stage - 1])
 
     # --- parameters -------------------------------------------------------------------------------------------------
@@ -271,7 +275,7 @@ class StagedModel(ElsewhereState):
         """
         self._step = step = _Step(stage, index)
         self.randomness.at(index)
-        self._views[stage].enter(received)
+        self._views[stage].enter(self._balance.begin(received))
         try:
             result = body()
         except StageEnd as end:
@@ -299,12 +303,19 @@ class StagedModel(ElsewhereState):
         # Ranks that divide the rows of a batch drop different tokens.
         part = self.link.ranks.over("context").rank
         self.randomness.at(step.index, 1 + step.stage + part * self.stages)
-        try:
-            result = self._forward(*args, **kwargs)
-        except StageEnd as end:
-            raise StageEnd(self.at_end(end.tensor)) from None
+        result = self._computed(args, kwargs, self.at_end)
         self.randomness.at(step.index, 0)
         return result
+
+    def _computed(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], at_end: Callable[[Tensor], Tensor]
+    ) -> Any:
+        """The forward of a stage; the last one returns."""
+        with self._balance.forward():
+            try:
+                return self._forward(*args, **kwargs)
+            except StageEnd as end:
+                raise StageEnd(self._balance.end(at_end(end.tensor), args, kwargs)) from None
 
     # --- a forward of all stages ------------------------------------------------------------------------------------
 
@@ -314,9 +325,9 @@ class StagedModel(ElsewhereState):
         return self._forwards.run(calls)
 
     def _compute(self, stage: int, received: Tensor | None, call: Call) -> Any:
-        self._views[stage].enter(received)
+        self._views[stage].enter(self._balance.begin(received))
         try:
-            return self._forward(*call[0], **call[1])
+            return self._computed(*call, lambda tensor: tensor)
         except StageEnd as end:
             return end.tensor
         finally:
