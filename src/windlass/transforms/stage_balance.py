@@ -107,6 +107,7 @@ class StageBalance(WholeBalance):
         self._before = None
         if received is None or not self._experts:
             return received
+        states: Tensor
         states, self._before = Apart.apply(received, self._experts)  # type: ignore[no-untyped-call]
         return states
 

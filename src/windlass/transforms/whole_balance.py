@@ -30,7 +30,8 @@ class WholeBalance:
 
     Args:
         module: a mixture of transformers, or any other, whose forwards are left as they are.
-        loss_ranks: each forward, and its backward, needs all of them if `everywhere`, or else those of its context.
+        loss_ranks: each training forward, and its backward, needs all of them if `everywhere`, and others those of its
+            context.
         everywhere: balance the batches of all ranks that reduce gradients together, and not of each context.
         is_filling: returns True if the batch of this rank does not count.
         division: returns how the rows of the forward of a model that is under way are divided; None: they are whole.
@@ -47,8 +48,8 @@ class WholeBalance:
         is_filling: Callable[[], bool],
         division: Callable[[nn.Module], Division | None],
     ) -> None:
-        self._ranks = loss_ranks if everywhere else loss_ranks.over("context")
-        self._everywhere, self._is_filling, self._division = everywhere, is_filling, division
+        self._ranks, self._everywhere = loss_ranks, everywhere
+        self._is_filling, self._division = is_filling, division
         self._hooks: list[Any] = []
         self._owners: list[tuple[nn.Module, dict[str, Any], Any]] = []
         for part in module.modules():
@@ -106,8 +107,11 @@ class WholeBalance:
     def of_ranks(self, part: nn.Module, sums: Tensor) -> Tensor:
         """The loss of the sums of all ranks; of rows that are divided, an equal share of it for each rank."""
         division = self._division(part)
-        if self._everywhere or division is not None:
-            sums = _SumOverRanks.apply(sums, group_of(self._ranks))  # type: ignore[no-untyped-call]
+        # An evaluation has one loss of each batch, on any number of ranks.
+        everywhere = self._everywhere and part.training
+        if everywhere or division is not None:
+            ranks = self._ranks if everywhere else self._ranks.over("context")
+            sums = _SumOverRanks.apply(sums, group_of(ranks))  # type: ignore[no-untyped-call]
         return balance(sums) / (1 if division is None else division.zigzag.size)
 
     def release(self) -> None:
