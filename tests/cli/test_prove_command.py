@@ -77,10 +77,8 @@ def test_a_layout_is_proven_recorded_and_recognised_by_a_run(tmp_path: Path) -> 
     said = launch(2, ROOT / "tests" / "cli" / "proving" / "proven_run.py", tmp_path, "tp=2", environ=environ)
     assert f"layout tp=2: proven on {kept['date']}" in said
     said = launch(2, ROOT / "tests" / "cli" / "proving" / "proven_run.py", tmp_path, "cp=2", environ=environ)
-    assert (
-        "layout cp=2: not proven equal to one process; prove it with: windlass prove RECIPE --layout cp=2"
-        in said
-    )
+    command = "windlass prove RECIPE_OR_CONFIG.JSON --layout cp=2"
+    assert f"layout cp=2: not proven equal to one process; prove it with: {command}" in said
 
 
 @pytest.mark.dist

@@ -6,20 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from windlass import Trainer, TrainingArguments
 
 ROWS = 2048
-VOCABULARY, LENGTH, BATCH = 320, 32, 4
+VOCABULARY, LENGTH, BATCH, HIDDEN = 320, 32, 4, 64
 
 
-def llama(layers: int = 4, hidden: int = 64, **more: Any) -> Any:
+def llama(layers: int = 4, hidden: int = HIDDEN, **more: Any) -> Any:
     """A new model in the mode of the caller."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 2 * hidden, **more}
     return LlamaForCausalLM(
         LlamaConfig(vocab_size=VOCABULARY, hidden_size=hidden, num_hidden_layers=layers, **sizes)
     )
+
+
+def mixture(layers: int = 2, experts: int = 4) -> Any:
+    """A new mixture of experts, of which two compute each token."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": HIDDEN}
+    chosen = {"num_hidden_layers": layers, "num_local_experts": experts, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, **sizes, **chosen))
 
 
 def trainer(folder: Path, model: Any = None, layers: int = 4, length: int = LENGTH, **arguments: Any) -> Any:

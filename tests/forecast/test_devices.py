@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.forecast.models import BATCH, LENGTH, VOCABULARY, trainer
 
-from windlass.core.errors import ConfigError
+from windlass.core.errors import ConfigError, Problem
 from windlass.forecast.child import apart
 from windlass.forecast.forecast import Forecast
 from windlass.forecast.trace import Trace
@@ -77,3 +77,15 @@ def test_fp16_is_planned(tmp_path: Path) -> None:
 
 def test_a_forked_process_does_not_wait_for_threads_that_it_lacks() -> None:
     assert apart(torch.get_num_threads) == 1
+
+
+def test_a_refusal_in_a_forked_process_keeps_its_problems() -> None:
+    def refuse() -> None:
+        raise ConfigError(
+            [Problem("tp_size", 4, "must divide num_attention_heads"), Problem("fsdp", None, "x")]
+        )
+
+    with pytest.raises(ConfigError) as refused:
+        apart(refuse)
+    assert [each.value for each in refused.value.problems] == [4, None]
+    assert str(refused.value).count("problem") == 1

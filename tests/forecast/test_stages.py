@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.forecast.models import BATCH, LENGTH, VOCABULARY, llama, trainer
-from transformers import MixtralConfig, MixtralForCausalLM
+from tests.forecast.models import BATCH, HIDDEN, LENGTH, llama, mixture, trainer
 
 from windlass import ParallelismConfig
 from windlass.forecast.forecast import Forecast
 from windlass.forecast.trace import Trace
 from windlass.forecast.tracing import trace_of, trace_of_largest
 from windlass.utils import PipelineParallelConfig
-
-HIDDEN = 64
 
 
 def at_most(found: Trace, kind: str) -> int:
@@ -104,14 +101,6 @@ def test_the_last_stage_makes_no_whole_logits_and_its_layers_can_be_divided(tmp_
     assert sent["shard"]["shard"] < 1.1 * at_most(plain, "weights"), "gathered and reduced once an update"
     assert sent["tensor"]["tensor"] > 2 * 2 * 4 * border, (
         "two layers, two micro-batches, four sums of activations"
-    )
-
-
-def mixture() -> Any:
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": HIDDEN}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    return MixtralForCausalLM(
-        MixtralConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=2, **sizes, **experts)
     )
 
 

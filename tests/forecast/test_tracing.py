@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.forecast.models import BATCH, LENGTH, llama, trainer
+from tests.forecast.models import BATCH, LENGTH, llama, mixture, trainer
 
 from windlass import ParallelismConfig
 from windlass.core.errors import ConfigError, ModelError
@@ -133,6 +134,63 @@ def test_ranks_that_shard_hold_parts_and_send_what_theory_says(tmp_path: Path) -
     assert link.axis == "shard"
     norm = 2 * 8  # the sum of a double
     assert link.nbytes == (3 * weights - root + norm) * (ranks - 1) // ranks
+
+
+@pytest.mark.parametrize(("shards", "pipeline"), [(3, 1), (2, 2), pytest.param(3, 2, marks=pytest.mark.slow)])
+def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, shards: int, pipeline: int) -> None:
+    """Also if the ranks do not divide a size, so that the last part is smaller."""
+    layout = ParallelismConfig(dp_shard_size=shards, pp_size=pipeline)
+    found = [
+        saved(tmp_path, shards * pipeline, rank, parallelism_config=layout)
+        for rank in range(shards * pipeline)
+    ]
+    steps = (
+        4 * (shards - 1) * len(list(llama(2).parameters()))
+    )  # each part of a parameter has a number of steps
+    assert sum(found) == saved(tmp_path, 1, 0) + steps
+
+
+def saved(folder: Path, world: int, rank: int, **options: Any) -> int:
+    """The bytes that a rank has to save."""
+    return trace_of(lambda: trainer(folder, layers=2, **options).train(), world, rank).saved["here"]
+
+
+AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "sp", "tp")
+
+
+def products(world: int, axes: tuple[str, ...] = AXES) -> Iterator[dict[str, int]]:
+    """The sizes of axes that make `world` ranks, each 1 or a power of two."""
+    if not axes:
+        if world == 1:
+            yield {}
+        return
+    for power in range(world.bit_length()):
+        size = 1 << power
+        if world % size == 0:
+            for rest in products(world // size, axes[1:]):
+                yield {f"{axes[0]}_size": size} | rest if size > 1 else rest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "ranks"), [(4, range(4)), (8, (0, 5, 7))])
+def test_ranks_of_every_product_of_axes_are_planned_or_refused(
+    tmp_path: Path, world: int, ranks: Iterable[int]
+) -> None:
+    """What one rank is refused, each is refused, in the same words."""
+    for sizes in products(world):
+        said = {said_to(tmp_path, world, rank, sizes) for rank in ranks}
+        assert len(said) == 1, (sizes, said)
+
+
+def said_to(folder: Path, world: int, rank: int, sizes: dict[str, int]) -> str:
+    layout = ParallelismConfig(**sizes)
+    layers = max(2, sizes.get("pp_size", 1))
+    model = mixture(layers, 8) if "ep_size" in sizes else llama(layers)
+    try:
+        trace_of(lambda: trainer(folder, model, parallelism_config=layout).train(), world, rank)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def test_a_rank_without_replicas_divides_layers(tmp_path: Path) -> None:

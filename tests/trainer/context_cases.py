@@ -52,6 +52,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", _SIZES | _LATENT),
     "gpt2": ("GPT2Config", {"vocab_size": 23, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64,
                             "bos_token_id": 1, "eos_token_id": 2} | _DROPS),
+    "dropped gpt2": ("GPT2Config", {"vocab_size": 23, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64,
+                                    "bos_token_id": 1, "eos_token_id": 2} | dict.fromkeys(_DROPS, 0.1)),
     "phi3": ("Phi3Config", _SIZES),
     "olmoe": ("OlmoeConfig", _SIZES | {"num_experts": 4, "num_experts_per_tok": 2}),
     "t5": ("T5Config", {"vocab_size": 23, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 4,
@@ -180,15 +182,18 @@ def train(
     }
 
 
+def layout(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a layout: sizes, and options beside them."""
+    options = {"pp_schedule", "tp_sequence_parallel"} & given.keys()
+    return {"parallelism_config": given if options else ParallelismConfig(**given)} if given else {}
+
+
 def main() -> None:
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     found = {}
-    with (
-        double_precision()
-    ):  # also of the parts that models compute in single precision, whose rounding hides faults
+    with double_precision():  # also of what models compute in single precision, whose rounding hides faults
         for case, (name, parallel, changes) in cases.items():
-            given = {"parallelism_config": ParallelismConfig(**parallel)} if parallel else {}
-            found[case] = train(name, folder / case, **given, **changes)
+            found[case] = train(name, folder / case, **layout(parallel), **changes)
             leave()  # the next case may have another layout
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 

@@ -24,6 +24,8 @@ OPTIONS = {
     "adamw_anyprecision": "use_kahan_summation=True",
     "schedule_free_radam": "silent_sgd_phase=False",
     **dict.fromkeys(PROJECTING, "rank=48, update_proj_gap=2"),
+    # The gradient has 8 directions. Adafactor's update is as large in any other, where rounding alone decides.
+    "galore_adafactor": "rank=8, update_proj_gap=2",
 }
 
 

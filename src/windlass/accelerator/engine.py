@@ -23,15 +23,10 @@ from windlass.transforms.strategy import Strategy
 
 
 class LoopEngine(Protocol):
-    """Normalizes losses and owns the updates; may have its own models.
+    """Normalizes losses and owns the updates; may have its own models."""
 
-    Attributes:
-        strategies: the strategies of the engine's own models, which are not prepared ones.
-        saves_state: True if `save_state` saves the loop; False if the engine saves its own state.
-    """
-
-    strategies: Sequence[Strategy]
-    saves_state: bool
+    strategies: Sequence[Strategy]  # the strategies of the engine's own models, which are not prepared ones
+    saves_state: bool  # True if `save_state` saves the loop; False if the engine saves its own state
 
     @property
     def dist(self) -> DistPlan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,45 +17,41 @@ from windlass.transforms.strategy import Strategy
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of one update. Tensors stay on the device; the ledger reads them.
+    """The result of one update. Tensors stay on the device; the ledger reads them."""
 
-    Attributes:
-        loss: scalar fp32 or fp64, this rank's share of the loss (summed over ranks it is the update's loss).
-        norm: scalar, global gradient norm before clipping.
-        applied: False if the update was skipped (fp16 overflow, or a non-finite norm under `guard`).
-        parts: named auxiliary losses, this rank's share.
-        overflowed: fp16 gradients did not fit the loss scale, which is lower now.
-        losses: this rank's share of each micro-batch, in order; `loss` is their sum.
-    """
-
+    # Scalar fp32 or fp64, this rank's share of the loss (summed over ranks it is the update's loss)
     loss: Tensor
-    norm: Tensor
-    applied: bool
-    parts: dict[str, Tensor]
-    overflowed: bool = False
-    losses: Sequence[Tensor] = ()
+    norm: Tensor  # scalar, global gradient norm before clipping
+    applied: bool  # False if the update was skipped (fp16 overflow, or a non-finite norm under `guard`)
+    parts: dict[str, Tensor]  # named auxiliary losses, this rank's share
+    overflowed: bool = False  # fp16 gradients did not fit the loss scale, which is lower now
+    losses: Sequence[Tensor] = ()  # this rank's share of each micro-batch, in order; `loss` is their sum
 
 
 class StepHooks:
-    """What an executor calls in an update."""
+    """What an executor calls in an update.
+
+    Attributes:
+        heard: the events of callbacks within an update that have listeners; the others are not reported.
+    """
+
+    heard: Collection[str] = ()
 
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         """Forward and backward of micro-batch `index`; returns its detached share of the update's loss."""
         raise NotImplementedError
 
-    def rescale(self) -> Tensor | None:
-        """Factor that corrects the gradients once the true weight of the update is known; None if it was known."""
-        return None
-
-    def parts(self) -> dict[str, Tensor]:
-        """Named auxiliary losses of the update, this rank's share."""
-        return {}
+    def complete(self) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Called after the last micro-batch. Returns the factor that corrects the gradients, None if the weight of the
+        update was known before, and named auxiliary losses, this rank's share.
+        """
+        return None, {}
 
     def event(self, name: str) -> None:
-        """Called at `on_substep_end` and `on_pre_optimizer_step`."""
+        """Called at `on_substep_end` and `on_pre_optimizer_step`, if they are heard."""
 
     def stepped(self, applied: bool) -> None:
-        """Called after an update was applied or skipped, while its gradients exist: `on_optimizer_step`."""
+        """Called after an update was applied or skipped, while its gradients exist, if `on_optimizer_step` is heard."""
 
 
 class WeightAverage(Protocol):
@@ -78,12 +74,14 @@ class Executor(Protocol):
     Attributes:
         updates_in_backward: parameters change in the backward already, so one that fails may leave some changed.
         can_undo: an update whose backward failed leaves nothing behind once it is abandoned.
+        dispatch: called when all work of an update was requested, to start it; None if the device has begun already.
     """
 
     strategy: Strategy
     optimizer: torch.optim.Optimizer
     updates_in_backward: bool
     can_undo: bool
+    dispatch: Callable[[], None] | None
 
     @property
     def model(self) -> torch.nn.Module:
@@ -128,10 +126,6 @@ class Executor(Protocol):
         ...
 
     def zero_grad(self) -> None: ...
-
-    def dispatch(self) -> None:
-        """Called when all work of an update was requested: start it, on devices that only recorded it so far."""
-        ...
 
     def abandon(self) -> bool:
         """Discard the gradients of an update that failed with an error. Return True if the model and the optimizer are

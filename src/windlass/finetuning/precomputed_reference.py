@@ -29,24 +29,16 @@ _MOST = 1 << 34  # bytes that are read of such a file
 
 @dataclass(frozen=True, slots=True)
 class ReferencePass:
-    """Runs a reference over datasets.
+    """Runs a reference over datasets."""
 
-    Attributes:
-        accelerator: the devices.
-        all_ranks: every process. Those that share the samples of a batch compute the same rows.
-        compute: batch on the host -> log-probability of each of its sequences, shape (sequences,), all first answers
-            of its rows before all second ones.
-        collator: list of samples -> batch.
-        batch_size: rows of a batch.
-        key: what the results depend on, besides the rows; None: they are not kept.
-    """
-
-    accelerator: Any
-    all_ranks: Gang
+    accelerator: Any  # the devices
+    all_ranks: Gang  # those that share the samples of a batch compute the same rows
+    # Batch on the host -> log-probability of each of its sequences, shape (sequences,), all first answers of its rows
+    # before all second ones
     compute: Callable[[Any], Tensor]
-    collator: Callable[[list[Any]], Any]
-    batch_size: int
-    key: str | None
+    collator: Callable[[list[Any]], Any]  # list of samples -> batch
+    batch_size: int  # rows of a batch
+    key: str | None  # what the results depend on, besides the rows; None: they are not kept
 
     def add_to(self, rows: PairRows, names: Sequence[str]) -> PairRows:
         """Return `rows` with a column for each name: the log-probabilities of its answers. Collective."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from windlass.core.errors import ModelError, WindlassError
+from windlass.core.errors import ConfigError, ModelError, Problem, WindlassError
 
 
 class Child:
@@ -30,13 +30,15 @@ class Child:
         os.close(writer)
 
     def result(self) -> Any:
-        """What `work` returned. Raises ModelError with the message of what it raised."""
+        """What `work` returned. Raises its ConfigError, or a ModelError with the message of what else it raised."""
         with os.fdopen(self._reader, "rb") as pipe:
             text = pipe.read()
         os.waitpid(self._pid, 0)
         if not text:
             raise ModelError("the process that looked at the model ended without an answer")
         answer = json.loads(text)
+        if "problems" in answer:
+            raise ConfigError([Problem(*each) for each in answer["problems"]])
         if "error" in answer:
             raise ModelError(answer["error"])
         return answer["value"]
@@ -53,6 +55,8 @@ def _answer(work: Callable[[], Any], writer: int) -> None:
     torch.set_num_threads(1)
     try:
         answer = {"value": work()}
+    except ConfigError as error:
+        answer = {"problems": [(each.field, each.value, each.fix) for each in error.problems]}
     except WindlassError as error:
         answer = {"error": str(error)}
     except BaseException as error:
@@ -60,5 +64,5 @@ def _answer(work: Callable[[], Any], writer: int) -> None:
             traceback.print_exc()
         answer = {"error": f"{type(error).__name__}: {error}"}
     with os.fdopen(writer, "wb") as pipe:
-        pipe.write(json.dumps(answer).encode())
+        pipe.write(json.dumps(answer, default=str).encode())
     os._exit(0)

@@ -124,7 +124,7 @@ class Rehearsal:
             self.stack.cut(layers)
         borders, lean_head = self._borders(), self._lean_head()
         # PyTorch warns of what is done with such tensors.
-        with _some_values(), warnings.catch_warnings(action="ignore"), _first_part_only():
+        with _some_values(), warnings.catch_warnings(action="ignore"), _own_parts_only():
             take_memory(model, mode)
             align_special_tokens(model, request.tokenizer)
             built = build(
@@ -286,6 +286,7 @@ class FollowedSteps(MicroSteps):
         super().__init__(context)
         self._meter, self._accumulated = meter, context.plan.batch.accumulation
         self._model = context.hooks.model
+        self.heard = ("on_pre_optimizer_step",)
 
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         self._meter.stage = "micro-batch" if index == 0 else "later micro-batch"
@@ -296,12 +297,12 @@ class FollowedSteps(MicroSteps):
         self._meter.times = 1
         return share
 
-    def rescale(self) -> Tensor | None:
+    def complete(self) -> tuple[Tensor | None, dict[str, Tensor]]:
         self._meter.stage = "gradient norm"
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:  # that of a shard, which no hook has seen
                 self._meter.adopt(parameter.grad, GRADIENTS, name.rpartition(".")[0])
-        return super().rescale()
+        return super().complete()
 
     def event(self, name: str) -> None:
         if name == "on_pre_optimizer_step":
@@ -384,18 +385,30 @@ def _saved(meter: Meter) -> Iterator[None]:
         yield
 
 
+class _PartsOnDemand(Sequence[Tensor]):
+    """What `torch.chunk` makes of a tensor, and empty parts up to `parts`, each of them once it is asked for."""
+
+    def __init__(self, tensor: Tensor, parts: int, dim: int) -> None:
+        self._tensor, self._parts, self._dim = tensor, parts, dim
+
+    def __len__(self) -> int:
+        return self._parts
+
+    def __getitem__(self, index: Any) -> Any:
+        size = self._tensor.size(self._dim)
+        each = -(-size // self._parts)
+        if index * each >= size:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, index * each, min(each, size - index * each))
+
+
 @contextlib.contextmanager
-def _first_part_only() -> Iterator[None]:
-    """Within the body, FSDP2 makes the part of rank 0 of each parameter, and not those of a thousand ranks."""
+def _own_parts_only() -> Iterator[None]:
+    """Within the body, FSDP2 makes of each parameter the part of this rank, and not those of a thousand ranks."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     module: Any = _fsdp_param
-    own = module._chunk_with_empty
-
-    def first(tensor: Tensor, parts: int, dim: int) -> list[Tensor]:
-        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // parts))]
-
-    module._chunk_with_empty = first
+    own, module._chunk_with_empty = module._chunk_with_empty, _PartsOnDemand
     try:
         yield
     finally:

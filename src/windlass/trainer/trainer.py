@@ -521,7 +521,8 @@ class Trainer:
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """A batch on this process's device, as a new container: hooks may take labels out of it."""
-        prepared = self._prepare_input(inputs)
+        own = self._prepare_input if self._services.loss.hooks.own_items else None
+        prepared = on_device(inputs, self._session.device, None) if own is None else own(inputs)
         if isinstance(prepared, Mapping | list | tuple) and not prepared:
             raise empty_batch(self._signature_columns)
         return prepared

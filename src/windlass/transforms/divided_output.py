@@ -22,15 +22,13 @@ class DividedOutput(Mapping[str, Any]):
     """What a forward with labels returns: the loss of the whole batch, and its logits, gathered when they are read.
 
     All ranks that divide them must read them, or none.
-
-    Attributes:
-        part: what this rank has of the logits, until they are read.
-        aux_loss: the balancing loss of experts, which `loss` contains; None if there is none.
     """
 
     loss: Tensor
-    part: Gatherable | Tensor
-    aux_loss: Tensor | None = None
+    part: Gatherable | Tensor  # what this rank has of the logits, until they are read
+    aux_loss: Tensor | None = (
+        None  # the balancing loss of experts, which `loss` contains; None if there is none
+    )
 
     @property
     def logits(self) -> Tensor:

@@ -68,8 +68,7 @@ class Pipeline(Strategy):
         ModelError: the stages compute something else than the whole model.
     """
 
-    sharded = True
-    saves_parts = True
+    sharded = reduces = saves_parts = True
 
     def __init__(
         self,
@@ -110,6 +109,8 @@ class Pipeline(Strategy):
         with balance.finding_routers(outputs):
             cut, whole = find_cut(module, len(placement), plan.split_points, example)
             outputs.append(whole)
+        for name in cut.last:
+            module.get_submodule(name).ends_stage = True  # type: ignore[assignment]
         lean_head = lean_head_of_whole(module)
         self.staged = staged = StagedModel(module, cut, placement, self._ranks, self._device, balance)
         staged.lean_head = lean_head

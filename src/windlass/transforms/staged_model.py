@@ -41,15 +41,11 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _Step:
-    """A micro-batch that runs on one stage of this rank.
-
-    Attributes:
-        calls: of the model.
-    """
+    """A micro-batch that runs on one stage of this rank."""
 
     stage: int
     index: int
-    calls: int = 0
+    calls: int = 0  # of the model
 
 
 def staged_of(module: nn.Module) -> StagedModel | None:
