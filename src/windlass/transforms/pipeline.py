@@ -105,10 +105,7 @@ class Pipeline(Strategy):
         tensors = (tensor.detach() for tensor in (*module.parameters(), *module.buffers()))
         broadcast(tensors, self._all_ranks)
         placement, example = plan.placement, example_of(module)
-        outputs: list[Any] = []
-        with balance.finding_routers(outputs):
-            cut, whole = find_cut(module, len(placement), plan.split_points, example)
-            outputs.append(whole)
+        cut, whole = balance.cut(lambda: find_cut(module, len(placement), plan.split_points, example))
         for name in cut.last:
             module.get_submodule(name).ends_stage = True  # type: ignore[assignment]
         lean_head = lean_head_of_whole(module)

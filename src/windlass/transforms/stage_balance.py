@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang
 from windlass.transforms.divided_sequences import Division
+from windlass.transforms.pipeline_cut import Cut
 from windlass.transforms.whole_balance import WholeBalance, balance, router_sums
 
 
@@ -45,10 +46,9 @@ class StageBalance(WholeBalance):
 
     # --- routers ----------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def finding_routers(self, outputs: list[Any]) -> Iterator[None]:
-        """Within it the whole model runs once, and what it returns is put into `outputs`: the routers are the modules
-        that return its `router_logits`.
+    def cut(self, find: Callable[[], tuple[Cut, Any]]) -> tuple[Cut, Any]:
+        """What `find` returns, which runs the whole model: the routers are the modules that return `router_logits` of
+        its output.
         """
         returned: list[tuple[nn.Module, int | None, Tensor]] = []
 
@@ -59,14 +59,13 @@ class StageBalance(WholeBalance):
         hooks = [module.register_forward_hook(note) for module in self._module.modules()]
         try:
             with self.applied():
-                yield
+                found, output = find()
         finally:
             for hook in hooks:
                 hook.remove()
-        for output in outputs:
-            found = output.get("router_logits") if isinstance(output, Mapping) else None
-            for logits in found or ():
-                self._watch(logits, returned)
+        for logits in (output.get("router_logits") if isinstance(output, Mapping) else None) or ():
+            self._watch(logits, returned)
+        return found, output
 
     def _watch(self, logits: Tensor, returned: list[tuple[nn.Module, int | None, Tensor]]) -> None:
         for module, place, value in returned:
