@@ -2,8 +2,8 @@
 
 Numbers in the output of a tutorial are those of one machine, since processors round sums in different orders: only that
 there is a number is compared. So which lines are printed must not depend on rounding: a run that a metric ends has more
-epochs than it can need. Commands without operators of the shell run in a fork of a process that has imported everything;
-others run in a shell.
+epochs than it can need. Commands without operators of the shell run in a fork of a process that has imported
+everything; others run in a shell.
 """
 
 from __future__ import annotations
