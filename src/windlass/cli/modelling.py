@@ -10,6 +10,7 @@ from typing import Any
 from windlass.cli.schema import ModelSpec
 from windlass.config.nearest import did_you_mean
 from windlass.config.refusal import refuse
+from windlass.core.activity import looking_for
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.locations import why_not_loaded
 from windlass.core.optional import require
@@ -23,7 +24,6 @@ _SMALL = {
     "intermediate_size": 384,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
     "initializer_range": 0.06,
@@ -114,7 +114,8 @@ def model_type_of(name: str) -> str:
     """Return the type in the config of a named model. Raises ModelError if it cannot be read."""
     transformers = require("transformers", "run a recipe")
     try:
-        return str(transformers.AutoConfig.from_pretrained(name).model_type)
+        with looking_for(name):
+            return str(transformers.AutoConfig.from_pretrained(name).model_type)
     except (OSError, ValueError) as error:
         raise ModelError(f"the config of the model {name!r} cannot be read: {error}") from error
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.cli.schema import Recipe, TokenizerTraining
+from windlass.core.activity import looking_for
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.locations import why_not_loaded
 from windlass.core.optional import require
@@ -65,7 +66,8 @@ def build_tokenizer(
     name = recipe.tokenizer.name or recipe.model.name
     assert name is not None  # `checks.py` asks for one of the two
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        with looking_for(name):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ModelError(f"the tokenizer {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
     return _with_padding(tokenizer)

@@ -17,7 +17,13 @@ from windlass.finetuning.base_model import (
     set_special_tokens,
     write_special_tokens,
 )
-from windlass.finetuning.peft_adapters import add_adapter, is_peft_model, is_quantized, let_gradients_in
+from windlass.finetuning.peft_adapters import (
+    add_adapter,
+    is_peft_model,
+    is_quantized,
+    let_gradients_in,
+    with_head,
+)
 from windlass.finetuning.templates import adopt_template
 from windlass.finetuning.tuning_config import LORA_B, TuningConfig
 from windlass.trainer.defaults import seed_all
@@ -42,6 +48,7 @@ def open_tuned_model(
     quantization_config: Any = None,
     peft_config: Any = None,
     with_images: bool = False,
+    labels: int | None = None,
 ) -> TunedModel:
     """Load or build the model and its tokenizer, and add the adapter. Seeds all random generators. With
     `cpu_ram_efficient_loading` only the first process of each machine has weights, until the model is sharded.
@@ -53,13 +60,16 @@ def open_tuned_model(
         quantization_config: how a loaded model is quantized.
         peft_config: the adapter to train; the model's own weights are frozen.
         with_images: a processor is looked for, instead of a tokenizer.
+        labels: the outputs of a sequence classifier, which is tuned instead; its head is trained beside an adapter.
 
     Raises:
         ConfigError, ModelError, TypeError: what cannot be loaded, or not combined.
     """
     seed_all(args)  # new weights and new adapters are drawn from these generators
     empty = isinstance(model, str) and receives_weights(args)
-    opened = open_model(model, args, quantization_config, empty=empty)
+    opened = open_model(model, args, quantization_config, empty=empty, labels=labels)
+    if labels is not None:
+        peft_config = with_head(opened, labels, peft_config)
     keep_trainable(opened)
     _check_torchao(opened)
     _check_sharding(args, opened)
