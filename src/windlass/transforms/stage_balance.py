@@ -19,6 +19,7 @@ from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang
 from windlass.transforms.divided_sequences import Division
 from windlass.transforms.pipeline_cut import Cut
+from windlass.transforms.stage_forwards import Call
 from windlass.transforms.whole_balance import WholeBalance, balance, router_sums
 
 
@@ -52,7 +53,7 @@ class StageBalance(WholeBalance):
         """
         returned: list[tuple[nn.Module, int | None, Tensor]] = []
 
-        def note(module: nn.Module, args: Any, output: Any) -> None:
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
             pairs = enumerate(output) if isinstance(output, tuple) else [(None, output)]
             returned.extend((module, place, value) for place, value in pairs if isinstance(value, Tensor))
 
@@ -80,7 +81,7 @@ class StageBalance(WholeBalance):
         )
 
     def _noting(self, place: int | None) -> Callable[[nn.Module, Any, Any], None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
             if self._logits is not None:  # layers are computed again in the backward
                 self._logits.append(output if place is None else output[place])
 
@@ -124,11 +125,11 @@ class StageBalance(WholeBalance):
         finally:
             self._logits = None
 
-    def end(self, tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    def end(self, tensor: Tensor, call: Call) -> Tensor:
         """What a stage sends: the tensor with which it ends, and sums. Called within `forward`, with its arguments."""
         if not self._experts:
             return tensor
-        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        given = {**dict(zip(self._parameters, call[0], strict=False)), **call[1]}
         sums = self._sums(given.get("attention_mask"))
         return Together.apply(tensor, sums.to(_wide(tensor)))  # type: ignore[no-untyped-call, no-any-return]
 

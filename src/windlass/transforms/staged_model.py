@@ -82,7 +82,6 @@ class StagedModel(ElsewhereState):
         device: torch.device,
         balance: StageBalance,
     ) -> None:
-        self._balance = balance
         self.module, self.placement, self.link = module, placement, StageLink(pipeline_ranks, device)
         self.local = [stage for stage, rank in enumerate(placement) if rank == pipeline_ranks.rank]
         self.randomness = PlacedRandomness(device)
@@ -97,7 +96,7 @@ class StagedModel(ElsewhereState):
         self._of_stage: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.local}
         self._stage_of = cut.stage_of()
         self._divide(cut, device)
-        self._views = {stage: StageView(module, cut, stage) for stage in self.local}
+        self._views = {stage: StageView(module, cut, stage, balance) for stage in self.local}
         self._forwards = StageForwards(self.link, placement, self._compute)
         self._step: _Step | None = None
         self._forward = module.forward
@@ -134,7 +133,7 @@ class StagedModel(ElsewhereState):
     def room(self, stage: int) -> Tensor | None:
         """Memory for what the stage before sends; None if that failed. Waits for its header."""
         if not self.link.ranks.exists:
-            return self._balance.room(self.link.imagine(stage))
+            return self._views[stage].balance.room(self.link.imagine(stage))
         return self.link.expect(self.placement[stage - 1])
 
     # --- parameters -------------------------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ class StagedModel(ElsewhereState):
         """
         self._step = step = _Step(stage, index)
         self.randomness.at(index)
-        self._views[stage].enter(self._balance.begin(received))
+        self._views[stage].enter(received)
         try:
             result = body()
         except StageEnd as end:
@@ -299,19 +298,18 @@ class StagedModel(ElsewhereState):
         # Ranks that divide the rows of a batch drop different tokens.
         part = self.link.ranks.over("context").rank
         self.randomness.at(step.index, 1 + step.stage + part * self.stages)
-        result = self._computed(args, kwargs, self.at_end)
+        result = self._computed(step.stage, (args, kwargs), self.at_end)
         self.randomness.at(step.index, 0)
         return result
 
-    def _computed(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], at_end: Callable[[Tensor], Tensor]
-    ) -> Any:
+    def _computed(self, stage: int, call: Call, at_end: Callable[[Tensor], Tensor]) -> Any:
         """The forward of a stage; the last one returns."""
-        with self._balance.forward():
+        balance = self._views[stage].balance
+        with balance.forward():
             try:
-                return self._forward(*args, **kwargs)
+                return self._forward(*call[0], **call[1])
             except StageEnd as end:
-                raise StageEnd(self._balance.end(at_end(end.tensor), args, kwargs)) from None
+                raise StageEnd(balance.end(at_end(end.tensor), call)) from None
 
     # --- a forward of all stages ------------------------------------------------------------------------------------
 
@@ -321,9 +319,9 @@ class StagedModel(ElsewhereState):
         return self._forwards.run(calls)
 
     def _compute(self, stage: int, received: Tensor | None, call: Call) -> Any:
-        self._views[stage].enter(self._balance.begin(received))
+        self._views[stage].enter(received)
         try:
-            return self._computed(*call, lambda tensor: tensor)
+            return self._computed(stage, call, lambda tensor: tensor)
         except StageEnd as end:
             return end.tensor
         finally:

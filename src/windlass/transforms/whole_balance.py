@@ -145,11 +145,8 @@ def router_sums(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> 
 
 def balance(sums: Tensor) -> Tensor:
     """The loss of `router_sums`: 1 per chosen expert of a token if all experts are chosen equally often. In fp32."""
-    chosen, probability, tokens = (
-        sums[0],
-        sums[1],
-        sums[2].clamp(min=1),
-    )  # 0 if no rank has a batch that counts
+    chosen, probability, tokens = sums
+    tokens = tokens.clamp(min=1)  # 0 if no rank has a batch that counts
     loss: Tensor = ((chosen / tokens) * (probability / tokens)).sum() * len(tokens)
     return loss.float()
 
