@@ -29,16 +29,22 @@ OF_CONFIG = frozenset(
 # How weights are read, and where they lie: without them nothing to decide.
 _OF_READING = frozenset(
     {
-        "device_map", "max_memory", "low_cpu_mem_usage", "offload_folder", "offload_buffers", "offload_state_dict",
-        "use_safetensors", "weights_only", "variant", "key_mapping", "ignore_mismatched_sizes",
+        "device_map",
+        "max_memory",
+        "low_cpu_mem_usage",
+        "use_safetensors",
+        "weights_only",
+        "variant",
+        "key_mapping",
     }
-)  # fmt: skip
+    | {"offload_folder", "offload_buffers", "offload_state_dict", "ignore_mismatched_sizes"}
+)
 _MADE_WITH = OF_CONFIG | {"dtype", "attn_implementation", "quantization_config"}
 
 
 def model_without_weights(kind: Any, config: Any, options: dict[str, Any]) -> nn.Module | None:
     """Return the model without reading any weights; None if it is quantized in another way than to 4 bits
-    (bitsandbytes), or an option is no setting of the config and may need its weights.
+    (bitsandbytes), or an option that is not a setting of the config may need its weights.
 
     Args:
         kind: the class, or one that chooses a class by the config.
