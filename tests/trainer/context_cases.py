@@ -36,6 +36,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", _SIZES | {"head_dim": 4}),
     "gemma3": ("Gemma3TextConfig", _SIZES
                | {"head_dim": 4, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
+    "precise gemma3": ("Gemma3TextConfig", _SIZES
+                       | {"head_dim": 4, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
     "mixtral": ("MixtralConfig", _SIZES | _EXPERTS),
     "balanced": ("MixtralConfig", _SIZES | _EXPERTS
                  | {"output_router_logits": True, "router_aux_loss_coef": 5.0}),
@@ -46,6 +48,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", _SIZES | _LATENT),
     "gpt2": ("GPT2Config", {"vocab_size": 23, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64,
                             "bos_token_id": 1, "eos_token_id": 2} | _DROPS),
+    "dropped gpt2": ("GPT2Config", {"vocab_size": 23, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64,
+                                    "bos_token_id": 1, "eos_token_id": 2} | dict.fromkeys(_DROPS, 0.1)),
     "phi3": ("Phi3Config", _SIZES),
     "olmoe": ("OlmoeConfig", _SIZES | {"num_experts": 4, "num_experts_per_tok": 2}),
     "t5": ("T5Config", {"vocab_size": 23, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 4,
@@ -62,7 +66,21 @@ def model(name: str) -> Any:
     kind_of_model = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
     auto = getattr(transformers, f"AutoModelFor{kind_of_model}")
     made = auto.from_config(config, experts_implementation="eager")
+    if name.startswith("precise"):
+        for norm in made.modules():
+            if type(norm).__name__ == "Gemma3RMSNorm":
+                norm.__class__ = PreciseNorm
     return made.to(torch.float64)
+
+
+class PreciseNorm(nn.Module):
+    """The norm of Gemma 3, in the precision of its input."""
+
+    eps: float
+    weight: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
 
 
 def samples(count: int = 36) -> list[dict[str, list[int]]]:
@@ -166,12 +184,17 @@ def train(
     }
 
 
+def layout(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a layout: sizes, and options beside them."""
+    options = {"pp_schedule", "tp_sequence_parallel"} & given.keys()
+    return {"parallelism_config": given if options else ParallelismConfig(**given)} if given else {}
+
+
 def main() -> None:
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     found = {}
     for case, (name, parallel, changes) in cases.items():
-        given = {"parallelism_config": ParallelismConfig(**parallel)} if parallel else {}
-        found[case] = train(name, folder / case, **given, **changes)
+        found[case] = train(name, folder / case, **layout(parallel), **changes)
         leave()  # the next case may have another layout
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 

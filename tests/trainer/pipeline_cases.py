@@ -19,13 +19,14 @@ from tests.trainer.context_cases import (
     collate,
     first_logits,
     killing,
+    layout,
     samples,
     token_loss,
 )
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from windlass import LossTerms, ParallelismConfig
+from windlass import LossTerms
 from windlass.core.errors import ConfigError, ModelError
 from windlass.dist.gang import leave
 from windlass.dist.sharded import whole
@@ -202,15 +203,6 @@ def train(
         "weights": torch.cat([saved[key].flatten() for key in sorted(saved)]).tolist(),
         "head": head.flatten().tolist(),
     }
-
-
-def layout(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a layout: sizes, and options of a pipeline beside them."""
-    return (
-        {"parallelism_config": given if "pp_schedule" in given else ParallelismConfig(**given)}
-        if given
-        else {}
-    )
 
 
 def main() -> None:

@@ -21,16 +21,12 @@ from windlass.text.located_rows import LocatedRows
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """The rows to train on and to evaluate on, and the tokenizer; `evaluation` is None without any.
-
-    Attributes:
-        takes_turns: the rows are conversations.
-    """
+    """The rows to train on and to evaluate on, and the tokenizer; `evaluation` is None without any."""
 
     tokenizer: Any
     train: LocatedRows
     evaluation: LocatedRows | None
-    takes_turns: bool
+    takes_turns: bool  # the rows are conversations
 
 
 def load_preferences(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> Preferences:

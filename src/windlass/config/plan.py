@@ -295,6 +295,7 @@ class DistPlan:
         context: how many ranks divide the sequences of a batch, among which keys and values travel.
         sequence: how many ranks divide each such part once more, and exchange heads.
         tensor, expert: how many ranks divide the layers, and with different samples the experts, of one model.
+        tensor_positions: ranks that divide the layers divide the positions of hidden states between them.
         pipeline: how the layers are divided among further ranks; None: they are not.
     """
 
@@ -313,6 +314,7 @@ class DistPlan:
     context: int = 1
     sequence: int = 1
     tensor: int = 1
+    tensor_positions: bool = False
     expert: int = 1
     pipeline: PipelinePlan | None = None
 

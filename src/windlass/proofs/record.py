@@ -29,9 +29,14 @@ SCHEMA = "windlass-prove/1"
 _LIBRARIES = ("torch", "transformers")
 
 
-def arguments_that_matter(args: TrainingArguments, adapter: bool = False) -> dict[str, Any]:
-    """The arguments of a run on which it depends what a layout computes: names -> plain values. `adapter`: only an
-    adapter is trained.
+def arguments_that_matter(
+    args: TrainingArguments, adapter: bool = False, positions: bool = False
+) -> dict[str, Any]:
+    """The arguments of a run on which it depends what a layout computes: names -> plain values.
+
+    Args:
+        adapter: only an adapter is trained.
+        positions: ranks that divide layers divide the positions between them; see `DistPlan`.
     """
     smoothing: float = args.label_smoothing_factor
     facts = {
@@ -39,6 +44,7 @@ def arguments_that_matter(args: TrainingArguments, adapter: bool = False) -> dic
         "recompute": bool(args.gradient_checkpointing),
         "clips": bool(args.max_grad_norm),
         "adapter": adapter,
+        "positions": positions,
         # Of fine-tuning, whose arguments have them.
         "tuning": hasattr(args, "completion_only_loss"),
         "loss": getattr(args, "loss_type", None),

@@ -97,6 +97,8 @@ class Pipeline(Strategy):
         broadcast(tensors, self._all_ranks)
         placement, example = plan.placement, example_of(module)
         cut, whole = find_cut(module, len(placement), plan.split_points, example)
+        for name in cut.last:
+            module.get_submodule(name).ends_stage = True  # type: ignore[assignment]
         lean_head = lean_head_of_whole(module)
         self.staged = staged = StagedModel(module, cut, placement, self._ranks, self._device)
         staged.lean_head = lean_head

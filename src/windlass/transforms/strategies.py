@@ -96,7 +96,7 @@ def _in_parts(module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch
     if plan.tensor > 1:
         from windlass.transforms.tensor_parallel import TensorParallel
 
-        return TensorParallel(module, loss_ranks, device)
+        return TensorParallel(module, loss_ranks, device, plan.tensor_positions)
     if plan.expert > 1:
         from windlass.transforms.expert_parallel import replicated
 
