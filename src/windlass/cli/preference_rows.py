@@ -93,7 +93,9 @@ def build_preference_trainer(
         )
     if isinstance(name, str):
         options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
-        args.model_init_kwargs = {"dtype": recipe.model.dtype, **options}
+        args.model_init_kwargs = (
+            options if "torch_dtype" in options else {"dtype": recipe.model.dtype, **options}
+        )
     adapter = build_adapter(recipe)
     if adapter is not None and "task_type" not in (recipe.adapter or {}):
         adapter.task_type = adapter_task

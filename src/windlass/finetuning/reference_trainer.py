@@ -83,7 +83,8 @@ class ReferenceTrainer(FineTuner):
     def _settings_key(self) -> str:
         args = self.args
         chosen = (args.max_length, getattr(args, "truncation_mode", ""), getattr(args, "ld_alpha", None))
-        return repr((type(self).__name__, *chosen, args.bf16, args.fp16, args.precompute_ref_batch_size))
+        computed = (args.bf16, args.fp16, args.qat, args.precompute_ref_batch_size)
+        return repr((type(self).__name__, *chosen, *computed))
 
     def _add_reference_to_datasets(self) -> None:
         train, size = self.args.per_device_train_batch_size, self.args.precompute_ref_batch_size
