@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,10 @@ from torch import Tensor, nn
 from windlass.config.plan import Float8Plan, PrecisionPlan
 from windlass.config.refusal import refuse
 from windlass.core.errors import Problem
-from windlass.core.optional import install_command, is_available, require
+from windlass.core.logs import get_job_logger
+from windlass.core.optional import install_command, is_available
+
+_log = get_job_logger(__name__)
 
 _any_device: ContextVar[bool] = ContextVar("any_device", default=False)
 _FLOAT8_SINCE = (8, 9)  # Ada; Hopper and later have it too
@@ -27,28 +29,24 @@ def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module 
     problems = [*_device_problems(plan, device)]
     if model is not None:
         problems += _weight_problems(model.named_parameters())
-        _keep_masks_finite(model)
+        _warn_of_infinite_masks(model)
     refuse(problems)
 
 
-def _keep_masks_finite(model: nn.Module) -> None:
-    """Let the masks of the "eager" attention of transformers in float64 be finite in float32, in which its softmax is:
-    otherwise a token that sees no other one, as padding more than a window away from the last token of its row, becomes
-    NaN. Of this process; masks of other dtypes stay as they are.
+def _warn_of_infinite_masks(model: nn.Module) -> None:
+    """Warn of the "eager" attention of transformers in float64, whose softmax in float32 makes its mask infinite: a
+    token that sees no other one, as padding more than a window away from the last token of its row, becomes NaN.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    window = getattr(text, "sliding_window", None)
     eager = getattr(text, "_attn_implementation", None) == "eager"
-    if eager and any(p.dtype is torch.float64 for p in model.parameters()):
-        masks: Any = require("transformers.masking_utils", "mask eager attention in float64")
-        masks.AttentionMaskInterface.register("eager", partial(_finite_mask, masks.eager_mask))
-
-
-def _finite_mask(eager_mask: Callable[..., Tensor | None], *args: Any, **options: Any) -> Tensor | None:
-    mask = eager_mask(*args, **options)
-    if mask is None or mask.dtype is not torch.float64:
-        return mask
-    return mask.clamp(min=torch.finfo(torch.float32).min)
+    if window and eager and any(p.dtype is torch.float64 for p in model.parameters()):
+        _log.warning(
+            "attn_implementation='eager' in float64: rows that are padded by more than the window of %d tokens become "
+            "NaN in the attention of transformers; load the model with attn_implementation='sdpa'",
+            window,
+        )
 
 
 def check_weights(optimizer: torch.optim.Optimizer) -> None:
