@@ -140,9 +140,13 @@ def _even_points(model: nn.Module, stages: int) -> list[str]:
     if len(names) < stages:
         fix = f"is more than the {len(names)} layers of {type(model).__name__}: use fewer, or 1F1B"
         raise ConfigError(Problem("pp_size times pp_stages_per_process", stages, fix))
-    each, more = divmod(len(names), stages)
-    starts = [number * each + min(number, more) for number in range(1, stages)]
-    return [names[start] for start in starts]
+    return [names[start] for start in first_layers(len(names), stages)[1:]]
+
+
+def first_layers(layers: int, stages: int) -> list[int]:
+    """The number of the first layer of each stage, if `stages` divide them evenly."""
+    each, more = divmod(layers, stages)
+    return [number * each + min(number, more) for number in range(stages)]
 
 
 def _units(model: nn.Module, points: Sequence[str], path: str = "") -> Iterator[tuple[str, nn.Module]]:
