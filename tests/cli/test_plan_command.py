@@ -87,7 +87,7 @@ def test_the_first_layout_that_fits(recipe: str, capsys: pytest.CaptureFixture[s
     assert main(["plan", recipe, "--fit", "2x1GB"]) == 0
     out = capsys.readouterr().out
     assert "replicas 2: as the recipe is" in out
-    assert f"{len(list(layouts(2))) - 1} more cost as much or more" in out
+    assert f"{len(list(layouts(2, 1))) - 1} more cost as much or more" in out
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_told_with_the_least(
     lines = [line.strip() for line in out.splitlines()[2:]]
     more = sum(int(line.partition(" more ")[0]) for line in lines if " more " in line)
     assert len([line for line in lines if "does not fit" in line or "refused: " in line]) + more == len(
-        list(layouts(2))
+        list(layouts(2, 1))
     )
 
 

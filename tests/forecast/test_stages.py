@@ -40,22 +40,6 @@ def test_a_stage_has_its_layers_and_sends_its_border(tmp_path: Path) -> None:
         assert 2 * border <= link.nbytes < 2 * border + 1000, "beside activations there are headers"
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_layers_that_are_left_out_of_stages_add_what_they_would(tmp_path: Path, rank: int) -> None:
-    """Thirteen layers on two stages, of which the first has one more: run are nine and eleven."""
-    layout = ParallelismConfig(pp_size=2)
-    given = {"layers": 13, "parallelism_config": layout, "gradient_accumulation_steps": 2}
-    whole, added = (
-        trace_of(lambda: trainer(tmp_path, **given).train(), 2, rank, whole=each) for each in (True, False)
-    )
-    assert added.facts["layers"] == ["model.layers", 13]
-    assert added.facts["parameters"] == whole.facts["parameters"]
-    assert added.peak[1] == whole.peak[1]
-    assert added.saved == whole.saved
-    assert Forecast(added).links() == Forecast(whole).links()
-    assert sum(added.work.values()) == sum(whole.work.values())
-
-
 @pytest.mark.slow
 def test_a_schedule_decides_how_many_micro_batches_are_kept(tmp_path: Path) -> None:
     """The first of two stages keeps two micro-batches under 1F1B, however many there are, and all under GPipe."""

@@ -213,7 +213,7 @@ def _fitting(
     known = device or find_board(_USUAL)
     assert known is not None, "it has figures"
     board = known[1]
-    every = ((cost_of(layout, size, board), layout) for layout in layouts(devices.number))
+    every = ((cost_of(layout, size, board), layout) for layout in layouts(devices.number, size.micro_batches))
     priced = sorted(every, key=lambda each: each[0])
     say_line = (lambda line: None) if options.json else say
     say_line(f"layouts for {options.fit}, the cheapest first by estimate at the rates of {board.short}")

@@ -144,9 +144,11 @@ def _flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, A
             yield f"{before}{word}", value
 
 
-def layouts(devices: int) -> Iterator[Layout]:
-    """All products of axes that make so many ranks; those that exchange in every layer stay within a machine."""
-    for pipeline in _divisors(devices):
+def layouts(devices: int, micro_batches: int) -> Iterator[Layout]:
+    """All products of axes that make so many ranks. Those that exchange in every layer stay within a machine, and a
+    pipeline has no more stages than an update has micro-batches: most of them would wait.
+    """
+    for pipeline in (size for size in _divisors(devices) if size <= micro_batches):
         each = devices // pipeline
         for sizes in itertools.product(
             _divisors(math.gcd(each, math.lcm(*range(1, MACHINE + 1)))), repeat=len(_WITHIN)

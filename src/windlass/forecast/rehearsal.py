@@ -123,11 +123,10 @@ class Rehearsal:
         loader = hooks.get_train_dataloader()
         self._plan, self._source, _ = plan_run(request.args, services, hooks, loader, None)
         _refuse_unbuilt(self._plan)
-        pipeline = self._plan.dist.pipeline
-        stages = 1 if pipeline is None else len(pipeline.placement)
-        named = pipeline is not None and pipeline.split_points  # so each of them exists
-        self.stack = None if whole or named else find_stack(hooks.model, stages)
-        self.update = self._read(3 if pipeline is None else self._plan.batch.accumulation)
+        pipelined = self._plan.dist.pipeline is not None
+        # The stages of a pipeline divide the layers, so that all are run.
+        self.stack = None if whole or pipelined else find_stack(hooks.model)
+        self.update = self._read(self._plan.batch.accumulation if pipelined else 3)
 
     def _read(self, at_most: int) -> UpdateBatch:
         """The update with the largest of the first micro-batches, as often as an update has them."""

@@ -7,10 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from windlass.transforms.pipeline_cut import first_layers
-
-# A stack, or the part of it in a stage of a pipeline, is run with at least so many layers: the first, the last, and two
-# between them of which one is beside neither where weights are gathered for the next layer already.
+# A stack is run with at least so many layers: the first, the last, and two between them of which one is beside neither
+# where weights are gathered for the next layer already.
 _LEAST = 4
 
 
@@ -20,14 +18,13 @@ class Stack:
     Attributes:
         name: of the list in the model.
         length: layers that the model has.
-        few, more: two numbers of layers; `more` has one whole `period` of kinds more than `few`, or one layer more in
-            each of the `stages` of a pipeline.
+        few, more: two numbers of layers; `more` has one whole `period` of kinds more than `few`.
     """
 
-    def __init__(self, name: str, layers: nn.ModuleList, few: int, period: int, stages: int = 1) -> None:
+    def __init__(self, name: str, layers: nn.ModuleList, few: int, period: int) -> None:
         self.name, self.length = name, len(layers)
         self.few, self.more, self.period = few, few + period, period
-        self._layers, self._shown, self._stages = layers, len(layers), stages
+        self._layers, self._shown = layers, len(layers)
 
     def cut(self, layers: int) -> None:
         """Leave the first `layers` of the stack in the model."""
@@ -35,22 +32,18 @@ class Stack:
         self._shown = layers
 
     def part(self, module: str) -> str:
-        """The part of the stack, or of that of its stage, that a module is in."""
+        """The part of the stack that a module is in."""
         if not module.startswith(f"{self.name}."):
             return ""
         number = int(module[len(self.name) + 1 :].partition(".")[0])
-        starts = first_layers(self._shown, self._stages)
-        if number in starts:
+        if number == 0:
             return "first"
-        return "last" if number + 1 in (*starts, self._shown) else "middle"
+        return "last" if number == self._shown - 1 else "middle"
 
 
-def find_stack(model: nn.Module, stages: int = 1) -> Stack | None:
+def find_stack(model: nn.Module) -> Stack | None:
     """The stack whose layers are left out; None if the model has none that is long enough, or its layers repeat in no
     regular way.
-
-    Args:
-        stages: of a pipeline, which divide the layers evenly.
     """
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     sized = [(sum(p.numel() for p in module.parameters()), name, module) for name, module in lists]
@@ -59,10 +52,6 @@ def find_stack(model: nn.Module, stages: int = 1) -> Stack | None:
         return None
     _, name, layers = max(outer, key=lambda item: item[0])
     kinds = _kinds(layers, getattr(model, "config", None))
-    if stages > 1:
-        few = stages * _LEAST + len(kinds) % stages
-        alike = all(kind == kinds[0] for kind in kinds)
-        return Stack(name, layers, few, stages, stages) if alike and few + stages < len(kinds) else None
     for period in range(1, len(kinds) // 2):
         few = _few(kinds, period)
         if few is not None and few + period < len(kinds):

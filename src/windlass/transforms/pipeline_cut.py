@@ -28,16 +28,11 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a unit returns: one tensor, or a tuple of `length` whose first element is one.
-
-    Attributes:
-        size: of its last axis; None if all axes are those of the unit's first input.
-        dtype: of its elements.
-    """
+    """What a unit returns: one tensor, or a tuple of `length` whose first element is one."""
 
     length: int | None
-    size: int | None
-    dtype: torch.dtype
+    size: int | None  # of its last axis; None if all axes are those of the unit's first input
+    dtype: torch.dtype  # of its elements
 
     def holding(self, tensor: Tensor) -> Any:
         """`tensor` as the unit would return it."""
@@ -46,17 +41,12 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The stages of a model.
+    """The stages of a model."""
 
-    Attributes:
-        stages: the names of the units of each, in the order of their calls.
-        last: the unit with which each stage but the last ends: what it returns is all that the next stage gets.
-        outputs: what units return, by name.
-    """
-
-    stages: list[list[str]]
+    stages: list[list[str]]  # the names of the units of each, in the order of their calls
+    # The unit with which each stage but the last ends: what it returns is all that the next stage gets
     last: list[str]
-    outputs: dict[str, Output]
+    outputs: dict[str, Output]  # what units return, by name
 
     def stage_of(self) -> dict[str, int]:
         """The stage of each unit, by name."""
@@ -140,13 +130,9 @@ def _even_points(model: nn.Module, stages: int) -> list[str]:
     if len(names) < stages:
         fix = f"is more than the {len(names)} layers of {type(model).__name__}: use fewer, or 1F1B"
         raise ConfigError(Problem("pp_size times pp_stages_per_process", stages, fix))
-    return [names[start] for start in first_layers(len(names), stages)[1:]]
-
-
-def first_layers(layers: int, stages: int) -> list[int]:
-    """The number of the first layer of each stage, if `stages` divide them evenly."""
-    each, more = divmod(layers, stages)
-    return [number * each + min(number, more) for number in range(stages)]
+    each, more = divmod(len(names), stages)
+    starts = [number * each + min(number, more) for number in range(1, stages)]
+    return [names[start] for start in starts]
 
 
 def _units(model: nn.Module, points: Sequence[str], path: str = "") -> Iterator[tuple[str, nn.Module]]:
