@@ -92,10 +92,11 @@ def test_what_exchanges_or_computes_more_costs_more() -> None:
 def test_what_a_rank_sends_by_estimate_is_what_a_trace_counts(tmp_path: Path) -> None:
     """Of replicas and of shards, of which the root is gathered once: see `test_tracing.py`."""
     size = size_of(lambda: trainer(tmp_path).train())
-    for layout, given in (
+    cases: list[tuple[Layout, dict[str, Any]]] = [
         (Layout(Mesh(replicate=4)), {}),
         (Layout(Mesh(shard=4), sharded=True), {"fsdp": True}),
-    ):
+    ]
+    for layout, given in cases:
         found = trace_of(lambda given=given: trainer(tmp_path, **given).train(), 4)  # type: ignore[misc]
         counted = sum(link.nbytes for link in Forecast(found).links())
         assert sum(nbytes for nbytes, _ in exchanged(layout, size).values()) == pytest.approx(

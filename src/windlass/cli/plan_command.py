@@ -215,7 +215,7 @@ def _fitting(
     board = known[1]
     every = ((cost_of(layout, size, board), layout) for layout in layouts(devices.number, size.micro_batches))
     priced = sorted(every, key=lambda each: each[0])
-    say_line = (lambda line: None) if options.json else say
+    say_line: Callable[[str], None] = (lambda line: None) if options.json else say
     say_line(f"layouts for {options.fit}, the cheapest first by estimate at the rates of {board.short}")
     say_line(f"  {'':<42}{'cost':>8}{'peak of rank':>13}")
     looks = Looks(trace, lambda layout: check_run(start(layout), layout.mesh.size()))

@@ -184,5 +184,5 @@ def _named(asked: frozenset[str]) -> str:
 
 
 def _reason(error: ConfigError | ModelError) -> str:
-    lines = error.problems if isinstance(error, ConfigError) else [error]
+    lines: Sequence[object] = error.problems if isinstance(error, ConfigError) else [error]
     return " ".join(" ".join(map(str, lines)).split())

@@ -20,6 +20,8 @@ _USED = 0.9
 """The share of a device's memory that tensors may take: the runtime and the allocator need some, too."""
 _WITHIN: tuple[Axis, ...] = ("expert", "context", "sequence", "tensor")
 """Axes that exchange in every layer, and so stay within a machine."""
+_ASKED: tuple[Axis, ...] = (*_WITHIN, "pipeline")
+"""Axes that a run may refuse."""
 _LATENCY = 2e-5
 """Seconds until a collective begins, about."""
 _NAMES: dict[Axis, str] = {"replicate": "replicas", "shard": "shards", "expert": "experts"}
@@ -81,8 +83,7 @@ class Layout:
     @property
     def asked(self) -> frozenset[str]:
         """What of it a run may refuse: the sizes of axes, and that parameters are sharded."""
-        axes = (*_WITHIN, "pipeline")
-        used = [(axis, self.mesh.along(axis)) for axis in axes if self.mesh.along(axis) > 1]
+        used = [(axis, self.mesh.along(axis)) for axis in _ASKED if self.mesh.along(axis) > 1]
         words = [word for axis, size in used for word in (axis, f"{axis} {size}")]
         return frozenset([*words, "sharded"] if self.sharded else words)
 
@@ -99,7 +100,7 @@ class Layout:
 
     def parts(self) -> Iterator[Layout]:
         """Each part of what a run may refuse by itself, on as few ranks as have it."""
-        for axis in (*_WITHIN, "pipeline"):
+        for axis in _ASKED:
             if (size := self.mesh.along(axis)) > 1:
                 yield Layout(Mesh(**{axis: size}))
         if self.sharded:
@@ -112,7 +113,7 @@ class Layout:
         mesh, training = self.mesh, recipe.get("training") or {}
         wanted: dict[str, Any] = {
             f"mesh.{word}": None if mesh.along(axis) == 1 else mesh.along(axis)
-            for axis, word in zip((*_WITHIN, "pipeline"), ("ep", "cp", "sp", "tp", "pp"), strict=True)
+            for axis, word in zip(_ASKED, ("ep", "cp", "sp", "tp", "pp"), strict=True)
         }
         wanted["mesh.replicas"] = mesh.replicate if self.sharded and mesh.replicate > 1 else None
         wanted["mesh.shards"] = None
