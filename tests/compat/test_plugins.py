@@ -52,7 +52,7 @@ WORDS = [
     "SageMakerDistributedType",
 ]
 # With fields of our own.
-LARGER = ["AORecipeKwargs"]
+LARGER = ["AORecipeKwargs", "TorchTensorParallelConfig"]
 OBJECTS = [
     "AutocastKwargs",
     "DataLoaderConfiguration",
@@ -67,7 +67,6 @@ OBJECTS = [
     "ProjectConfiguration",
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
-    "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin",
 ]
 REFUSED = [

@@ -55,6 +55,25 @@ def test_a_row_with_seconds_that_leaves_nothing_behind(script: Path) -> None:
         assert terminal.lines == ["read", "on", "done"]
 
 
+def test_what_is_looked_for_on_the_hub_is_named(tmp_path: Path) -> None:
+    lines = (
+        "from windlass.core.activity import looking_for",
+        "with looking_for(sys.argv[1]):",
+        "    input()",
+    )
+    (tmp_path / "s.py").write_text("\n".join(("import sys", *lines)))
+    with Terminal() as terminal:
+        terminal.run(tmp_path / "s.py", "owner/model")
+        terminal.until("looking for owner/model on the Hub")
+        terminal.type("on\r")
+        assert terminal.end() == 0, terminal.lines
+    with Terminal() as terminal:
+        terminal.run(tmp_path / "s.py", str(tmp_path))
+        terminal.type("on\r")
+        assert terminal.end() == 0, terminal.lines
+        assert terminal.lines == ["on"]
+
+
 def test_an_error_removes_the_row(script: Path) -> None:
     with Terminal() as terminal:
         terminal.run(script, "fail")

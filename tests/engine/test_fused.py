@@ -15,6 +15,7 @@ from torch import nn
 from windlass import Trainer, TrainingArguments
 from windlass.core.errors import ConfigError, MemoryShortError, ModelError, NonFiniteError
 from windlass.data.update_batch import UpdateBatch
+from windlass.engine.executor import StepHooks
 from windlass.engine.fused import FusedExecutor
 from windlass.engine.native import NativeExecutor
 from windlass.optim.optimizers.adalomo import AdaLomo
@@ -222,7 +223,7 @@ def test_what_cannot_be_combined_is_refused(tmp_path: Path, changes: dict[str, A
         run(tmp_path, "lomo", activation_checkpointing=True, **changes)
 
 
-class Step:
+class Step(StepHooks):
     """The hooks of one update of a linear model."""
 
     def __init__(self, executor: FusedExecutor, scale: float = 1.0) -> None:
@@ -232,15 +233,6 @@ class Step:
         loss = self.executor.model(update.batches[index]).float().square().mean() * self.scale
         self.executor.backward(loss)
         return loss.detach()
-
-    def rescale(self) -> None: ...
-
-    def parts(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def event(self, name: str) -> None: ...
-
-    def stepped(self, applied: bool) -> None: ...
 
 
 def scaled_updates(lr: float, executor: Any, init_scale: float) -> tuple[list[bool], torch.Tensor]:

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from windlass.core.events import EVENTS
 from windlass.data.update_batch import UpdateBatch
+from windlass.engine.executor import StepHooks
 from windlass.engine.native import NativeExecutor
 from windlass.precision.scaler import LossScaler
 from windlass.transforms.alone import Alone
@@ -29,12 +31,13 @@ def executor_of(module: nn.Module, **options: Any) -> NativeExecutor:
     return NativeExecutor(Alone(module), torch.optim.SGD(module.parameters(), lr=0.1), CPU, **options)
 
 
-class Hooks:
+class Hooks(StepHooks):
     """Squared outputs; writes down the order of events."""
 
     def __init__(self, executor: NativeExecutor, factor: float = 1.0, weight: float | None = None) -> None:
         self.executor, self.factor, self.weight = executor, factor, weight
         self.trace: list[str] = []
+        self.heard = EVENTS
 
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         self.trace.append(f"micro {index}")
@@ -42,11 +45,8 @@ class Hooks:
         self.executor.backward(loss)
         return loss.detach()
 
-    def rescale(self) -> Tensor | None:
-        return None if self.weight is None else torch.tensor(self.weight)
-
-    def parts(self) -> dict[str, Tensor]:
-        return {"part": torch.tensor(2.0)}
+    def complete(self) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return None if self.weight is None else torch.tensor(self.weight), {"part": torch.tensor(2.0)}
 
     def event(self, name: str) -> None:
         self.trace.append({"on_substep_end": "substep", "on_pre_optimizer_step": "before"}[name])

@@ -112,6 +112,29 @@ def test_a_folder_of_a_language_model_gets_a_head_and_an_adapter_trains_it(tmp_p
     trainer.train()
 
 
+def test_a_score_of_rounded_weights_is_learnt(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    losses = []
+    for qat in (None, "int8"):
+        trainer = RewardTrainer(
+            scorer(), settings(tmp_path / f"{qat}", max_steps=12, qat=qat), train_dataset=pairs(),
+            processing_class=small.tokenizer(),
+        )  # fmt: skip
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert losses[0] != losses[1]
+    assert losses[1][-1] < losses[1][0]
+
+
+def test_options_of_a_model_given_by_name_are_used_without_a_remark(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = settings(tmp_path / "out", model_init_kwargs={"dtype": "bfloat16"})
+    trainer = RewardTrainer(small.saved(tmp_path / "model"), args, train_dataset=pairs())
+    assert trainer.model.dtype == torch.bfloat16
+    assert "model_init_kwargs" not in caplog.text
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a reward is one number"):
         RewardTrainer(

@@ -268,6 +268,7 @@ NO_USE = {
     "DistPlan.comm_options": "several processes",
     "DistPlan.find_unused_parameters": "several processes",
     "DistPlan.static_graph": "several processes",
+    "DistPlan.tensor_positions": "several processes",
     "DistPlan.timeout_seconds": "several processes",
     "DurationPlan.steps_per_epoch": "several processes",
     "EvaluationPlan.start_timeout": "workers",

@@ -15,6 +15,7 @@ from windlass import TrainerCallback
 from windlass.callbacks.metrics_log import read_metrics
 from windlass.core.errors import ConfigError, DataError, MissingDependencyError, ModelError
 from windlass.core.optional import is_available
+from windlass.search.optuna_sampler import OptunaSampler
 from windlass.search.search import ChosenTrial, arguments_of
 from windlass.search.study import FILE_NAME
 from windlass.trainer_utils import BestRun
@@ -83,6 +84,20 @@ def test_the_best_and_its_run(tmp_path: Path) -> None:
     assert trainer.state.trial_params == trials[-1]["params"]
     picture = ElementTree.parse(tmp_path / "search.svg")
     assert len(picture.findall(".//{*}circle")) == 2 * len(trials)
+
+
+@pytest.mark.skipif(not is_available("optuna"), reason="needs optuna")
+def test_optuna_tells_nothing_of_a_study_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.enable_propagation()
+    try:
+        OptunaSampler(["minimize"], {}, 1)
+    finally:
+        optuna.logging.disable_propagation()
+    assert "study" not in caplog.text
+    assert optuna.logging.get_verbosity() == before
 
 
 def test_a_grid_ends_with_its_combinations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,6 +190,22 @@ def test_several_packed_rows(name: str) -> None:
     torch.testing.assert_close(logits[1], torch.cat(alone[2:]), rtol=1e-5, atol=1e-5)
 
 
+def test_the_borders_are_made_once_for_all_layers() -> None:
+    model, found = _model("llama"), list[Tensor]()
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, given: found.append(given["attention_mask"].borders), with_kwargs=True
+        )
+    documents = _documents()
+    with documents_apart(model):
+        for packed in (documents, documents[:3]):
+            _loss_sum(model, _packed(packed))
+    assert [borders.tolist() for borders in found] == [[0, 9, 12, 17, 18, 24]] * 2 + [[0, 9, 12, 17]] * 2
+    assert found[0] is found[1]
+    assert found[2] is found[3]
+    assert found[0].dtype is torch.int32
+
+
 @pytest.mark.parametrize("name", ["llama", "sliding window", "soft-capping", "sinks"])
 def test_packed_rows_with_padding_behind_them(name: str) -> None:
     model, documents = _model(name, torch.float32), _documents()

@@ -16,6 +16,10 @@ def states(device: str, dtype: torch.dtype, heads: int = 4, size: int = 16) -> l
     return [torch.randn(shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes]
 
 
+def borders_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+
+
 def test_there_is_none_on_the_processor() -> None:
     assert not has_kernel(*states("cpu", torch.bfloat16))
 
@@ -34,7 +38,7 @@ def test_documents_are_those_alone() -> None:
     query, key, value = states("cuda", torch.bfloat16)
     assert has_kernel(query, key, value)
     weights = torch.randn(2, 32, 4, 16, device="cuda")
-    found = varlen_attention(query, key, value, lengths, None)
+    found = varlen_attention(query, key, value, borders_of(lengths), max(lengths), None)
     gradients = torch.autograd.grad((found.float() * weights).sum(), (query, key, value))
     exact = [part.detach().double().requires_grad_() for part in (query, key, value)]
     parts = zip(*(part.transpose(1, 2).flatten(0, 1).split(lengths) for part in exact), strict=True)
@@ -55,9 +59,9 @@ def test_documents_are_those_alone() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_document_does_not_depend_on_another() -> None:
     query, key, value = (part.detach() for part in states("cuda", torch.bfloat16))
-    before = varlen_attention(query, key, value, [10, 22, 32], None)
+    before = varlen_attention(query, key, value, borders_of([10, 22, 32]), 32, None)
     for part in (query, key, value):
         part[0, :, :10] += 1
-    after = varlen_attention(query, key, value, [10, 22, 32], None)
+    after = varlen_attention(query, key, value, borders_of([10, 22, 32]), 32, None)
     assert torch.equal(before.flatten(0, 1)[10:], after.flatten(0, 1)[10:])
     assert not torch.equal(before.flatten(0, 1)[:10], after.flatten(0, 1)[:10])

@@ -244,15 +244,10 @@ class HookFiles:
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """A folder of checkpoints, and their names in it.
+    """A folder of checkpoints, and their names in it."""
 
-    Attributes:
-        parent: a path or a URL.
-        name: the name of the checkpoints; contains `{step}` if they are numbered.
-    """
-
-    parent: str
-    name: str
+    parent: str  # a path or a URL
+    name: str  # the name of the checkpoints; contains `{step}` if they are numbered
 
     def shown(self, step: int) -> str:
         """The path or URL of checkpoint `step`."""

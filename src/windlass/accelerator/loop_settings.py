@@ -69,14 +69,7 @@ _HANDLERS = (
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """The resolved settings of a loop.
-
-    Attributes:
-        compile: how models are compiled; None does not compile them.
-        debug: compare shapes over processes before each collective.
-        schedule_unit: the unit that prepared schedules count; None if each call of `step` advances them.
-        engines: the configurations of DeepSpeed that the script named; empty if it named none.
-    """
+    """The resolved settings of a loop."""
 
     dist: DistPlan
     precision: PrecisionPlan
@@ -86,12 +79,14 @@ class LoopSettings:
     handlers: Handlers
     cpu: bool = False
     device_placement: bool = True
-    compile: CompilePlan | None = None
-    debug: bool = False
+    compile: CompilePlan | None = None  # how models are compiled; None does not compile them
+    debug: bool = False  # compare shapes over processes before each collective
+    # The unit that prepared schedules count; None if each call of `step` advances them
     schedule_unit: SchedulerUnit | None = "loader_batch"
     dynamo: Plugin | None = None
     parallelism: Any = None
     fsdp: Any = None
+    # The configurations of DeepSpeed that the script named; empty if it named none
     engines: dict[str, ZeroPlan] = field(default_factory=dict)
     rng_types: list[str] = field(default_factory=lambda: ["generator"])
 

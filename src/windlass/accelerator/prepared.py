@@ -340,7 +340,8 @@ class Prepared:
         executor = self.executor_of(optimizer)
         if not self.scaler.active or isinstance(executor, ZeroExecutor):
             applied = executor.step()
-            executor.dispatch()
+            if executor.dispatch is not None:
+                executor.dispatch()
             return applied
         executor.unscale()
         unit = torch.ones((), device=self._device)

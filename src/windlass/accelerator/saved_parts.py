@@ -27,21 +27,14 @@ from windlass.transforms.strategy import Strategy, adopt_own_state, load_own_sta
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """One entry of a checkpoint.
+    """One entry of a checkpoint."""
 
-    Attributes:
-        name: of its file.
-        owner: the object whose state it is.
-        rolls_back: a rollback restores it. It does not restore the position: the data that led there is skipped.
-        optional: checkpoints of earlier versions lack it.
-        earlier: its name in checkpoints of earlier versions; empty if it is the same.
-    """
-
-    name: str
-    owner: Stateful
+    name: str  # of its file
+    owner: Stateful  # the object whose state it is
+    # A rollback restores it. It does not restore the position: the data that led there is skipped.
     rolls_back: bool = True
-    optional: bool = False
-    earlier: str = ""
+    optional: bool = False  # checkpoints of earlier versions lack it
+    earlier: str = ""  # its name in checkpoints of earlier versions; empty if it is the same
 
     def load(self, checkpoint: Checkpoint, all_ranks: Gang) -> None:
         """Restore the owner; raise CheckpointError if the part is missing or holds something else."""
@@ -144,20 +137,13 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelState:
-    """What is saved of one model.
+    """What is saved of one model."""
 
-    Attributes:
-        state: its state dict; of a sharded adapter, the adapter's own tensors and the buffers.
-        in_parts: each rank writes its part.
-        gathered: `state` has whole tensors of which ranks hold parts.
-        adapter: the adapter, if the model trains nothing else.
-        fingerprint: of the adapter's base weights, on writer ranks.
-    """
-
-    state: dict[str, Any]
-    in_parts: bool = False
-    gathered: bool = False
-    adapter: Adapter | None = None
+    state: dict[str, Any]  # its state dict; of a sharded adapter, the adapter's own tensors and the buffers
+    in_parts: bool = False  # each rank writes its part
+    gathered: bool = False  # `state` has whole tensors of which ranks hold parts
+    adapter: Adapter | None = None  # the adapter, if the model trains nothing else
+    # Of the adapter's base weights, on writer ranks
     fingerprint: Mapping[str, list[Any]] = field(default_factory=dict)
 
 

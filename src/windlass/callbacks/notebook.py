@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from windlass.callbacks.charts import CHART_STYLE, Point, Series, line_chart, short, thinned
+from windlass.callbacks.charts import Point, short, text_chart, thinned
 from windlass.callbacks.displays import Display, Pace
 from windlass.callbacks.log_table import clock_text
 from windlass.callbacks.progress import ProgressCallback
@@ -20,13 +20,6 @@ logger = get_logger(__name__)
 # The page is sent as a whole whenever it changes, and saved with the notebook.
 _MOST_ROWS, _MOST_POINTS = 20, 100
 _TRAINING, _VALIDATION = "Training Loss", "Validation Loss"
-# Grids and labels in the colour of the text, which notebooks choose; curves in colours for light and dark pages.
-_STYLE = """\
-.windlass { --c0: #2a78d6; --c1: #eb6834; --soft: currentColor; --faint: currentColor; --card: transparent;
-  --line: currentColor; --axis: currentColor; max-width: 560px; }
-.windlass figure { margin: 6px 0; }
-.windlass line { opacity: 0.25; }
-""" + "".join(f".windlass {rule}}}\n" for rule in CHART_STYLE.split("}\n")[:-1])
 
 
 class NotebookProgressCallback(ProgressCallback):
@@ -124,10 +117,9 @@ class _CellPage(Display):
         if not self._drawn:
             return
         display = require("IPython.display", "show progress in a notebook")
-        series = [Series("training", self._losses), Series("validation", self._evaluations)]
-        status = self._status()
+        status, chart = self._status(), text_chart(self._losses, self._evaluations)
         bar = None if self._ended else (self._pace.step, self._pace.total)
-        data = {"text/html": progress_html(status, bar, self._rows, series), "text/plain": status}
+        data = {"text/html": progress_html(status, bar, self._rows, chart), "text/plain": status}
         try:
             if self._handle is None:
                 self._handle = display.display(data, raw=True, display_id=True)
@@ -148,19 +140,16 @@ def _with_point(points: list[Point], point: Point) -> list[Point]:
     return [*(points if len(points) < 2 * _MOST_POINTS else thinned(points, _MOST_POINTS)), point]
 
 
-def progress_html(
-    status: str, bar: tuple[int, int] | None, rows: Sequence[Row], series: Sequence[Series] = ()
-) -> str:
-    """Return a bar (its value and its end; None for no bar) with a line of text, a chart of the losses once there are
-    two of them, and a table with a column per name.
+def progress_html(status: str, bar: tuple[int, int] | None, rows: Sequence[Row], chart: str = "") -> str:
+    """Return a bar (its value and its end; None for no bar) with a line of text, a chart of the losses as text, and a
+    table with a column per name.
     """
-    drawn = chart = ""
+    drawn = ""
     if bar is not None:
         style = "width:300px;vertical-align:middle"
         drawn = f'<progress value="{bar[0]}" max="{bar[1]}" style="{style}"></progress> '
-    if any(len(curve.points) > 1 for curve in series):
-        chart = f"<style>{_STYLE}</style>{line_chart('loss', [curve for curve in series if curve.points])}"
-    return f'<div class="windlass"><div>{drawn}{in_html(status)}</div>{chart}{_table(rows)}</div>'
+    losses = f"<pre>loss: * training, o validation\n{chart}</pre>" if chart else ""
+    return f"<div><div>{drawn}{in_html(status)}</div>{losses}{_table(rows)}</div>"
 
 
 def _table(rows: Sequence[Row]) -> str:

@@ -26,19 +26,13 @@ from windlass.core.output import in_html
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """A run as its page shows it.
-
-    Attributes:
-        status: one line, below its name.
-        time: of all its sessions.
-        facts: names and values, below that line.
-        data: of its charts; None: that of the rows of `view`, which are all then.
-    """
+    """A run as its page shows it."""
 
     view: RunView
-    status: str
-    time: TrainingTime | None
-    facts: Sequence[tuple[str, str]] = ()
+    status: str  # one line, below its name
+    time: TrainingTime | None  # of all its sessions
+    facts: Sequence[tuple[str, str]] = ()  # names and values, below that line
+    # Of its charts; None: that of the rows of `view`, which are all then
     data: Mapping[str, Any] | None = None
 
 

@@ -16,21 +16,15 @@ from windlass.core.output import in_html
 
 @dataclass(frozen=True, slots=True)
 class TrainingTime:
-    """The time of all sessions of a run, without updates that were repeated.
+    """The time of all sessions of a run, without updates that were repeated."""
 
-    Attributes:
-        seconds, samples, updates: since `from_step`; samples are known of a run that ended.
-        from_step: 0, unless the run continues one of which this is not recorded.
-        sessions: calls of `train()`.
-        repeated: updates that were made again after interruptions, as far as they were logged before.
-    """
-
+    # `seconds`, `samples`, `updates`: since `from_step`; samples are known of a run that ended
     seconds: float
     samples: float | None
     updates: int
-    from_step: int
-    sessions: int
-    repeated: int
+    from_step: int  # 0, unless the run continues one of which this is not recorded
+    sessions: int  # calls of `train()`
+    repeated: int  # updates that were made again after interruptions, as far as they were logged before
 
 
 History = Sequence[Mapping[str, Any]]

@@ -41,17 +41,11 @@ def read_rows(folder: Path) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """What a file has since the last look.
+    """What a file has since the last look."""
 
-    Attributes:
-        rows: the whole ones.
-        damage: of all looks.
-        continues: False if the file is another one, or was cut back: `rows` are all that it has.
-    """
-
-    rows: list[Row]
-    damage: list[str]
-    continues: bool
+    rows: list[Row]  # the whole ones
+    damage: list[str]  # of all looks
+    continues: bool  # False if the file is another one, or was cut back: `rows` are all that it has
 
 
 class RowTail:

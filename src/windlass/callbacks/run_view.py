@@ -41,19 +41,12 @@ _MOST_NOTES = 5  # of one kind
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Whether a process writes to the folder now.
+    """Whether a process writes to the folder now."""
 
-    Attributes:
-        runs: None if the folder does not show it.
-        sureness: of `runs`.
-        why: one sentence, for people.
-        sign: when it last wrote its clock, in seconds since 1970; None if there is no clock.
-    """
-
-    runs: bool | None
-    sureness: Sureness
-    why: str
-    sign: float | None
+    runs: bool | None  # None if the folder does not show it
+    sureness: Sureness  # of `runs`
+    why: str  # one sentence, for people
+    sign: float | None  # when it last wrote its clock, in seconds since 1970; None if there is no clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,61 +80,39 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointView:
-    """A folder that is a checkpoint by its name.
-
-    Attributes:
-        saved_at: in seconds since 1970; None without a manifest.
-        nbytes: of all files; None if the manifest cannot be read.
-        metric: of the evaluation at its step.
-        is_best: no other has a better metric.
-        ephemeral: it only serves to resume.
-        problem: what is wrong with it; None if it is whole: it was committed, and has all files in their sizes.
-        verified: every byte of it was read, and is what was saved.
-    """
+    """A folder that is a checkpoint by its name."""
 
     path: Path
     step: int
-    saved_at: float | None = None
-    nbytes: int | None = None
-    metric: float | None = None
-    is_best: bool = False
-    ephemeral: bool = False
+    saved_at: float | None = None  # in seconds since 1970; None without a manifest
+    nbytes: int | None = None  # of all files; None if the manifest cannot be read
+    metric: float | None = None  # of the evaluation at its step
+    is_best: bool = False  # no other has a better metric
+    ephemeral: bool = False  # it only serves to resume
+    # What is wrong with it; None if it is whole: it was committed, and has all files in their sizes
     problem: str | None = None
-    verified: bool = False
+    verified: bool = False  # every byte of it was read, and is what was saved
 
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """Something that happened once.
+    """Something that happened once."""
 
-    Attributes:
-        kind: "rolled_back", "skipped_update", "out_of_memory", "alert", "arguments_changed", "uploaded" or
-            "upload_failed".
-        wall: in seconds since 1970.
-        text: one line, for people.
-        values: what the row in `metrics.jsonl` has of it.
-    """
-
+    # "rolled_back", "skipped_update", "out_of_memory", "alert", "arguments_changed", "uploaded" or "upload_failed"
     kind: str
     step: int
-    wall: float
-    text: str
-    values: Mapping[str, Any]
+    wall: float  # in seconds since 1970
+    text: str  # one line, for people
+    values: Mapping[str, Any]  # what the row in `metrics.jsonl` has of it
 
 
 @dataclass(frozen=True, slots=True)
 class TimeLedger:
-    """The time between the first start of a run and its end, or the last sign of it.
+    """The time between the first start of a run and its end, or the last sign of it."""
 
-    Attributes:
-        began: in seconds since 1970.
-        wall: seconds; the sum of `seconds`.
-        seconds: by kind of work, and "stopped" between attempts.
-    """
-
-    began: float
-    wall: float
-    seconds: Mapping[str, float]
+    began: float  # in seconds since 1970
+    wall: float  # seconds; the sum of `seconds`
+    seconds: Mapping[str, float]  # by kind of work, and "stopped" between attempts
 
     @property
     def goodput(self) -> float:

@@ -25,22 +25,14 @@ _NEEDED = ("name", "requires_logging_directory", "tracker")
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """A run of the Trainer, for the tracker that is to be started.
+    """A run of the Trainer, for the tracker that is to be started."""
 
-    Attributes:
-        project: the group of runs that this one belongs to.
-        name: the run's own name; None for one that the tracker chooses.
-        folder: the run's output folder, for trackers that write files.
-        step: updates that a resumed run has done already; 0 for a new one.
-        run_id: `GeneralTracker.run_id` when the checkpoint of a resumed run was written.
-        options: options of single trackers, by the names of the training arguments (`trackio_space_id`, ...).
-    """
-
-    project: str
-    name: str | None
-    folder: Path
-    step: int = 0
-    run_id: str | None = None
+    project: str  # the group of runs that this one belongs to
+    name: str | None  # the run's own name; None for one that the tracker chooses
+    folder: Path  # the run's output folder, for trackers that write files
+    step: int = 0  # updates that a resumed run has done already; 0 for a new one
+    run_id: str | None = None  # `GeneralTracker.run_id` when the checkpoint of a resumed run was written
+    # Options of single trackers, by the names of the training arguments (`trackio_space_id`, ...)
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -67,22 +59,17 @@ class GeneralTracker:
     `store_init_configuration`, `log` and `finish` that its tracker supports. Decorate them with `on_main_process`, so
     that one process reports for the whole job.
 
-    Attributes:
-        name: used by `log_with` and `get_tracker`.
-        requires_logging_directory: whether the constructor takes a folder after the project's name.
-        main_process_only: read by `on_main_process`.
-        packages: that a built-in tracker needs, if they are not the one of its name.
-        in_all: whether "all" has it, if its package is installed.
-
     Raises:
         ConfigError: the class lacks one of the three.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # used by `log_with` and `get_tracker`
+    # Whether the constructor takes a folder after the project's name
     requires_logging_directory: ClassVar[bool]
-    main_process_only: ClassVar[bool] = True
+    main_process_only: ClassVar[bool] = True  # read by `on_main_process`
+    # That a built-in tracker needs, if they are not the one of its name
     packages: ClassVar[tuple[str, ...]] = ()
-    in_all: ClassVar[bool] = True
+    in_all: ClassVar[bool] = True  # whether "all" has it, if its package is installed
 
     def __init__(self, _blank: bool = False) -> None:
         if not _blank:

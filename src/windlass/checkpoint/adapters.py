@@ -49,19 +49,12 @@ def base_part(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The one adapter that a model trains.
+    """The one adapter that a model trains."""
 
-    Attributes:
-        model: the peft model.
-        name: what peft calls it ("default").
-        names: name in the model's state dict -> name in `adapter_model.safetensors`.
-        buffers: names of saved buffers that are not the adapter's.
-    """
-
-    model: nn.Module
-    name: str
-    names: Mapping[str, str]
-    buffers: frozenset[str]
+    model: nn.Module  # the peft model
+    name: str  # what peft calls it ("default")
+    names: Mapping[str, str]  # name in the model's state dict -> name in `adapter_model.safetensors`
+    buffers: frozenset[str]  # names of saved buffers that are not the adapter's
 
     def weights(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The content of `adapter_model.safetensors`, from a state dict of the model. Tied tensors are copied, because

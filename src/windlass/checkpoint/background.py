@@ -105,16 +105,12 @@ class BackgroundCall:
 
 
 class Counters(NamedTuple):
-    """What a rank has done of its saves; sums over ranks are compared with what all of them would give.
+    """What a rank has done of its saves; sums over ranks are compared with what all of them would give."""
 
-    Attributes:
-        written, settled: saves that it has written, and that it knows to be committed or dropped, successful or not.
-        failed: whether its part of the save under way has failed.
-    """
-
+    # `written`, `settled`: saves that it has written, and that it knows to be committed or dropped, successful or not
     written: float
     settled: float
-    failed: float
+    failed: float  # whether its part of the save under way has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +123,15 @@ class Outcome:
 
 @dataclass(slots=True)
 class _PendingSave:
-    """The save under way.
-
-    Attributes:
-        writing: of this rank's files.
-        agreed: whether all ranks know that all have written theirs, so that it may be committed.
-        seen: whether the writer rank has seen that, without talking to the others.
-        commit: by the writer rank.
-        ended: set once the save has ended.
-    """
+    """The save under way."""
 
     step: int
     staged: StagedCheckpoint
-    writing: BackgroundCall
-    agreed: bool = False
-    seen: bool = False
-    commit: BackgroundCall | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
+    writing: BackgroundCall  # of this rank's files
+    agreed: bool = False  # whether all ranks know that all have written theirs, so that it may be committed
+    seen: bool = False  # whether the writer rank has seen that, without talking to the others
+    commit: BackgroundCall | None = None  # by the writer rank
+    ended: threading.Event = field(default_factory=threading.Event)  # set once the save has ended
 
     @property
     def error(self) -> Exception | None:

@@ -56,19 +56,14 @@ _Converted = tuple[StoredTensors, dict[str, Shaped], Callable[[str], Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What to export.
+    """What to export."""
 
-    Attributes:
-        tensors: of the model, or of the optimizer's state (`PARAMETER/KEY`).
-        dtype: floating-point tensors are converted to it; counters of the optimizer stay as they are.
-        max_shard_size: bytes of tensors in one file of a folder.
-        force: whether an earlier result may be replaced.
-    """
-
+    # Of the model, or of the optimizer's state (`PARAMETER/KEY`)
     tensors: Literal["model", "optimizer"] = "model"
+    # Floating-point tensors are converted to it; counters of the optimizer stay as they are
     dtype: torch.dtype | None = None
-    max_shard_size: int = MAX_SHARD_SIZE
-    force: bool = False
+    max_shard_size: int = MAX_SHARD_SIZE  # bytes of tensors in one file of a folder
+    force: bool = False  # whether an earlier result may be replaced
 
 
 def model_files(source: Folder) -> list[str] | None:

@@ -59,23 +59,14 @@ class Stored(Protocol):
 
 @dataclass(slots=True)
 class Segment:
-    """Rows that are written once.
+    """Rows that are written once."""
 
-    Attributes:
-        first: number of the first row.
-        rows: the run's own objects.
-        text: one line of JSON for each row; None once a committed checkpoint has it.
-        entry: size and hash of the file.
-        home: the file in the newest committed checkpoint.
-        stamp: size and time of the last change of that file.
-    """
-
-    first: int
-    rows: list[Row]
-    text: bytes | None = None
-    entry: FileEntry | None = None
-    home: Path | None = None
-    stamp: tuple[int, int] | None = None
+    first: int  # number of the first row
+    rows: list[Row]  # the run's own objects
+    text: bytes | None = None  # one line of JSON for each row; None once a committed checkpoint has it
+    entry: FileEntry | None = None  # size and hash of the file
+    home: Path | None = None  # the file in the newest committed checkpoint
+    stamp: tuple[int, int] | None = None  # size and time of the last change of that file
 
     @property
     def name(self) -> str:
@@ -113,13 +104,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The history as one checkpoint holds it.
+    """The history as one checkpoint holds it."""
 
-    Attributes:
-        states: the shared parts that take the place of `trainer_state`.
-    """
-
-    states: Mapping[str, State | Encoded]
+    states: Mapping[str, State | Encoded]  # the shared parts that take the place of `trainer_state`
     segments: Sequence[Segment] = ()
 
     def new_bytes(self) -> int:

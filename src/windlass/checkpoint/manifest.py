@@ -29,23 +29,17 @@ _NODE_MANIFEST = re.compile(r"node-\d{5,}\.manifest\.json")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """The content of a manifest.
-
-    Attributes:
-        step: optimizer updates.
-        files: size and hash by relative POSIX path.
-        serial: number of the commit in its folder, from 1; 0 if there is none.
-        seen: state on the disk of each file when its content was checked (`Files.check`).
-        nodes, held: the number of disks it was written to, and of which of them `files` are.
-    """
+    """The content of a manifest."""
 
     path: Path
-    step: int
+    step: int  # optimizer updates
     world_size: int
-    files: Mapping[str, FileEntry]
+    files: Mapping[str, FileEntry]  # size and hash by relative POSIX path
     meta: Mapping[str, Any] = field(default_factory=dict)
-    serial: int = 0
+    serial: int = 0  # number of the commit in its folder, from 1; 0 if there is none
+    # State on the disk of each file when its content was checked (`Files.check`)
     seen: Mapping[str, Fingerprint] = field(default_factory=dict)
+    # `nodes`, `held`: the number of disks it was written to, and of which of them `files` are
     nodes: int = 1
     held: tuple[int, ...] = (0,)
 

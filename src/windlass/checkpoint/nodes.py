@@ -20,16 +20,12 @@ WAITS = (0.05, 0.15, 0.3, 0.5)
 
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """The disks of the output folder, for one rank. Machines that share a folder are one node.
+    """The disks of the output folder, for one rank. Machines that share a folder are one node."""
 
-    Attributes:
-        node, nodes: index of this rank's node, in order of their lowest ranks, and their number.
-        members: the ranks on this node, ascending.
-    """
-
+    # `node`, `nodes`: index of this rank's node, in order of their lowest ranks, and their number
     node: int
     nodes: int
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # the ranks on this node, ascending
 
     @classmethod
     def shared(cls, ranks: int) -> Disks:

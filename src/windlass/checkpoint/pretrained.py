@@ -194,17 +194,12 @@ class ConvertedTensors(TensorSource):
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Tensors of files that are converted together.
+    """Tensors of files that are converted together."""
 
-    Attributes:
-        name: in memory, of the first tensor that they become.
-        converter: of transformers; None: one tensor, which has another name at most.
-        members: name in the file, and the pattern of the converter that it matched.
-    """
-
-    name: str
+    name: str  # in memory, of the first tensor that they become
     model: Any
-    converter: Any = None
+    converter: Any = None  # of transformers; None: one tensor, which has another name at most
+    # Name in the file, and the pattern of the converter that it matched
     members: list[tuple[str, str | None]] = field(default_factory=list)
 
     def convert(self, read: Callable[[str], Tensor]) -> dict[str, Tensor]:

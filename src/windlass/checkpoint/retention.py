@@ -13,19 +13,13 @@ from windlass.checkpoint.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The checkpoints to keep; all by default, and always the newest.
+    """The checkpoints to keep; all by default, and always the newest."""
 
-    Attributes:
-        limit: number in all, including protected ones; ephemeral ones do not count.
-        last: number of the newest.
-        best: number of the best by the `metric` in their manifests, beside the newest one or `last`.
-        greater_is_better: a higher metric is better.
-    """
-
-    limit: int | None = None
-    last: int | None = None
+    limit: int | None = None  # number in all, including protected ones; ephemeral ones do not count
+    last: int | None = None  # number of the newest
+    # Number of the best by the `metric` in their manifests, beside the newest one or `last`
     best: int | None = None
-    greater_is_better: bool = False
+    greater_is_better: bool = False  # a higher metric is better
 
     @property
     def keeps_all(self) -> bool:

@@ -267,17 +267,11 @@ def is_held(folder: Path) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who a lock file names.
+    """Who a lock file names."""
 
-    Attributes:
-        lives: True if it is alive; None if this machine cannot know.
-        locked: the system's own lock shows that it is alive.
-        description: the process, for people.
-    """
-
-    lives: bool | None
-    locked: bool
-    description: str
+    lives: bool | None  # True if it is alive; None if this machine cannot know
+    locked: bool  # the system's own lock shows that it is alive
+    description: str  # the process, for people
 
 
 def holder_of(folder: Path) -> Holder | None:
@@ -291,18 +285,13 @@ def holder_of(folder: Path) -> Holder | None:
 
 @dataclass(frozen=True, slots=True)
 class _FoundLock:
-    """The content of a lock file.
-
-    Attributes:
-        content: its bytes, which change with the counter.
-        identity: of the process that holds it; None if the record is not whole.
-    """
+    """The content of a lock file."""
 
     path: Path
-    content: bytes
+    content: bytes  # its bytes, which change with the counter
     token: str
     holder: str
-    identity: ProcessIdentity | None
+    identity: ProcessIdentity | None  # of the process that holds it; None if the record is not whole
     locked: bool
 
     def lives(self) -> bool | None:

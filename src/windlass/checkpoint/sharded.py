@@ -57,17 +57,12 @@ def rank_file(stem: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """The parts of a set of tensors that one rank writes.
-
-    Attributes:
-        tensors: plain tensors by canonical name; a snapshot may replace them by copies.
-        index: of the rows of all tensors; on the first rank of the folder, which writes it.
-    """
+    """The parts of a set of tensors that one rank writes."""
 
     stem: str
     rank: int
-    tensors: Mapping[str, Tensor]
-    index: State | None
+    tensors: Mapping[str, Tensor]  # plain tensors by canonical name; a snapshot may replace them by copies
+    index: State | None  # of the rows of all tensors; on the first rank of the folder, which writes it
 
     def names(self) -> set[str]:
         """The files that `write` creates."""

@@ -59,18 +59,12 @@ def look_at(path: Path) -> Found:
 
 @dataclass(frozen=True, slots=True)
 class RunNotes:
-    """Notes on a run in its newest complete checkpoint.
+    """Notes on a run in its newest complete checkpoint."""
 
-    Attributes:
-        metric: name of the metric for the best model.
-        best: name of the folder of the best model so far.
-        keep_best: number of best checkpoints that are kept.
-    """
-
-    metric: str | None = None
+    metric: str | None = None  # name of the metric for the best model
     greater_is_better: bool = False
-    best: str | None = None
-    keep_best: int = 0
+    best: str | None = None  # name of the folder of the best model so far
+    keep_best: int = 0  # number of best checkpoints that are kept
 
 
 def notes_of(whole: list[CheckpointInfo]) -> RunNotes:

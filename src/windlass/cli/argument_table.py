@@ -33,17 +33,11 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One key of a recipe.
+    """One key of a recipe."""
 
-    Attributes:
-        keys: its place in a recipe: ("training", "learning_rate").
-        owner: the dataclass that declares it.
-        field: its declaration.
-    """
-
-    keys: Keys
-    owner: type
-    field: dataclasses.Field[Any]
+    keys: Keys  # its place in a recipe: ("training", "learning_rate")
+    owner: type  # the dataclass that declares it
+    field: dataclasses.Field[Any]  # its declaration
 
     @property
     def dotted(self) -> str:

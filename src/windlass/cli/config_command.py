@@ -11,7 +11,7 @@ from typing import Any
 from windlass.cli.command_line import CommandParser
 from windlass.cli.launching.from_files import from_file
 from windlass.cli.launching.launch_file import basic_settings, default_file, find_file, updated, write_file
-from windlass.cli.prompts import LinePrompter, ask_until, prompter
+from windlass.cli.prompts import LinePrompter, ask_until
 from windlass.config.parallel import rows_launch, rows_training
 from windlass.config.parallel.keys import Key
 from windlass.config.parallel.settings import Setting, Settings
@@ -35,20 +35,13 @@ _sharded = _if("strategy", "fsdp")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question.
+    """One question."""
 
-    Attributes:
-        key: the setting.
-        text: of the question.
-        default: of an empty answer; "no" for a setting that is true or false.
-        words: the choices; empty for any text.
-        when: returns True if it is to be asked, given the answers so far.
-    """
-
-    key: Key
-    text: str
-    default: str = ""
-    words: tuple[str, ...] = ()
+    key: Key  # the setting
+    text: str  # of the question
+    default: str = ""  # of an empty answer; "no" for a setting that is true or false
+    words: tuple[str, ...] = ()  # the choices; empty for any text
+    # Returns True if it is to be asked, given the answers so far
     when: Callable[[Answers], bool] = lambda answers: True
 
     @property
@@ -106,7 +99,7 @@ def config_command(words: list[str]) -> int:
     settings = (
         basic_settings(options.mixed_precision, _devices(), "--mixed_precision")
         if options.action == "default" or options.default
-        else asked(prompter())
+        else asked(LinePrompter())
     )
     write_file(settings, path)
     flag = f"--config_file {options.config_file} " if options.config_file else ""

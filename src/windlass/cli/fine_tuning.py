@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -28,9 +29,13 @@ from windlass.data.collate_default import default_data_collator
 from windlass.trainer.instead import takes_place
 
 if TYPE_CHECKING:
-    from windlass.finetuning.sft_config import SFTConfig
+    from windlass.finetuning.tuning_config import TuningConfig
+    from windlass.transforms.model_limits import ModelLimits
 
 logger = get_job_logger(__name__)
+
+Prepare = Callable[[Any, str], Any]
+"""(rows, name of the dataset) -> what is trained on."""
 
 FOLDER = "base"
 _SETTINGS = "base_recipe.json"
@@ -41,7 +46,7 @@ _BEGUN = "begun.json"
 def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     """Return an `SFTTrainer` for the recipe's model, or for a base that is trained now, unless it was before."""
     from windlass.finetuning.sft_config import SFTConfig
-    from windlass.finetuning.sft_data import holds_images
+    from windlass.finetuning.sft_data import SFTData, holds_images
     from windlass.finetuning.sft_trainer import SFTTrainer
 
     assert isinstance(args, SFTConfig)
@@ -51,14 +56,19 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
     check_model_type(recipe.model)
     if holds_images(parts.train):
         name, processing_class = image_model(recipe, parts.tokenizer, args.seed)
-    elif name is None and takes_place():
-        name = new_base(recipe.base or BaseSpec(), parts.tokenizer)
     elif name is None:
-        _check_rows(parts, args)
-        name = str(trained_base(recipe, parts.tokenizer, parts.train, args))
+
+        def preparation(tokenizer: Any, limits: ModelLimits) -> Prepare:
+            data = SFTData(args, tokenizer, None, own_collator=False, limits=limits)
+            packs = {"train": args.packing, "eval": args.packs_evaluation}
+            return lambda rows, name: data.prepare(rows, name, packs[name])
+
+        name = base_of(parts, args, parts.train, preparation)
     options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
     if isinstance(name, str):
-        args.model_init_kwargs = {"dtype": recipe.model.dtype, **options}
+        args.model_init_kwargs = (
+            options if "torch_dtype" in options else {"dtype": recipe.model.dtype, **options}
+        )
     return SFTTrainer(
         name,
         args,
@@ -68,24 +78,6 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
         peft_config=build_adapter(recipe),
         quantization_config=quantization_of(recipe),
     )
-
-
-def _check_rows(parts: RecipeParts, args: SFTConfig) -> None:
-    """Raise ConfigError or DataError for rows that the trainer cannot prepare, before a base is trained for them.
-
-    What is prepared is kept, and found by the trainer.
-    """
-    from windlass.finetuning.base_model import set_special_tokens
-    from windlass.finetuning.sft_data import SFTData
-    from windlass.finetuning.templates import take_over_template
-
-    tokenizer = deepcopy(parts.tokenizer)
-    take_over_template(args.chat_template_path, tokenizer)
-    set_special_tokens(tokenizer, args)
-    data = SFTData(args, tokenizer, None, own_collator=False)
-    data.prepare(parts.train, "train", args.packing)
-    if parts.evaluation is not None:
-        data.prepare(parts.evaluation, "eval", args.packs_evaluation)
 
 
 def build_adapter(recipe: Recipe) -> Any:
@@ -117,6 +109,42 @@ def new_base(spec: BaseSpec, tokenizer: Any) -> Any:
 
 
 # --- the base ---------------------------------------------------------------------------------------------------------
+
+
+def base_of(
+    parts: RecipeParts,
+    args: TuningConfig,
+    texts: Any,
+    preparation: Callable[[Any, ModelLimits], Prepare],
+) -> Any:
+    """Return the folder of a small base that is trained now, unless it was before; its config, with new weights, where
+    nothing is trained.
+
+    Args:
+        texts: rows that it is trained on.
+        preparation: returns what prepares the datasets of the trainer, for a tokenizer and the limits of a model.
+
+    Raises:
+        ConfigError, DataError: rows that the trainer cannot prepare, before the base is trained for them. What is
+            prepared is kept, and found by the trainer.
+    """
+    from windlass.finetuning.base_model import set_special_tokens
+    from windlass.finetuning.templates import take_over_template
+    from windlass.transforms.model_limits import ModelLimits
+
+    spec = parts.recipe.base or BaseSpec()
+    tokenizer = deepcopy(parts.tokenizer)
+    take_over_template(getattr(args, "chat_template_path", None), tokenizer)
+    set_special_tokens(tokenizer, args)
+    with require("torch", "train").device("meta"):
+        base = new_base(spec, tokenizer)
+    if takes_place():
+        return base.config
+    prepare = preparation(tokenizer, ModelLimits.of(base))
+    prepare(parts.train, "train")
+    if parts.evaluation is not None:
+        prepare(parts.evaluation, "eval")
+    return str(trained_base(parts.recipe, parts.tokenizer, texts, args))
 
 
 def _begin_base(folder: Path, settings: str) -> None:

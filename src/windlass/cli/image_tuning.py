@@ -6,6 +6,7 @@ from typing import Any
 
 from windlass.cli.modelling import config_class
 from windlass.cli.schema import BaseSpec, Recipe
+from windlass.core.activity import looking_for
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.core.rng import set_seed
@@ -33,7 +34,8 @@ def image_model(recipe: Recipe, tokenizer: Any, seed: int) -> tuple[Any, Any]:
         return _new_model((recipe.base or BaseSpec()).config, tokenizer, seed)
     transformers = require("transformers", "train on images")
     try:
-        return name, transformers.AutoProcessor.from_pretrained(name)
+        with looking_for(name):
+            return name, transformers.AutoProcessor.from_pretrained(name)
     except (OSError, ValueError, ImportError) as error:
         raise ModelError(f"the processor of {name!r} cannot be loaded: {error}") from error
 

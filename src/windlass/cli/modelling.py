@@ -10,22 +10,13 @@ from typing import Any
 from windlass.cli.schema import ModelSpec
 from windlass.config.nearest import did_you_mean
 from windlass.config.refusal import refuse
+from windlass.core.activity import looking_for
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.locations import why_not_loaded
 from windlass.core.optional import require
 
 # Determined by the data of the recipe.
-DERIVED = ("num_labels", "id2label", "label2id")
-# Taken from tokenizer and data if the recipe does not set them.
-IMPLIED = (
-    "vocab_size",
-    "max_position_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "image_size",
-    "num_channels",
-)
+_DERIVED = ("num_labels", "id2label", "label2id")
 # The base of a fine-tuning that names no model.
 _SMALL = {
     "model_type": "llama",
@@ -33,7 +24,6 @@ _SMALL = {
     "intermediate_size": 384,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
     "initializer_range": 0.06,
@@ -42,17 +32,11 @@ _SMALL = {
 
 @dataclass(frozen=True, slots=True)
 class TextShape:
-    """What a language model reads.
+    """What a language model reads."""
 
-    Attributes:
-        tokenizer: makes its ids.
-        length: most tokens of a sample.
-        key: dotted key of the recipe with that length, for errors.
-    """
-
-    tokenizer: Any
-    length: int
-    key: str
+    tokenizer: Any  # makes its ids
+    length: int  # most tokens of a sample
+    key: str  # dotted key of the recipe with that length, for errors
 
     def implied_config(self) -> dict[str, Any]:
         """Return the defaults of a new model's config."""
@@ -130,7 +114,8 @@ def model_type_of(name: str) -> str:
     """Return the type in the config of a named model. Raises ModelError if it cannot be read."""
     transformers = require("transformers", "run a recipe")
     try:
-        return str(transformers.AutoConfig.from_pretrained(name).model_type)
+        with looking_for(name):
+            return str(transformers.AutoConfig.from_pretrained(name).model_type)
     except (OSError, ValueError) as error:
         raise ModelError(f"the config of the model {name!r} cannot be read: {error}") from error
 
@@ -168,7 +153,7 @@ def config_of(of_recipe: dict[str, Any], implied: dict[str, Any], section: str =
     known = config_keywords(kind)
     no_such = f"{model_type} has no such setting"
     faults = {key: f"{no_such}{did_you_mean(key, sorted(known))}" for key in given if key not in known}
-    faults |= {key: "is taken from the data; leave it out" for key in DERIVED if key in given}
+    faults |= {key: "is taken from the data; leave it out" for key in _DERIVED if key in given}
     refuse(Problem(f"{section}.{key}", given[key], fix) for key, fix in faults.items())
     implied = {key: value for key, value in implied.items() if key in known}
     try:
@@ -188,5 +173,5 @@ def config_class(transformers: Any, model_type: str, section: str) -> Any:
 
 def config_keywords(kind: Any) -> set[str]:
     """Return the keys of a config class, whose constructor would accept any other key silently."""
-    names = set(inspect.signature(kind.__init__).parameters) | set(kind.attribute_map) | set(DERIVED)
+    names = set(inspect.signature(kind.__init__).parameters) | set(kind.attribute_map) | set(_DERIVED)
     return names - {"self", "kwargs"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.cli.arranged_rows import arranged
-from windlass.cli.fine_tuning import build_adapter, quantization_of, trained_base
+from windlass.cli.fine_tuning import base_of, build_adapter, quantization_of
 from windlass.cli.modelling import check_model_type
 from windlass.cli.readers import Record
 from windlass.cli.recipe_parts import RecipeParts
@@ -21,16 +21,12 @@ from windlass.text.located_rows import LocatedRows
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """The rows to train on and to evaluate on, and the tokenizer; `evaluation` is None without any.
-
-    Attributes:
-        takes_turns: the rows are conversations.
-    """
+    """The rows to train on and to evaluate on, and the tokenizer; `evaluation` is None without any."""
 
     tokenizer: Any
     train: LocatedRows
     evaluation: LocatedRows | None
-    takes_turns: bool
+    takes_turns: bool  # the rows are conversations
 
 
 def load_preferences(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> Preferences:
@@ -82,13 +78,24 @@ def build_preference_trainer(
     Args:
         adapter_task: what peft calls the task of the model.
     """
+    from windlass.finetuning.tuning_config import TuningConfig
+
+    assert isinstance(args, TuningConfig)
     recipe = parts.recipe
     check_model_type(recipe.model)
-    name = recipe.model.name
+    name: Any = recipe.model.name
     if name is None:
-        name = str(trained_base(recipe, parts.tokenizer, chosen_answers(parts.train), args))
-    options: Any = getattr(args, "model_init_kwargs", None) or {}
-    args.model_init_kwargs = {"dtype": recipe.model.dtype, **options}  # type: ignore[attr-defined]
+        name = base_of(
+            parts,
+            args,
+            chosen_answers(parts.train),
+            lambda tokenizer, limits: kind.preparation(args, tokenizer, limits).prepare,
+        )
+    if isinstance(name, str):
+        options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
+        args.model_init_kwargs = (
+            options if "torch_dtype" in options else {"dtype": recipe.model.dtype, **options}
+        )
     adapter = build_adapter(recipe)
     if adapter is not None and "task_type" not in (recipe.adapter or {}):
         adapter.task_type = adapter_task

@@ -80,17 +80,11 @@ def build_parser() -> CommandParser:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What came of a layout.
+    """What came of a layout."""
 
-    Attributes:
-        claim: what was tried.
-        verdict: of the layout as a whole.
-        parts: those of the layouts of some of its axes, which are tried if it differs.
-    """
-
-    claim: Claim
-    verdict: ProofVerdict
-    parts: tuple[ProofVerdict, ...]
+    claim: Claim  # what was tried
+    verdict: ProofVerdict  # of the layout as a whole
+    parts: tuple[ProofVerdict, ...]  # those of the layouts of some of its axes, which are tried if it differs
 
     @property
     def exit_code(self) -> int:

@@ -28,25 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpec:
-    """The keys of a file with a space.
+    """The keys of a file with a space."""
 
-    Attributes:
-        space: key of the recipe -> a list of values, or {low, high, step, log}.
-        trials: how many, those of earlier calls included.
-        metric: what is compared, of the last evaluation of each trial; several are several objectives.
-        direction: minimize or maximize, for each metric.
-        backend: optuna, random or grid; by default optuna if it is installed.
-        pruner: median ends trials that are worse than the median of the others; optuna has its own.
-        seed: of random choices.
-    """
-
-    space: dict[str, Any]
-    trials: int = 20
+    space: dict[str, Any]  # key of the recipe -> a list of values, or {low, high, step, log}
+    trials: int = 20  # how many, those of earlier calls included
+    # What is compared, of the last evaluation of each trial; several are several objectives
     metric: str | list[str] = "eval_loss"
-    direction: str | list[str] = "minimize"
-    backend: str | None = None
+    direction: str | list[str] = "minimize"  # minimize or maximize, for each metric
+    backend: str | None = None  # optuna, random or grid; by default optuna if it is installed
+    # Median ends trials that are worse than the median of the others; optuna has its own
     pruner: str | None = None
-    seed: int = 42
+    seed: int = 42  # of random choices
 
 
 def search_command(options: TrainOptions) -> int:

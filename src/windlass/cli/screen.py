@@ -30,24 +30,17 @@ FILES = (
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """The values of the final screen.
-
-    Attributes:
-        output: of `train()`.
-        first_step: the step at which this process began.
-        evaluation: metrics of the final weights; empty without evaluation.
-        before, after: texts generated before and after training.
-        command: the command line that resumes the run; None if nothing was saved to resume from.
-    """
+    """The values of the final screen."""
 
     parts: RecipeParts
     trainer: Any
-    output: TrainOutput
-    first_step: int
-    evaluation: dict[str, float]
+    output: TrainOutput  # of `train()`
+    first_step: int  # the step at which this process began
+    evaluation: dict[str, float]  # metrics of the final weights; empty without evaluation
+    # `before`, `after`: texts generated before and after training
     before: str | None
     after: str | None
-    command: str | None
+    command: str | None  # the command line that resumes the run; None if nothing was saved to resume from
 
 
 def _prepared(trainer: Any) -> str:

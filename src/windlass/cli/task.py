@@ -26,28 +26,19 @@ Conflict = tuple[str, object, str]  # dotted key, value, fix
 
 
 class Task(ABC):
-    """One kind of task. Subclasses are registered in `windlass.cli.tasks`.
+    """One kind of task. Subclasses are registered in `windlass.cli.tasks`."""
 
-    Attributes:
-        name: value of the key `task`.
-        own_keys: dotted keys that this task reads, and not every task does. A key that any task lists here is refused
-            for tasks that do not list it.
-        own_formats: the same for values of `data.format`.
-        marked_tokens: what marks around tokens mean in `sample_lines`; empty if it marks none.
-        arguments: class of the section `training`.
-        new_model: section whose `config` describes new weights.
-        reads_text: samples are made by a tokenizer.
-        provable: `windlass prove` compares its layouts with one process.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # value of the key `task`
+    # Dotted keys that this task reads, and not every task does. A key that any task lists here is refused for tasks
+    # that do not list it.
     own_keys: ClassVar[tuple[str, ...]] = ()
-    own_formats: ClassVar[tuple[str, ...]] = ()
+    own_formats: ClassVar[tuple[str, ...]] = ()  # the same for values of `data.format`
+    # What marks around tokens mean in `sample_lines`; empty if it marks none
     marked_tokens: ClassVar[str] = ""
-    arguments: ClassVar[type[TrainingArguments]] = TrainingArguments
-    new_model: ClassVar[str] = "model"
-    reads_text: ClassVar[bool] = True
-    provable: ClassVar[bool] = False
+    arguments: ClassVar[type[TrainingArguments]] = TrainingArguments  # class of the section `training`
+    new_model: ClassVar[str] = "model"  # section whose `config` describes new weights
+    reads_text: ClassVar[bool] = True  # samples are made by a tokenizer
+    provable: ClassVar[bool] = False  # `windlass prove` compares its layouts with one process
 
     # --- the recipe -----------------------------------------------------------------------------------------------
 

@@ -19,11 +19,7 @@ class SourceSplit:
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """Splits by name.
-
-    Attributes:
-        tokenizer: None if none was named.
-    """
+    """Splits by name."""
 
     splits: dict[str, SourceSplit]
-    tokenizer: Any
+    tokenizer: Any  # None if none was named

@@ -18,17 +18,11 @@ from windlass.config.arguments import TrainingArguments
 
 
 class TextTask(Task):
-    """Reads records, trains or loads a tokenizer, and encodes the records with it.
+    """Reads records, trains or loads a tokenizer, and encodes the records with it."""
 
-    Attributes:
-        model_class: class of transformers that loads or builds the model.
-        tokenizer_kind: what a tokenizer is that is trained for this task.
-        length_key: key of `data` with the number of tokens in a sample.
-    """
-
-    model_class: ClassVar[str]
-    tokenizer_kind: ClassVar[TokenizerKind]
-    length_key: ClassVar[str] = "max_length"
+    model_class: ClassVar[str]  # class of transformers that loads or builds the model
+    tokenizer_kind: ClassVar[TokenizerKind]  # what a tokenizer is that is trained for this task
+    length_key: ClassVar[str] = "max_length"  # key of `data` with the number of tokens in a sample
 
     @abstractmethod
     def encode(self, records: list[Record], data: DataSpec, tokenizer: Any, labels: Sequence[str]) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.cli.schema import Recipe, TokenizerTraining
+from windlass.core.activity import looking_for
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.locations import why_not_loaded
 from windlass.core.optional import require
@@ -25,16 +26,11 @@ _READER_TOKENS = {
 
 @dataclass(frozen=True, slots=True)
 class TokenizerKind:
-    """A tokenizer to train.
+    """A tokenizer to train."""
 
-    Attributes:
-        algorithm: the one for `tokenizer.train.algorithm: auto`.
-        special_tokens: name of transformers -> token.
-        around: templates of the tokens around a text and around a pair of them; None: no tokens are added.
-    """
-
-    algorithm: str
-    special_tokens: Mapping[str, str]
+    algorithm: str  # the one for `tokenizer.train.algorithm: auto`
+    special_tokens: Mapping[str, str]  # name of transformers -> token
+    # Templates of the tokens around a text and around a pair of them; None: no tokens are added
     around: tuple[str, str] | None = None
 
 
@@ -70,7 +66,8 @@ def build_tokenizer(
     name = recipe.tokenizer.name or recipe.model.name
     assert name is not None  # `checks.py` asks for one of the two
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        with looking_for(name):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ModelError(f"the tokenizer {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
     return _with_padding(tokenizer)

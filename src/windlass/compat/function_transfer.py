@@ -77,13 +77,9 @@ def unpack_call(packed: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 class _Sender(ForkingPickler):
-    """A writer that sends by value what a new interpreter cannot import.
+    """A writer that sends by value what a new interpreter cannot import."""
 
-    Attributes:
-        newest: the value that was looked at last.
-    """
-
-    newest: Any = None
+    newest: Any = None  # the value that was looked at last
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

@@ -26,9 +26,11 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 
 @dataclass
 class TorchTensorParallelConfig:
-    """Options of tensor parallelism."""
+    """Options of tensor parallelism: with `enable_sequence_parallel` each process computes norms, residuals and dropout
+    for some positions of the sequences."""
 
     enable_async_tp: bool = False
+    enable_sequence_parallel: bool = False
 
 
 @dataclass

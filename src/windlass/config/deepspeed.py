@@ -107,14 +107,10 @@ _NO_STAGE = 'must be 0, 1, 2 or 3: {"zero_optimization": {"stage": 2}} shards gr
 
 @dataclass(frozen=True, slots=True)
 class RunValues:
-    """The values of a run that "auto" represents, and the arguments that set them.
+    """The values of a run that "auto" represents, and the arguments that set them."""
 
-    Attributes:
-        values: path in the configuration -> (value, argument).
-        hidden_size: width of the model, from which sizes of buckets follow; None if it is not known.
-    """
-
-    values: Mapping[str, tuple[Any, str]]
+    values: Mapping[str, tuple[Any, str]]  # path in the configuration -> (value, argument)
+    # Width of the model, from which sizes of buckets follow; None if it is not known
     hidden_size: int | None = None
 
 

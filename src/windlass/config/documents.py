@@ -19,16 +19,11 @@ Keys = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A mapping that was read from text, with the line of each key.
+    """A mapping that was read from text, with the line of each key."""
 
-    Attributes:
-        values: the mapping, as plain Python values.
-        source: the name of the file, or a placeholder.
-        lines: line number (from 1) of each key, by its path of keys.
-    """
-
-    values: dict[str, Any]
-    source: str = "<settings>"
+    values: dict[str, Any]  # the mapping, as plain Python values
+    source: str = "<settings>"  # the name of the file, or a placeholder
+    # Line number (from 1) of each key, by its path of keys
     lines: Mapping[Keys, int] = field(default_factory=dict)
 
     def place(self, *keys: str) -> str:

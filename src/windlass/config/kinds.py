@@ -134,16 +134,11 @@ def numbered(words: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
-    """A reader of one of the words `allowed`, in any case.
-
-    Attributes:
-        also: other spellings (in lower case), and the canonical value of each.
-        refused: known words that are not built, with the reason as the end of a sentence.
-    """
+    """A reader of one of the words `allowed`, in any case."""
 
     allowed: tuple[str, ...]
-    also: Mapping[str, Any]
-    refused: Mapping[str, str]
+    also: Mapping[str, Any]  # other spellings (in lower case), and the canonical value of each
+    refused: Mapping[str, str]  # known words that are not built, with the reason as the end of a sentence
 
     def __call__(self, raw: Any) -> Any:
         table = {word.lower(): word for word in self.allowed} | dict(self.also)

@@ -63,12 +63,9 @@ class Plugin:
     """An object of options, of a class that scripts know from another library, which they pass to `Accelerator`.
 
     `config.parallel.from_plugins` reads what its `settings()` returns, or its fields. The classes are in `compat/`.
-
-    Attributes:
-        argument: the argument of `Accelerator` that takes it.
     """
 
-    argument: ClassVar[str]
+    argument: ClassVar[str]  # the argument of `Accelerator` that takes it
 
     def objections(self) -> Iterator[Problem]:
         """Problems of these options."""

@@ -97,14 +97,7 @@ class DurationPlan:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPlan:
-    """`name` is a key of the registry of optimizers. Nothing in it depends on the number of updates.
-
-    Attributes:
-        groups: pattern that is searched for in names of parameters -> the options of their group.
-        targets: the modules whose gradients an optimizer projects, as `optim_target_modules` names them.
-        layer_decay: the learning rate of a layer is that of the layer above times this.
-        in_backward: it updates each parameter in the backward.
-    """
+    """`name` is a key of the registry of optimizers. Nothing in it depends on the number of updates."""
 
     name: str = "adamw_torch"
     learning_rate: float = 5e-5
@@ -112,24 +105,22 @@ class OptimizerPlan:
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     options: dict[str, Any] = field(default_factory=dict)
+    # Pattern that is searched for in names of parameters -> the options of their group
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # The modules whose gradients an optimizer projects, as `optim_target_modules` names them
     targets: str | list[str] | None = None
-    layer_decay: float = 1.0
-    in_backward: bool = False
+    layer_decay: float = 1.0  # the learning rate of a layer is that of the layer above times this
+    in_backward: bool = False  # it updates each parameter in the backward
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulePlan:
-    """The schedule, which is planned before the number of updates is known.
+    """The schedule, which is planned before the number of updates is known."""
 
-    Attributes:
-        name, options: a key of the registry of schedules, and the options of that schedule.
-        warmup: linear warm-up, in updates; below 1 as a share of all updates.
-    """
-
+    # `name`, `options`: a key of the registry of schedules, and the options of that schedule
     name: str = "linear"
     options: dict[str, Any] = field(default_factory=dict)
-    warmup: float = 0
+    warmup: float = 0  # linear warm-up, in updates; below 1 as a share of all updates
 
     def warmup_steps(self, total_steps: int) -> int:
         """Updates of warm-up in a run of `total_steps` updates."""
@@ -138,36 +129,25 @@ class SchedulePlan:
 
 @dataclass(frozen=True, slots=True)
 class Float8Plan:
-    """How linear layers multiply in 8-bit floats.
+    """How linear layers multiply in 8-bit floats."""
 
-    Attributes:
-        recipe: a name of torchao's recipes.
-        emulate: round to float8, and multiply in the dtype before.
-        pad: pad the number of tokens to a multiple of 16.
-        config: a script's `Float8LinearConfig` of torchao, which replaces the recipe and `pad`.
-        selects: a script's function (module, its name) -> whether the layer multiplies in float8.
-    """
-
-    recipe: str = "tensorwise"
-    emulate: bool = False
-    pad: bool = True
-    config: Any = None
+    recipe: str = "tensorwise"  # a name of torchao's recipes
+    emulate: bool = False  # round to float8, and multiply in the dtype before
+    pad: bool = True  # pad the number of tokens to a multiple of 16
+    config: Any = None  # a script's `Float8LinearConfig` of torchao, which replaces the recipe and `pad`
+    # A script's function (module, its name) -> whether the layer multiplies in float8
     selects: Callable[[Any, str], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrecisionPlan:
-    """The dtypes in which a step computes.
+    """The dtypes in which a step computes."""
 
-    Attributes:
-        compute: the autocast dtype; weights and optimizer state stay in the dtype the model came in.
-        float8: for linear layers; None if they compute in `compute` too.
-    """
-
+    # The autocast dtype; weights and optimizer state stay in the dtype the model came in
     compute: Literal["fp32", "bf16", "fp16"] = "fp32"
     full_eval: Literal["no", "bf16", "fp16"] = "no"
     tf32: bool | None = None
-    float8: Float8Plan | None = None
+    float8: Float8Plan | None = None  # for linear layers; None if they compute in `compute` too
 
     @property
     def word(self) -> str:
@@ -179,73 +159,45 @@ class PrecisionPlan:
 
 @dataclass(frozen=True, slots=True)
 class CompilePlan:
-    """How a model is compiled.
+    """How a model is compiled."""
 
-    Attributes:
-        backend: a name of torch's registry.
-        mode: one of inductor's modes; None for its default.
-        blocks: compile the repeated blocks, one graph for all, and not the whole model.
-        memory_budget: share of the activations that the compiler keeps for the backward, in [0, 1]; it recomputes the
-            others. None keeps what is fastest.
-        fullgraph: what does not fit into one graph is an error.
-        dynamic: the first graph is for any size; otherwise the compiler decides when a second size comes.
-        options: of the backend, in place of a mode.
-    """
-
-    backend: str = "inductor"
-    mode: str | None = None
-    blocks: bool = False
+    backend: str = "inductor"  # a name of torch's registry
+    mode: str | None = None  # one of inductor's modes; None for its default
+    blocks: bool = False  # compile the repeated blocks, one graph for all, and not the whole model
+    # Share of the activations that the compiler keeps for the backward, in [0, 1]; it recomputes the others. None
+    # keeps what is fastest.
     memory_budget: float | None = None
-    fullgraph: bool = False
+    fullgraph: bool = False  # what does not fit into one graph is an error
+    # The first graph is for any size; otherwise the compiler decides when a second size comes
     dynamic: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of the backend, in place of a mode
 
 
 @dataclass(frozen=True, slots=True)
 class TransformPlan:
-    """Transforms of the model, in the order of `apply_transforms` (`assemble/build.py`).
+    """Transforms of the model, in the order of `apply_transforms` (`assemble/build.py`)."""
 
-    Attributes:
-        liger: parts of the model -> use Liger's kernel; None replaces none, {} those of its default.
-        qat: what linear layers round weights and inputs to (`QAT_SCHEMES`).
-        neftune_alpha: the scale of noise on the input embeddings while the run lasts.
-    """
-
+    # Parts of the model -> use Liger's kernel; None replaces none, {} those of its default
     liger: dict[str, bool] | None = None
-    qat: str | None = None
+    qat: str | None = None  # what linear layers round weights and inputs to (`QAT_SCHEMES`)
     recompute: bool = False
     recompute_options: dict[str, Any] = field(default_factory=dict)
     compile: CompilePlan | None = None
-    neftune_alpha: float | None = None
+    neftune_alpha: float | None = None  # the scale of noise on the input embeddings while the run lasts
 
 
 @dataclass(frozen=True, slots=True)
 class StabilityPlan:
-    """What keeps a run stable.
+    """What keeps a run stable."""
 
-    Attributes:
-        max_grad_norm: the norm to which gradients are clipped; None does not clip.
-        nonfinite: what happens if a loss or a norm is not finite.
-        watch_forwards: stop in the forward of the module in which a value becomes non-finite.
-    """
-
-    max_grad_norm: float | None = 1.0
-    nonfinite: NonFinitePolicy = "raise"
-    watch_forwards: bool = False
+    max_grad_norm: float | None = 1.0  # the norm to which gradients are clipped; None does not clip
+    nonfinite: NonFinitePolicy = "raise"  # what happens if a loss or a norm is not finite
+    watch_forwards: bool = False  # stop in the forward of the module in which a value becomes non-finite
 
 
 @dataclass(frozen=True, slots=True)
 class DataPlan:
-    """How data is read.
-
-    Attributes:
-        worker_init: called in each worker with its number.
-        worker_timeout: seconds without a batch after which a worker is an error; 0 waits without a limit.
-        start_timeout: seconds after which a forked worker that has not started is replaced.
-        purpose: what the data is for, in messages.
-        dispatch: the main process alone reads streams, and sends the other ranks their batches.
-        restart_epoch: a resumed run begins its epoch again, instead of continuing at its position.
-    """
+    """How data is read."""
 
     workers: int = 0
     pin_memory: bool = True
@@ -253,12 +205,13 @@ class DataPlan:
     prefetch_factor: int | None = None
     multiprocessing_context: Any = None
     in_order: bool = True
-    worker_init: Any = None
+    worker_init: Any = None  # called in each worker with its number
+    # Seconds without a batch after which a worker is an error; 0 waits without a limit
     worker_timeout: float = 0
-    start_timeout: float = 30.0
-    purpose: str = "training"
-    dispatch: bool = False
-    restart_epoch: bool = False
+    start_timeout: float = 30.0  # seconds after which a forked worker that has not started is replaced
+    purpose: str = "training"  # what the data is for, in messages
+    dispatch: bool = False  # the main process alone reads streams, and sends the other ranks their batches
+    restart_epoch: bool = False  # a resumed run begins its epoch again, instead of continuing at its position
     drop_last: bool = False
     order: Literal["random", "sequential", "group_by_length", "batch_rebalance"] = "random"
     length_column: str = "length"
@@ -275,89 +228,59 @@ class CadencePlan:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """What is saved, and when.
-
-    Attributes:
-        keep_last: how many of the newest checkpoints are kept; None: all, up to `total_limit`.
-        keep_best: how many checkpoints of the best evaluations are kept; None: that of `load_best_at_end` alone.
-        model_only: checkpoints contain only the model, so a run cannot be resumed.
-        on_each_node: the final model is written on every disk.
-        every: seconds between ephemeral checkpoints, beside those of the cadence; None: none are made.
-        background: checkpoints are written while training goes on.
-        host_memory: limit in bytes on the copies for it; None: the memory of the host.
-        max_failures: failed saves in a row at which the run ends; None: never.
-    """
+    """What is saved, and when."""
 
     cadence: CadencePlan
     total_limit: int | None = None
     metric: str | None = None
     greater_is_better: bool = False
     load_best_at_end: bool = False
+    # Seconds between ephemeral checkpoints, beside those of the cadence; None: none are made
     every: float | None = None
-    background: bool = True
-    host_memory: int | None = None
-    max_failures: int | None = None
+    background: bool = True  # checkpoints are written while training goes on
+    host_memory: int | None = None  # limit in bytes on the copies for it; None: the memory of the host
+    max_failures: int | None = None  # failed saves in a row at which the run ends; None: never
+    # How many of the newest checkpoints are kept; None: all, up to `total_limit`
     keep_last: int | None = None
+    # How many checkpoints of the best evaluations are kept; None: that of `load_best_at_end` alone
     keep_best: int | None = None
-    model_only: bool = False
-    on_each_node: bool = False
+    model_only: bool = False  # checkpoints contain only the model, so a run cannot be resumed
+    on_each_node: bool = False  # the final model is written on every disk
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptionPlan:
-    """How a run exits at the request of a scheduler.
+    """How a run exits at the request of a scheduler."""
 
-    Attributes:
-        signals: names of the signals that request it.
-        deadline: seconds after the first of them at which the process exits, even if it has not saved; None: no limit.
-        deadline_text: `deadline` as the user wrote it.
-    """
-
-    signals: tuple[str, ...] = ()
+    signals: tuple[str, ...] = ()  # names of the signals that request it
+    # Seconds after the first of them at which the process exits, even if it has not saved; None: no limit
     deadline: float | None = None
-    deadline_text: str = ""
+    deadline_text: str = ""  # `deadline` as the user wrote it
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """How evaluations run, whenever they do.
+    """How evaluations run, whenever they do."""
 
-    Attributes:
-        loss_only: keep no predictions.
-        batch_metrics: `compute_metrics` sees each batch.
-        include: what else `compute_metrics` is given: "inputs", "loss".
-        accumulate_steps: batches after which kept predictions move to the host; None: at the end.
-        concat: join batches into one array.
-        cast: the dtype to which weights are cast; None keeps theirs.
-        start_timeout: seconds for a data worker to start.
-    """
-
-    loss_only: bool = False
-    batch_metrics: bool = False
-    include: tuple[str, ...] = ()
+    loss_only: bool = False  # keep no predictions
+    batch_metrics: bool = False  # `compute_metrics` sees each batch
+    include: tuple[str, ...] = ()  # what else `compute_metrics` is given: "inputs", "loss"
+    # Batches after which kept predictions move to the host; None: at the end
     accumulate_steps: int | None = None
-    concat: bool = True
-    cast: Literal["bf16", "fp16"] | None = None
-    start_timeout: float = 30.0
+    concat: bool = True  # join batches into one array
+    cast: Literal["bf16", "fp16"] | None = None  # the dtype to which weights are cast; None keeps theirs
+    start_timeout: float = 30.0  # seconds for a data worker to start
 
 
 @dataclass(frozen=True, slots=True)
 class ReportPlan:
-    """What a run counts for its reports.
+    """What a run counts for its reports."""
 
-    Attributes:
-        tokens: which tokens `num_input_tokens_seen` counts.
-        memory: report peak memory.
-        empty_cache_every: updates between two releases of cached device memory; None: never.
-        restore_callback_args: a resumed run builds callbacks with the checkpoint's arguments.
-        evaluate_first: evaluate before the first update.
-    """
-
-    tokens: Literal["no", "all", "non_padding"] = "no"
-    memory: bool = False
-    empty_cache_every: int | None = None
-    restore_callback_args: bool = False
-    evaluate_first: bool = False
+    tokens: Literal["no", "all", "non_padding"] = "no"  # which tokens `num_input_tokens_seen` counts
+    memory: bool = False  # report peak memory
+    empty_cache_every: int | None = None  # updates between two releases of cached device memory; None: never
+    restore_callback_args: bool = False  # a resumed run builds callbacks with the checkpoint's arguments
+    evaluate_first: bool = False  # evaluate before the first update
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +295,7 @@ class DistPlan:
         context: how many ranks divide the sequences of a batch, among which keys and values travel.
         sequence: how many ranks divide each such part once more, and exchange heads.
         tensor, expert: how many ranks divide the layers, and with different samples the experts, of one model.
+        tensor_positions: ranks that divide the layers divide the positions of hidden states between them.
         pipeline: how the layers are divided among further ranks; None: they are not.
     """
 
@@ -390,6 +314,7 @@ class DistPlan:
     context: int = 1
     sequence: int = 1
     tensor: int = 1
+    tensor_positions: bool = False
     expert: int = 1
     pipeline: PipelinePlan | None = None
 
@@ -405,9 +330,6 @@ class DistPlan:
 class CallPlan:
     """The configuration of one call of a Trainer, as far as it does not depend on the length of the data. Loaders,
     optimizer, schedule, evaluations and preemption are made from its sections.
-
-    Attributes:
-        evaluations: how each evaluation runs.
     """
 
     seed: int
@@ -418,7 +340,7 @@ class CallPlan:
     transforms: TransformPlan
     stability: StabilityPlan
     data: DataPlan
-    evaluations: EvaluationPlan
+    evaluations: EvaluationPlan  # how each evaluation runs
     preemption: PreemptionPlan
     dist: DistPlan
     reports: ReportPlan
@@ -426,15 +348,11 @@ class CallPlan:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan(CallPlan):
-    """The complete configuration of a run: the plan of its call, and what depends on the length of the data.
+    """The complete configuration of a run: the plan of its call, and what depends on the length of the data."""
 
-    Attributes:
-        batch: the size of updates.
-        logging, evaluation: when they happen.
-    """
-
-    batch: UpdateSize
+    batch: UpdateSize  # the size of updates
     duration: DurationPlan
+    # `logging`, `evaluation`: when they happen
     logging: CadencePlan
     evaluation: CadencePlan
     save: SavePlan

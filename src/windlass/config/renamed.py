@@ -16,25 +16,16 @@ Given = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Old:
-    """One old name.
+    """One old name."""
 
-    Attributes:
-        new: the field that replaced it; None if there is none.
-        kind: its type on a command line.
-        neutral: values that request nothing; the first was its default.
-        carry: (value, all arguments) -> value of the new field.
-        back: value of the new field -> value of the old name.
-        note: why it was removed, or what to do instead, as the end of the sentence "NAME ...".
-        refused: a value that is not neutral is an error.
-    """
-
-    new: str | None
-    kind: type = str
-    neutral: tuple[Any, ...] = (None,)
+    new: str | None  # the field that replaced it; None if there is none
+    kind: type = str  # its type on a command line
+    neutral: tuple[Any, ...] = (None,)  # values that request nothing; the first was its default
+    # (value, all arguments) -> value of the new field
     carry: Callable[[Any, Given], Any] = lambda value, _: value
-    back: Callable[[Any], Any] = lambda value: value
-    note: str = ""
-    refused: bool = False
+    back: Callable[[Any], Any] = lambda value: value  # value of the new field -> value of the old name
+    note: str = ""  # why it was removed, or what to do instead, as the end of the sentence "NAME ..."
+    refused: bool = False  # a value that is not neutral is an error
 
     @property
     def default(self) -> Any:

@@ -75,18 +75,13 @@ _SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """How the layers of a model are divided among ranks.
+    """How the layers of a model are divided among ranks."""
 
-    Attributes:
-        size: the ranks of a pipeline.
-        schedule: the order of forwards and backwards, by its name in `torch.distributed.pipelining`.
-        stages_per_rank: stages that each rank computes.
-        split_points: names of the modules with which all stages but the first begin; empty: as even as possible.
-    """
-
-    size: int
+    size: int  # the ranks of a pipeline
+    # The order of forwards and backwards, by its name in `torch.distributed.pipelining`
     schedule: Schedule = "1F1B"
-    stages_per_rank: int = 1
+    stages_per_rank: int = 1  # stages that each rank computes
+    # Names of the modules with which all stages but the first begin; empty: as even as possible
     split_points: tuple[str, ...] = ()
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 
+from windlass.core.locations import is_folder_name
 from windlass.core.terminal import can_redraw, foot_of
 from windlass.core.world import world_from_environment
 
@@ -93,6 +95,15 @@ class Opening(Activity):
             self._remove()
             return False
         return super()._draw()
+
+
+def looking_for(name: str) -> contextlib.AbstractContextManager[object]:
+    """A row of the same kind while a model or a dataset is looked for on the Hub, which may take long to answer; none
+    for what is on this machine.
+    """
+    if is_folder_name(name) or os.path.exists(name):
+        return contextlib.nullcontext()
+    return Activity(f"looking for {name} on the Hub, or in its cache")
 
 
 if hasattr(os, "register_at_fork"):

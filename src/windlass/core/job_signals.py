@@ -74,19 +74,13 @@ def _share_with_workers() -> None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStart:
-    """Called first in every data worker, with its number.
+    """Called first in every data worker, with its number."""
 
-    Attributes:
-        own: the script's own initializer.
-        left: signals that workers ignore while the run handles them.
-        running: shared with this process: True while a run handles them. Afterwards they end a worker.
-        from_main: the main thread starts the workers.
-    """
-
-    own: Callable[[int], Any] | None
-    left: tuple[int, ...]
+    own: Callable[[int], Any] | None  # the script's own initializer
+    left: tuple[int, ...]  # signals that workers ignore while the run handles them
+    # Shared with this process: True while a run handles them. Afterwards they end a worker.
     running: Any
-    from_main: bool
+    from_main: bool  # the main thread starts the workers
 
     @classmethod
     def now(cls, own: Callable[[int], Any] | None) -> WorkerStart:

@@ -61,26 +61,19 @@ copies or parts of the same layers. all: every rank of the job.
 class Mesh:
     """The number of ranks along each axis; their product is the number of ranks.
 
-    Attributes:
-        replicate: copies of the model, which train on different samples.
-        shard: ranks that each store a part of one copy, and train on different samples too.
-        context: ranks that each have a part of the sequences of the same samples, among which keys travel.
-        sequence: ranks that divide such a part once more, and exchange heads.
-        tensor: ranks that each compute with a part of every weight, on the same samples.
-        pipeline: ranks that each compute some of the layers, on the same samples.
-        expert: ranks among which the experts of a mixture are divided, and which train on different samples. Of all
-            other weights each has a copy, or a part if the model is sharded.
-
     Raises:
         ConfigError: a size is below 1.
     """
 
-    replicate: int = 1
-    shard: int = 1
+    replicate: int = 1  # copies of the model, which train on different samples
+    shard: int = 1  # ranks that each store a part of one copy, and train on different samples too
+    # Ranks that each have a part of the sequences of the same samples, among which keys travel
     context: int = 1
-    sequence: int = 1
-    tensor: int = 1
-    pipeline: int = 1
+    sequence: int = 1  # ranks that divide such a part once more, and exchange heads
+    tensor: int = 1  # ranks that each compute with a part of every weight, on the same samples
+    pipeline: int = 1  # ranks that each compute some of the layers, on the same samples
+    # Ranks among which the experts of a mixture are divided, and which train on different samples. Of all other
+    # weights each has a copy, or a part if the model is sharded.
     expert: int = 1
 
     def __post_init__(self) -> None:

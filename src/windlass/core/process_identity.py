@@ -16,21 +16,14 @@ _LARGEST_PID = 2**31 - 1  # what the system's calls take
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process of one boot of one machine.
+    """One process of one boot of one machine."""
 
-    Attributes:
-        host: name of the machine, for people.
-        boot: the kernel's random id of this boot; None if the system has none.
-        namespace: the namespace that `pid` counts in: containers of one machine have several.
-        pid: process id.
-        started: start of the process in clock ticks since boot, which tells it from a later one with the same pid;
-            None if unknown.
-    """
-
-    host: str
-    boot: str | None
-    namespace: str | None
-    pid: int
+    host: str  # name of the machine, for people
+    boot: str | None  # the kernel's random id of this boot; None if the system has none
+    namespace: str | None  # the namespace that `pid` counts in: containers of one machine have several
+    pid: int  # process id
+    # Start of the process in clock ticks since boot, which tells it from a later one with the same pid; None if
+    # unknown
     started: int | None
 
     @classmethod

@@ -5,9 +5,10 @@ That is what makes a resumed run repeat the same bits in O(1): no stream of draw
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -186,10 +187,24 @@ class ForwardRandomness:
 
     def end(self) -> None:
         """Continue with what all ranks draw."""
-        host, device = self._states
+        self._exchange()
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Within the body, between `begin` and `end`, ranks draw the same."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Continue with the other of the two states."""
+        (host, device), own = self._states, self._device
+        self._states = torch.default_generator.get_state(), own and own.get_state()
         torch.default_generator.set_state(host)
-        if self._device is not None:
-            self._device.set_state(device)
+        if own is not None:
+            own.set_state(device)
 
 
 class PlacedRandomness:

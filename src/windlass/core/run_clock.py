@@ -45,35 +45,21 @@ Seconds = dict[str, float]
 
 
 class ClockReading(NamedTuple):
-    """What a clock shows.
+    """What a clock shows."""
 
-    Attributes:
-        began: when the session began, in seconds since 1970.
-        elapsed: seconds since then; the sum of `seconds`.
-        seconds: by kind, without those that have none.
-        kind: the present one.
-        step: updates that were done.
-    """
-
-    began: float
-    elapsed: float
-    seconds: Seconds
-    kind: str
-    step: int
+    began: float  # when the session began, in seconds since 1970
+    elapsed: float  # seconds since then; the sum of `seconds`
+    seconds: Seconds  # by kind, without those that have none
+    kind: str  # the present one
+    step: int  # updates that were done
 
 
 class Interval(NamedTuple):
-    """The time since the last report.
+    """The time since the last report."""
 
-    Attributes:
-        seconds: by kind.
-        training: without start-up, evaluations, saves and uploads.
-        own: what this rank did while others may have waited for it.
-    """
-
-    seconds: Seconds
-    training: float
-    own: float
+    seconds: Seconds  # by kind
+    training: float  # without start-up, evaluations, saves and uploads
+    own: float  # what this rank did while others may have waited for it
 
 
 class RunClock:
@@ -81,7 +67,7 @@ class RunClock:
 
     Attributes:
         row: what the next row of `metrics.jsonl` gets under `timing`; set by the owner of the report.
-        since: when the present kind began, which is when `clock` was last read.
+        kind, since: the present kind, and when it began, which is when `clock` was last read.
 
     Args:
         clock: returns seconds of a clock that is never set.
@@ -100,7 +86,7 @@ class RunClock:
 
     def _restart(self, earlier: float) -> None:
         self._seconds = [0.0] * (len(KINDS) + 1)
-        self._kind, self._step, self._highest = START_UP, 0, 0
+        self.kind, self._step, self._highest = START_UP, 0, 0
         self.since = self._began_at = self._clock() - earlier
         self._began = self._wall() - earlier
         self._mark_update()
@@ -133,7 +119,7 @@ class RunClock:
 
     def not_before(self, moment: float) -> None:
         """Let the session begin no earlier than `moment` (seconds since 1970): the one before it ended then."""
-        self.enter(self._kind)
+        self.enter(self.kind)
         late = min(max(moment - self._began, 0.0), self._seconds[START_UP])
         self._began, self._began_at = self._began + late, self._began_at + late
         self._seconds[START_UP] -= late
@@ -147,9 +133,9 @@ class RunClock:
 
     def enter(self, kind: int) -> int:
         """End the present kind, and begin `kind`; return the one that ended, to enter it again."""
-        now, before = self._clock(), self._kind
+        now, before = self._clock(), self.kind
         self._seconds[before] += now - self.since
-        self.since, self._kind = now, kind
+        self.since, self.kind = now, kind
         return before
 
     @contextmanager
@@ -160,11 +146,6 @@ class RunClock:
             yield
         finally:
             self.enter(before)
-
-    def update_begins(self) -> None:
-        """Begin `compute`, in which the update before ended: the clock is read for the first one only."""
-        if self._kind != COMPUTE:
-            self.enter(COMPUTE)
 
     def update_ends(self, step: int, applied: bool) -> None:
         """Called after update `step`, in `compute`: one that was not applied, or was done before, has its own kind."""
@@ -187,14 +168,14 @@ class RunClock:
 
     def read(self) -> ClockReading:
         """Return what it shows now. Another thread may call it: the seconds add up to those since the beginning."""
-        seconds, kind, step = list(self._seconds), self._kind, self._step
+        seconds, kind, step = list(self._seconds), self.kind, self._step
         elapsed = self._clock() - self._began_at
         seconds[kind] += elapsed - sum(seconds)
         return ClockReading(self._began, elapsed, _named(seconds), KINDS[_whole(kind)], step)
 
     def interval(self) -> Interval:
         """Return the time since the last call."""
-        self.enter(self._kind)
+        self.enter(self.kind)
         self._mark_update()  # what was reported is not attributed again
         passed = [now - before for now, before in zip(self._seconds, self._reported, strict=True)]
         self._reported = list(self._seconds)

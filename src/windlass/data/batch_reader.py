@@ -12,28 +12,20 @@ from windlass.data.pin import pin
 
 @dataclass(slots=True)
 class DealtBatch:
-    """One batch of this rank, as a part of the batch that all ranks hold together.
+    """One batch of this rank, as a part of the batch that all ranks hold together."""
 
-    Attributes:
-        batch: the collated samples, in host memory; None until they are read.
-        shares: samples of each rank in this batch, in rank order.
-        end: position of the pass after this batch, in the reader's unit.
-        last: no batch follows in this pass, on any rank.
-        ids: positions in the dataset of the samples in `batch`; empty if unknown.
-        bookmark: lets a later pass begin at `end` without reading the samples before; None if not needed or not
-            available.
-        filler: this rank has no sample here. `batch` holds samples of another rank or of an earlier batch, and must
-            have zero weight.
-        marks: in the first batch of a pass over a stream, checksums of its first samples over all ranks.
-    """
-
-    batch: Any
-    shares: tuple[int, ...]
-    end: int
-    last: bool
+    batch: Any  # the collated samples, in host memory; None until they are read
+    shares: tuple[int, ...]  # samples of each rank in this batch, in rank order
+    end: int  # position of the pass after this batch, in the reader's unit
+    last: bool  # no batch follows in this pass, on any rank
+    # Positions in the dataset of the samples in `batch`; empty if unknown
     ids: list[int] = field(default_factory=list)
+    # Lets a later pass begin at `end` without reading the samples before; None if not needed or not available
     bookmark: Bookmark | None = None
+    # This rank has no sample here. `batch` holds samples of another rank or of an earlier batch, and must have zero
+    # weight.
     filler: bool = False
+    # In the first batch of a pass over a stream, checksums of its first samples over all ranks
     marks: list[int] = field(default_factory=list)
 
     def pin_memory(self) -> DealtBatch:
@@ -43,22 +35,16 @@ class DealtBatch:
 
 
 class PassRequest(NamedTuple):
-    """Which batches to read, and for whom.
+    """Which batches to read, and for whom."""
 
-    Attributes:
-        epoch: number of the pass.
-        start: position in it, in the reader's unit.
-        bookmark: ignored if it was made at another position.
-        private: the pass runs beside another one, or reads the data for another purpose than training: it uses worker
-            processes of its own and does not change Python's generator.
-        update: batches of one update of a Trainer; 0 in a user's loop. A resumed Trainer has read the first update
-            before, so reading it again does not change Python's generator.
-    """
-
-    epoch: int
-    start: int = 0
-    bookmark: Bookmark | None = None
+    epoch: int  # number of the pass
+    start: int = 0  # position in it, in the reader's unit
+    bookmark: Bookmark | None = None  # ignored if it was made at another position
+    # The pass runs beside another one, or reads the data for another purpose than training: it uses worker processes
+    # of its own and does not change Python's generator
     private: bool = False
+    # Batches of one update of a Trainer; 0 in a user's loop. A resumed Trainer has read the first update before, so
+    # reading it again does not change Python's generator.
     update: int = 0
 
     def at(self, start: int) -> PassRequest:
@@ -75,29 +61,22 @@ class BatchReader(Protocol):
     @property
     def unit(self) -> str:
         """What positions count ("samples", "batches")."""
-        ...
 
     def accepts(self, unit: str) -> bool:
         """Return True if a position that counts `unit` can be entered here."""
-        ...
 
     @property
     def total_batch_size(self) -> int | None:
         """Samples that a whole batch of all ranks holds; None if that varies."""
-        ...
 
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
         """The batches of a pass."""
-        ...
 
     def count(self, epoch: int, start: int = 0) -> int | None:
         """Batches of a pass on each rank, from position `start` on; None if only reading shows it."""
-        ...
 
     def position(self, epoch: int, batches: int) -> int:
         """Where batch number `batches` of a pass begins."""
-        ...
 
     def reseed(self, seed: int) -> None:
         """Use another seed from now on."""
-        ...

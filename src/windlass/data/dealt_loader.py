@@ -17,22 +17,15 @@ from windlass.data.update_batch import GroupSource, UpdateBatch
 
 @dataclass(slots=True)
 class LoaderPosition:
-    """The position of a loader in its data.
-
-    Attributes:
-        epoch: the current pass, or the next one.
-        consumed: position in it, in the reader's unit.
-        resume: where the next pass of a user's loop begins, once; 0 after that.
-        bookmark: lets a stream be entered at `consumed`, or where the loaded state was taken.
-        running: passes under way.
-    """
+    """The position of a loader in its data."""
 
     seed: int
-    epoch: int = 0
-    consumed: int = 0
-    resume: int = 0
+    epoch: int = 0  # the current pass, or the next one
+    consumed: int = 0  # position in it, in the reader's unit
+    resume: int = 0  # where the next pass of a user's loop begins, once; 0 after that
+    # Lets a stream be entered at `consumed`, or where the loaded state was taken
     bookmark: Bookmark | None = None
-    running: int = 0
+    running: int = 0  # passes under way
 
 
 class DealtLoader(DataLoader[Any], GroupSource):

@@ -51,17 +51,11 @@ def _no_task_of(worker: int) -> str:
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads, for messages and for the start of workers.
+    """Who reads, for messages and for the start of workers."""
 
-    Attributes:
-        purpose: what the batches are for: "training", "evaluation", ...
-        start_timeout: seconds after which a worker that has not started is replaced.
-        task: what the worker of that number reads now; empty if unknown.
-    """
-
-    purpose: str
-    start_timeout: float = START_TIMEOUT
-    task: Callable[[int], str] = _no_task_of
+    purpose: str  # what the batches are for: "training", "evaluation", ..
+    start_timeout: float = START_TIMEOUT  # seconds after which a worker that has not started is replaced
+    task: Callable[[int], str] = _no_task_of  # what the worker of that number reads now; empty if unknown
 
 
 def start_timeout(environ: Mapping[str, str]) -> float:

@@ -26,24 +26,16 @@ class MeetingError(WindlassError):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A machine that wants to be in a round.
+    """A machine that wants to be in a round."""
 
-    Attributes:
-        slot: position among all arrivals.
-        machine: id of its launcher, new with each start.
-        host, address: what it is called and where it is reached, for messages and for the processes' own store.
-        rank: as the user gave it; None if the order of arrival decides.
-        machines: the number of machines that its command line names.
-        round: which round it wants; 0 at the door.
-    """
-
-    slot: int
-    machine: str
+    slot: int  # position among all arrivals
+    machine: str  # id of its launcher, new with each start
+    # `host`, `address`: what it is called and where it is reached, for messages and for the processes' own store
     host: str
     address: str
-    rank: int | None
-    machines: int
-    round: int
+    rank: int | None  # as the user gave it; None if the order of arrival decides
+    machines: int  # the number of machines that its command line names
+    round: int  # which round it wants; 0 at the door
 
     @staticmethod
     def read(slot: int, content: Any) -> Arrival:

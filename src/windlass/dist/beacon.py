@@ -63,22 +63,15 @@ _OPENING_MARKS = 1
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The last sign of a process.
+    """The last sign of a process."""
 
-    Attributes:
-        count: marks written so far; unchanged while the process makes no progress.
-        step: updates that were done; None before the script reported a step.
-        call: what it was about to do: "backward", "save", "gather objects", ...
-        looks: how often the watchdog of the process has looked; unchanged while the process is stopped, or while
-            native code keeps all others of its threads from running.
-        collectives: issued on the process group of all ranks; -1 where not known.
-    """
-
-    count: int
-    step: int | None
-    call: str
+    count: int  # marks written so far; unchanged while the process makes no progress
+    step: int | None  # updates that were done; None before the script reported a step
+    call: str  # what it was about to do: "backward", "save", "gather objects", ..
+    # How often the watchdog of the process has looked; unchanged while the process is stopped, or while native code
+    # keeps all others of its threads from running
     looks: int = 0
-    collectives: int = -1
+    collectives: int = -1  # issued on the process group of all ranks; -1 where not known
 
     @property
     def place(self) -> str:

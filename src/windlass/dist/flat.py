@@ -20,16 +20,11 @@ class InParts(Tensor):
 
 
 class FlatParts(InParts):
-    """A tensor of which each rank holds a run of elements.
+    """A tensor of which each rank holds a run of elements."""
 
-    Attributes:
-        mine: this rank's elements, one-dimensional; a view of the memory in which they lie.
-        start: the index of the first of them in the flattened tensor.
-        pieces: (rank, first index, number of elements) of each part with elements, in order.
-    """
-
-    mine: Tensor
-    start: int
+    mine: Tensor  # this rank's elements, one-dimensional; a view of the memory in which they lie
+    start: int  # the index of the first of them in the flattened tensor
+    # (rank, first index, number of elements) of each part with elements, in order
     pieces: tuple[tuple[int, int, int], ...]
 
     @staticmethod

@@ -17,17 +17,11 @@ _FAILED = "failed"
 
 @dataclass(slots=True)
 class Round(Generic[T]):
-    """One round over all ranks.
+    """One round over all ranks."""
 
-    Attributes:
-        item: what this rank began it with.
-        going_on: how many ranks have more data.
-        sums: the other numbers, each summed over ranks.
-    """
-
-    item: T
-    going_on: int
-    sums: list[float]
+    item: T  # what this rank began it with
+    going_on: int  # how many ranks have more data
+    sums: list[float]  # the other numbers, each summed over ranks
 
 
 class Lockstep(Generic[T]):

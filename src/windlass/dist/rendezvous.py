@@ -50,25 +50,17 @@ _OWN_FAILURE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where and how to meet.
+    """Where and how to meet."""
 
-    Attributes:
-        address, port: of the store on the main machine; port 0 takes a free one, for a job on one machine.
-        machines: how many there are in all.
-        rank: of this machine; None lets the order of arrival decide.
-        hosts: whether this machine holds the store.
-        run_id: what the machines of one job have in common.
-        wait_seconds: how long the others may take to come.
-        token: the secret of the job; None lets every machine that reaches the address join.
-    """
-
+    # `address`, `port`: of the store on the main machine; port 0 takes a free one, for a job on one machine
     address: str
     port: int
-    machines: int
-    rank: int | None
-    hosts: bool
-    run_id: str
-    wait_seconds: int
+    machines: int  # how many there are in all
+    rank: int | None  # of this machine; None lets the order of arrival decide
+    hosts: bool  # whether this machine holds the store
+    run_id: str  # what the machines of one job have in common
+    wait_seconds: int  # how long the others may take to come
+    # The secret of the job; None lets every machine that reaches the address join
     token: str | None = field(default=None, repr=False)
 
 

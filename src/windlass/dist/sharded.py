@@ -64,15 +64,11 @@ def blocks_of_lists(lists: list[list[list[int]]]) -> Blocks:
 
 
 class Held(InParts):
-    """A tensor that some ranks of the job hold, whole or in parts, and others not at all.
+    """A tensor that some ranks of the job hold, whole or in parts, and others not at all."""
 
-    Attributes:
-        mine: what this rank holds: the tensor, or a sharded one with this rank's part; None if it holds nothing.
-        blocks: the parts, with the ranks that write them.
-    """
-
+    # What this rank holds: the tensor, or a sharded one with this rank's part; None if it holds nothing
     mine: Tensor | None
-    blocks: Blocks
+    blocks: Blocks  # the parts, with the ranks that write them
 
     @staticmethod
     def __new__(cls, like: Tensor, mine: Tensor | None, blocks: Blocks) -> Held:

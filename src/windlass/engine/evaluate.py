@@ -41,33 +41,24 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One evaluation: the model, what is computed from its outputs, and the options.
+    """One evaluation: the model, what is computed from its outputs, and the options."""
 
-    Attributes:
-        strategy: how the model is spread over ranks.
-        predict: batch -> (loss, logits, labels), each None if there is none, without gradients. The loss is a mean over
-            targets, or `LossTerms`.
-        count_targets: number of targets in a batch, on the host: the weight of its mean loss.
-        plan: what the arguments say of every evaluation.
-        label_names: which entries of a batch are labels.
-        in_step: a forward of one rank waits for the others, so they need equal numbers of batches.
-        compute_metrics: `EvalPrediction -> dict`; with `plan.batch_metrics` it also takes `compute_result: bool`.
-        preprocess_logits: `(logits, labels) -> logits`, on each batch on the device, before anything is kept.
-        prefix: first part of the name of every metric, before an underscore.
-        loss_only: compute only the loss; predictions are dropped at once.
-        predicting: predictions are the purpose: kept also under `batch_metrics`; without labels, metrics are omitted.
-    """
-
-    strategy: Strategy
+    strategy: Strategy  # how the model is spread over ranks
+    # Batch -> (loss, logits, labels), each None if there is none, without gradients. The loss is a mean over targets,
+    # or `LossTerms`.
     predict: Callable[[Any], tuple[Any, Any, Any]]
+    # Number of targets in a batch, on the host: the weight of its mean loss
     count_targets: Callable[[Any], float]
-    plan: EvaluationPlan = field(default_factory=EvaluationPlan)
-    label_names: Sequence[str] = ()
-    in_step: bool = False
+    plan: EvaluationPlan = field(default_factory=EvaluationPlan)  # what the arguments say of every evaluation
+    label_names: Sequence[str] = ()  # which entries of a batch are labels
+    in_step: bool = False  # a forward of one rank waits for the others, so they need equal numbers of batches
+    # `EvalPrediction -> dict`; with `plan.batch_metrics` it also takes `compute_result: bool`
     compute_metrics: Callable[..., Any] | None = None
+    # `(logits, labels) -> logits`, on each batch on the device, before anything is kept
     preprocess_logits: Callable[[Any, Any], Any] | None = None
-    prefix: str = "eval"
-    loss_only: bool = False
+    prefix: str = "eval"  # first part of the name of every metric, before an underscore
+    loss_only: bool = False  # compute only the loss; predictions are dropped at once
+    # Predictions are the purpose: kept also under `batch_metrics`; without labels, metrics are omitted
     predicting: bool = False
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,45 +17,41 @@ from windlass.transforms.strategy import Strategy
 
 @dataclass(slots=True)
 class StepResult:
-    """The result of one update. Tensors stay on the device; the ledger reads them.
+    """The result of one update. Tensors stay on the device; the ledger reads them."""
 
-    Attributes:
-        loss: scalar fp32 or fp64, this rank's share of the loss (summed over ranks it is the update's loss).
-        norm: scalar, global gradient norm before clipping.
-        applied: False if the update was skipped (fp16 overflow, or a non-finite norm under `guard`).
-        parts: named auxiliary losses, this rank's share.
-        overflowed: fp16 gradients did not fit the loss scale, which is lower now.
-        losses: this rank's share of each micro-batch, in order; `loss` is their sum.
-    """
-
+    # Scalar fp32 or fp64, this rank's share of the loss (summed over ranks it is the update's loss)
     loss: Tensor
-    norm: Tensor
-    applied: bool
-    parts: dict[str, Tensor]
-    overflowed: bool = False
-    losses: Sequence[Tensor] = ()
+    norm: Tensor  # scalar, global gradient norm before clipping
+    applied: bool  # False if the update was skipped (fp16 overflow, or a non-finite norm under `guard`)
+    parts: dict[str, Tensor]  # named auxiliary losses, this rank's share
+    overflowed: bool = False  # fp16 gradients did not fit the loss scale, which is lower now
+    losses: Sequence[Tensor] = ()  # this rank's share of each micro-batch, in order; `loss` is their sum
 
 
 class StepHooks:
-    """What an executor calls in an update."""
+    """What an executor calls in an update.
+
+    Attributes:
+        heard: the events of callbacks within an update that have listeners; the others are not reported.
+    """
+
+    heard: Collection[str] = ()
 
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         """Forward and backward of micro-batch `index`; returns its detached share of the update's loss."""
         raise NotImplementedError
 
-    def rescale(self) -> Tensor | None:
-        """Factor that corrects the gradients once the true weight of the update is known; None if it was known."""
-        return None
-
-    def parts(self) -> dict[str, Tensor]:
-        """Named auxiliary losses of the update, this rank's share."""
-        return {}
+    def complete(self) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Called after the last micro-batch. Returns the factor that corrects the gradients, None if the weight of the
+        update was known before, and named auxiliary losses, this rank's share.
+        """
+        return None, {}
 
     def event(self, name: str) -> None:
-        """Called at `on_substep_end` and `on_pre_optimizer_step`."""
+        """Called at `on_substep_end` and `on_pre_optimizer_step`, if they are heard."""
 
     def stepped(self, applied: bool) -> None:
-        """Called after an update was applied or skipped, while its gradients exist: `on_optimizer_step`."""
+        """Called after an update was applied or skipped, while its gradients exist, if `on_optimizer_step` is heard."""
 
 
 class WeightAverage(Protocol):
@@ -63,11 +59,9 @@ class WeightAverage(Protocol):
 
     def eval(self) -> None:
         """Put the average into the parameters, if it is not there."""
-        ...
 
     def train(self) -> None:
         """Put the weights of training back, if they are not there."""
-        ...
 
 
 class Executor(Protocol):
@@ -78,21 +72,21 @@ class Executor(Protocol):
     Attributes:
         updates_in_backward: parameters change in the backward already, so one that fails may leave some changed.
         can_undo: an update whose backward failed leaves nothing behind once it is abandoned.
+        dispatch: called when all work of an update was requested, to start it; None if the device has begun already.
     """
 
     strategy: Strategy
     optimizer: torch.optim.Optimizer
     updates_in_backward: bool
     can_undo: bool
+    dispatch: Callable[[], None] | None
 
     @property
     def model(self) -> torch.nn.Module:
         """The module that forwards run through."""
-        ...
 
     def micro(self, *, last: bool) -> AbstractContextManager[Any]:
         """Around one forward and backward: gradients are reduced over ranks only in the last one."""
-        ...
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients of `loss`, this rank's share. The only owner of loss-scaler and reduction factors.
@@ -100,7 +94,6 @@ class Executor(Protocol):
         Args:
             options: of `Tensor.backward`, such as `retain_graph`.
         """
-        ...
 
     def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
         """`backward` in a loop that the user owns, outside of `run_step`.
@@ -109,61 +102,45 @@ class Executor(Protocol):
             last: this is the last micro-batch of its update.
             discards: the gradients are not used.
         """
-        ...
 
     def backward_aux(self, loss: Tensor) -> None:
         """Gradients of an auxiliary `loss` on this rank, kept until `add_aux`. `backward` may still use the graph."""
-        ...
 
     def add_aux(self, factor: Tensor) -> None:
         """Add `factor` times the auxiliary gradients to the gradients, before the backward that reduces them."""
-        ...
 
     def clip(self, max_norm: float | None) -> Tensor:
         """The global gradient norm before clipping; scales gradients if it exceeds `max_norm`."""
-        ...
 
     def step(self) -> bool:
         """Apply the update. False: it was skipped."""
-        ...
 
     def zero_grad(self) -> None: ...
-
-    def dispatch(self) -> None:
-        """Called when all work of an update was requested: start it, on devices that only recorded it so far."""
-        ...
 
     def abandon(self) -> bool:
         """Discard the gradients of an update that failed with an error. Return True if the model and the optimizer are
         unchanged.
         """
-        ...
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
         """Run discarded work before the first update, so that a resumed run repeats the same bits."""
-        ...
 
     def release(self) -> None:
         """Release wrappers, and the process groups that they hold, after training."""
-        ...
 
     def average_by(self, averages: Sequence[WeightAverage]) -> None:
         """Set what averages weights, besides the optimizer."""
-        ...
 
     def evaluating(self) -> AbstractContextManager[Any]: ...
 
     def averaged(self) -> AbstractContextManager[Any]:
         """Around a save: the weights are those that are evaluated, their average if there is one."""
-        ...
 
     def begin(self) -> None:
         """Called before the first update."""
-        ...
 
     def finish(self) -> None:
         """Called after the last update."""
-        ...
 
     def run_step(
         self, update: UpdateBatch, hooks: StepHooks, *, max_norm: float | None = None, guard: bool = False
@@ -174,7 +151,6 @@ class Executor(Protocol):
             max_norm: gradients are scaled down to this global L2 norm; None leaves them.
             guard: wait for the norm before the update, and skip the update if the norm is not finite.
         """
-        ...
 
     def state_dict(self) -> State: ...
 

@@ -87,7 +87,7 @@ class FusedExecutor(NativeExecutor):
         elif not self._last:
             self._run(Pass.KEEP, loss)
         else:
-            rescale = hooks.rescale()
+            rescale, _ = hooks.complete()
             waits = self._max_norm is not None or self._guard or self._scaler.active
             if rescale is None and not update.denominator:
                 self._run(Pass.DISCARD, loss)

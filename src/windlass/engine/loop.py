@@ -13,7 +13,7 @@ from windlass.core.errors import NonFiniteError
 from windlass.core.events import RunProgress
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.rng import StepSeeder
-from windlass.core.run_clock import run_clock
+from windlass.core.run_clock import COMPUTE, run_clock
 from windlass.core.types import State
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.beacon import AFTER, beacon
@@ -26,31 +26,19 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class Suspect:
-    """An update that may be found to be non-finite later.
+    """An update that may be found to be non-finite later."""
 
-    Attributes:
-        step: its number, from 1.
-        data: its data on this rank.
-        losses: this rank's loss of each micro-batch; may still be under way on the device.
-        applied: it was applied, so its gradient norm counts, which is the same on all ranks.
-    """
-
-    step: int
-    data: UpdateBatch
-    losses: Sequence[Tensor]
-    applied: bool
+    step: int  # its number, from 1
+    data: UpdateBatch  # its data on this rank
+    losses: Sequence[Tensor]  # this rank's loss of each micro-batch; may still be under way on the device
+    applied: bool  # it was applied, so its gradient norm counts, which is the same on all ranks
 
 
 class LoopHooks:
-    """What the owner of the loop does at its events.
+    """What the owner of the loop does at its events."""
 
-    Attributes:
-        steps: what an update calls.
-        progress: the state, which the loop moves, and the flags that callbacks set.
-    """
-
-    steps: StepHooks
-    progress: RunProgress
+    steps: StepHooks  # what an update calls
+    progress: RunProgress  # the state, which the loop moves, and the flags that callbacks set
 
     def epoch_begin(self) -> None:
         """Called when the run enters an epoch."""
@@ -100,17 +88,13 @@ class LoopHooks:
 
 @dataclass(slots=True)
 class LoopOptions:
-    """Options of the loop.
-
-    Attributes:
-        guard: wait for each update's norm and refuse the update if it is not finite, instead of stopping the run.
-        restart_epoch: a resumed run reads the epoch from its first sample again.
-    """
+    """Options of the loop."""
 
     epochs: int
     max_grad_norm: float | None
+    # Wait for each update's norm and refuse the update if it is not finite, instead of stopping the run
     guard: bool
-    restart_epoch: bool = False
+    restart_epoch: bool = False  # a resumed run reads the epoch from its first sample again
 
 
 class Loop:
@@ -204,14 +188,16 @@ class Loop:
     def _update(self, batch: UpdateBatch) -> None:
         """One optimizer update: group -> gradients -> update -> ledger -> events."""
         step, hooks = self._state.global_step, self._hooks
-        self._clock.update_begins()
+        if self._clock.kind != COMPUTE:  # the first one; the update before ended in it
+            self._clock.enter(COMPUTE)
         self._seed_step(step)
         self._beacon.step(step)
         hooks.step_begin(step)
         batch, result = self._compute(batch)
         self._advance(batch)
         self._ledger.add(result.loss, result.norm, result.parts, result.applied)
-        self._executor.dispatch()
+        if self._executor.dispatch is not None:
+            self._executor.dispatch()
         hooks.signals_received(batch.signals)
         rolled_back = self._rolled_back(batch, result)
         self._clock.update_ends(self._state.global_step, result.applied and not rolled_back)

@@ -38,6 +38,7 @@ class NativeExecutor:
 
     updates_in_backward = False
     can_undo = True
+    dispatch: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -144,7 +145,8 @@ class NativeExecutor:
         return norm
 
     def step(self) -> bool:
-        self.strategy.check_used()
+        if self.strategy.reduces:
+            self.strategy.check_used()
         skip, self._skip = self._skip, False
         overflow, self._overflow = self._overflow, None
         self._overflowed = overflow is not None and self._scaler.overflowed(overflow)
@@ -163,9 +165,6 @@ class NativeExecutor:
         self._aux_gradients = {}
         for parameter in self._parameters:
             parameter.grad = None
-
-    def dispatch(self) -> None:
-        """Nothing to do: each operation was started when it was called."""
 
     def abandon(self) -> bool:
         """False if the optimizer stopped half way: it has changed some weights and not others."""
@@ -229,13 +228,14 @@ class NativeExecutor:
                 share = hooks.micro_step(update, index)
             losses.append(share)
             loss = share if loss is None else loss + share
-            if index != last:
+            if index != last and "on_substep_end" in hooks.heard:
                 hooks.event("on_substep_end")
         assert loss is not None, "an update has at least one micro-batch"
-        self.strategy.check_reached()
+        if self.strategy.reduces:
+            self.strategy.check_reached()
         self._beacon.call("norm and update")
         self._clock.enter(UPDATE)
-        rescale = hooks.rescale()
+        rescale, parts = hooks.complete()
         if rescale is not None:
             loss = loss * rescale
         norm = self.clip(max_norm, rescale)
@@ -245,12 +245,14 @@ class NativeExecutor:
             # The norm is the same on all ranks, so all decide alike without an exchange. The policy reads only it.
             self._skip = self._skip or not math.isfinite(float(norm))
             self._clock.enter(UPDATE)
-        hooks.event("on_pre_optimizer_step")
+        if "on_pre_optimizer_step" in hooks.heard:
+            hooks.event("on_pre_optimizer_step")
         applied = self.step()
-        hooks.stepped(applied)
+        if "on_optimizer_step" in hooks.heard:
+            hooks.stepped(applied)
         self.zero_grad()
         self._clock.enter(COMPUTE)
-        return StepResult(loss, norm, applied, hooks.parts(), self._overflowed, losses)
+        return StepResult(loss, norm, applied, parts, self._overflowed, losses)
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
         self.strategy.warm_up(backward)

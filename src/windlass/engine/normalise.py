@@ -228,20 +228,14 @@ class UpdateNormaliser(Normaliser):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The micro-batch whose loss a loop of the user's own passes to backward.
+    """The micro-batch whose loss a loop of the user's own passes to backward."""
 
-    Attributes:
-        of_update: micro-batches of an update.
-        last: it completes its update.
-        here, everywhere: its samples on this rank and over all ranks; None if that is not known.
-        accumulates: the loop named the models that it accumulates into.
-    """
-
-    of_update: int
-    last: bool
+    of_update: int  # micro-batches of an update
+    last: bool  # it completes its update
+    # `here`, `everywhere`: its samples on this rank and over all ranks; None if that is not known
     here: int | None = None
     everywhere: int | None = None
-    accumulates: bool = False
+    accumulates: bool = False  # the loop named the models that it accumulates into
 
     @property
     def filler(self) -> bool:

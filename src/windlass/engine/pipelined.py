@@ -130,8 +130,7 @@ class PipelineExecutor(NativeExecutor):
         """What the last stage knows of the update, on all ranks of the pipeline. Collective."""
         ranks, last = self._staged.link.ranks, self._staged.placement[-1]
         is_last = ranks.rank == last
-        factor = hooks.rescale() if is_last else None
-        parts = hooks.parts() if is_last else {}
+        factor, parts = hooks.complete() if is_last else (None, {})
         dtype = str(shares[0].dtype)[6:] if is_last else ""
         known = ranks.broadcast_object([dtype, factor is not None, list(parts)], last)
         if not is_last and not ranks.exists:
@@ -159,15 +158,13 @@ class _Replayed(StepHooks):
         self, hooks: StepHooks, shares: Sequence[Tensor], factor: Tensor | None, parts: dict[str, Tensor]
     ) -> None:
         self._hooks, self._shares, self._factor, self._parts = hooks, shares, factor, parts
+        self.heard = hooks.heard
 
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         return self._shares[index]
 
-    def rescale(self) -> Tensor | None:
-        return self._factor
-
-    def parts(self) -> dict[str, Tensor]:
-        return self._parts
+    def complete(self) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return self._factor, self._parts
 
     def event(self, name: str) -> None:
         self._hooks.event(name)

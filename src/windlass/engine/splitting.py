@@ -23,17 +23,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Result of a measurement.
+    """Result of a measurement."""
 
-    Attributes:
-        kind: the closest kind.
-        deviation: its distance from the loss of the whole, as a fraction of it; None if nothing could be measured.
-        exact: the deviation is within rounding.
-    """
-
-    kind: Kind = Kind.TARGETS
+    kind: Kind = Kind.TARGETS  # the closest kind
+    # Its distance from the loss of the whole, as a fraction of it; None if nothing could be measured
     deviation: float | None = None
-    exact: bool = True
+    exact: bool = True  # the deviation is within rounding
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,19 +24,14 @@ _NOT_INPUTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AnswerLogProbabilities:
-    """What one forward finds out about a batch of answers.
+    """What one forward finds out about a batch of answers."""
 
-    Attributes:
-        sums: log-probability of each answer, shape (rows,).
-        tokens: figures of each token, at the position that predicts it; shape (rows, length). Of a batch in one row,
-            (rows, longest answer).
-        mask: 1 at positions that predict a token of an answer; shape of `tokens`.
-        auxiliary: the load-balancing loss of a mixture of experts; None if the model returns none.
-    """
-
-    sums: Tensor
+    sums: Tensor  # log-probability of each answer, shape (rows,)
+    # Figures of each token, at the position that predicts it; shape (rows, length). Of a batch in one row, (rows,
+    # longest answer).
     tokens: TokenLogProbabilities
-    mask: Tensor
+    mask: Tensor  # 1 at positions that predict a token of an answer; shape of `tokens`
+    # The load-balancing loss of a mixture of experts; None if the model returns none
     auxiliary: Tensor | None
 
     def split(self, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,20 +30,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnsweringModel:
-    """A model that answers.
+    """A model that answers."""
 
-    Attributes:
-        model: a causal model of Transformers, or of peft around one.
-        device: of the model.
-        data_ranks: the ranks that answer different prompts.
-        in_step: a forward is a collective, so ranks make equally many of them.
-        context: the context of one batch, such as mixed precision.
-    """
-
-    model: Any
-    device: torch.device
-    data_ranks: Gang
-    in_step: bool
+    model: Any  # a causal model of Transformers, or of peft around one
+    device: torch.device  # of the model
+    data_ranks: Gang  # the ranks that answer different prompts
+    in_step: bool  # a forward is a collective, so ranks make equally many of them
+    # The context of one batch, such as mixed precision
     context: Callable[[], contextlib.AbstractContextManager[Any]]
 
 

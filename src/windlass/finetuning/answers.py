@@ -34,20 +34,13 @@ ComputeMetrics = Callable[[EvalPrediction], dict[str, float]]
 
 @dataclass
 class EvaluationAnswers:
-    """Answers prompts in evaluations.
+    """Answers prompts in evaluations."""
 
-    Attributes:
-        answering: how prompts are answered.
-        compute_metrics: scores the texts of a set; None: named metrics alone.
-        log: where they are kept.
-        prompts: of `eval_prompts`.
-        sets: of the trainer's own evaluation sets, by name; "" for the only one.
-    """
-
-    answering: Answering
-    compute_metrics: ComputeMetrics | None
-    log: AnswersLog
-    prompts: list[PromptRow] = field(default_factory=list)
+    answering: Answering  # how prompts are answered
+    compute_metrics: ComputeMetrics | None  # scores the texts of a set; None: named metrics alone
+    log: AnswersLog  # where they are kept
+    prompts: list[PromptRow] = field(default_factory=list)  # of `eval_prompts`
+    # Of the trainer's own evaluation sets, by name; "" for the only one
     sets: Sets = field(default_factory=dict)
     # Of the evaluation that is running: the prompts by the prefix of their metrics, and those without a set.
     _due: Sets | None = None

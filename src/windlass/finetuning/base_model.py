@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 
+from windlass.core.activity import looking_for
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.locations import why_not_loaded
 from windlass.core.logs import get_job_logger
@@ -21,7 +23,14 @@ _PURPOSE = "fine-tune a language model"
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def open_model(model: Any, args: TuningConfig, quantization_config: Any, *, empty: bool = False) -> nn.Module:
+def open_model(
+    model: Any,
+    args: TuningConfig,
+    quantization_config: Any,
+    *,
+    empty: bool = False,
+    labels: int | None = None,
+) -> nn.Module:
     """Return the model to tune.
 
     Args:
@@ -30,6 +39,8 @@ def open_model(model: Any, args: TuningConfig, quantization_config: Any, *, empt
         quantization_config: how a loaded model is quantized.
         empty: a model given by name has no weights, if that can be (see `model_without_weights`): another process reads
             them, and sends them.
+        labels: the outputs of a sequence classifier, which is loaded or built instead; it gets a new head unless it has
+            one.
 
     Raises:
         ConfigError: `quantization_config` is given twice, or a wrong dtype.
@@ -43,29 +54,31 @@ def open_model(model: Any, args: TuningConfig, quantization_config: Any, *, empt
         _warn_of_unused(args, quantization_config)
         sees = type(model) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         auto = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+        if labels is not None:
+            auto, model = transformers.AutoModelForSequenceClassification, copy.deepcopy(model)
+            model.num_labels = labels
         built: nn.Module = auto.from_config(model, dtype=torch.float32)
         return built
     if not isinstance(model, str):
         fix = "give a model, its name or folder, or a config of transformers"
         raise ConfigError(Problem("model", type(model).__name__, fix))
-    return load_model(model, load_options(args, quantization_config), empty)
+    return load_model(model, load_options(args, quantization_config), empty, labels)
 
 
 def load_model(
-    name: str, options: dict[str, Any], empty: bool = False, *, labels: int | None = None
+    name: str, options: dict[str, Any], empty: bool = False, labels: int | None = None
 ) -> nn.Module:
     """`from_pretrained` of the class that the model's config names, else of `AutoModelForCausalLM`. Raises ModelError
     if it cannot be loaded, and ConfigError for options that it does not take.
 
-    Args:
-        empty: on the meta device and without reading any weights, if that can be (see `model_without_weights`).
-        labels: the outputs of a sequence classifier, which is loaded instead.
+    The other arguments are those of `open_model`.
     """
     transformers = require("transformers", _PURPOSE)
     of_config = {k: v for k, v in options.items() if k in OF_CONFIG}
     outputs = {} if labels is None else {"num_labels": labels}
     try:
-        config = transformers.AutoConfig.from_pretrained(name, **of_config, **outputs)
+        with looking_for(name):
+            config = transformers.AutoConfig.from_pretrained(name, **of_config, **outputs)
         if labels is None:
             names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
             kind = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
@@ -110,6 +123,8 @@ def load_options(args: TuningConfig, quantization_config: Any) -> dict[str, Any]
         options["quantization_config"] = quantization_config
     if type(options.get("quantization_config")).__name__ == "BitsAndBytesConfig":
         bitsandbytes_library("load a model in few bits")
+    if (old := options.pop("torch_dtype", None)) is not None:
+        options.setdefault("dtype", old)
     options["dtype"] = _dtype(options.get("dtype", "float32"))
     options.setdefault("trust_remote_code", args.trust_remote_code)
     return options

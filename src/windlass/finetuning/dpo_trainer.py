@@ -88,11 +88,7 @@ class DPOTrainer(ReferenceTrainer):
             _check_rows(own_collator=data_collator is not None, has_metrics=compute_metrics is not None)
         base = open_tuned_model(model, args, processing_class, quantization_config, peft_config)
         self._choose_reference(base, args, ref_model, had_adapter=is_peft_model(model))
-        options = PairOptions(
-            max_length=args.max_length, truncation_mode=args.truncation_mode, num_proc=args.dataset_num_proc
-        )
-        limits = ModelLimits.of(base.model)
-        self._data = PreferenceData(base.tokenizer, options, limits, self.REFERENCE_COLUMNS)
+        self._data = self.preparation(args, base.tokenizer, ModelLimits.of(base.model))
         super().__init__(
             base.model,
             args,
@@ -110,6 +106,14 @@ class DPOTrainer(ReferenceTrainer):
         if args.padding_free:
             self._check_branches()
         self._begin_reference(own_collator=data_collator is not None)
+
+    @classmethod
+    def preparation(cls, args: DPOConfig, tokenizer: Any, limits: ModelLimits) -> PreferenceData:
+        """Return what prepares datasets by `args`, with `tokenizer`, for a model with `limits`."""
+        options = PairOptions(
+            max_length=args.max_length, truncation_mode=args.truncation_mode, num_proc=args.dataset_num_proc
+        )
+        return PreferenceData(tokenizer, options, limits, cls.REFERENCE_COLUMNS)
 
     # --- rows with shared prompts -----------------------------------------------------------------------------------
 

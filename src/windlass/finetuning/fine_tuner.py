@@ -32,17 +32,12 @@ class FineTuner(Trainer):
     prepared, and a model card lies beside each checkpoint.
 
     A subclass prepares datasets before it calls the constructor, and calls `_begin_reports` after it.
-
-    Attributes:
-        TAGS: of the model and of its card.
-        COLUMNS: of prepared rows.
-        PAIRS: the second half of a batch are the rejected answers of the first half.
     """
 
     args: TuningConfig
-    TAGS: ClassVar[tuple[str, ...]] = ("windlass",)
-    COLUMNS: ClassVar[tuple[str, ...]] = ()
-    PAIRS: ClassVar[bool] = False
+    TAGS: ClassVar[tuple[str, ...]] = ("windlass",)  # of the model and of its card
+    COLUMNS: ClassVar[tuple[str, ...]] = ()  # of prepared rows
+    PAIRS: ClassVar[bool] = False  # the second half of a batch are the rejected answers of the first half
 
     # Prepares datasets: an `SFTData` or a `PreferenceData`.
     _data: Any

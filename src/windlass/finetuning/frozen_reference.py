@@ -97,19 +97,12 @@ class FirstModel(Reference):
 
 @dataclass(frozen=True, slots=True)
 class ReferenceChoice:
-    """Which reference a trainer has. A model that it is copied from is copied when this is made.
+    """Which reference a trainer has. A model that it is copied from is copied when this is made."""
 
-    Attributes:
-        model: the trained one.
-        given: the reference that the script passed.
-        is_fixed: no model has dropout.
-        precomputed: the reference is needed before training alone.
-    """
-
-    model: nn.Module
-    given: nn.Module | None
-    is_fixed: bool
-    precomputed: bool
+    model: nn.Module  # the trained one
+    given: nn.Module | None  # the reference that the script passed
+    is_fixed: bool  # no model has dropout
+    precomputed: bool  # the reference is needed before training alone
 
     @property
     def source(self) -> nn.Module:

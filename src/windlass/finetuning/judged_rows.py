@@ -28,7 +28,7 @@ def as_judged_rows(dataset: Any) -> Any:
         DataError: a pair is invalid, a stream has pairs, or the dataset has neither form.
     """
     columns = columns_of(dataset)
-    if isinstance(dataset, PairRows) or {COMPLETION, "label"} <= columns or f"{COMPLETION}_ids" in columns:
+    if {COMPLETION, "label"} <= columns:
         return dataset
     if not {CHOSEN, REJECTED} <= columns:
         have = ", ".join(sorted(columns)) or "none"

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import ConfigError, Problem
 from windlass.data.collate_unpaired import MISMATCHED, DataCollatorForUnpairedPreference
 from windlass.finetuning.answer_log_probabilities import (
     AnswerLogProbabilities,
     answer_log_probabilities,
     model_inputs,
 )
+from windlass.finetuning.frozen_reference import ReferenceChoice
 from windlass.finetuning.judged_rows import as_judged_rows, warn_of_balance
 from windlass.finetuning.kto_config import KTOConfig
 from windlass.finetuning.peft_adapters import is_peft_model
@@ -76,12 +78,8 @@ class KTOTrainer(ReferenceTrainer):
         args = begin_tuning(KTOConfig, args, model, train_dataset)
         base = open_tuned_model(model, args, processing_class, quantization_config, peft_config)
         self._choose_reference(base, args, ref_model, had_adapter=is_peft_model(model))
-        options = PairOptions(
-            answers=(COMPLETION,), max_length=args.max_length, num_proc=args.dataset_num_proc
-        )
-        numbers = ("label", *self.REFERENCE_COLUMNS)
-        self._data = PreferenceData(base.tokenizer, options, ModelLimits.of(base.model), numbers)
-        train = self._data.prepare(as_judged_rows(train_dataset), "train")
+        self._data = self.preparation(args, base.tokenizer, ModelLimits.of(base.model))
+        train = self._data.prepare(train_dataset, "train")
         warn_of_balance(train, args)
         super().__init__(
             base.model,
@@ -91,7 +89,7 @@ class KTOTrainer(ReferenceTrainer):
                 base.tokenizer.pad_token_id, args.max_length, args.padding_step, args.estimates_divergence
             ),
             train,
-            None if eval_dataset is None else self._data.prepare_all(_judged(eval_dataset)),
+            None if eval_dataset is None else self._data.prepare_all(eval_dataset),
             base.processing_class,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
@@ -100,14 +98,26 @@ class KTOTrainer(ReferenceTrainer):
         self._begin_reports(_MEANS)
         self._begin_reference(own_collator=data_collator is not None)
 
-    def _prepared(self, datasets: Any) -> Any:
-        return super()._prepared(_judged(datasets))
+    @classmethod
+    def preparation(cls, args: KTOConfig, tokenizer: Any, limits: ModelLimits) -> PreferenceData:
+        """Return what prepares datasets by `args`, with `tokenizer`, for a model with `limits`."""
+        options = PairOptions(
+            answers=(COMPLETION,), max_length=args.max_length, num_proc=args.dataset_num_proc
+        )
+        numbers = ("label", *cls.REFERENCE_COLUMNS)
+        return PreferenceData(tokenizer, options, limits, numbers, as_judged_rows)
 
     def count_targets(self, batch: Any) -> float:
         """The answers of `batch`, which its loss is a mean over."""
         return len(batch["input_ids"])
 
     # --- loss -------------------------------------------------------------------------------------------------------
+
+    def _refuse_unfit_for_stages(self, choice: ReferenceChoice) -> None:
+        fix = (
+            "is not built for KTO, whose training step computes two forwards: use DPOTrainer, or set it to 1"
+        )
+        raise ConfigError(Problem("pp_size", self._session.all_ranks.mesh.pipeline, fix))
 
     def compute_loss(
         self,
@@ -165,12 +175,6 @@ class KTOTrainer(ReferenceTrainer):
         if not all(name in figures for name in both):
             return figures
         return {**figures, "rewards/margins": figures[both[0]] - figures[both[1]]}
-
-
-def _judged(datasets: Any) -> Any:
-    if isinstance(datasets, Mapping):
-        return {name: as_judged_rows(dataset) for name, dataset in datasets.items()}
-    return as_judged_rows(datasets)
 
 
 def _figures_of(

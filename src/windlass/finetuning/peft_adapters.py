@@ -23,6 +23,7 @@ logger = get_job_logger(__name__)
 
 _PURPOSE = "train adapters"
 _SHOWN = 8
+_HEADS = ("score", "classifier")  # of sequence classifiers
 _FUSED = 3  # dimensions of the weights of several experts: experts, outputs, inputs
 # Models that have the hooks: the method of transformers adds them again at each call.
 _LET_IN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -46,6 +47,24 @@ def predicts_first_labels(model: Any) -> bool:
 def is_quantized(model: Any) -> bool:
     """Return True if the weights of the model are stored in fewer bits than they are computed in."""
     return getattr(model, "quantization_method", None) is not None
+
+
+def with_head(classifier: nn.Module, labels: int, peft_config: Any) -> Any:
+    """Return the adapter's configuration with the head of `classifier` among what is trained; None without an adapter.
+    Raises ConfigError if it has another number of outputs than `labels`.
+    """
+    outputs = getattr(getattr(classifier, "config", None), "num_labels", labels)
+    if outputs != labels:
+        fix = f"load the model with num_labels={labels}; a reward is one number"
+        raise ConfigError(Problem("model.config.num_labels", outputs, fix))
+    heads = [name for name in _HEADS if hasattr(classifier, name)]
+    saved = list(getattr(peft_config, "modules_to_save", None) or ())
+    if peft_config is None or not heads or set(heads) & set(saved):
+        return peft_config
+    logger.info("the head %r is trained beside the adapter", heads[0])
+    adapter = copy.copy(peft_config)
+    adapter.modules_to_save = [*saved, *heads]
+    return adapter
 
 
 def add_adapter(model: nn.Module, peft_config: Any, new_tokens: list[int]) -> nn.Module:

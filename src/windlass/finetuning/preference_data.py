@@ -20,22 +20,14 @@ from windlass.transforms.model_limits import ModelLimits
 
 @dataclass(frozen=True, slots=True)
 class PreferenceData:
-    """Prepares the datasets of one trainer.
+    """Prepares the datasets of one trainer."""
 
-    Attributes:
-        tokenizer: turns text into ids.
-        options: the columns of answers, and their greatest length.
-        limits: the tokens and positions that the model has.
-        numbers: columns of numbers that are taken over.
-        finish: what is done with prepared rows at last, with the name of the dataset.
-        summaries: name of a dataset -> counts of its preparation; streams have none.
-    """
-
-    tokenizer: Any
-    options: PairOptions
-    limits: ModelLimits
-    numbers: tuple[str, ...] = ()
-    finish: Callable[[Any, str], Any] = lambda rows, name: rows
+    tokenizer: Any  # turns text into ids
+    options: PairOptions  # the columns of answers, and their greatest length
+    limits: ModelLimits  # the tokens and positions that the model has
+    numbers: tuple[str, ...] = ()  # columns of numbers that are taken over
+    arrange: Callable[[Any], Any] = lambda rows: rows  # gives a dataset the columns that are prepared
+    # Name of a dataset -> counts of its preparation; streams have none
     summaries: dict[str, TextSummary] = field(default_factory=dict)
 
     def prepare(self, dataset: Any, name: str) -> Any:
@@ -49,6 +41,7 @@ class PreferenceData:
         """
         if isinstance(dataset, PairRows) or self._is_prepared(dataset):
             return dataset
+        dataset = self.arrange(dataset)
         found = prepare_pairs(
             dataset, self.tokenizer, self.options, numbers=self.numbers, cache=default_cache(), name=name
         )
@@ -57,7 +50,7 @@ class PreferenceData:
         rows, summary = within(found, self.options, name, dataset, whole_sequences=self.options.whole)
         self.summaries[name] = summary
         self._check(dataset, name, rows, summary)
-        return self.finish(rows, name)
+        return rows
 
     def prepare_all(self, datasets: Any) -> Any:
         """Prepare one dataset, or each of a dict of them."""

@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import ModelError
+from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.data.collate_preference import DataCollatorForPreference
 from windlass.finetuning.answer_log_probabilities import model_inputs
 from windlass.finetuning.fine_tuner import FineTuner
 from windlass.finetuning.frozen_reference import without_dropout
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reward_config import RewardConfig
-from windlass.finetuning.reward_model import reward_model
 from windlass.finetuning.tuned_model import open_tuned_model
 from windlass.finetuning.tuning_arguments import begin_tuning
 from windlass.text.pair_encoder import PairOptions
@@ -68,14 +67,10 @@ class RewardTrainer(FineTuner):
         peft_config: Any = None,
     ) -> None:
         args = begin_tuning(RewardConfig, args, model, train_dataset)
-        opened, head = reward_model(model, args, quantization_config, peft_config)
-        base = open_tuned_model(opened, args, processing_class, None, head)
+        base = open_tuned_model(model, args, processing_class, quantization_config, peft_config, labels=1)
         if args.disable_dropout:
             without_dropout(base.model)
-        options = PairOptions(
-            max_length=args.max_length, whole=True, eos_token=args.eos_token, num_proc=args.dataset_num_proc
-        )
-        self._data = PreferenceData(base.tokenizer, options, ModelLimits.of(base.model), ("margin",))
+        self._data = self.preparation(args, base.tokenizer, ModelLimits.of(base.model))
         super().__init__(
             base.model,
             args,
@@ -92,8 +87,19 @@ class RewardTrainer(FineTuner):
             optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics,
         )
+        if self._engine.dist.pipeline is not None:
+            fix = "is not built for models of rewards: set it to 1"
+            raise ConfigError(Problem("pp_size", self._engine.dist.pipeline.size, fix))
         self._begin_reports(("mean_reward", "accuracy", "margin"), extremes=("min_reward", "max_reward"))
         self.can_return_loss, self.label_names = True, []
+
+    @classmethod
+    def preparation(cls, args: RewardConfig, tokenizer: Any, limits: ModelLimits) -> PreferenceData:
+        """Return what prepares datasets by `args`, with `tokenizer`, for a model with `limits`."""
+        options = PairOptions(
+            max_length=args.max_length, whole=True, eos_token=args.eos_token, num_proc=args.dataset_num_proc
+        )
+        return PreferenceData(tokenizer, options, limits, ("margin",))
 
     def count_targets(self, batch: Any) -> float:
         """The pairs of `batch`, which its loss is a mean over."""

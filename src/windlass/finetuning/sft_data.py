@@ -28,24 +28,17 @@ _PAIRS = ({"prompt", "completion"}, {"instruction", "output"})
 
 @dataclass(frozen=True, slots=True)
 class SFTData:
-    """Prepares the datasets of one trainer.
+    """Prepares the datasets of one trainer."""
 
-    Attributes:
-        args: the settings.
-        tokenizer: turns text into ids.
-        formatting_func: row -> text.
-        own_collator: the script passed a collator, which may read masks itself, and gets rows with images as they are.
-        limits: the tokens and positions that the model has.
-        images: what the processor makes of images; None: the tokenizer alone is known.
-        summaries: name of a dataset -> counts of its preparation; streams have none.
-    """
-
-    args: SFTConfig
-    tokenizer: Any
-    formatting_func: Callable[[Any], Any] | None
+    args: SFTConfig  # the settings
+    tokenizer: Any  # turns text into ids
+    formatting_func: Callable[[Any], Any] | None  # row -> text
+    # The script passed a collator, which may read masks itself, and gets rows with images as they are
     own_collator: bool
-    limits: ModelLimits = field(default_factory=ModelLimits)
+    limits: ModelLimits = field(default_factory=ModelLimits)  # the tokens and positions that the model has
+    # What the processor makes of images; None: the tokenizer alone is known
     images: ImageProcessing | None = None
+    # Name of a dataset -> counts of its preparation; streams have none
     summaries: dict[str, TextSummary] = field(default_factory=dict)
 
     def prepare(self, dataset: Any, name: str, packing: bool) -> Any:

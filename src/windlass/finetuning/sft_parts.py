@@ -24,25 +24,15 @@ from windlass.transforms.model_limits import ModelLimits
 
 @dataclass(frozen=True, slots=True)
 class SFTParts:
-    """What a trainer is made of.
+    """What a trainer is made of."""
 
-    Attributes:
-        args: the settings.
-        model: with its adapter, if one is trained.
-        processing_class: tokenizer, or a processor with one.
-        collator: list of samples -> batch.
-        data: prepares datasets.
-        router_weight: of the load-balancing loss of experts; 0 if there are none.
-        answers: what evaluations generate.
-    """
-
-    args: SFTConfig
-    model: nn.Module
-    processing_class: Any
-    collator: Callable[[list[Any]], Any]
-    data: SFTData
-    router_weight: float
-    answers: EvaluationAnswers
+    args: SFTConfig  # the settings
+    model: nn.Module  # with its adapter, if one is trained
+    processing_class: Any  # tokenizer, or a processor with one
+    collator: Callable[[list[Any]], Any]  # list of samples -> batch
+    data: SFTData  # prepares datasets
+    router_weight: float  # of the load-balancing loss of experts; 0 if there are none
+    answers: EvaluationAnswers  # what evaluations generate
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,26 +25,17 @@ _NOT_HERE = {
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One metric of one task, or of a group of tasks.
-
-    Attributes:
-        filter: of the answers, by lm_eval's name; "none" if the task has no other.
-        value: a number, except for metrics that are something else.
-        stderr: standard error of the value; None if lm_eval has none.
-        num_fewshot: examples before each question; None for a group whose tasks differ.
-        samples: that were evaluated; None for a group.
-        of: how many the task has; None for a group.
-    """
+    """One metric of one task, or of a group of tasks."""
 
     task: str
     metric: str
-    filter: str
-    value: float | str
-    stderr: float | None
+    filter: str  # of the answers, by lm_eval's name; "none" if the task has no other
+    value: float | str  # a number, except for metrics that are something else
+    stderr: float | None  # standard error of the value; None if lm_eval has none
     higher_is_better: bool | None
-    num_fewshot: int | None
-    samples: int | None
-    of: int | None
+    num_fewshot: int | None  # examples before each question; None for a group whose tasks differ
+    samples: int | None  # that were evaluated; None for a group
+    of: int | None  # how many the task has; None for a group
 
 
 def open_tasks(words: Sequence[str], folders: Sequence[str] = ()) -> list[Any]:

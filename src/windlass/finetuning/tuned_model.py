@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,13 @@ from windlass.finetuning.base_model import (
     set_special_tokens,
     write_special_tokens,
 )
-from windlass.finetuning.peft_adapters import add_adapter, is_peft_model, is_quantized, let_gradients_in
+from windlass.finetuning.peft_adapters import (
+    add_adapter,
+    is_peft_model,
+    is_quantized,
+    let_gradients_in,
+    with_head,
+)
 from windlass.finetuning.templates import adopt_template
 from windlass.finetuning.tuning_config import LORA_B, TuningConfig
 from windlass.trainer.defaults import seed_all
@@ -25,20 +32,16 @@ from windlass.transforms.buffers import inner_tensors
 from windlass.transforms.few_bits import keep_trainable
 from windlass.transforms.first_rank import to_meta
 
+_SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
+
 
 @dataclass(frozen=True, slots=True)
 class TunedModel:
-    """A model to tune.
+    """A model to tune."""
 
-    Attributes:
-        model: with its adapter, if one is trained.
-        processing_class: tokenizer, or a processor with one.
-        tokenizer: the tokenizer itself, with its special tokens and chat template set.
-    """
-
-    model: nn.Module
-    processing_class: Any
-    tokenizer: Any
+    model: nn.Module  # with its adapter, if one is trained
+    processing_class: Any  # tokenizer, or a processor with one
+    tokenizer: Any  # the tokenizer itself, with its special tokens and chat template set
 
 
 def open_tuned_model(
@@ -48,6 +51,7 @@ def open_tuned_model(
     quantization_config: Any = None,
     peft_config: Any = None,
     with_images: bool = False,
+    labels: int | None = None,
 ) -> TunedModel:
     """Load or build the model and its tokenizer, and add the adapter. Seeds all random generators. With
     `cpu_ram_efficient_loading` only the first process of each machine has weights, until the model is sharded.
@@ -59,13 +63,18 @@ def open_tuned_model(
         quantization_config: how a loaded model is quantized.
         peft_config: the adapter to train; the model's own weights are frozen.
         with_images: a processor is looked for, instead of a tokenizer.
+        labels: the outputs of a sequence classifier, which is tuned instead; its head is trained beside an adapter.
 
     Raises:
         ConfigError, ModelError, TypeError: what cannot be loaded, or not combined.
     """
     seed_all(args)  # new weights and new adapters are drawn from these generators
     empty = isinstance(model, str) and receives_weights(args)
-    opened = open_model(model, args, quantization_config, empty=empty)
+    if isinstance(model, str):
+        _check_placement(args)
+    opened = open_model(model, args, quantization_config, empty=empty, labels=labels)
+    if labels is not None:
+        peft_config = with_head(opened, labels, peft_config)
     keep_trainable(opened)
     _check_torchao(opened)
     _check_sharding(args, opened)
@@ -98,6 +107,17 @@ def receives_weights(args: TuningConfig) -> bool:
     world = world_from_environment()
     shard = resolve_parallel(args, world).dist.shard
     return shard is not None and shard.ram_efficient and not world.is_local_main
+
+
+def _check_placement(args: TuningConfig) -> None:
+    """Raise ConfigError if a `device_map` spreads a model over devices that sharding divides among ranks."""
+    options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    where = options.get("device_map")
+    whole = where is None or (isinstance(where, Mapping) and len(set(where.values())) == 1)
+    spreads = where in _SPREADING if isinstance(where, str) else not (whole or isinstance(where, int))
+    if spreads and resolve_parallel(args, world_from_environment()).dist.shard is not None:
+        fix = "spreads the model over devices, and FSDP2 divides it among ranks: leave it out, or name one device"
+        raise ConfigError(Problem("model_init_kwargs.device_map", where, fix))
 
 
 def _check_torchao(model: nn.Module) -> None:

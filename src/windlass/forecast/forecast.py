@@ -30,15 +30,10 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """Seconds of an update on a rank, by a roofline: no kernel is faster than its products and its memory allow.
+    """Seconds of an update on a rank, by a roofline: no kernel is faster than its products and its memory allow."""
 
-    Attributes:
-        compute: kernels one after the other.
-        exchange: collectives one after the other.
-    """
-
-    compute: float
-    exchange: float
+    compute: float  # kernels one after the other
+    exchange: float  # collectives one after the other
 
     @property
     def update(self) -> float:
@@ -48,14 +43,10 @@ class Time:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A run before it starts, on one of its ranks.
+    """A run before it starts, on one of its ranks."""
 
-    Attributes:
-        trace: of an update.
-        device: name and figures of the device; None: the memory is that of the process.
-    """
-
-    trace: Trace
+    trace: Trace  # of an update
+    # Name and figures of the device; None: the memory is that of the process
     device: tuple[str, Board] | None = None
 
     @property

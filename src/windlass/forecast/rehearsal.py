@@ -330,6 +330,7 @@ class FollowedSteps(MicroSteps):
         super().__init__(context)
         self._meter, self._accumulated = meter, context.plan.batch.accumulation
         self._model = context.hooks.model
+        self.heard = ("on_pre_optimizer_step",)
 
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         self._meter.stage = "micro-batch" if index == 0 else "later micro-batch"
@@ -340,12 +341,12 @@ class FollowedSteps(MicroSteps):
         self._meter.times = 1
         return share
 
-    def rescale(self) -> Tensor | None:
+    def complete(self) -> tuple[Tensor | None, dict[str, Tensor]]:
         self._meter.stage = "gradient norm"
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:  # that of a shard, which no hook has seen
                 self._meter.adopt(parameter.grad, GRADIENTS, name.rpartition(".")[0])
-        return super().rescale()
+        return super().complete()
 
     def event(self, name: str) -> None:
         if name == "on_pre_optimizer_step":

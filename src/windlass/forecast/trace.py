@@ -15,21 +15,15 @@ _K = TypeVar("_K")
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One update on one rank.
+    """One update on one rank."""
 
-    Attributes:
-        peaks: the bytes held at the peak of each moment, by owner.
-        work: number of kernels of each size. Those of two traces are subtracted, so it may be negative.
-        sent: number of collectives of each size.
-        saved: bytes of a checkpoint over all ranks, by what is in it.
-        facts: what describes the run: numbers and words.
-    """
-
-    peaks: dict[Instant, Peak]
+    peaks: dict[Instant, Peak]  # the bytes held at the peak of each moment, by owner
+    # Number of kernels of each size. Those of two traces are subtracted, so it may be negative.
     work: Counter[Work]
-    sent: Counter[Sent]
+    sent: Counter[Sent]  # number of collectives of each size
+    # Bytes of a checkpoint over all ranks, by what is in it
     saved: dict[str, int] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # what describes the run: numbers and words
 
     def with_layers(self, more: Trace, times: int) -> Trace:
         """This trace with `times` the layers that `more` has beyond it."""

@@ -36,25 +36,15 @@ _FLAGS = {"end": ["--model-only"], "every_save": ["--model-only"], "all_checkpoi
 
 @dataclass(frozen=True, slots=True)
 class HubSettings:
-    """Where and what to publish.
+    """Where and what to publish."""
 
-    Attributes:
-        repository: `owner/name`, or a name, whose owner is that of the token.
-        token: None for that of this machine's login.
-        private: of a new repository; None for the owner's default.
-        strategy: "end", "every_save", "checkpoint" or "all_checkpoints".
-        always: upload every save; otherwise one that waits is replaced by the next.
-        revision: branch; None for the main one.
-        wait: seconds that a run which ends waits for its uploads.
-    """
-
-    repository: str
-    token: str | None = None
-    private: bool | None = None
-    strategy: str = "every_save"
-    always: bool = False
-    revision: str | None = None
-    wait: float = 600.0
+    repository: str  # `owner/name`, or a name, whose owner is that of the token
+    token: str | None = None  # None for that of this machine's login
+    private: bool | None = None  # of a new repository; None for the owner's default
+    strategy: str = "every_save"  # "end", "every_save", "checkpoint" or "all_checkpoints"
+    always: bool = False  # upload every save; otherwise one that waits is replaced by the next
+    revision: str | None = None  # branch; None for the main one
+    wait: float = 600.0  # seconds that a run which ends waits for its uploads
 
 
 class Publisher:

@@ -27,32 +27,22 @@ _LIMIT = 600.0
 
 @dataclass(eq=False)
 class Upload:
-    """One commit on the Hub.
+    """One commit on the Hub."""
 
-    Attributes:
-        what: what is uploaded, for messages; a newer upload of the same takes the place of one that waits.
-        files: as they are to be in the repository; this upload alone owns them, and removes them at its end.
-        replaces: folder in the repository, of which other files are removed; "" to remove none.
-        prepare: called before the first attempt, on the uploading thread, to complete the files.
-        later: the command that uploads the same later.
-        error: why the last attempt failed.
-        commit: the address of the commit, once it is made, or the error for which it was dropped.
-        given_up: no caller waits for it any longer.
-        number: its place in the order of all uploads.
-        step: of the checkpoint; None: it is the model of the run's end.
-    """
-
-    what: str
+    what: str  # what is uploaded, for messages; a newer upload of the same takes the place of one that waits
     message: str
+    # As they are to be in the repository; this upload alone owns them, and removes them at its end
     files: StagedFiles
-    replaces: str = ""
+    replaces: str = ""  # folder in the repository, of which other files are removed; "" to remove none
+    # Called before the first attempt, on the uploading thread, to complete the files
     prepare: Callable[[], None] | None = None
-    later: str = ""
-    error: str = ""
+    later: str = ""  # the command that uploads the same later
+    error: str = ""  # why the last attempt failed
+    # The address of the commit, once it is made, or the error for which it was dropped
     commit: Future[str] = field(default_factory=Future)
-    given_up: threading.Event = field(default_factory=threading.Event)
-    number: int = 0
-    step: int | None = None
+    given_up: threading.Event = field(default_factory=threading.Event)  # no caller waits for it any longer
+    number: int = 0  # its place in the order of all uploads
+    step: int | None = None  # of the checkpoint; None: it is the model of the run's end
 
 
 class Uploads:

@@ -29,21 +29,14 @@ _L40S = _rates(362.05, 183.0, 91.6, fp8=733.0)
 
 
 class Board(NamedTuple):
-    """A device.
+    """A device."""
 
-    Attributes:
-        short: its name on command lines.
-        rates: 10^12 operations a second, by dtype.
-        memory: 10^9 bytes.
-        bandwidth: of memory, 10^9 bytes a second.
-        link: to the other devices of its machine, in one direction, 10^9 bytes a second: NVLink or Infinity Fabric
-            where the board has it, else PCI Express. Data sheets give the sum of both directions.
-    """
-
-    short: str
-    rates: dict[str, float]
-    memory: int
-    bandwidth: float
+    short: str  # its name on command lines
+    rates: dict[str, float]  # 10^12 operations a second, by dtype
+    memory: int  # 10^9 bytes
+    bandwidth: float  # of memory, 10^9 bytes a second
+    # To the other devices of its machine, in one direction, 10^9 bytes a second: NVLink or Infinity Fabric where the
+    # board has it, else PCI Express. Data sheets give the sum of both directions.
     link: float
 
 

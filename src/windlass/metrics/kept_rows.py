@@ -25,15 +25,11 @@ from windlass.metrics.joining import Shape, as_rows, blank, numpy_dtype, place, 
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """The samples of every batch of every rank.
+    """The samples of every batch of every rank."""
 
-    Attributes:
-        counts: for each rank, the number of samples of each of its batches.
-        ids: for each rank, the dataset positions of all its samples, int64 of shape (sum of counts,); None if a batch
-            had no positions.
-    """
-
-    counts: list[list[int]]
+    counts: list[list[int]]  # for each rank, the number of samples of each of its batches
+    # For each rank, the dataset positions of all its samples, int64 of shape (sum of counts,); None if a batch had no
+    # positions
     ids: list[Tensor] | None
 
     def rows(self, blocks: list[list[int]]) -> list[list[slice | Tensor]]:

@@ -22,15 +22,10 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """FLOPs for each position.
+    """FLOPs for each position."""
 
-    Attributes:
-        position: of the parameters.
-        attention: for each further position of the same row.
-    """
-
-    position: float
-    attention: float
+    position: float  # of the parameters
+    attention: float  # for each further position of the same row
 
     def of(self, positions: float, rows: float) -> float:
         """Return the FLOPs of so many positions in so many rows."""

@@ -33,14 +33,11 @@ class TargetCounter:
 
     Integer labels, one per row or per token, count unless they are -100. For real-valued labels, several label columns
     and batches without labels, rows are counted.
-
-    Attributes:
-        label_names: the batch's keys that hold labels.
-        shifted: the model predicts label t from position t-1, so the first label of each row is not a target.
-            Measured by `engine.probe`, never inferred from the name of a model.
     """
 
-    label_names: tuple[str, ...] = ("labels",)
+    label_names: tuple[str, ...] = ("labels",)  # the batch's keys that hold labels
+    # The model predicts label t from position t-1, so the first label of each row is not a target. Measured by
+    # `engine.probe`, never inferred from the name of a model.
     shifted: bool = False
 
     def __call__(self, batch: Any) -> float:

@@ -16,17 +16,11 @@ _NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """Names of dtypes, as of a log line.
+    """Names of dtypes, as of a log line."""
 
-    Attributes:
-        weights: which the optimizer updates.
-        compute: of matrix products in forward and backward.
-        reduction: in which gradients are summed over ranks.
-    """
-
-    weights: str
-    compute: str
-    reduction: str
+    weights: str  # which the optimizer updates
+    compute: str  # of matrix products in forward and backward
+    reduction: str  # in which gradients are summed over ranks
 
     def __str__(self) -> str:
         return f"master weights {self.weights}, computation {self.compute}, reduction of gradients {self.reduction}"

@@ -29,9 +29,14 @@ SCHEMA = "windlass-prove/1"
 _LIBRARIES = ("torch", "transformers")
 
 
-def arguments_that_matter(args: TrainingArguments, adapter: bool = False) -> dict[str, Any]:
-    """The arguments of a run on which it depends what a layout computes: names -> plain values. `adapter`: only an
-    adapter is trained.
+def arguments_that_matter(
+    args: TrainingArguments, adapter: bool = False, positions: bool = False
+) -> dict[str, Any]:
+    """The arguments of a run on which it depends what a layout computes: names -> plain values.
+
+    Args:
+        adapter: only an adapter is trained.
+        positions: ranks that divide layers divide the positions between them; see `DistPlan`.
     """
     smoothing: float = args.label_smoothing_factor
     facts = {
@@ -39,6 +44,7 @@ def arguments_that_matter(args: TrainingArguments, adapter: bool = False) -> dic
         "recompute": bool(args.gradient_checkpointing),
         "clips": bool(args.max_grad_norm),
         "adapter": adapter,
+        "positions": positions,
         # Of fine-tuning, whose arguments have them.
         "tuning": hasattr(args, "completion_only_loss"),
         "loss": getattr(args, "loss_type", None),
@@ -49,17 +55,11 @@ def arguments_that_matter(args: TrainingArguments, adapter: bool = False) -> dic
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """That a model of this kind trains on a layout as on one process.
+    """That a model of this kind trains on a layout as on one process."""
 
-    Attributes:
-        config: of the small model in place of the large one.
-        layout: the layout that is tried in place of the real one.
-        facts: `arguments_that_matter`.
-    """
-
-    config: dict[str, Any]
-    layout: AxisLayout
-    facts: dict[str, Any]
+    config: dict[str, Any]  # of the small model in place of the large one
+    layout: AxisLayout  # the layout that is tried in place of the real one
+    facts: dict[str, Any]  # `arguments_that_matter`
 
     @classmethod
     def of(cls, config: Any, layout: AxisLayout, facts: dict[str, Any]) -> Claim:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from windlass.core.optional import require
 from windlass.search.study import Record
 from windlass.search.trial_samplers import Sampler
+
+
+@contextlib.contextmanager
+def _without_remarks(logging: Any) -> Iterator[None]:
+    """Within the body, optuna does not tell of its studies: that of a search is the file in its folder."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 class OptunaSampler(Sampler):
@@ -25,7 +37,8 @@ class OptunaSampler(Sampler):
         # The default sampler has a seed and chooses the same values again; one of a script's own may not.
         self._repeats = "sampler" not in options
         options = {"sampler": self._optuna.samplers.TPESampler(seed=seed), **options}
-        self._study = self._optuna.create_study(directions=list(directions), **options)
+        with _without_remarks(self._optuna.logging):
+            self._study = self._optuna.create_study(directions=list(directions), **options)
         self._has_one_objective = len(directions) == 1
 
     def ask(self, number: int, fixed: dict[str, Any] | None) -> Any:

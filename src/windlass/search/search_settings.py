@@ -48,28 +48,19 @@ _WHY_NOT = {
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """What to search, and how.
+    """What to search, and how."""
 
-    Attributes:
-        hp_space: trial -> hyperparameters by name; or the space as data: name -> a list of values or {low, high, step,
-            log}.
-        compute_objective: metrics of an evaluation -> a number, or several.
-        n_trials: how many trials a study has, those of earlier processes included.
-        direction: "minimize" or "maximize"; a list for several objectives.
-        backend: what chooses: "optuna", "random", "grid", "ray" or "wandb"; None: optuna if it is installed.
-        hp_name: trial -> the name of its run.
-        options: of the backend.
-        seed: of random choices.
-    """
-
+    # Trial -> hyperparameters by name; or the space as data: name -> a list of values or {low, high, step, log}
     hp_space: Any = None
+    # Metrics of an evaluation -> a number, or several
     compute_objective: Callable[[dict[str, float]], Any] | None = None
-    n_trials: int = 20
-    direction: str | list[str] = "minimize"
+    n_trials: int = 20  # how many trials a study has, those of earlier processes included
+    direction: str | list[str] = "minimize"  # "minimize" or "maximize"; a list for several objectives
+    # What chooses: "optuna", "random", "grid", "ray" or "wandb"; None: optuna if it is installed
     backend: Any = None
-    hp_name: Callable[[Any], str] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    seed: int = 42
+    hp_name: Callable[[Any], str] | None = None  # trial -> the name of its run
+    options: dict[str, Any] = field(default_factory=dict)  # of the backend
+    seed: int = 42  # of random choices
 
     def __post_init__(self) -> None:
         refuse(list(self._problems()))

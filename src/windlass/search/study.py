@@ -20,24 +20,15 @@ State = Literal["running", "complete", "pruned", "failed"]
 
 @dataclass
 class Record:
-    """One trial of a study.
+    """One trial of a study."""
 
-    Attributes:
-        number: from 0, in the order in which trials began.
-        name: of its run, and of its folder below that of the search.
-        params: hyperparameters by name.
-        values: the objectives; empty until it is complete.
-        reports: update -> objective of the evaluation after it.
-        reason: why it was pruned or failed.
-    """
-
-    number: int
-    name: str
-    params: dict[str, Any]
+    number: int  # from 0, in the order in which trials began
+    name: str  # of its run, and of its folder below that of the search
+    params: dict[str, Any]  # hyperparameters by name
     state: State = "running"
-    values: list[float] = field(default_factory=list)
-    reports: dict[int, float] = field(default_factory=dict)
-    reason: str = ""
+    values: list[float] = field(default_factory=list)  # the objectives; empty until it is complete
+    reports: dict[int, float] = field(default_factory=dict)  # update -> objective of the evaluation after it
+    reason: str = ""  # why it was pruned or failed
 
 
 class Study:

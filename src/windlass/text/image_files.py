@@ -32,15 +32,10 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
-    """Opens images.
+    """Opens images."""
 
-    Attributes:
-        folder: relative paths begin here; "" is the current folder.
-        allow_urls: read http and https addresses, each time an image is used.
-    """
-
-    folder: str = ""
-    allow_urls: bool = False
+    folder: str = ""  # relative paths begin here; "" is the current folder
+    allow_urls: bool = False  # read http and https addresses, each time an image is used
 
     def size(self, source: Any) -> Size:
         """Return (width, height) as `open` gives them. The image is decoded only if its file does not end as it should.

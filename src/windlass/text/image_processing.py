@@ -19,15 +19,11 @@ _PROBE = (32, 32)
 
 
 class Expanded(NamedTuple):
-    """A text in which each place of an image is as long as the image.
-
-    Attributes:
-        images: the characters (start, end) that represent each image.
-        moved: for each image, the end of its place in the text before, and the characters gained up to there.
-    """
+    """A text in which each place of an image is as long as the image."""
 
     text: str
-    images: list[tuple[int, int]]
+    images: list[tuple[int, int]]  # the characters (start, end) that represent each image
+    # For each image, the end of its place in the text before, and the characters gained up to there
     moved: list[tuple[int, int]]
 
     def shifted(self, character: int) -> int:

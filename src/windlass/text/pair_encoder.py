@@ -23,15 +23,11 @@ _EXTRAS = ("tools", "chat_template_kwargs")
 
 @dataclass(frozen=True, slots=True)
 class PairOptions(TextOptions):
-    """How rows of preferences become tokens.
+    """How rows of preferences become tokens."""
 
-    Attributes:
-        answers: columns of a row with its answers.
-        whole: the answers are tokenized with their prompt, which ends where they differ. Otherwise the prompt ends with
-            the generation prompt of the chat template.
-    """
-
-    answers: tuple[str, ...] = (CHOSEN, REJECTED)
+    answers: tuple[str, ...] = (CHOSEN, REJECTED)  # columns of a row with its answers
+    # The answers are tokenized with their prompt, which ends where they differ. Otherwise the prompt ends with the
+    # generation prompt of the chat template.
     whole: bool = False
 
 

@@ -20,19 +20,12 @@ _NO_PROMPT = (
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One prompt.
+    """One prompt."""
 
-    Attributes:
-        number: of the row in its set, from 0.
-        prompt: the text that the model reads.
-        ids: its tokens.
-        reference: the expected answer; None if there is none.
-    """
-
-    number: int
-    prompt: str
-    ids: list[int]
-    reference: str | None
+    number: int  # of the row in its set, from 0
+    prompt: str  # the text that the model reads
+    ids: list[int]  # its tokens
+    reference: str | None  # the expected answer; None if there is none
 
 
 class PromptReader:

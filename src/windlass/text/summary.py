@@ -17,35 +17,21 @@ _ROWS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class TextSummary:
-    """Counts of a prepared dataset.
+    """Counts of a prepared dataset."""
 
-    Attributes:
-        rows: rows that were kept.
-        tokens: of these rows.
-        trained_tokens: tokens with a label.
-        truncated: rows that were cut to the maximum length.
-        dropped: rows that were left out, because none of their tokens had a label.
-        longest: tokens of the longest row.
-        largest_id: the largest token, which the embedding of a model must have.
-        histogram: (lower bound, rows) of ranges of lengths; a range ends where the next one begins, at twice its
-            lower bound.
-        packed_rows: rows that these were packed into; None = they were not packed.
-        dropped_rows: numbers in the dataset of the first rows that were left out.
-        longest_row: number in the dataset of the longest row.
-        longest_prompt: the most tokens of a row before its first label, and the number of that row.
-    """
-
-    rows: int
-    tokens: int
-    trained_tokens: int
-    truncated: int
-    dropped: int
-    longest: int
-    largest_id: int
+    rows: int  # rows that were kept
+    tokens: int  # of these rows
+    trained_tokens: int  # tokens with a label
+    truncated: int  # rows that were cut to the maximum length
+    dropped: int  # rows that were left out, because none of their tokens had a label
+    longest: int  # tokens of the longest row
+    largest_id: int  # the largest token, which the embedding of a model must have
+    # (lower bound, rows) of ranges of lengths; a range ends where the next one begins, at twice its lower bound
     histogram: tuple[tuple[int, int], ...]
-    packed_rows: int | None = None
-    dropped_rows: tuple[int, ...] = ()
-    longest_row: int | None = None
+    packed_rows: int | None = None  # rows that these were packed into; None = they were not packed
+    dropped_rows: tuple[int, ...] = ()  # numbers in the dataset of the first rows that were left out
+    longest_row: int | None = None  # number in the dataset of the longest row
+    # The most tokens of a row before its first label, and the number of that row
     longest_prompt: tuple[int, int] = (0, 0)
 
     @classmethod

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from windlass.core.activity import looking_for
 from windlass.core.errors import DataError
 from windlass.core.optional import is_imported, require
 from windlass.text.token_rows import TokenRows
@@ -62,7 +63,8 @@ def load_hub(name: str, subset: str | None, split: str) -> Any:
     """Return a split of a dataset of the hub. Raises DataError if it cannot be loaded."""
     datasets = require("datasets", "read a dataset of the hub")
     try:
-        return datasets.load_dataset(name, subset, split=split)
+        with looking_for(name):
+            return datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # network, name, split and configuration raise different types
         raise DataError(f"hub dataset {name!r} (split {split!r}) cannot be loaded: {error}") from error
 

@@ -171,18 +171,12 @@ def _cut(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What of a tokenizer decides where it splits texts.
+    """What of a tokenizer decides where it splits texts."""
 
-    Attributes:
-        added: its added tokens.
-        size: of its vocabulary.
-        post: its post-processor, as JSON.
-        pattern: by which alone it splits words into the pieces that its model gets; None = it does more.
-    """
-
-    added: tuple[str, ...]
-    size: int
-    post: str
+    added: tuple[str, ...]  # its added tokens
+    size: int  # of its vocabulary
+    post: str  # its post-processor, as JSON
+    # By which alone it splits words into the pieces that its model gets; None = it does more
     pattern: str | None
 
     @classmethod

@@ -32,17 +32,11 @@ _ABOUT_SHAPES = ("shape", "size", "dimension", "type")
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """A batch that a model is given.
+    """A batch that a model is given."""
 
-    Attributes:
-        set: "training" or "evaluation".
-        batch: collated, in host memory.
-        ids: the positions of its samples in the dataset; empty: unknown.
-    """
-
-    set: str
-    batch: Any
-    ids: Sequence[int] = ()
+    set: str  # "training" or "evaluation"
+    batch: Any  # collated, in host memory
+    ids: Sequence[int] = ()  # the positions of its samples in the dataset; empty: unknown
 
     @property
     def columns(self) -> Mapping[str, Any]:

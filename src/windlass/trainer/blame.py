@@ -17,19 +17,12 @@ _SHOWN = 16
 
 
 class _RankFindings(NamedTuple):
-    """A rank's own part of an update.
+    """A rank's own part of an update."""
 
-    Attributes:
-        ids: its samples, by micro-batch.
-        data: samples that hold NaN or an infinity in the data.
-        loss: samples of the micro-batches whose loss is not finite although their data are.
-        unnamed: numbers of such micro-batches of which no sample is known.
-    """
-
-    ids: list[list[int]]
-    data: list[int]
-    loss: list[int]
-    unnamed: list[int]
+    ids: list[list[int]]  # its samples, by micro-batch
+    data: list[int]  # samples that hold NaN or an infinity in the data
+    loss: list[int]  # samples of the micro-batches whose loss is not finite although their data are
+    unnamed: list[int]  # numbers of such micro-batches of which no sample is known
 
 
 def find_nonfinite_samples(suspect: Suspect, data_ranks: Gang) -> str:

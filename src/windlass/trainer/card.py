@@ -35,20 +35,16 @@ _ROWS = 20
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Facts that a script gives for the card; empty facts are determined from the run, or left out.
-
-    Attributes:
-        base: the model that this one was fine-tuned from.
-        datasets: ids of datasets on the Hub; `dataset` their names for people, `dataset_args` their configurations, in
-            the same order.
-    """
+    """Facts that a script gives for the card; empty facts are determined from the run, or left out."""
 
     name: str
     language: list[str] = field(default_factory=list)
     license: str | None = None
     tags: list[str] = field(default_factory=list)
-    base: str | None = None
+    base: str | None = None  # the model that this one was fine-tuned from
     tasks: list[str] = field(default_factory=list)
+    # Ids of datasets on the Hub; `dataset` their names for people, `dataset_args` their configurations, in the same
+    # order
     datasets: list[str] = field(default_factory=list)
     dataset: list[str] = field(default_factory=list)
     dataset_args: list[str] = field(default_factory=list)
@@ -56,22 +52,15 @@ class CardFacts:
 
 @dataclass(frozen=True)
 class Card:
-    """The contents of a card.
-
-    Attributes:
-        settings: the arguments of the run as a plain dict.
-        data: the dataset that was evaluated, or else trained on; None if it is not known.
-        world: number of processes.
-        versions: of the packages that the run used; empty if they are not known.
-    """
+    """The contents of a card."""
 
     given: CardFacts
     model: card_facts.ModelFacts
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # the arguments of the run as a plain dict
     state: TrainerState
-    data: Any
-    world: int
-    versions: Mapping[str, str]
+    data: Any  # the dataset that was evaluated, or else trained on; None if it is not known
+    world: int  # number of processes
+    versions: Mapping[str, str]  # of the packages that the run used; empty if they are not known
 
     @property
     def base(self) -> str | None:

@@ -35,21 +35,13 @@ _SOURCE = re.compile(r"hf://datasets/([\w.-]+(?:/[\w.-]+)?)@")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts that follow from a model.
+    """Facts that follow from a model."""
 
-    Attributes:
-        kind: the name of its class.
-        parameters: None if only its files are known.
-        library: the package that reads it, as the Hub names it.
-        tasks: the tasks of its class; empty if the class name does not show them.
-        base: the repository that it was loaded from.
-    """
-
-    kind: str
-    parameters: int | None
-    library: str
-    tasks: list[str]
-    base: str | None
+    kind: str  # the name of its class
+    parameters: int | None  # None if only its files are known
+    library: str  # the package that reads it, as the Hub names it
+    tasks: list[str]  # the tasks of its class; empty if the class name does not show them
+    base: str | None  # the repository that it was loaded from
     tags: list[str]
 
 

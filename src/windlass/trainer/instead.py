@@ -18,20 +18,14 @@ from windlass.transforms.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What a call of `train()` makes its run of; nothing of it is prepared.
-
-    Attributes:
-        optimizer: one that the script made before.
-        tokenizer: whose special tokens the model's configuration gets.
-        new_files: makes the writer of the model on its strategy.
-    """
+    """What a call of `train()` makes its run of; nothing of it is prepared."""
 
     args: TrainingArguments
     services: Services
     hooks: TrainHooks
-    optimizer: torch.optim.Optimizer | None
-    tokenizer: Any
-    new_files: Callable[[Strategy], ModelWriter]
+    optimizer: torch.optim.Optimizer | None  # one that the script made before
+    tokenizer: Any  # whose special tokens the model's configuration gets
+    new_files: Callable[[Strategy], ModelWriter]  # makes the writer of the model on its strategy
 
 
 Instead = Callable[[RunRequest], NoReturn]

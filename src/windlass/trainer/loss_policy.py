@@ -34,36 +34,27 @@ _TF32_ROUNDING = 2e-3  # accelerators may compute float32 in TF32
 
 @dataclass(frozen=True, slots=True)
 class LossHooks:
-    """The methods of a Trainer that compute and count a loss, bound for one call of `train()` or `evaluate()`.
+    """The methods of a Trainer that compute and count a loss, bound for one call of `train()` or `evaluate()`."""
 
-    Attributes:
-        model: the bare model.
-        compute_loss, training_step, count_targets, prepare_inputs: its bound methods.
-        own_items: `_prepare_input` is overridden, so it is called for each item of a batch.
-        autocast: returns the mixed-precision context of a forward.
-        function: `compute_loss_func`.
-        default_loss, default_step, default_count: `compute_loss`, `training_step`, `count_targets` are not overridden.
-        smoothing: `label_smoothing_factor`.
-        lean: `lean_loss`.
-        compiled: the model is compiled.
-        declared: `loss_is_scaled_for_ga`.
-    """
-
-    model: nn.Module
+    model: nn.Module  # the bare model
+    # `compute_loss`, `training_step`, `count_targets`, `prepare_inputs`: its bound methods
     compute_loss: Callable[..., Any]
     training_step: Callable[..., Any]
     count_targets: Callable[[Any], float]
     prepare_inputs: Callable[[Any], Any]
-    own_items: bool
+    own_items: bool  # `_prepare_input` is overridden, so it is called for each item of a batch
+    # Returns the mixed-precision context of a forward
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
-    function: Callable[..., Any] | None
+    function: Callable[..., Any] | None  # `compute_loss_func`
+    # `default_loss`, `default_step`, `default_count`: `compute_loss`, `training_step`, `count_targets` are not
+    # overridden
     default_loss: bool
     default_step: bool
     default_count: bool
-    smoothing: float
-    lean: bool
-    compiled: bool
-    declared: bool | None
+    smoothing: float  # `label_smoothing_factor`
+    lean: bool  # `lean_loss`
+    compiled: bool  # the model is compiled
+    declared: bool | None  # `loss_is_scaled_for_ga`
 
     @property
     def of_model(self) -> bool:

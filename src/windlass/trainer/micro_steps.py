@@ -94,20 +94,18 @@ class MicroSteps(StepHooks):
         if check.is_decided():
             self._check = None
 
-    def rescale(self) -> Tensor | None:
-        """The factor that corrects an update's gradients once its true weight is known; None if it was known before."""
-        if self._normaliser.weight is None:
+    def complete(self) -> tuple[Tensor | None, dict[str, Tensor]]:
+        normaliser = self._normaliser
+        if normaliser.weight is None:
             if self._loss.is_unreported:
                 self._loss.report_script_loss()
-            return None
-        total = self._normaliser.total
+            return None, normaliser.parts
+        total = normaliser.total
         assert total is not None
-        return self._normaliser.denominator / total
+        return normaliser.denominator / total, normaliser.parts
 
     def event(self, name: str) -> None:
-        """Fire an event of callbacks, which usually has no listeners."""
-        if name in self._events.handler.heard:
-            self._events.fire(name)
+        self._events.fire(name)
 
     def stepped(self, applied: bool) -> None:
         """Fire `on_optimizer_step`, and step a schedule that keeps its own count."""
@@ -116,10 +114,6 @@ class MicroSteps(StepHooks):
         if applied and self._schedule.counts_steps:
             # The gradients exist still: a schedule of the script may read them.
             self._schedule.advance()
-
-    def parts(self) -> dict[str, Tensor]:
-        """Named auxiliary losses of the update, this rank's share."""
-        return self._normaliser.parts
 
 
 class DoubleNormalizationCheck:

@@ -48,9 +48,11 @@ def report_proof(args: TrainingArguments, model: Any, all_ranks: Gang, dist: Dis
     name = str(getattr(config, "_name_or_path", ""))
     command = (
         f"windlass prove {name if name and Path(name).is_dir() else 'RECIPE_OR_CONFIG.JSON'} --layout {sizes}"
+        f"{' parallel.tp_sequence_parallel=true' * dist.tensor_positions}"
     )
     try:
-        facts = arguments_that_matter(args, adapter=hasattr(model, "peft_config"))
+        adapted = hasattr(model, "peft_config")
+        facts = arguments_that_matter(args, adapted, dist.tensor_positions)
         proven, line = describe(Claim.of(config, layout, facts), layout, command)
     except ModelError as error:
         proven, line = False, f"layout {layout}: not proven equal to one process: {error}"

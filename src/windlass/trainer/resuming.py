@@ -49,13 +49,9 @@ _FREE_TO_DIFFER = frozenset(
 
 
 class CheckpointSource:
-    """Finds checkpoints, verifies them and opens them on all ranks. `manager` is that of the run's `folder`.
+    """Finds checkpoints, verifies them and opens them on all ranks. `manager` is that of the run's `folder`."""
 
-    Attributes:
-        asked: the argument `resume_from_checkpoint` of the run.
-    """
-
-    asked: str | bool | os.PathLike[str] | None = None
+    asked: str | bool | os.PathLike[str] | None = None  # the argument `resume_from_checkpoint` of the run
 
     def __init__(self, all_ranks: Gang, folder: RunFolder, manager: CheckpointManager) -> None:
         self._all_ranks, self.folder, self.manager = all_ranks, folder, manager

@@ -411,6 +411,8 @@ class Run(LoopHooks, Interruptible):
         self.schedule.set(step)
         if events.handler.listens("on_step_begin"):
             events.fire("on_step_begin")
+        heard = events.handler.heard
+        self.steps.heard = heard | {"on_optimizer_step"} if self.schedule.counts_steps else heard
 
     def step_end(self, batch: UpdateBatch, applied: bool) -> None:
         """Count the data, fire `on_step_end`, and do the work that is due."""

@@ -17,23 +17,14 @@ from windlass.trainer.session import Session
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What all parts of one call of `train()` share. Nothing of it is replaced before the call ends.
+    """What all parts of one call of `train()` share. Nothing of it is replaced before the call ends."""
 
-    Attributes:
-        services: the objects that live as long as the Trainer.
-        plan: what the run does.
-        hooks: the methods of the Trainer that it calls.
-        built: its executor and its schedule.
-        files: the writer of its model.
-        interruption: the requests to end it early.
-    """
-
-    services: Services
-    plan: RunPlan
-    hooks: TrainHooks
-    built: Built
-    files: ModelWriter
-    interruption: Interruption
+    services: Services  # the objects that live as long as the Trainer
+    plan: RunPlan  # what the run does
+    hooks: TrainHooks  # the methods of the Trainer that it calls
+    built: Built  # its executor and its schedule
+    files: ModelWriter  # the writer of its model
+    interruption: Interruption  # the requests to end it early
 
     @property
     def session(self) -> Session:

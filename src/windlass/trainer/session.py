@@ -22,15 +22,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The process, its device and memory, and the other processes, for as long as a Trainer lives.
-
-    Attributes:
-        all_ranks: every process of the job.
-    """
+    """The process, its device and memory, and the other processes, for as long as a Trainer lives."""
 
     world: World
     device: torch.device
-    all_ranks: Gang
+    all_ranks: Gang  # every process of the job
     memory: StageMemory
 
     @property

@@ -14,18 +14,13 @@ from windlass.trainer.run_checkpoints import RunCheckpoints
 
 
 class Signals(NamedTuple):
-    """Numbers that every rank sends with each group of data; their sums reach all ranks at the same update.
+    """Numbers that every rank sends with each group of data; their sums reach all ranks at the same update."""
 
-    Attributes:
-        stop: requests to end the run with this update.
-        leave: processes that got a scheduler's signal.
-        save_due: the main process's clock requests an ephemeral checkpoint, or one to replace a failed one.
-        written, settled, failed: the counters of the save under way (`checkpoint.background.Counters`).
-    """
-
-    stop: float = 0.0
-    leave: float = 0.0
+    stop: float = 0.0  # requests to end the run with this update
+    leave: float = 0.0  # processes that got a scheduler's signal
+    # The main process's clock requests an ephemeral checkpoint, or one to replace a failed one
     save_due: float = 0.0
+    # `written`, `settled`, `failed`: the counters of the save under way (`checkpoint.background.Counters`)
     written: float = 0.0
     settled: float = 0.0
     failed: float = 0.0

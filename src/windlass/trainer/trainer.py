@@ -521,7 +521,8 @@ class Trainer:
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """A batch on this process's device, as a new container: hooks may take labels out of it."""
-        prepared = self._prepare_input(inputs)
+        own = self._prepare_input if self._services.loss.hooks.own_items else None
+        prepared = on_device(inputs, self._session.device, None) if own is None else own(inputs)
         if isinstance(prepared, Mapping | list | tuple) and not prepared:
             raise empty_batch(self._signature_columns)
         return prepared
@@ -823,8 +824,7 @@ class Trainer:
                 names.
             metric_key_prefix: first part of the metrics' names.
         """
-        if (staged := services.spread_in_stages(self.model, self._engine, self._session)) is not None:
-            self._writer = self._new_writer(staged)
+        self._divide_in_stages()
         described = hooks.evaluation_of(
             self,
             self._plan.evaluations,
@@ -835,6 +835,11 @@ class Trainer:
             predicting=description == "Prediction",
         )
         return self._services.evaluator.run(dataloader, described)
+
+    def _divide_in_stages(self) -> None:
+        """Divide a model that a pipeline is to train, if it is not divided yet. Collective."""
+        if (staged := services.spread_in_stages(self.model, self._engine, self._session)) is not None:
+            self._writer = self._new_writer(staged)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -89,27 +89,19 @@ class _Layout(NamedTuple):
 
 @dataclass(eq=False)
 class _Block:
-    """A piece of memory with saved tensors in it: its copy on the host, and what is on its way back.
+    """A piece of memory with saved tensors in it: its copy on the host, and what is on its way back."""
 
-    Attributes:
-        source: the storage that it was copied from.
-        number: its place in the order of the forward.
-        token: of the copy to the host.
-        users: saved tensors in it that a backward has not asked for.
-        arriving: the block that is being copied back, and the token of that copy.
-        held: the block on the device while it has users.
-        arrived: returns the block on the device while anything has it.
-    """
-
-    source: StorageWeakRef
-    number: int
+    source: StorageWeakRef  # the storage that it was copied from
+    number: int  # its place in the order of the forward
     copy: Tensor
-    token: Any
+    token: Any  # of the copy to the host
     device: torch.device
     lane: DirectLane
-    users: int = 0
-    held: Tensor | None = None
+    users: int = 0  # saved tensors in it that a backward has not asked for
+    held: Tensor | None = None  # the block on the device while it has users
+    # The block that is being copied back, and the token of that copy
     arriving: tuple[Tensor, Any] | None = None
+    # Returns the block on the device while anything has it
     arrived: Callable[[], Tensor | None] = field(default=lambda: None)
 
     def fetch(self) -> None:

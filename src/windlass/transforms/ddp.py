@@ -90,6 +90,8 @@ class DataParallel(Strategy):
         loss_ranks: all ranks of the job.
     """
 
+    reduces = True
+
     def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang) -> None:
         super().__init__(module)
         self._loss_ranks = loss_ranks

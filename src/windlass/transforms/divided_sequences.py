@@ -30,21 +30,14 @@ _IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The rows of one batch, and how they are attended.
+    """The rows of one batch, and how they are attended."""
 
-    Attributes:
-        ring: the ranks among which keys and values travel; None if that is one.
-        heads: the ranks that exchange heads; None if that is one.
-        zigzag: which rank has which tokens. Ranks that exchange heads have neighbouring parts.
-        documents: of all tokens of the rows; see `Sight`.
-        real: which of this rank's tokens are not padding, shape (rows, tokens of a part).
-    """
-
-    ring: Any
-    heads: Any
+    ring: Any  # the ranks among which keys and values travel; None if that is one
+    heads: Any  # the ranks that exchange heads; None if that is one
+    # Which rank has which tokens. Ranks that exchange heads have neighbouring parts.
     zigzag: Zigzag
-    documents: Tensor | None
-    real: Tensor
+    documents: Tensor | None  # of all tokens of the rows; see `Sight`
+    real: Tensor  # which of this rank's tokens are not padding, shape (rows, tokens of a part)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None

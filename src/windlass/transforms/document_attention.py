@@ -19,7 +19,13 @@ from windlass.core.errors import ModelError
 from windlass.core.optional import is_imported, is_older, require
 from windlass.transforms.branches import current_row
 from windlass.transforms.document_images import images_apart
-from windlass.transforms.document_mask import DocumentMask, document_lengths, document_starts, masks_of
+from windlass.transforms.document_mask import (
+    DocumentMask,
+    document_borders,
+    document_starts,
+    masks_of,
+    with_end,
+)
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.neftune import vocabulary_of
 from windlass.transforms.varlen_attention import has_kernel, varlen_attention
@@ -172,9 +178,10 @@ def document_mask(
         return row.mask(mask_function, device, own_pattern=bool(options.get("use_vmap")))
     plain = options.get("attention_mask") is None and not options.get("use_vmap") and q_length == kv_length
     if plain and q_length > 1:
-        lengths = document_lengths(mask_function, batch_size, q_length, device)
-        if lengths is not None and len(lengths) > batch_size:
-            return DocumentMask(lengths, masks_of(mask_function, lengths, q_length, device))
+        borders = document_borders(mask_function, batch_size, q_length, device)
+        if borders is not None and len(borders) > batch_size + 1:
+            lengths = borders.diff().tolist()
+            return DocumentMask(lengths, masks_of(mask_function, lengths, q_length, device), borders=borders)
     return sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, mask_function=mask_function, **options
     )
@@ -206,8 +213,8 @@ def document_attention(
     """
     attend = _Attend(dropout, scaling, softcap, s_aux)
     if not isinstance(attention_mask, DocumentMask):
-        borders, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
-        attention_mask = _by_borders(attention_mask, borders, query)
+        given, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
+        attention_mask = _by_borders(attention_mask, given, query)
         if not isinstance(attention_mask, DocumentMask) and query.shape[2] == key.shape[2]:
             attention_mask = _by_positions(attention_mask, positions, query)
     if not isinstance(attention_mask, DocumentMask):
@@ -226,10 +233,9 @@ def document_attention(
             f"{type(module).__name__} adds a position bias to its scores, which attention document by document does "
             "not support. Train the model without packing and padding_free."
         )
-    rows = query.shape[0]
-    lengths = attention_mask.lengths
-    if attention_mask.is_causal and attend.is_plain and has_kernel(query, key, value):
-        return varlen_attention(query, key, value, lengths, scaling), None
+    lengths, borders = attention_mask.lengths, attention_mask.borders
+    if borders is not None and attention_mask.is_causal and attend.is_plain and has_kernel(query, key, value):
+        return varlen_attention(query, key, value, borders, max(lengths), scaling), None
     queries = _split(query, lengths)
     keys, values = (attention_mask.with_prefixes(_split(states, lengths)) for states in (key, value))
     joined = torch.cat(
@@ -239,7 +245,7 @@ def document_attention(
         ],
         dim=1,
     )
-    return joined.reshape(rows, -1, *joined.shape[2:]), None
+    return joined.reshape(len(query), -1, *joined.shape[2:]), None
 
 
 def _by_borders(mask: Tensor | None, borders: Tensor | None, query: Tensor) -> DocumentMask | Tensor | None:
@@ -248,7 +254,8 @@ def _by_borders(mask: Tensor | None, borders: Tensor | None, query: Tensor) -> D
         return mask
     documents = list(pairwise(borders.tolist()))
     masks = [None if mask is None else mask[..., start:end, start:end] for start, end in documents]
-    return DocumentMask([end - start for start, end in documents], masks)
+    lengths = [end - start for start, end in documents]
+    return DocumentMask(lengths, masks, borders=borders.to(query.device, torch.int32))
 
 
 def _by_positions(
@@ -267,10 +274,11 @@ def _by_positions(
     starts = document_starts(positions)
     if len(starts) == rows:
         return mask
-    lengths = torch.diff(starts, append=starts.new_tensor([rows * length])).tolist()
+    borders = with_end(starts, rows * length)
+    lengths = borders.diff().tolist()
     places = [divmod(start, length) for start in starts.tolist()]
     masks = [_part(mask, row, at, size) for (row, at), size in zip(places, lengths, strict=True)]
-    return DocumentMask(lengths, masks)
+    return DocumentMask(lengths, masks, borders=borders)
 
 
 def _part(mask: Tensor | None, row: int, start: int, size: int) -> Tensor | None:

@@ -40,12 +40,6 @@ def images_apart(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def has_masks_of_images(model: nn.Module) -> bool:
-    """Whether the model's masks depend on images."""
-    sees_images = "image" in (getattr(model, "input_modalities", None) or ())
-    return sees_images and "create_masks_for_generate" in vars(type(model))
-
-
 def _dependent_on_images(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     for module in model.modules():
         if hasattr(module, "get_rope_index"):
@@ -53,7 +47,8 @@ def _dependent_on_images(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     tower = _tower(model)
     if tower is not None:
         yield tower, _without_borders
-    if has_masks_of_images(model):
+    sees_images = "image" in (getattr(model, "input_modalities", None) or ())
+    if sees_images and "create_masks_for_generate" in vars(type(model)):  # its masks depend on images
         # Not the outer model, whose hooks adapters leave out.
         inner: Any = model.base_model
         yield inner, partial(_with_masks, model)

@@ -20,11 +20,15 @@ class DocumentMask(NamedTuple):
         masks: for each document None if its attention is causal, else which keys a query sees: bool, (queries, keys).
         prefixes: for each document the number of an earlier one, and how many of its first tokens come before this
             one's own keys; None: no document has any.
+        borders: where the documents begin in the flattened rows, and the end of the last one, on their device: int32.
+            It is made with the mask, once a forward, because every layer's kernel takes it. None: no kernel computes
+            these masks.
     """
 
     lengths: list[int]
     masks: list[Tensor | None]
     prefixes: list[tuple[int, int]] | None = None
+    borders: Tensor | None = None
 
     @property
     def is_causal(self) -> bool:
@@ -41,8 +45,10 @@ class DocumentMask(NamedTuple):
         ]
 
 
-def document_lengths(function: Callable[..., Any], rows: int, length: int, device: Any) -> list[int] | None:
-    """Lengths of the stretches in which each token sees the one before it; None if some token sees the one after it."""
+def document_borders(function: Callable[..., Any], rows: int, length: int, device: Any) -> Tensor | None:
+    """Borders of the stretches in which each token sees the one before it, as `DocumentMask` has them; None if some
+    token sees the one after it.
+    """
     row = torch.arange(rows, device=device)[:, None]
     head = torch.zeros_like(row)
     earlier, later = (
@@ -53,7 +59,12 @@ def document_lengths(function: Callable[..., Any], rows: int, length: int, devic
         return None
     joined = seen(function, row, head, later, earlier, (rows, length - 1))
     starts = torch.cat([torch.ones_like(joined[:, :1]), ~joined], dim=1).flatten().nonzero().flatten()
-    return torch.diff(starts, append=starts.new_tensor([rows * length])).tolist()
+    return with_end(starts, rows * length)
+
+
+def with_end(starts: Tensor, end: int) -> Tensor:
+    """Where documents begin, and the end of the last one: int32, as kernels take them."""
+    return torch.nn.functional.pad(starts, (0, 1), value=end).int()
 
 
 def document_starts(positions: Tensor) -> Tensor:

@@ -25,19 +25,12 @@ from windlass.transforms.tensor_split import mine
 
 
 class DividedExperts(nn.Module):
-    """Some of the experts of a layer, mixed into the class of the layer.
+    """Some of the experts of a layer, mixed into the class of the layer."""
 
-    Attributes:
-        undivided: the class of the layer.
-        expert_group: the ranks that have the other experts to which its tokens go.
-        loss_ranks: gradients are averages over their targets.
-        expert_names: the parameters that are divided.
-    """
-
-    undivided: type[nn.Module]
-    expert_group: Any
-    loss_ranks: Gang
-    expert_names: tuple[str, ...]
+    undivided: type[nn.Module]  # the class of the layer
+    expert_group: Any  # the ranks that have the other experts to which its tokens go
+    loss_ranks: Gang  # gradients are averages over their targets
+    expert_names: tuple[str, ...]  # the parameters that are divided
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Shape (tokens, width), from that, and experts and their weights of shape (tokens, chosen experts)."""
@@ -66,18 +59,13 @@ def _divided(kind: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Where the tokens of a batch go: each as often as it chose experts.
+    """Where the tokens of a batch go: each as often as it chose experts."""
 
-    Attributes:
-        order: the places of what is sent, by expert.
-        sent, received: how many go to each rank, and come from it.
-        experts: of this rank's, that of each token received.
-    """
-
-    order: Tensor
+    order: Tensor  # the places of what is sent, by expert
+    # `sent`, `received`: how many go to each rank, and come from it
     sent: list[int]
     received: list[int]
-    experts: Tensor
+    experts: Tensor  # of this rank's, that of each token received
     group: Any
 
     @classmethod

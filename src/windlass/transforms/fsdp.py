@@ -60,7 +60,7 @@ class FullyShardedModel(Strategy):
         ConfigError: the plan cannot be applied to this module or world. ModelError: the module cannot be sharded.
     """
 
-    sharded = True
+    sharded = reduces = True
 
     def __init__(
         self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device | None = None
@@ -72,7 +72,9 @@ class FullyShardedModel(Strategy):
         self.saves_parts = self._plan.state == "sharded"
         if isinstance(module, FSDPModule):
             _check_same_plan(module, self._plan)
-        division = TensorDivision(module, self._tensor_ranks) if self._tensor_ranks.size > 1 else None
+        division = None
+        if self._tensor_ranks.size > 1:
+            division = TensorDivision(module, self._tensor_ranks, self._device, plan.tensor_positions)
         if not isinstance(module, FSDPModule):
             shard_(module, self._device, plan, loss_ranks, division)
         self._division = division

@@ -35,20 +35,13 @@ PLAIN = LossOptions()
 
 @dataclass(frozen=True, slots=True)
 class LossFigures:
-    """What the pass that made a loss has counted; scalars on the model's device, without gradients.
+    """What the pass that made a loss has counted; scalars on the model's device, without gradients."""
 
-    Attributes:
-        loss: the sum over the targets, without an auxiliary loss.
-        targets: their number (with class weights, the sum of their weights).
-        entropy: of the predicted distributions, summed, in nats.
-        correct: targets with the largest logit.
-        auxiliary: the balancing loss of a mixture of experts, before its coefficient; None if the model returns none.
-    """
-
-    loss: Tensor
-    targets: Tensor
-    entropy: Tensor
-    correct: Tensor
+    loss: Tensor  # the sum over the targets, without an auxiliary loss
+    targets: Tensor  # their number (with class weights, the sum of their weights)
+    entropy: Tensor  # of the predicted distributions, summed, in nats
+    correct: Tensor  # targets with the largest logit
+    # The balancing loss of a mixture of experts, before its coefficient; None if the model returns none
     auxiliary: Tensor | None = None
 
 

@@ -55,19 +55,12 @@ class LossOptions:
 
 
 class LinearLoss(NamedTuple):
-    """Sums over the targets; each a scalar. Only `loss` is differentiable.
+    """Sums over the targets; each a scalar. Only `loss` is differentiable."""
 
-    Attributes:
-        loss: in the logits' precision, single at least.
-        entropy: of the predicted distributions, in nats.
-        correct: targets that have the largest logit.
-        weight: of the targets: their number, or the sum of their class weights.
-    """
-
-    loss: Tensor
-    entropy: Tensor
-    correct: Tensor
-    weight: Tensor
+    loss: Tensor  # in the logits' precision, single at least
+    entropy: Tensor  # of the predicted distributions, in nats
+    correct: Tensor  # targets that have the largest logit
+    weight: Tensor  # of the targets: their number, or the sum of their class weights
 
 
 def linear_cross_entropy(
@@ -149,21 +142,13 @@ class _Fused(torch.autograd.Function):
 
 
 class ChunkSoftmax(NamedTuple):
-    """The softmax of a chunk of targets, not yet divided by its denominators.
+    """The softmax of a chunk of targets, not yet divided by its denominators."""
 
-    Attributes:
-        logits: shape (targets, classes), of this rank's classes.
-        shares: exp(logits - largest), of that shape.
-        largest: the largest logit of each target, over all classes.
-        real: the targets that are not left out.
-        here: those whose class is among this rank's; and where, in `places`.
-    """
-
-    logits: Tensor
-    shares: Tensor
-    largest: Tensor
-    real: Tensor
-    here: Tensor
+    logits: Tensor  # shape (targets, classes), of this rank's classes
+    shares: Tensor  # exp(logits - largest), of that shape
+    largest: Tensor  # the largest logit of each target, over all classes
+    real: Tensor  # the targets that are not left out
+    here: Tensor  # those whose class is among this rank's; and where, in `places`
     places: Tensor
 
     def figures(self, split: TensorSplit, *more: Tensor) -> tuple[Tensor, ...]:

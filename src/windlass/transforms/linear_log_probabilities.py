@@ -27,19 +27,13 @@ class TokenLogProbabilities(NamedTuple):
     """What is known about each target; shape (targets,), single precision at least. 0 for a target of -100.
 
     Only `log_probabilities` is differentiable.
-
-    Attributes:
-        log_probabilities: of the targets, in nats.
-        entropies: of the predicted distributions, in nats.
-        correct: 1 for a target that has the largest logit.
-        mean_logits: the mean over all classes.
-        log_collisions: log of the sum over classes of the squared probability (the weights of WPO, arXiv:2406.11827).
     """
 
-    log_probabilities: Tensor
-    entropies: Tensor
-    correct: Tensor
-    mean_logits: Tensor
+    log_probabilities: Tensor  # of the targets, in nats
+    entropies: Tensor  # of the predicted distributions, in nats
+    correct: Tensor  # 1 for a target that has the largest logit
+    mean_logits: Tensor  # the mean over all classes
+    # Log of the sum over classes of the squared probability (the weights of WPO, arXiv:2406.11827)
     log_collisions: Tensor
 
 

@@ -15,21 +15,15 @@ logger = get_job_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits that a model of transformers declares; None where it declares none.
+    """The limits that a model of transformers declares; None where it declares none."""
 
-    Attributes:
-        tokens: rows of the embedding of its input.
-        classes: what a label may count to: `num_labels` of a classifier, the vocabulary of a language model.
-        is_classifier: a label is a class, not a token.
-        positions: tokens that a row may have.
-        positions_learned: the positions are a table, so a longer row fails; other models compute them, and only were
-            not trained on longer rows.
-    """
-
-    tokens: int | None = None
+    tokens: int | None = None  # rows of the embedding of its input
+    # What a label may count to: `num_labels` of a classifier, the vocabulary of a language model
     classes: int | None = None
-    is_classifier: bool = False
-    positions: int | None = None
+    is_classifier: bool = False  # a label is a class, not a token
+    positions: int | None = None  # tokens that a row may have
+    # The positions are a table, so a longer row fails; other models compute them, and only were not trained on longer
+    # rows
     positions_learned: bool = False
 
     @classmethod

@@ -23,18 +23,13 @@ TILE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Which keys a query sees: those of its own document that are not later than itself.
+    """Which keys a query sees: those of its own document that are not later than itself."""
 
-    Attributes:
-        division: how rows are divided among the ranks of the ring.
-        documents: the document of each token of whole rows, shape (rows, length), int; negative for padding, which
-            nothing sees and which sees nothing. None: each row is one document without padding.
-        window: the number of latest keys that a query sees, itself included; None for all.
-    """
-
-    division: Zigzag
+    division: Zigzag  # how rows are divided among the ranks of the ring
+    # The document of each token of whole rows, shape (rows, length), int; negative for padding, which nothing sees
+    # and which sees nothing. None: each row is one document without padding.
     documents: Tensor | None = None
-    window: int | None = None
+    window: int | None = None  # the number of latest keys that a query sees, itself included; None for all
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
         """Which of these queries see which of these keys: bool, (rows or 1, 1, 1, queries, keys); None for all."""

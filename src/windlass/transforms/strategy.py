@@ -37,12 +37,13 @@ class Strategy:
         module: the module of the user.
         sharded: each rank has parts of the parameters, so every forward is a collective and all ranks must make the
             same number of them.
+        reduces: a backward reduces gradients over ranks, which `check_reached` and `check_used` verify.
         saves_parts: checkpoints have the parts of each rank (`checkpoint/sharded.py`) instead of whole tensors.
         at_release: what else ends with it.
         filling: the batch of the next forward has no weight: it is run because other ranks have one.
     """
 
-    sharded = False
+    sharded = reduces = False
     saves_parts = False
     filling = False
 

@@ -18,8 +18,18 @@ from windlass.dist.device_mesh import part_along
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded, whole
 from windlass.transforms.tensor_experts import divide_experts
-from windlass.transforms.tensor_plan import ADAPTED, EXPERTS, ROWS, SUMMED, is_transposed
-from windlass.transforms.tensor_split import TensorSplit, copied, mine, summed
+from windlass.transforms.tensor_plan import (
+    ADAPTED,
+    EXPERTS,
+    HEAD_COUNTS,
+    HEADS,
+    HEADS_EMBEDDING,
+    ROWS,
+    SUMMED,
+    is_transposed,
+)
+from windlass.transforms.tensor_sequence import SequenceParts, ShareOfGradient, share_gradient
+from windlass.transforms.tensor_split import TensorSplit, copied, joined, mine, reduced, scaled, summed
 
 
 def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor_ranks: Gang) -> None:
@@ -36,16 +46,20 @@ def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor
         found.tensor_style = style
         kind: Any = type(layer)
         if style == SUMMED:
-            found.heads_split = TensorSplit(
-                tensor_ranks.size, tensor_ranks.size, tensor_ranks.rank, tensor_ranks.device_group
-            )
-            found.__class__ = _kind_of(kind, style)
+            for part in layer.modules():
+                if not isinstance(part, ShareOfGradient):
+                    share_gradient(part, tensor_ranks.size)
             continue
         if style == EXPERTS:
             divide_experts(layer, mesh, tensor_ranks)
             continue
+        if style == HEADS:
+            found.heads_index, found.undivided = tensor_ranks.rank, kind
+            counts = tuple(name for name in HEAD_COUNTS if name in vars(layer))
+            found.__class__ = _with_own_heads(kind, counts, tensor_ranks.size)
+            continue
         takes_part, transposed = style in ROWS, is_transposed(layer)
-        dim = int(takes_part != transposed)
+        dim = 1 if style == HEADS_EMBEDDING else int(takes_part != transposed)
         size = found.weight.shape[dim]
         split = TensorSplit(size, tensor_ranks.size, tensor_ranks.rank, tensor_ranks.device_group)
         for name in ("weight", "bias"):
@@ -99,10 +113,16 @@ class ColumnLinear(nn.Linear):
     split: TensorSplit
     shared_input: _SharedInput
     transposed: bool
+    sequence_parts: SequenceParts | None = None
+    begins_parts = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., this rank's outputs)."""
-        own = self.shared_input.of(input, self.split)
+        positions = _positions(self)
+        if positions is None:
+            own = self.shared_input.of(input, self.split)
+        else:  # of all positions, unless it begins the divided layers itself
+            own = joined(input, positions) if self.begins_parts else input
         return nn.functional.linear(own, _matrix(self), None if self.bias is None else mine(self.bias))
 
 
@@ -126,12 +146,15 @@ class RowLinear(nn.Linear):
 
     split: TensorSplit
     transposed: bool
+    sequence_parts: SequenceParts | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., all outputs), from (..., this rank's inputs)."""
-        product = nn.functional.linear(input, _matrix(self))
-        total = summed(product, self.split)
-        return total if self.bias is None else total + self.bias
+        product, positions = nn.functional.linear(input, _matrix(self)), _positions(self)
+        total = summed(product, self.split) if positions is None else reduced(product, positions)
+        if self.bias is None:
+            return total
+        return total + (self.bias if positions is None else scaled(self.bias, positions.ranks))
 
 
 class RowOfWhole(RowLinear):
@@ -141,6 +164,11 @@ class RowOfWhole(RowLinear):
         """Shape (..., all outputs), from (..., all inputs)."""
         part = self.split.mine
         return super().forward(copied(input, self.split)[..., part.start : part.stop])
+
+
+def _positions(layer: ColumnLinear | RowLinear) -> TensorSplit | None:
+    """How positions are divided before and after the layer; None if each rank has all."""
+    return None if layer.sequence_parts is None else layer.sequence_parts.now
 
 
 def _matrix(layer: ColumnLinear | RowLinear) -> Tensor:
@@ -167,39 +195,52 @@ class VocabularyEmbedding(nn.Embedding):
         return summed(own, self.split)
 
 
-class OfSomeHeads(nn.Module):
-    """A whole layer that computes with this rank's heads, mixed into the class of the layer: its gradients are summed.
+class HeadsEmbedding(nn.Embedding):
+    """An embedding with the columns of this rank's heads."""
 
-    Each backward sums what it adds, so that there may be several before an update.
+    split: TensorSplit
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Shape (..., this rank's heads)."""
+        return nn.functional.embedding(input, mine(self.weight))
+
+
+class OwnHeads(nn.Module):
+    """An attention with this rank's heads, mixed into its class, whose attributes with their number tell that of the
+    rank.
     """
 
-    heads_split: TensorSplit
+    heads_index: int
+    ranks_of_heads: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer returns, with parameters whose gradients are sums over ranks."""
-        kept = [(part, part._parameters) for part in self.modules()]
-        for part, own in kept:
-            vars(part)["_parameters"] = {
-                name: None if p is None else copied(p, self.heads_split) for name, p in own.items()
-            }
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            for part, own in kept:
-                vars(part)["_parameters"] = own
+        """What the attention returns. A bias of all heads, shape (rows * heads, ...), is that of its own."""
+        alibi = kwargs.get("alibi")
+        if alibi is not None:
+            heads = next(vars(self)[name] for name in HEAD_COUNTS if name in vars(self))
+            by_row = alibi.unflatten(0, (-1, heads)).chunk(self.ranks_of_heads, 1)
+            kwargs["alibi"] = by_row[self.heads_index].flatten(0, 1)
+        return super().forward(*args, **kwargs)
+
+
+@cache
+def _with_own_heads(kind: Any, counts: tuple[str, ...], ranks: int) -> Any:
+    def of_rank(name: str) -> property:
+        return property(lambda attention: vars(attention)[name] // ranks)
+
+    own = {"__module__": kind.__module__, "ranks_of_heads": ranks, **{name: of_rank(name) for name in counts}}
+    return type(kind.__name__, (OwnHeads, kind), own)
 
 
 _KINDS: dict[str, type[nn.Module]] = {
     "colwise": ColumnLinear, "rowwise": RowLinear, "rowwise_split_input": RowOfWhole, "colwise_gather_output": Head,
-    "embedding_rowwise": VocabularyEmbedding,
+    "embedding_rowwise": VocabularyEmbedding, HEADS_EMBEDDING: HeadsEmbedding,
 }  # fmt: skip
 
 
 @cache
 def _kind_of(kind: Any, style: str) -> type[nn.Module]:
     """The class of a divided layer. A subclass, as of embeddings that are scaled, calls the divided forward."""
-    if style == SUMMED:
-        return type(kind.__name__, (OfSomeHeads, kind), {"__module__": kind.__module__})
     divided = _KINDS[style]
     if kind in (nn.Embedding, nn.Linear):
         return divided
@@ -221,6 +262,7 @@ def undivided(module: nn.Module) -> Iterator[None]:
     kept: list[tuple[nn.Module, type[nn.Module], dict[str, nn.Parameter | None]]] = []
     gathered: dict[int, nn.Parameter] = {}
     divided: list[Any] = [layer for layer in module.modules() if "undivided" in vars(layer)]
+    positions = {parts for layer in module.modules() if (parts := vars(layer).get("sequence_parts"))}
     for layer in divided:
         parts = dict(layer._parameters)
         kept.append((layer, type(layer), parts))
@@ -231,9 +273,13 @@ def undivided(module: nn.Module) -> Iterator[None]:
                 gathered[id(part)] = nn.Parameter(whole(part), requires_grad=False)
             layer._parameters[name] = gathered[id(part)]
         layer.__class__ = layer.undivided
+    for parts in positions:
+        parts.off = True
     try:
         yield
     finally:
+        for parts in positions:
+            parts.off = False
         for layer, kind, parts in kept:
             layer.__class__ = kind
             layer._parameters.update(parts)

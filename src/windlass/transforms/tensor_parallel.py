@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from windlass.core.errors import ConfigError, Problem
 from windlass.dist.absent import Absent, present
 from windlass.dist.device_mesh import tensor_device_mesh
 from windlass.dist.gang import Gang
@@ -28,6 +29,7 @@ from windlass.transforms.held_in_parts import HeldInParts
 from windlass.transforms.split_loss import split_loss
 from windlass.transforms.tensor_layers import divide, is_divided
 from windlass.transforms.tensor_plan import EXPERTS, chosen_layers
+from windlass.transforms.tensor_sequence import FIELD, divide_positions, divides_positions
 
 
 class TensorDivision:
@@ -35,16 +37,26 @@ class TensorDivision:
 
     Args:
         module: whole, or divided before: it is not changed then.
+        device: for training.
+        positions: between its divided layers each rank computes some of the positions; see `tensor_sequence.py`.
 
     Raises:
         ConfigError: the plan of the model names nothing, or sizes cannot be divided.
     """
 
-    def __init__(self, module: nn.Module, tensor_ranks: Gang) -> None:
+    def __init__(
+        self, module: nn.Module, tensor_ranks: Gang, device: torch.device, positions: bool = False
+    ) -> None:
         self._module, self._ranks = module, tensor_ranks
         self.chosen = {} if is_divided(module) else chosen_layers(module, tensor_ranks.size)
         if self.chosen and tensor_ranks.mesh.expert > 1:
             self._choose_experts()
+        self._parts = None
+        if self.chosen and positions:
+            self._parts = divide_positions(module, self.chosen, tensor_ranks, device)
+        elif divides_positions(module) != positions:
+            fix = "this model was divided with another value and stays so; build it again"
+            raise ConfigError(Problem(FIELD, positions, fix))
 
     def _choose_experts(self) -> None:
         """Divide the experts that expert ranks divide, also where the plan leaves them whole."""
@@ -70,6 +82,8 @@ class TensorDivision:
         """Called after all layers were divided, when forwards can be made. Collective."""
         # One rank of a pipeline cannot compare the losses of a whole model.
         if self.chosen and self._ranks.mesh.pipeline == 1:
+            if self._parts is not None and self._ranks.exists:
+                self._parts.check(self._module)
             split_loss(self._module)
 
     @property
@@ -96,15 +110,18 @@ class TensorParallel(HeldInParts):
     Args:
         module: on its device already, or the stage of a pipeline. All ranks of the stage get the weights and buffers
             of its first. Collective.
+        positions: see `TensorDivision`.
 
     Raises:
         ConfigError: the plan of the model names nothing, or sizes cannot be divided.
     """
 
-    def __init__(self, module: nn.Module, loss_ranks: Gang, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, loss_ranks: Gang, device: torch.device, positions: bool = False
+    ) -> None:
         self._loss_ranks, self._tensor_ranks = loss_ranks, loss_ranks.over("tensor")
         self._stage_ranks = loss_ranks.over("stage")
-        self._division = TensorDivision(module, self._tensor_ranks)
+        self._division = TensorDivision(module, self._tensor_ranks, device, positions)
         check_same_structure(module, self._stage_ranks)
         check_sparse(module, self._stage_ranks)
         if loss_ranks.mesh.expert > 1 and not layers_of(module):

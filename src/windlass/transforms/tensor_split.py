@@ -9,21 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+# Renamed in torch 2.13, which warns of the names before.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSplit:
-    """How a dimension is divided: each rank has a chunk, of which the last may be shorter.
+    """How a dimension is divided: each rank has a chunk, of which the last may be shorter."""
 
-    Attributes:
-        size: of the whole dimension.
-        ranks, rank: how many there are, and which one this is. A single rank has all.
-        group: the process group of the ranks.
-    """
-
-    size: int
+    size: int  # of the whole dimension
+    # `ranks`, `rank`: how many there are, and which one this is. A single rank has all.
     ranks: int = 1
     rank: int = 0
-    group: Any = None
+    group: Any = None  # the process group of the ranks
 
     @property
     def chunk(self) -> int:
@@ -81,6 +80,127 @@ def summed(part: Tensor, split: TensorSplit) -> Tensor:
     """The sum over ranks, whose gradient each of them gets."""
     found: Tensor = _Summed.apply(part, split)  # type: ignore[no-untyped-call]
     return found
+
+
+def scaled(parameter: Tensor, factor: int) -> Tensor:
+    """`parameter`, whose gradient is multiplied."""
+    found: Tensor = _Scaled.apply(parameter, factor)  # type: ignore[no-untyped-call]
+    return found
+
+
+# --- positions of sequences -------------------------------------------------------------------------------------------
+#
+# Hidden states have the shape (rows, positions, size), of which a rank has a chunk along the second axis. The last
+# chunks are filled up with zeros, whose gradients are zero.
+
+
+def part_of(states: Tensor, split: TensorSplit) -> Tensor:
+    """This rank's positions of `states`, which all ranks have."""
+    found: Tensor = _PartOf.apply(states, split)  # type: ignore[no-untyped-call]
+    return found
+
+
+def whole_of(part: Tensor, split: TensorSplit) -> Tensor:
+    """All positions, with which all ranks compute the same."""
+    found: Tensor = _WholeOf.apply(part, split)  # type: ignore[no-untyped-call]
+    return found
+
+
+def joined(part: Tensor, split: TensorSplit) -> Tensor:
+    """All positions, with which each rank computes a part: their gradient is the sum of those of all ranks."""
+    found: Tensor = _Joined.apply(part, split)  # type: ignore[no-untyped-call]
+    return found
+
+
+def reduced(states: Tensor, split: TensorSplit) -> Tensor:
+    """This rank's positions of the sum over ranks."""
+    found: Tensor = _Reduced.apply(states, split)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _filled(states: Tensor, split: TensorSplit) -> Tensor:
+    """All positions and zeros, by rank: shape (ranks, rows, chunk, size)."""
+    rows, _, size = states.shape
+    missing = split.chunk * split.ranks - split.size
+    even = nn.functional.pad(states, (0, 0, 0, missing)) if missing else states
+    return even.reshape(rows, split.ranks, split.chunk, size).transpose(0, 1)
+
+
+def _own(states: Tensor, split: TensorSplit) -> Tensor:
+    return _filled(states, split)[split.rank].contiguous()
+
+
+def _gather(part: Tensor, split: TensorSplit) -> Tensor:
+    rows, chunk, size = part.shape
+    parts = part.new_empty(split.ranks * rows, chunk, size)
+    _all_gather(parts, part.contiguous(), group=split.group)
+    by_row = parts.view(split.ranks, rows, chunk, size).transpose(0, 1)
+    return by_row.reshape(rows, split.ranks * chunk, size)[:, : split.size].contiguous()
+
+
+def _reduce(states: Tensor, split: TensorSplit) -> Tensor:
+    parts = _filled(states, split).contiguous()
+    own = torch.empty_like(parts[0])
+    _reduce_scatter(own, parts.flatten(0, 1), group=split.group)
+    return own
+
+
+class _PartOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, split: TensorSplit) -> Tensor:
+        ctx.split = split
+        return _own(states, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gather(gradient, ctx.split), None
+
+
+class _WholeOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, split: TensorSplit) -> Tensor:
+        ctx.split = split
+        return _gather(part, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _own(gradient, ctx.split), None
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, split: TensorSplit) -> Tensor:
+        ctx.split = split
+        return _gather(part, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _reduce(gradient, ctx.split), None
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, split: TensorSplit) -> Tensor:
+        ctx.split = split
+        return _reduce(states, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gather(gradient, ctx.split), None
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
 
 
 class _Copied(torch.autograd.Function):

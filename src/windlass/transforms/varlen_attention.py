@@ -36,13 +36,14 @@ def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scaling: float | None
 ) -> Tensor:
     """Attention in which a token sees those before it in its own document.
 
     Args:
         query: shape (rows, heads, tokens, size); `key` and `value` may have fewer heads.
-        lengths: tokens of each document of all rows, in order.
+        borders: where the documents of all rows begin, and the end of the last one: int32, on the device of `query`.
+        longest: tokens of the longest document.
 
     Returns:
         Shape (rows, tokens, heads, size).
@@ -56,11 +57,10 @@ def varlen_attention(
             options["enable_gqa"] = True
         else:
             key, value = (part.repeat_interleave(heads // key.shape[1], dim=1) for part in (key, value))
-    borders = torch.tensor([0, *lengths], dtype=torch.int32, device=query.device).cumsum(0, dtype=torch.int32)
     # Autocast does not reach operators that were added later; some norms of queries give float32 under it.
     flat = [part.transpose(1, 2).flatten(0, 1).to(_dtype(query)) for part in (query, key, value)]
     of_all: Any = varlen_attn
-    attended: Tensor = of_all(*flat, borders, borders, max(lengths), max(lengths), **options)
+    attended: Tensor = of_all(*flat, borders, borders, longest, longest, **options)
     return attended.reshape(rows, length, heads, size)
 
 

@@ -18,16 +18,12 @@ from windlass.core.errors import ConfigError, Problem
 class Zigzag:
     """The division of rows of one length.
 
-    Attributes:
-        size: the number of ranks.
-        length: tokens of a whole row; a multiple of twice `size`, unless `size` is 1.
-
     Raises:
         ConfigError: the length is not such a multiple.
     """
 
-    size: int
-    length: int
+    size: int  # the number of ranks
+    length: int  # tokens of a whole row; a multiple of twice `size`, unless `size` is 1
 
     def __post_init__(self) -> None:
         if self.size > 1 and self.length % (2 * self.size):

@@ -38,23 +38,16 @@ def load_library() -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the engine keeps this rank's run of elements of a trained parameter.
+    """Where the engine keeps this rank's run of elements of a trained parameter."""
 
-    Attributes:
-        buffer: the flat fp32 tensor that the optimizer updates; its state has entries of the same shape.
-        offset, length: the run in it.
-        shape: of the whole parameter.
-        start: index of the run in the flattened parameter.
-        pieces: of all ranks; see `FlatParts`.
-        files: in which the engine keeps the buffer and its state between steps; None: in memory.
-    """
-
-    buffer: Tensor
+    buffer: Tensor  # the flat fp32 tensor that the optimizer updates; its state has entries of the same shape
+    # `offset`, `length`: the run in it
     offset: int
     length: int
-    shape: torch.Size
-    start: int
-    pieces: Sequence[tuple[int, int, int]]
+    shape: torch.Size  # of the whole parameter
+    start: int  # index of the run in the flattened parameter
+    pieces: Sequence[tuple[int, int, int]]  # of all ranks; see `FlatParts`
+    # In which the engine keeps the buffer and its state between steps; None: in memory
     files: SwapFiles | None = None
 
     def kept(self, tensor: Tensor) -> Tensor:

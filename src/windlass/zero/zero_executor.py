@@ -46,6 +46,7 @@ class ZeroExecutor:
     """
 
     updates_in_backward = can_undo = False
+    dispatch: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -123,9 +124,6 @@ class ZeroExecutor:
         """Discard what backwards added since the last step, which frees its own."""
         self._engine.zero_grad()
 
-    def dispatch(self) -> None:
-        """Nothing to do: each operation was started when it was called."""
-
     def abandon(self) -> bool:
         """The engine cannot take back a half-finished backward or update."""
         return False
@@ -162,21 +160,23 @@ class ZeroExecutor:
         self._beacon.call("forward and backward")
         for index in range(last + 1):
             losses.append(hooks.micro_step(update, index))
-            if index != last:
+            if index != last and "on_substep_end" in hooks.heard:
                 hooks.event("on_substep_end")
         self._beacon.call("norm and update")
         self._clock.enter(UPDATE)
-        loss, rescale = sum(losses[1:], losses[0]), hooks.rescale()
+        loss, (rescale, parts) = sum(losses[1:], losses[0]), hooks.complete()
         if rescale is not None:
             loss = loss * rescale
             self.strategy.multiply([], rescale)
         self._max_norm = max_norm
         self._own.skips = rescale is None and not update.denominator
-        hooks.event("on_pre_optimizer_step")
+        if "on_pre_optimizer_step" in hooks.heard:
+            hooks.event("on_pre_optimizer_step")
         applied = self.step()
-        hooks.stepped(applied)
+        if "on_optimizer_step" in hooks.heard:
+            hooks.stepped(applied)
         self._clock.enter(COMPUTE)
-        return StepResult(loss, self._norm, applied, hooks.parts(), self._overflowed, losses)
+        return StepResult(loss, self._norm, applied, parts, self._overflowed, losses)
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
         self.strategy.warm_up(backward)

@@ -53,3 +53,39 @@ def test_a_row_without_a_rejected_answer_is_named_by_file_and_line(
     model = small.saved(tmp_path / "model")
     assert ran("dpo", tmp_path, f"model.name={model}", f"data.train={preferences}") != 0
     assert "prefs.jsonl:7: column 'rejected' is missing or null" in capsys.readouterr().err
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("dpo", {"rejected": None}, "column 'rejected' is missing or null"),
+    ("reward", {"rejected": "one", "chosen": "one"}, "are equal, so the row states no preference"),
+    (
+        "kto",
+        {"prompt": [{"role": "user", "content": "one"}]},
+        "must both be text, or both be lists of messages",
+    ),
+    ("dpo", {"prompt": "one two " * 40}, "the model has 32 positions"),
+    ("reward", {"prompt": "one two " * 40}, "the model has 32 positions"),
+    ("kto", {"prompt": "one two " * 40}, "the model has 32 positions"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "changed", "message"), BAD)
+def test_bad_rows_are_named_by_file_and_line_before_a_base_is_trained_for_them(
+    tmp_path: Path,
+    recipe: str,
+    changed: dict[str, Any],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = pairs(24)
+    rows[6] = {**rows[6], **changed}
+    preferences = written(tmp_path / "prefs.jsonl", rows)
+    base = ["base.config.max_position_embeddings=32", "base.block_size=32", "base.max_steps=1"]
+    words = [f"data.train={preferences}", "data.eval_fraction=0", "tokenizer.train.vocab_size=280", *base]
+    assert ran(recipe, tmp_path, *words) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "prefs.jsonl:7: " in shown
+    assert message in shown
+    assert not (tmp_path / recipe / "base").exists()

@@ -17,19 +17,14 @@ QUANTITIES = ("rows", "rates", "loss", "norm", "digests")
 
 @dataclass(frozen=True)
 class ScriptRecord:
-    """What `recorder.py` wrote of one run.
+    """What `recorder.py` wrote of one run."""
 
-    Attributes:
-        updates: `rows`, `rates`, `loss`, `norm`, `digests`, `seconds` and `pause` of each update.
-        memory: growth of the process's peak since the first forward, in bytes; None if there was no forward.
-        unread: arguments that the script set and the library did not read.
-        weights: the file of the trained parameters after the last update.
-    """
-
+    # `rows`, `rates`, `loss`, `norm`, `digests`, `seconds` and `pause` of each update
     updates: list[dict[str, Any]]
+    # Growth of the process's peak since the first forward, in bytes; None if there was no forward
     memory: int | None
-    unread: list[str]
-    weights: Path
+    unread: list[str]  # arguments that the script set and the library did not read
+    weights: Path  # the file of the trained parameters after the last update
     device_memory: int | None = None
 
     @property

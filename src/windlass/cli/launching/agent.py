@@ -35,17 +35,12 @@ _REPEATED = (signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM))
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Timeouts of a job.
+    """Timeouts of a job."""
 
-    Attributes:
-        stall: seconds without a mark after which a process counts as stalled; None for never.
-        grace: seconds that processes have to end after the launcher was signalled.
-        machine: seconds of silence after which the launcher of another machine counts as lost.
-    """
-
+    # Seconds without a mark after which a process counts as stalled; None for never
     stall: float | None = None
-    grace: int = 120
-    machine: float = 30.0
+    grace: int = 120  # seconds that processes have to end after the launcher was signalled
+    machine: float = 30.0  # seconds of silence after which the launcher of another machine counts as lost
 
 
 class OptionalLogs(DefaultLogsSpecs):

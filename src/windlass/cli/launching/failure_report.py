@@ -44,34 +44,26 @@ def lost_peers(message: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """The state of one process at an incident.
+    """The state of one process at an incident."""
 
-    Attributes:
-        rank, machine: global rank and rank of its machine.
-        ending: "running" when it was alive and was stopped, "done" when it ended with 0, "failed" otherwise.
-        exit_code: negative for the signal that killed it, as in `subprocess`; None while running.
-        mark: its last mark; with count 0 and an empty call if it wrote none.
-        message, traceback: of the exception that ended it; empty if none was recorded.
-        time: when the exception was raised, in seconds since the epoch; 0 if unknown. The launcher derives it from the
-            monotonic clock of the machine, so it orders the ranks of one machine even if its wall clock was changed.
-        stacks: the stacks of its threads; empty if it could not be asked.
-        idle: seconds without a new mark.
-        silent: it was alive and did not write its stacks when asked, like a stopped process.
-        axes: its position along the axes of the job; empty if ranks only have different samples.
-    """
-
+    # `rank`, `machine`: global rank and rank of its machine
     rank: int
     machine: int
+    # "running" when it was alive and was stopped, "done" when it ended with 0, "failed" otherwise
     ending: Ending
+    # Negative for the signal that killed it, as in `subprocess`; None while running
     exit_code: int | None = None
-    mark: Mark = _NO_MARK
+    mark: Mark = _NO_MARK  # its last mark; with count 0 and an empty call if it wrote none
+    # `message`, `traceback`: of the exception that ended it; empty if none was recorded
     message: str = ""
     traceback: str = ""
+    # When the exception was raised, in seconds since the epoch; 0 if unknown. The launcher derives it from the
+    # monotonic clock of the machine, so it orders the ranks of one machine even if its wall clock was changed.
     time: float = 0.0
-    stacks: str = ""
-    idle: float = 0.0
-    silent: bool = False
-    axes: str = ""
+    stacks: str = ""  # the stacks of its threads; empty if it could not be asked
+    idle: float = 0.0  # seconds without a new mark
+    silent: bool = False  # it was alive and did not write its stacks when asked, like a stopped process
+    axes: str = ""  # its position along the axes of the job; empty if ranks only have different samples
 
     @property
     def lost_its_peers(self) -> bool:
@@ -210,7 +202,8 @@ def describe(incident: Incident, world: int, logs: str) -> str:
         lines.append(
             f"  {missing} more on machines that have not reported; see the output of their launchers"
         )
-    for rank in ranks:
+    # Where the cause is known, those of ranks that only waited would bury it.
+    for rank in () if incident.knows_its_cause else ranks:
         if rank.stacks:
             title = f"Stacks of rank {rank.rank}, innermost call first:"
             lines += ["", title, _indented(_script_frames(rank.stacks))]

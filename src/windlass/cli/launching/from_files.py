@@ -8,7 +8,13 @@ from typing import Any
 
 from windlass.config.nearest import did_you_mean
 from windlass.config.parallel.keys import Key
-from windlass.config.parallel.rows_training import MESH_EXPERT, MESH_REPLICAS, MESH_SHARDS, MODEL_AXES
+from windlass.config.parallel.rows_training import (
+    MESH_EXPERT,
+    MESH_REPLICAS,
+    MESH_SHARDS,
+    MODEL_AXES,
+    TENSOR_POSITIONS,
+)
 from windlass.config.parallel.settings import Settings
 from windlass.config.parallel.table import FLAGS, KEYS, SECTIONS, TOP_LEVEL, UNBUILT, UNBUILT_SECTIONS
 from windlass.core.errors import Problem
@@ -112,6 +118,7 @@ def _section(settings: Settings, value: Any, origin: str, words: Mapping[str, Ke
 
 # `parallel: {tp: 2}` is short for `parallel: {mesh: {tp: 2}}`.
 _AXES = {key.words[1]: key.name for key in (MESH_REPLICAS, MESH_SHARDS, *MODEL_AXES, MESH_EXPERT)}
+_AXES[TENSOR_POSITIONS.words[0]] = TENSOR_POSITIONS.name
 
 
 def from_recipe(section: Any, name: str) -> Settings:

@@ -57,19 +57,13 @@ def _port_in_use(port: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The devices of this machine, as the command line determines them; nothing here imports torch.
+    """The devices of this machine, as the command line determines them; nothing here imports torch."""
 
-    Attributes:
-        devices: number of accelerators.
-        device_kind: their type ("cuda"); "cpu" if there are none.
-        lacks: (precision, True for the CPU) -> why it is not available; None if it is.
-        port_in_use: (port) -> True if a program listens on it.
-    """
-
-    devices: int = 0
-    device_kind: str = "cpu"
+    devices: int = 0  # number of accelerators
+    device_kind: str = "cpu"  # their type ("cuda"); "cpu" if there are none
+    # (precision, True for the CPU) -> why it is not available; None if it is
     lacks: Callable[[str, bool], str | None] = lambda precision, cpu: None
-    port_in_use: Callable[[int], bool] = _port_in_use
+    port_in_use: Callable[[int], bool] = _port_in_use  # (port) -> True if a program listens on it
 
 
 def launch_problems(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:

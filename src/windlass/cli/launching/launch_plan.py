@@ -14,16 +14,9 @@ class LaunchPlan:
     """A script in many processes.
 
     Fields that have the name of a launch setting (`config/parallel/rows_launch.py`) hold its value.
-
-    Attributes:
-        script: path of a script, name of a module (`module`), or a program (`no_python`).
-        devices: numbers of the accelerators to use; empty uses all.
-        environment: environment variables of all processes, `WINDLASS_PARALLEL` among them.
-        settings: all settings with their origins.
-        grace: seconds that processes have to save and exit after a request to exit.
     """
 
-    script: str
+    script: str  # path of a script, name of a module (`module`), or a program (`no_python`)
     arguments: tuple[str, ...] = ()
     module: bool = False
     no_python: bool = False
@@ -42,14 +35,15 @@ class LaunchPlan:
     threads: int | None = None
     bind_cores: bool | None = None
     role: str = "default"
-    devices: str = ""
+    devices: str = ""  # numbers of the accelerators to use; empty uses all
     engine: Literal["local", "slurm", "ray"] = "local"
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     cpu: bool = False
+    # Environment variables of all processes, `WINDLASS_PARALLEL` among them
     environment: Mapping[str, str] = field(default_factory=dict)
-    settings: Settings = field(default_factory=Settings)
+    settings: Settings = field(default_factory=Settings)  # all settings with their origins
     stall_timeout: float | None = None
     machine_timeout: float = 30.0
-    grace: int = 120
+    grace: int = 120  # seconds that processes have to save and exit after a request to exit
     requeue: bool = False
     max_requeues: int | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from windlass.cli.proving.proving_processes import EndedTraining
-from windlass.cli.proving.small_training import UPDATES, VALUES
+from windlass.cli.proving.small_training import TOLERANCE, UPDATES, VALUES
 from windlass.core.errors import ModelError
 from windlass.core.optional import require
 
@@ -29,25 +29,17 @@ Tensors = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A value that differs.
+    """A value that differs."""
 
-    Attributes:
-        update: in which it was computed, from 1; 0 for the evaluation after training.
-        what: "tokens", "loss", "gradient", "norm", "weight" or "evaluation".
-        name: of the tensor; empty for a figure.
-        rank: the process that has it.
-        expected, found: the values of one process and of the layout, of the element that differs most; None for a
-            tensor that one of them lacks.
-        relative: the difference as a share of the largest value.
-    """
-
-    update: int
-    what: str
-    name: str
-    rank: int
+    update: int  # in which it was computed, from 1; 0 for the evaluation after training
+    what: str  # "tokens", "loss", "gradient", "norm", "weight" or "evaluation"
+    name: str  # of the tensor; empty for a figure
+    rank: int  # the process that has it
+    # `expected`, `found`: the values of one process and of the layout, of the element that differs most; None for a
+    # tensor that one of them lacks
     expected: float | None
     found: float | None
-    relative: float
+    relative: float  # the difference as a share of the largest value
 
     def __str__(self) -> str:
         named = f"{self.what} of {self.name}" if self.name else self.what
@@ -60,24 +52,15 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class ProofVerdict:
-    """What came of one layout.
-
-    Attributes:
-        status: "equal", "differs", "refused" or "failed".
-        detail: the reason of the last two.
-        compared: tensors and figures, over all ranks.
-        largest: of their relative differences.
-        first: the first difference beyond the tolerance; None if there is none.
-        differing: how many tensors and figures differ.
-    """
+    """What came of one layout."""
 
     layout: str
-    status: str
-    detail: str = ""
-    compared: int = 0
-    largest: float = 0.0
-    first: Mismatch | None = None
-    differing: int = 0
+    status: str  # "equal", "differs", "refused" or "failed"
+    detail: str = ""  # the reason of the last two
+    compared: int = 0  # tensors and figures, over all ranks
+    largest: float = 0.0  # of their relative differences
+    first: Mismatch | None = None  # the first difference beyond the tolerance; None if there is none
+    differing: int = 0  # how many tensors and figures differ
 
     @property
     def is_equal(self) -> bool:
@@ -97,7 +80,7 @@ def judge(expected: EndedTraining, found: EndedTraining) -> ProofVerdict:
         if detail:
             return ProofVerdict(layout, status, detail)
     differences = list(_differences(expected, found))
-    beyond = [one for one in differences if not one.relative <= found.trial.tolerance]
+    beyond = [one for one in differences if not one.relative <= TOLERANCE]
     largest = max((one.relative for one in differences), default=0.0)
     status = "differs" if beyond else "equal"
     first = beyond[0] if beyond else None
@@ -116,8 +99,7 @@ def _differences(expected: EndedTraining, found: EndedTraining) -> Iterator[Mism
         for what, key in _FIGURES.items():
             yield from _figures(one, others, update, what, key)
         yield from _tensors(one, others, update, "weight", divided)
-    if not found.trial.balances_all:
-        yield from _figures(one, others, 0, "evaluation", "eval_loss")
+    yield from _figures(one, others, 0, "evaluation", "eval_loss")
 
 
 class _RankValues:

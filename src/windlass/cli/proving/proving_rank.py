@@ -169,6 +169,8 @@ def _arguments(
     sizes = {f"{axis}_size": size for axis, size in layout.sizes if axis != "dp"}
     if layout.along("dp") > 1:
         sizes["dp_replicate_size"] = layout.along("dp")
+    if "positions" in trial.facts and layout.along("tp") > 1:
+        sizes["tp_sequence_parallel"] = True
     return kind(
         str(folder / "run"),
         per_device_train_batch_size=trial.micro,

@@ -13,6 +13,7 @@ from windlass.cli.recipe import check_draft, read_draft
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.training import training_arguments
+from windlass.config import kinds
 from windlass.config.arguments import TrainingArguments
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.from_script import from_arguments
@@ -25,19 +26,12 @@ from windlass.proofs.record import Claim, arguments_that_matter
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is proven.
+    """What is proven."""
 
-    Attributes:
-        name: of the recipe or the file.
-        config: the configuration of its model.
-        layout: the one that the recipe asks for.
-        facts: see `arguments_that_matter`.
-    """
-
-    name: str
-    config: Any
-    layout: AxisLayout
-    facts: dict[str, Any]
+    name: str  # of the recipe or the file
+    config: Any  # the configuration of its model
+    layout: AxisLayout  # the one that the recipe asks for
+    facts: dict[str, Any]  # see `arguments_that_matter`
 
     @property
     def module(self) -> str:
@@ -75,7 +69,8 @@ def find_subject(name: str | None, overrides: Sequence[str]) -> Subject:
             fix = "give the config.json of a model, or its folder"
             raise ConfigError(Problem("RECIPE", name, f"is not the configuration of a model; {fix}"))
         args = TrainingArguments(max_grad_norm=1.0)
-        return _subject(name, _saved_config(str(file.parent)), AxisLayout(()), args, False)
+        facts = arguments_that_matter(args, positions=_of_model(overrides))
+        return Subject(name, _saved_config(str(file.parent)), AxisLayout(()), facts)
     draft = read_draft(name, overrides)
     recipe = check_draft(draft, opens_files=False)
     if not TASKS[recipe.task].provable:
@@ -83,13 +78,19 @@ def find_subject(name: str | None, overrides: Sequence[str]) -> Subject:
         fix = f"is not proven yet; tasks that are: {known}"
         raise ConfigError(Problem(draft.label("task"), recipe.task, fix))
     args = training_arguments(recipe.training, recipe.task)
-    return _subject(
-        name or "the default recipe", _config(recipe), _layout(args), args, recipe.adapter is not None
-    )
+    positions = from_arguments(args).value(rows.TENSOR_POSITIONS)
+    facts = arguments_that_matter(args, recipe.adapter is not None, positions)
+    return Subject(name or "the default recipe", _config(recipe), _layout(args), facts)
 
 
-def _subject(name: str, config: Any, layout: AxisLayout, args: TrainingArguments, adapter: bool) -> Subject:
-    return Subject(name, config, layout, arguments_that_matter(args, adapter))
+def _of_model(overrides: Sequence[str]) -> bool:
+    """Whether positions are divided, which alone can be said beside the configuration of a model."""
+    key = "parallel.tp_sequence_parallel"
+    given = dict(word.split("=", 1) for word in overrides)
+    if unknown := given.keys() - {key}:
+        fix = f"belongs to a recipe, and this is the configuration of a model; it takes {key} alone"
+        raise ConfigError(Problem(min(unknown), given[min(unknown)], fix))
+    return bool(kinds.flag(given.get(key, "false")))
 
 
 def _config(recipe: Recipe) -> Any:

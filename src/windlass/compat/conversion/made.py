@@ -46,16 +46,11 @@ class ForeignConfig:
 
 @dataclass(slots=True)
 class Conversion:
-    """The recipe under construction.
+    """The recipe under construction."""
 
-    Attributes:
-        program: whose configuration is converted.
-        recipe: sections and their values.
-        lost: key of the file -> value and reason, for what the recipe does not have.
-    """
-
-    program: str
-    recipe: dict[str, Any] = field(default_factory=lambda: {"task": "sft"})
+    program: str  # whose configuration is converted
+    recipe: dict[str, Any] = field(default_factory=lambda: {"task": "sft"})  # sections and their values
+    # Key of the file -> value and reason, for what the recipe does not have
     lost: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     def put(self, dotted: str, value: Any) -> None:

@@ -43,14 +43,14 @@ def read_section(settings: Settings, given: Any, section: str, origin: str) -> N
 
 
 def _options_in(given: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The options in the handlers of a layout. Of objects, those of pipelines alone change what is computed."""
+    """The options in the handlers of a layout. Of objects, those of these two alone change what is computed."""
     found: dict[Any, Any] = {}
     for handler in (given.get(word) for word in rows.HANDLERS):
         if isinstance(handler, Mapping):
             found |= handler
-    pipeline = given.get("pp_handler")
-    if dataclasses.is_dataclass(pipeline) and not isinstance(pipeline, type):
-        found |= stated(pipeline)
+    for handler in (given.get("pp_handler"), given.get("tp_handler")):
+        if dataclasses.is_dataclass(handler) and not isinstance(handler, type):
+            found |= stated(handler)
     return found
 
 

@@ -19,21 +19,14 @@ NO_MEGATRON = (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Settings whose spellings have the same prefixes.
+    """Settings whose spellings have the same prefixes."""
 
-    Attributes:
-        title: heading in the launcher's help; "" for families without one.
-        section: the section of the launch file; "" is its top level. A word inside may repeat the flag's prefix.
-        flag: prefix of the launcher's flags after the dashes; None if there are no flags.
-        variable: prefix of the environment variables; None if there are none.
-        switch: the variable that must be true for accelerate to read the others.
-    """
-
-    title: str
+    title: str  # heading in the launcher's help; "" for families without one
+    # The section of the launch file; "" is its top level. A word inside may repeat the flag's prefix.
     section: str
-    flag: str | None
-    variable: str | None
-    switch: str = ""
+    flag: str | None  # prefix of the launcher's flags after the dashes; None if there are no flags
+    variable: str | None  # prefix of the environment variables; None if there are none
+    switch: str = ""  # the variable that must be true for accelerate to read the others
 
 
 FAMILIES = {
@@ -54,35 +47,23 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One setting.
+    """One setting."""
 
-    Attributes:
-        name: canonical, as in a recipe's `parallel:` section: "fsdp.cpu_offload".
-        read: converts any spelling of a value to the canonical one.
-        default: the value if no source sets it.
-        doc: one sentence.
-        family: a key of `FAMILIES`.
-        words: its names inside the family; Windlass writes the first.
-        fields: fields of `TrainingArguments` that set it; a recipe's value goes to the first.
-        written: the value that `accelerate launch` exports if its user set nothing; None if it is the default.
-        write: converts the canonical value to the spelling that `accelerate launch` reads in files.
-        refused: why it cannot be set; empty if it can.
-        exported: further environment variables that set it.
-        idle: note to log if it is set, for settings that change nothing; empty for the others.
-    """
-
-    name: str
-    read: Reader
-    default: Any
-    doc: str
-    family: str
-    words: tuple[str, ...]
+    name: str  # canonical, as in a recipe's `parallel:` section: "fsdp.cpu_offload"
+    read: Reader  # converts any spelling of a value to the canonical one
+    default: Any  # the value if no source sets it
+    doc: str  # one sentence
+    family: str  # a key of `FAMILIES`
+    words: tuple[str, ...]  # its names inside the family; Windlass writes the first
+    # Fields of `TrainingArguments` that set it; a recipe's value goes to the first
     fields: tuple[str, ...] = ()
+    # The value that `accelerate launch` exports if its user set nothing; None if it is the default
     written: Any = None
+    # Converts the canonical value to the spelling that `accelerate launch` reads in files
     write: Callable[[Any], Any] = anything
-    refused: str = ""
-    idle: str = ""
-    exported: tuple[str, ...] = ()
+    refused: str = ""  # why it cannot be set; empty if it can
+    idle: str = ""  # note to log if it is set, for settings that change nothing; empty for the others
+    exported: tuple[str, ...] = ()  # further environment variables that set it
 
     def is_switch(self, word: str) -> bool:
         """Return True if its flag `word` takes no value. Flags of sharding take one, as in accelerate."""

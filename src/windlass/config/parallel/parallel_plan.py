@@ -36,23 +36,15 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """The plans that settings make.
-
-    Attributes:
-        accumulation: micro-batches of an update; None if not set.
-        use_cpu: do not use accelerators.
-        compile: None does not compile.
-        debug: check shapes before collective operations.
-        settings: where each value came from.
-    """
+    """The plans that settings make."""
 
     dist: DistPlan
     precision: PrecisionPlan
-    accumulation: int | None
-    use_cpu: bool
-    compile: CompilePlan | None
-    debug: bool
-    settings: Settings
+    accumulation: int | None  # micro-batches of an update; None if not set
+    use_cpu: bool  # do not use accelerators
+    compile: CompilePlan | None  # None does not compile
+    debug: bool  # check shapes before collective operations
+    settings: Settings  # where each value came from
 
 
 def plan_parallel(settings: Settings, world: World) -> Parallel:
@@ -116,6 +108,7 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
     yield from _float8_objections(settings)
     sharded = is_sharded(settings)
     yield from _axes_objections(settings)
+    yield from _tensor_objections(settings)
     yield from _pipeline_objections(settings)
     yield from _expert_objections(settings)
     yield from _mesh_fits(settings, world, settings.value(rows.MESH_SHARDS) if sharded else 1)
@@ -228,6 +221,12 @@ def _apart_from_axes(settings: Settings) -> Iterator[str]:
         yield "float8 in linear layers: use bf16"
     if _compiled(settings) is not None:
         yield "compiled models: leave torch_compile out"
+
+
+def _tensor_objections(settings: Settings) -> Iterator[Problem]:
+    if settings.value(rows.MESH_TENSOR) == 1 and settings.value(rows.TENSOR_POSITIONS):
+        fix = "has no effect without divided layers: set tp_size, or leave it out"
+        yield settings[rows.TENSOR_POSITIONS.name].problem(fix)
 
 
 def _pipeline_objections(settings: Settings) -> Iterator[Problem]:
@@ -348,6 +347,7 @@ def _dist(settings: Settings, world: World) -> DistPlan:
         context=settings.value(rows.MESH_CONTEXT),
         sequence=settings.value(rows.MESH_SEQUENCE),
         tensor=settings.value(rows.MESH_TENSOR),
+        tensor_positions=settings.value(rows.TENSOR_POSITIONS),
         pipeline=_pipeline(settings),
         expert=settings.value(rows.MESH_EXPERT),
     )

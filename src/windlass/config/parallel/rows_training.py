@@ -346,6 +346,14 @@ MESH_TENSOR = _mesh(
     "tp",
     written=1,
 )
+TENSOR_POSITIONS = _mesh(
+    "tp_sequence_parallel",
+    kinds.flag,
+    False,
+    "Between the layers that tp_size processes divide, each computes some positions: norms, residuals, dropout.",
+    "tp_sequence_parallel",
+    "enable_sequence_parallel",
+)
 MESH_CONTEXT = _mesh(
     "cp",
     kinds.positive,

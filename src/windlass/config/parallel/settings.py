@@ -16,23 +16,16 @@ _PRECEDENCE: tuple[Source, ...] = ("script", "flag", "variable", "file", "defaul
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value and where it was set.
+    """One value and where it was set."""
 
-    Attributes:
-        key: canonical name.
-        value: in canonical form.
-        origin: where it was set, as its author wrote it: "--num_processes", "fsdp_config of two.yaml".
-        source: the kind of place.
-        implicit: written by a tool and not requested by anybody (such as a default in a file that `windlass config`
-            wrote); any explicit value replaces it.
-        overridden: settings of the same key that this one replaced.
-    """
-
-    key: str
-    value: Any
-    origin: str
-    source: Source = "default"
+    key: str  # canonical name
+    value: Any  # in canonical form
+    origin: str  # where it was set, as its author wrote it: "--num_processes", "fsdp_config of two.yaml"
+    source: Source = "default"  # the kind of place
+    # Written by a tool and not requested by anybody (such as a default in a file that `windlass config` wrote); any
+    # explicit value replaces it
     implicit: bool = False
+    # Settings of the same key that this one replaced
     overridden: tuple[Setting, ...] = field(default=(), compare=False)
 
     def problem(self, fix: str) -> Problem:

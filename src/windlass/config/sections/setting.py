@@ -48,27 +48,17 @@ READING = "how fast this machine reads; samples and their order do not depend on
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of an argument, besides its type.
+    """The rules of an argument, besides its type."""
 
-    Attributes:
-        bounds: the condition on a number.
-        words: the values that it, or each of its items, may have.
-        read: parses a text; raises ValueError with the end of the sentence "NAME ..." if it cannot.
-        document: it holds a dict, and may be given as JSON text or as the path of a JSON file.
-        per_rank: why it may differ between the ranks of a job; empty if it must be the same on all.
-        mapped: its effect, if it is accepted but does not do what its name says.
-        noted_at: the value at which `mapped` is logged; None never logs it.
-        refused: why it can only have its default; empty if it is honoured.
-    """
-
-    bounds: Range | None = None
-    words: tuple[str, ...] = ()
+    bounds: Range | None = None  # the condition on a number
+    words: tuple[str, ...] = ()  # the values that it, or each of its items, may have
+    # Parses a text; raises ValueError with the end of the sentence "NAME ..." if it cannot
     read: Callable[[Any], Any] | None = None
-    document: bool = False
-    per_rank: str = ""
-    mapped: str = ""
-    noted_at: Any = None
-    refused: str = ""
+    document: bool = False  # it holds a dict, and may be given as JSON text or as the path of a JSON file
+    per_rank: str = ""  # why it may differ between the ranks of a job; empty if it must be the same on all
+    mapped: str = ""  # its effect, if it is accepted but does not do what its name says
+    noted_at: Any = None  # the value at which `mapped` is logged; None never logs it
+    refused: str = ""  # why it can only have its default; empty if it is honoured
 
 
 _RULES = "rules"

@@ -15,17 +15,11 @@ Factor = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The run that a schedule covers.
+    """The run that a schedule covers."""
 
-    Attributes:
-        warmup: updates over which the learning rate rises.
-        total: updates of the whole run, warm-up included; None if it is not known.
-        peak: the learning rate that factors multiply; for schedules whose floor is a learning rate.
-    """
-
-    warmup: float
-    total: float | None
-    peak: float
+    warmup: float  # updates over which the learning rate rises
+    total: float | None  # updates of the whole run, warm-up included; None if it is not known
+    peak: float  # the learning rate that factors multiply; for schedules whose floor is a learning rate
 
     def known_total(self, name: str) -> float:
         """`total`, for schedules that need it. Raises ConfigError if it is None."""

@@ -1,0 +1,225 @@
+"""Run on two ranks: what ranks that divide the positions of hidden states compute, keep and send."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+from windlass.core.errors import ConfigError
+from windlass.core.mesh import Mesh
+from windlass.core.world import world_from_environment
+from windlass.dist.gang import Gang, join, leave
+from windlass.dist.sharded import whole
+from windlass.transforms import tensor_split
+from windlass.transforms.recompute import apply_recompute
+from windlass.transforms.tensor_parallel import TensorParallel
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 24, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_BIASED = {"attention_bias": True, "mlp_bias": True}
+_GPT2: dict[str, Any] = {"vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
+_DROPS = {"resid_pdrop": 0.4, "attn_pdrop": 0.4, "embd_pdrop": 0.4}
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("LlamaConfig", _SIZES),
+    "biased": ("LlamaConfig", _SIZES | _BIASED),
+    "norms of heads": ("Qwen3Config", _SIZES | {"head_dim": 4}),
+    "dropout": ("GPT2Config", _GPT2 | _DROPS),
+    "dropout of layers that are not divided": ("GPT2Config", _GPT2 | {"attn_pdrop": 0.4, "resid_pdrop": 0.0}),
+}
+TOKENS = 8
+
+
+def _model(name: str) -> Any:
+    torch.manual_seed(0)
+    kind, options = _MODELS[name]
+    config = getattr(transformers, kind)(**options)
+    return transformers.AutoModelForCausalLM.from_config(config).to(torch.float64).train()
+
+
+def _ids(tokens: int = TOKENS) -> Tensor:
+    return torch.randint(3, 24, (2, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def _loss(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    logits: Tensor = model(input_ids=ids, use_cache=False, **options).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _divided(model: nn.Module, ranks: Gang, positions: bool = True) -> TensorParallel:
+    return TensorParallel(model, ranks, torch.device("cpu"), positions)
+
+
+def _equal(ranks: Gang) -> None:
+    """Loss and gradients are those of a whole model, in rows that the ranks do not divide evenly too."""
+    for name in ("biased", "norms of heads"):
+        plain = _model(name)
+        model = copy.deepcopy(plain)
+        strategy = _divided(model, ranks)
+        for tokens, options in ((8, {}), (7, {}), (9, {"output_hidden_states": True})):
+            ids = _ids(tokens)
+            expected = _loss(plain, ids)
+            expected.backward()
+            with strategy.micro(last=True):
+                loss = _loss(model, ids, **options)
+                loss.backward()
+            assert (loss - expected).abs() < 1e-12, (name, tokens)
+            wanted = {key: p.grad for key, p in plain.named_parameters()}
+            for key, parameter in model.named_parameters():
+                assert (whole(parameter.grad) - wanted[key]).abs().max() < 1e-12, (name, tokens, key)
+            model.zero_grad()
+            plain.zero_grad()
+        found = model(input_ids=_ids(9), output_hidden_states=True)
+        assert [each.shape[1] for each in found.hidden_states] == [9] * 3
+        model.eval()
+        with torch.no_grad(), strategy.gathered():
+            expected = plain.eval()(_ids()).logits
+            assert (model(_ids()).logits - expected).abs().max() < 1e-12, "whole parameters"
+            rows = model.generate(_ids(4), max_new_tokens=3, do_sample=False)
+        assert torch.equal(rows, plain.generate(_ids(4), max_new_tokens=3, do_sample=False))
+        assert torch.equal(rows, model.generate(_ids(4), max_new_tokens=3, do_sample=False)), "one token each"
+
+
+def _kept(model: nn.Module) -> int:
+    """Bytes of activations that norms keep for the backward."""
+    inside, total = [0], [0]
+    parameters = {p.data_ptr() for p in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if inside[0] and tensor.data_ptr() not in parameters:
+            total[0] += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def step(by: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            inside[0] += by
+
+        return hook
+
+    for layer in model.model.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.register_forward_pre_hook(step(1))
+            norm.register_forward_hook(step(-1))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _loss(model, _ids())
+    return total[0]
+
+
+def _sent(model: nn.Module, strategy: TensorParallel, patch: pytest.MonkeyPatch) -> float:
+    """Bytes that this rank of two sends in a forward and a backward, without the exchange of gradients."""
+    total = [0.0]
+
+    def counted(function: Callable[..., Any], share: float, which: int) -> Callable[..., Any]:
+        def count(*tensors: Any, **options: Any) -> Any:
+            tensor = tensors[which]
+            total[0] += share * tensor.numel() * tensor.element_size()
+            return function(*tensors, **options)
+
+        return count
+
+    with patch.context() as patched:
+        patched.setattr(dist, "all_reduce", counted(dist.all_reduce, 1.0, 0))
+        patched.setattr(tensor_split, "_all_gather", counted(tensor_split._all_gather, 0.5, 0))
+        patched.setattr(tensor_split, "_reduce_scatter", counted(tensor_split._reduce_scatter, 0.5, 1))
+        with strategy.micro(last=False):
+            _loss(model, _ids()).backward()
+    return total[0]
+
+
+def _costs(ranks: Gang) -> None:
+    patch = pytest.MonkeyPatch()
+    models = {positions: _model("plain") for positions in (False, True)}
+    strategies = {positions: _divided(model, ranks, positions) for positions, model in models.items()}
+    sent = {positions: _sent(models[positions], strategies[positions], patch) for positions in models}
+    states = 2 * TOKENS * _SIZES["hidden_size"] * 8
+    # Two sums in the forward and two in the backward of each layer, those of the embedding, and of the head's backward.
+    assert sent[False] == (4 * _SIZES["num_hidden_layers"] + 2) * states
+    # A gather ends the last block, and another one ends the backward of the first: half of the states each.
+    assert sent[True] == sent[False] + states
+    kept = {positions: _kept(model) for positions, model in models.items()}
+    assert kept[True] * 2 == kept[False] > 0
+
+
+def _drops(ranks: Gang) -> None:
+    """Gradients belong to the masks of the forward: they predict by how much the loss changes with the weights."""
+    for name in ("dropout", "dropout of layers that are not divided"):
+        for recomputed in (False, True):
+            model = _model(name)
+            strategy = _divided(model, ranks)
+            if recomputed:
+                apply_recompute(model)
+            masks: list[Tensor] = []
+            handle = model.transformer.h[0].mlp.register_forward_hook(
+                lambda _, __, output, masks=masks: masks.append(output == 0)
+            )
+            torch.manual_seed(3)
+            with strategy.micro(last=True):
+                _loss(model, _ids()).backward()
+            handle.remove()
+            found = ranks.over("tensor").gather_objects(masks[0].int().tolist())
+            if name == "dropout":
+                assert found[0] != found[1], "each part has random numbers of its own"
+            generator = torch.Generator().manual_seed(4)
+            step, slope = 1e-6, 0.0
+            directions = []
+            for parameter in model.parameters():
+                direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                slope += float((whole(parameter.grad) * direction).sum())
+                directions.append(direction)
+            losses = []
+            for sign in (1, -1):
+                moved = copy.deepcopy(_model(name))
+                with torch.no_grad():
+                    for parameter, direction in zip(moved.parameters(), directions, strict=True):
+                        parameter += sign * step * direction
+                _divided(moved, ranks)
+                torch.manual_seed(3)
+                losses.append(float(_loss(moved, _ids())))
+            assert abs((losses[0] - losses[1]) / (2 * step) - slope) < 1e-6 * max(1, abs(slope)), (
+                name,
+                recomputed,
+            )
+
+
+def _refused(ranks: Gang) -> None:
+    def message(model: nn.Module) -> str:
+        with pytest.raises(ConfigError) as caught:
+            _divided(model, ranks)
+        return str(caught.value)
+
+    config = transformers.T5Config(vocab_size=24, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=4)
+    assert "an encoder" in message(transformers.T5ForConditionalGeneration(config))
+    mixed = _model("plain")
+    first = mixed.model.layers[0]
+    own = type(first).forward
+
+    class Summing(type(first)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return own(self, hidden_states.cumsum(1), *args, **kwargs)
+
+    first.__class__ = Summing
+    assert "its logits differ" in message(mixed)
+    whole_model = _model("plain")
+    _divided(whole_model, ranks, positions=False).release()
+    assert "stays so" in message(whole_model)
+
+
+def main() -> None:
+    all_ranks = join(world_from_environment(), torch.device("cpu"), mesh=Mesh(tensor=2))
+    for name in sys.argv[1:]:
+        {"equal": _equal, "costs": _costs, "drops": _drops, "refused": _refused}[name](all_ranks.over("loss"))
+    dist.barrier()
+    leave()
+
+
+if __name__ == "__main__":
+    main()
