@@ -93,6 +93,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests take minutes on an idle machine: the limit of all tests would end some of them on a busy one."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What imports and collection made lives as long as the tests: no collection of garbage has to look at it."""
     gc.collect()

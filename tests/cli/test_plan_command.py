@@ -12,12 +12,14 @@ import pytest
 from tests.dist.launch import end_of
 
 from windlass.cli.main import main
-from windlass.cli.plan_fit import find_layout
+from windlass.cli.plan_fit import Looks, find_layout
 from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.mesh import Mesh
 from windlass.forecast.child import Child
 from windlass.forecast.forecast import SCHEMA
-from windlass.forecast.layouts import Devices, layouts
+from windlass.forecast.layouts import Cost, Devices, Layout, layouts
 from windlass.forecast.meter import Instant, Owner, Peak
+from windlass.forecast.rehearsal import Size
 from windlass.forecast.trace import Trace
 
 RECIPE = """\
@@ -83,49 +85,109 @@ def test_a_plan_as_json_has_its_schema(recipe: str, capsys: pytest.CaptureFixtur
 
 def test_the_first_layout_that_fits(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", recipe, "--fit", "2x1GB"]) == 0
-    assert "replicas: as the recipe is" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "replicas 2: as the recipe is" in out
+    assert f"{len(list(layouts(2, 1))) - 1} more cost as much or more" in out
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_tries_every_layout(
+def test_what_does_not_fit_is_told_with_the_least(
     recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Devices, "room", 1000)
+    """Every layout is planned, refused, or known to need more than one that was planned."""
+    monkeypatch.setattr(Devices, "room", 400_000)
     assert main(["plan", recipe, "--fit", "2x1GB"]) == 2
     out, err = capsys.readouterr()
     assert "no layout fits: the least is" in err
-    assert [line.split("  ")[1] for line in out.splitlines()[1:]] == [layout.name for layout in layouts(2)]
+    lines = [line.strip() for line in out.splitlines()[2:]]
+    more = sum(int(line.partition(" more ")[0]) for line in lines if " more " in line)
+    assert len([line for line in lines if "does not fit" in line or "refused: " in line]) + more == len(
+        list(layouts(2, 1))
+    )
+
+
+SIZE = Size(1, 0, 0, 1, 1, 1, 4)
+
+
+def priced(*layouts: Layout) -> list[tuple[Cost, Layout]]:
+    return [(Cost(1.0 + number, False, 0.0, 0), layout) for number, layout in enumerate(layouts)]
 
 
 @pytest.mark.parametrize("forks", [True, False])
-def test_the_first_that_fits_is_taken_and_refusals_are_shown(
+def test_the_cheapest_that_fits_is_taken_and_it_says_why_others_are_passed_over(
     forks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without models: the traces are made up, smaller for each override."""
+    """Without models: the traces are made up."""
     monkeypatch.setattr(Child, "can_fork", forks)
+    peaks = {"replicas 4": 2000, "replicas 4, recomputed": 1500, "pipeline 4, recomputed": 1000}
 
-    def traced(overrides: tuple[str, ...]) -> Trace:
-        if overrides == ("parallel.strategy=fsdp",):
+    def trace(layout: Layout) -> Trace:
+        if layout.sharded:
             raise ModelError("no shards today")
-        if "parallel.mesh.ep=2" in overrides:
-            raise ConfigError(Problem("ep_size", 2, "no experts"))
-        return held(2000 - 500 * len(overrides))
+        if layout.mesh.expert > 1:
+            raise ConfigError(Problem("model", "Llama", "has no experts"))
+        if layout.mesh.tensor > 1:
+            raise ConfigError(Problem("tp_size", layout.mesh.tensor, "no such heads"))
+        return held(peaks[layout.name])
 
+    def check(layout: Layout) -> None:
+        if layout.mesh.tensor > 1:
+            raise ConfigError(Problem("tp_size", layout.mesh.tensor, "no such heads"))
+
+    order = priced(
+        Layout(Mesh(replicate=4)),
+        Layout(Mesh(shard=4), sharded=True),
+        Layout(Mesh(replicate=2, expert=2)),
+        Layout(Mesh(pipeline=2, tensor=2)),
+        Layout(Mesh(expert=4)),
+        Layout(Mesh(replicate=2, tensor=2)),
+        Layout(Mesh(tensor=2, shard=2), sharded=True),
+        Layout(Mesh(replicate=4), recomputed=True),
+        Layout(Mesh(pipeline=4), recomputed=True),
+    )
     lines: list[str] = []
-    layout, found = find_layout(traced, Devices(2, 1700), lines.append)
-    assert (layout.name, found.peak[1].total) == ("replicas, recomputed", 1500)
-    assert [line.split("  ")[-1].strip() for line in lines[::2]] == ["does not fit", "fits"]
-    assert "refused: no shards today" in lines[1]
-    with pytest.raises(
-        ConfigError, match=r"no layout fits: the least is 500 B of a rank \(shards x context 2"
-    ):
-        find_layout(traced, Devices(2, 500), lines.append)
-    assert [line.split("refused: ")[1] for line in lines if "experts" in line] == ["ep_size=2: no experts"]
+    layout, found = find_layout(Looks(trace, check), order, SIZE, Devices(4, 1700), lines.append)
+    assert (layout.name, found.peak[1].total) == ("replicas 4, recomputed", 1500)
+    assert [" ".join(line.split()) for line in lines] == [
+        "replicas 4 1.00 1.953 KiB does not fit",
+        "shards 4: refused: no shards today",
+        "replicas 2 x experts 2: refused: model='Llama': has no experts",
+        "pipeline 2 x tensor 2: refused: tp_size=2: no such heads",
+        "replicas 4, recomputed 8.00 1.465 KiB fits",
+        "1 more with expert, refused as above",
+        "1 more with tensor 2, refused as above",
+        "1 more with sharded, refused as above",
+        "1 more cost as much or more",
+    ]
+    with pytest.raises(ConfigError, match=r"the least is 1000 B of a rank \(pipeline 4, recomputed"):
+        find_layout(Looks(trace, check), order, SIZE, Devices(4, 500), lines.append)
 
 
-def held(nbytes: int) -> Trace:
+def test_what_cannot_fit_is_not_planned() -> None:
+    """Weights, and what another layout took of what the next divides no further."""
+    order = priced(
+        Layout(Mesh(replicate=8)),
+        Layout(Mesh(shard=2, replicate=4), sharded=True),
+        Layout(Mesh(shard=8), sharded=True),
+    )
+    lines: list[str] = []
+
+    def trace(layout: Layout) -> Trace:
+        return held(1200, "weights") if layout.mesh.shard == 2 else held(100)
+
+    find_layout(
+        Looks(trace, lambda layout: None), order, SIZE._replace(weights=1000), Devices(8, 1000), lines.append
+    )
+    assert [" ".join(line.split()) for line in lines] == [
+        "replicas 4 x shards 2 2.00 1.172 KiB does not fit",
+        "shards 8 3.00 100 B fits",
+        "1 more need above 900 B by what those took",
+    ]
+
+
+def held(nbytes: int, kind: str = "batch") -> Trace:
     """A trace whose peak is so large."""
-    peak = Peak(nbytes, {Owner("weights", ""): nbytes})
+    peak = Peak(nbytes, {Owner(kind, ""): nbytes})
     return Trace({Instant("optimizer step", "", ""): peak}, Counter(), Counter())
 
 

@@ -1,7 +1,9 @@
 """Tutorials work as printed: their files are written, their commands run in order, and what they print is compared.
 
-Numbers in the output of a tutorial are those of one machine: only that there is a number is compared. Commands without
-operators of the shell run in a fork of a process that has imported everything; others run in a shell.
+Numbers in the output of a tutorial are those of one machine, since processors round sums in different orders: only that
+there is a number is compared. So which lines are printed must not depend on rounding: a run that a metric ends has more
+epochs than it can need. Commands without operators of the shell run in a fork of a process that has imported
+everything; others run in a shell.
 """
 
 from __future__ import annotations

@@ -65,6 +65,19 @@ def test_precomputed_and_kept_log_probabilities_are_those_of_the_reference(
             trainer.evaluate(pairs(3))
 
 
+def test_the_reference_is_rounded_as_the_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao")
+    monkeypatch.setenv("WINDLASS_HOME", str(tmp_path / "home"))
+    first = {}
+    for qat in (None, "int8"):
+        trainer = trainer_of(tmp_path / f"{qat} kept", qat=qat, precompute_ref_log_probs=True)
+        first[qat] = trainer.train_dataset[0]["ref_chosen_logps"]
+        logs = logs_of(trainer_of(tmp_path / f"{qat}", qat=qat))
+        assert logs[0]["rewards/margins"] == 0.0 != logs[2]["rewards/margins"]
+        assert logs_of(trainer)[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+    assert first[None] != first["int8"], "what was kept of the model without qat is found"
+
+
 def test_without_its_adapter_a_model_is_its_own_reference(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])

@@ -35,6 +35,14 @@ def trainer_of(folder: Path, rows: Any = None, **changes: Any) -> KTOTrainer:
     )  # fmt: skip
 
 
+def test_its_reference_is_rounded_as_the_model_is(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    trainer = trainer_of(tmp_path, qat="int8")
+    trainer.train()
+    logs = trainer.state.log_history
+    assert logs[0]["rewards/chosen"] == logs[0]["kl"] == 0.0 != logs[2]["rewards/chosen"]
+
+
 @pytest.mark.parametrize("kind", ["kto", "apo_zero_unpaired"])
 def test_losses_gradients_and_figures_are_trls(tmp_path: Path, kind: str) -> None:
     trl = pytest.importorskip("trl")

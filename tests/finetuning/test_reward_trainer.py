@@ -112,6 +112,20 @@ def test_a_folder_of_a_language_model_gets_a_head_and_an_adapter_trains_it(tmp_p
     trainer.train()
 
 
+def test_a_score_of_rounded_weights_is_learnt(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    losses = []
+    for qat in (None, "int8"):
+        trainer = RewardTrainer(
+            scorer(), settings(tmp_path / f"{qat}", max_steps=12, qat=qat), train_dataset=pairs(),
+            processing_class=small.tokenizer(),
+        )  # fmt: skip
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert losses[0] != losses[1]
+    assert losses[1][-1] < losses[1][0]
+
+
 def test_options_of_a_model_given_by_name_are_used_without_a_remark(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

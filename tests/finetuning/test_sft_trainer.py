@@ -319,7 +319,7 @@ def test_a_model_by_folder_brings_its_tokenizer(tmp_path: Path) -> None:
         )
         assert trainer.model.dtype == torch.float32
         assert trainer.processing_class.eos_token == "<eos>"
-    args = small.arguments(tmp_path / "out", model_init_kwargs={"dtype": "bfloat16"})
+    args = small.arguments(tmp_path / "out", model_init_kwargs={"torch_dtype": "bfloat16"})
     assert SFTTrainer(folder, args, train_dataset=small.table(small.texts())).model.dtype == torch.bfloat16
     if not is_available("flash_attn"):
         args = small.arguments(

@@ -11,6 +11,7 @@ from tests.finetuning.test_peft_adapters import lora
 from tests.trainer.preference_trainer import PreferenceTrainer, accuracy
 
 from windlass import default_data_collator
+from windlass.core.errors import ConfigError
 from windlass.finetuning.tuned_model import open_tuned_model
 
 pytest.importorskip("peft")
@@ -37,3 +38,13 @@ def test_preferences_are_trained_with_an_adapter_on_a_loaded_model(tmp_path: Pat
     now = dict(trainer.model.named_parameters())
     assert frozen
     assert all(torch.equal(now[name], kept) for name, kept in frozen.items())
+
+
+def test_a_model_that_is_divided_is_not_spread_over_devices(tmp_path: Path) -> None:
+    name = small.saved(tmp_path / "base")
+    for where in ("auto", {"model.embed_tokens": 0, "": "cpu"}):
+        args = small.arguments(tmp_path, fsdp="full_shard", model_init_kwargs={"device_map": where})
+        with pytest.raises(ConfigError, match=r"model_init_kwargs.device_map=.*FSDP2 divides it among ranks"):
+            open_tuned_model(name, args)
+    args = small.arguments(tmp_path, fsdp="full_shard", model_init_kwargs={"device_map": {"": "cpu"}})
+    assert open_tuned_model(name, args).model.device.type == "cpu"

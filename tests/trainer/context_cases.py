@@ -14,6 +14,7 @@ from tests.trainer.resume_cases import kill
 from torch import Tensor, nn
 
 from windlass import ParallelismConfig, Trainer, TrainerCallback, TrainingArguments
+from windlass.cli.proving.double import double_precision
 from windlass.dist.gang import leave
 from windlass.dist.sharded import whole
 
@@ -27,6 +28,7 @@ _LATENT = {
     "num_key_value_heads": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     "n_routed_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
+_WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 _DROPS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _SIZES | {"attention_bias": False}),
@@ -34,10 +36,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "heads": ("LlamaConfig", _SIZES | {"num_key_value_heads": 4}),
     "tied": ("LlamaConfig", _SIZES | {"vocab_size": 24, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", _SIZES | {"head_dim": 4}),
-    "gemma3": ("Gemma3TextConfig", _SIZES
-               | {"head_dim": 4, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
-    "precise gemma3": ("Gemma3TextConfig", _SIZES
-                       | {"head_dim": 4, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
+    "qwen2": ("Qwen2Config", _SIZES | _WINDOWS | {"use_sliding_window": True}),
+    "cohere2": ("Cohere2Config", _SIZES | _WINDOWS | {"head_dim": 4}),
+    "olmo3": ("Olmo3Config", _SIZES | _WINDOWS),
+    "smollm3": ("SmolLM3Config", _SIZES | {"no_rope_layers": [1, 0]}),
+    "gemma2": ("Gemma2Config", _SIZES | _WINDOWS | {"head_dim": 4, "final_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3TextConfig", _SIZES | _WINDOWS | {"head_dim": 4}),
     "mixtral": ("MixtralConfig", _SIZES | _EXPERTS),
     "balanced": ("MixtralConfig", _SIZES | _EXPERTS
                  | {"output_router_logits": True, "router_aux_loss_coef": 5.0}),
@@ -58,29 +62,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def deep(options: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with twice as many layers, of each kind."""
+    doubled = ("num_hidden_layers", "n_layer", "num_layers", "layer_types", "no_rope_layers")
+    return {key: value * 2 if key in doubled else value for key, value in options.items()}
+
+
 def model(name: str) -> Any:
     torch.manual_seed(0)
-    kind, options = MODELS[name]
+    kind, options = MODELS[name.removeprefix("deep ")]
+    if name.startswith("deep "):
+        options = deep(options)
     config = getattr(transformers, kind)(**options)
     # Grouped products are not built in float64.
     kind_of_model = "Seq2SeqLM" if config.is_encoder_decoder else "CausalLM"
     auto = getattr(transformers, f"AutoModelFor{kind_of_model}")
     made = auto.from_config(config, experts_implementation="eager")
-    if name.startswith("precise"):
-        for norm in made.modules():
-            if type(norm).__name__ == "Gemma3RMSNorm":
-                norm.__class__ = PreciseNorm
     return made.to(torch.float64)
-
-
-class PreciseNorm(nn.Module):
-    """The norm of Gemma 3, in the precision of its input."""
-
-    eps: float
-    weight: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
 
 
 def samples(count: int = 36) -> list[dict[str, list[int]]]:
@@ -193,9 +191,10 @@ def layout(given: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     found = {}
-    for case, (name, parallel, changes) in cases.items():
-        found[case] = train(name, folder / case, **layout(parallel), **changes)
-        leave()  # the next case may have another layout
+    with double_precision():  # also of what models compute in single precision, whose rounding hides faults
+        for case, (name, parallel, changes) in cases.items():
+            found[case] = train(name, folder / case, **layout(parallel), **changes)
+            leave()  # the next case may have another layout
     (folder / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 

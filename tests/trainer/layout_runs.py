@@ -33,7 +33,6 @@ def check_equal(
     run: Run,
     world: int,
     cases: dict[str, Case],
-    limits: dict[str, float],
     alone: dict[str, Any] | None = None,
 ) -> None:
     """`cases` on `world` ranks give what one process gives; `alone` are its arguments beside those of the case."""
@@ -47,9 +46,7 @@ def check_equal(
         for name in cases:
             for what, values in expected[name].items():
                 difference = np.abs(np.array(found[name][what]) - np.array(values)).max()
-                assert difference <= limits.get(name, DOUBLE), (
-                    f"{name}, rank {rank}, {what}: off by {difference}"
-                )
+                assert difference <= DOUBLE, f"{name}, rank {rank}, {what}: off by {difference}"
 
 
 def rewind(folder: Path) -> None:

@@ -27,17 +27,18 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from windlass import LossTerms
+from windlass.cli.proving.double import double_precision
 from windlass.core.errors import ConfigError, ModelError
 from windlass.dist.gang import leave
 from windlass.dist.sharded import whole
 
-# Of four layers each.
-for _options in context_cases.MODELS.values():
-    for _key in ("num_hidden_layers", "n_layer"):
-        if _key in _options[1]:
-            _options[1][_key] = 4
-    if "layer_types" in _options[1]:
-        _options[1]["layer_types"] = _options[1]["layer_types"] * 2
+for _name, (_kind, _options) in context_cases.MODELS.items():
+    context_cases.MODELS[_name] = (_kind, context_cases.deep(_options))
+context_cases.MODELS["late experts"] = (  # of the second stage alone
+    "Qwen3MoeConfig",
+    context_cases.MODELS["qwen3_moe"][1]
+    | {"mlp_only_layers": [0, 1], "output_router_logits": True, "router_aux_loss_coef": 5.0},
+)
 context_cases.MODELS["dropping"] = (
     "LlamaConfig",
     context_cases.MODELS["tied"][1] | {"attention_dropout": 0.2},
@@ -209,7 +210,7 @@ def main() -> None:
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     found: dict[str, Any] = {}
     for case, (name, parallel, changes) in cases.items():
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), double_precision():
             try:
                 found[case] = train(name, folder / case, **layout(parallel), **changes)
             except (ConfigError, ModelError) as error:

@@ -93,6 +93,15 @@ def test_families_without_a_plan_have_one_and_layers_of_experts_are_divided() ->
         "transformer.h.0.mlp.c_proj": "rowwise",
         "lm_head": "colwise_gather_output",
     }
+    attention = nn.Module()
+    net = Net({"layers.*.up": "colwise", "attention": "own_heads"})
+    net.attention = attention
+    with pytest.raises(ConfigError, match="counts its heads in none of num_heads"):
+        chosen_layers(net, 2)
+    attention.num_heads = 4  # type: ignore[assignment]
+    assert "attention" in chosen_layers(net, 2)
+    with pytest.raises(ConfigError, match="or not in a multiple of tp_size=8"):
+        chosen_layers(net, 8)
     options = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 6}
     experts = {"num_local_experts": 4, "num_key_value_heads": 6, "vocab_size": 12, "head_dim": 2}
     mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**options, **experts))

@@ -18,17 +18,14 @@ class ActiveLoader(Protocol):
     @property
     def total_batch_size(self) -> int | None:
         """Samples of a whole batch over all ranks; None if unknown."""
-        ...
 
     @property
     def samples_here(self) -> int | None:
         """Samples of this rank in the current batch; None if unknown."""
-        ...
 
     @property
     def samples_everywhere(self) -> int | None:
         """Samples of all ranks in the current batch; None if unknown."""
-        ...
 
     @property
     def is_filler(self) -> bool: ...

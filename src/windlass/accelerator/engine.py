@@ -31,38 +31,31 @@ class LoopEngine(Protocol):
     @property
     def dist(self) -> DistPlan:
         """How models are spread over processes."""
-        ...
 
     @property
     def step_was_skipped(self) -> bool:
         """True if the last update was skipped because fp16 gradients overflowed."""
-        ...
 
     def keeps(self, item: Any, prepares: Callable[[torch.optim.Optimizer], bool]) -> bool:
         """Return True if the engine prepares `item` itself, so that `prepare` returns it unchanged. `prepares` returns
         True if an optimizer updates a model that the script prepares.
         """
-        ...
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """Compute the gradients of a micro-batch's loss, normalized by the engine's rules."""
-        ...
 
     def use_learning_rate(self, rate: float) -> None:
         """Use this learning rate in the next backward, for an optimizer that updates in it. Raises ConfigError if there
         is no such optimizer.
         """
-        ...
 
     def state_dict(self) -> State:
         """What the loop's next update is computed with, besides the prepared objects."""
-        ...
 
     def load_state_dict(self, state: State) -> None: ...
 
     def free_memory(self) -> None:
         """Free cached device memory; a user's own loop releases its prepared objects too."""
-        ...
 
 
 class TrainerEngine:

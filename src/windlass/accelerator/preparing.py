@@ -148,9 +148,9 @@ class Preparer:
         plan = self._plan_for(model)
         if plan.pipeline is not None:
             fix = (
-                "needs all micro-batches of an update at once, and a model of `prepare` (of a loop of your own, or a "
-                "trainer of preferences) gets one at a time: use Trainer or SFTTrainer, or windlass.prepare_pippy for "
-                "inference"
+                "needs all micro-batches of an update at once, and a model of `prepare` gets one at a time: a loop of "
+                "your own would see a loss on the last process alone, and compute while all others wait. Use Trainer, "
+                "SFTTrainer or DPOTrainer, or windlass.prepare_pippy for inference"
             )
             raise ConfigError(Problem("pp_size", plan.pipeline.size, fix))
         sharding = plan.strategy == "fsdp" and not evaluation_mode

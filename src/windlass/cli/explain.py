@@ -11,10 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from windlass.cli.argument_table import Argument, all_arguments, find_arguments
-from windlass.cli.built_in_recipes import DEFAULT
 from windlass.cli.command_line import CommandParser
-from windlass.cli.explain_adapter import adapter_option, explain_option
-from windlass.cli.explain_config import explain_config, section_of
 from windlass.cli.explanation import Explanation, as_text
 from windlass.cli.launching.launch import launch_settings
 from windlass.cli.launching.launch_flags import add_setting_flags
@@ -48,11 +45,17 @@ launch file or the environment. Any spelling will do.
 
   windlass explain learning_rate
   windlass explain data.block_size --recipe shakespeare
-  windlass explain model.config.hidden_size --recipe my.yaml --json
+  windlass explain training.optim --recipe my.yaml --json
   windlass explain precision --config_file two.yaml --mixed_precision bf16
 """
 _PLACES = 16
 """The places of so many processes are printed, at most."""
+# Sections whose keys are those of another library.
+_OF_LIBRARIES = {
+    "adapter": "peft.LoraConfig",
+    "model.config": "the model's config in transformers",
+    "base.config": "the model's config in transformers",
+}
 # Pages on the arguments of a section.
 _PAGES = {
     "OptimisationSection": "training.md, optimizers.md",
@@ -153,13 +156,8 @@ def _one(word: str, settings: Settings, given: GivenRecipe | None) -> Iterator[E
             yield _explain_argument(argument, given)
     elif old is not None:
         yield Gone(spelling, None, [("gone", old.note)])
-    elif section_of(spelling) is not None:
-        recipe = given or GivenRecipe.read(DEFAULT, [])
-        yield explain_config(spelling, recipe.recipe, recipe.draft)
-    elif (option := adapter_option(spelling)) is not None:
-        values = {} if given is None else given.recipe.adapter or {}
-        origin = None if given is None else given.draft.origin("adapter", option.name)
-        yield explain_option(option, values, origin)
+    elif (owner := _OF_LIBRARIES.get(spelling.rpartition(".")[0])) is not None:
+        raise ConfigError(Problem("NAME", word, f"is an option of {owner}, which documents it"))
     else:
         known = list(all_arguments())
         names = [*SPELLINGS, *(one.dotted for one in known), *(one.keys[-1] for one in known)]

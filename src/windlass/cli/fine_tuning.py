@@ -66,7 +66,9 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
         name = base_of(parts, args, parts.train, preparation)
     options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
     if isinstance(name, str):
-        args.model_init_kwargs = {"dtype": recipe.model.dtype, **options}
+        args.model_init_kwargs = (
+            options if "torch_dtype" in options else {"dtype": recipe.model.dtype, **options}
+        )
     return SFTTrainer(
         name,
         args,

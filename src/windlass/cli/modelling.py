@@ -16,17 +16,7 @@ from windlass.core.locations import why_not_loaded
 from windlass.core.optional import require
 
 # Determined by the data of the recipe.
-DERIVED = ("num_labels", "id2label", "label2id")
-# Taken from tokenizer and data if the recipe does not set them.
-IMPLIED = (
-    "vocab_size",
-    "max_position_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "image_size",
-    "num_channels",
-)
+_DERIVED = ("num_labels", "id2label", "label2id")
 # The base of a fine-tuning that names no model.
 _SMALL = {
     "model_type": "llama",
@@ -163,7 +153,7 @@ def config_of(of_recipe: dict[str, Any], implied: dict[str, Any], section: str =
     known = config_keywords(kind)
     no_such = f"{model_type} has no such setting"
     faults = {key: f"{no_such}{did_you_mean(key, sorted(known))}" for key in given if key not in known}
-    faults |= {key: "is taken from the data; leave it out" for key in DERIVED if key in given}
+    faults |= {key: "is taken from the data; leave it out" for key in _DERIVED if key in given}
     refuse(Problem(f"{section}.{key}", given[key], fix) for key, fix in faults.items())
     implied = {key: value for key, value in implied.items() if key in known}
     try:
@@ -183,5 +173,5 @@ def config_class(transformers: Any, model_type: str, section: str) -> Any:
 
 def config_keywords(kind: Any) -> set[str]:
     """Return the keys of a config class, whose constructor would accept any other key silently."""
-    names = set(inspect.signature(kind.__init__).parameters) | set(kind.attribute_map) | set(DERIVED)
+    names = set(inspect.signature(kind.__init__).parameters) | set(kind.attribute_map) | set(_DERIVED)
     return names - {"self", "kwargs"}

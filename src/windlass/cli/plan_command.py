@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import runpy
 import sys
@@ -32,6 +33,8 @@ to its first Trainer.train().
   windlass plan train.py --world 8 --json -- --its own arguments
 """
 Start = Callable[[], Any]
+_USUAL = "h100"
+"""The device by whose rates layouts are compared if none is named."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -42,23 +45,22 @@ def plan_command(words: list[str]) -> int:
     if options.world < 1:
         raise ConfigError(Problem("--world", options.world, "must be at least 1"))
     devices = None if options.fit is None else _devices(options, device)
-    chosen = None
+    name, overrides = None, tuple[str, ...]()
     with _without_devices():
         if devices is None:
             found = _traced(_start(options.what, rest), options.world, device)
         else:
-            chosen, found = _fitting(options, rest, devices, device)
+            name, overrides, found = _fitting(options, rest, devices, device)
     from windlass.cli.plan_text import plan_lines
     from windlass.forecast.forecast import Forecast
 
     forecast = Forecast(found, device)
     forecast.keep()
-    overrides = [] if chosen is None else list(chosen.overrides)
     if options.json:
-        say_json(forecast.to_dict() | ({} if chosen is None else {"layout": [chosen.name, *overrides]}))
+        say_json(forecast.to_dict() | ({} if name is None else {"layout": [name, *overrides]}))
         return 0
-    if chosen is not None:
-        say(f"{chosen.name}: {' '.join(overrides) or 'as the recipe is'}\n")
+    if name is not None:
+        say(f"\n{name}: {' '.join(overrides) or 'as the recipe is'}\n")
     for line in plan_lines(forecast, options.what):
         say(line)
     return 0
@@ -187,21 +189,43 @@ def _devices(options: Any, device: tuple[str, Board] | None) -> Devices:
 
 def _fitting(
     options: Any, rest: list[str], devices: Devices, device: tuple[str, Board] | None
-) -> tuple[Layout, Trace]:
-    from windlass.cli.plan_fit import find_layout
+) -> tuple[str, tuple[str, ...], Trace]:
+    """The name of the cheapest layout that fits, the overrides that ask for it, and its trace."""
+    from windlass.cli.plan_fit import Looks, find_layout
+    from windlass.cli.recipe import read_draft
+    from windlass.forecast.layouts import Layout, cost_of, layouts
+    from windlass.forecast.tracing import check_run, size_of
+    from windlass.metrics.device_peaks import find_board
 
-    def traced(overrides: tuple[str, ...]) -> Trace:
-        return _traced(_start(options.what, [*rest, *overrides]), devices.number, device)
+    values = read_draft(options.what, rest).values
 
-    quiet = options.json
-    if not quiet:
-        say(f"layouts for {options.fit}, the cheapest first, with the peak of a rank:")
-    return find_layout(traced, devices, (lambda line: None) if quiet else say)
+    def start(layout: Layout) -> Start:
+        return _start(options.what, [*rest, *layout.overrides(values)])
+
+    def trace(layout: Layout) -> Trace:
+        return _traced(start(layout), devices.number, device, devices.room)
+
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            size = size_of(_start(options.what, rest), devices.number)
+        except ConfigError:  # of its own layout, perhaps
+            size = size_of(start(Layout()))
+    known = device or find_board(_USUAL)
+    assert known is not None, "it has figures"
+    board = known[1]
+    every = ((cost_of(layout, size, board), layout) for layout in layouts(devices.number, size.micro_batches))
+    priced = sorted(every, key=lambda each: each[0])
+    say_line: Callable[[str], None] = (lambda line: None) if options.json else say
+    say_line(f"layouts for {options.fit}, the cheapest first by estimate at the rates of {board.short}")
+    say_line(f"  {'':<42}{'cost':>8}{'peak of rank':>13}")
+    looks = Looks(trace, lambda layout: check_run(start(layout), layout.mesh.size()))
+    layout, found = find_layout(looks, priced, size, devices, say_line)
+    return layout.name, layout.overrides(values), found
 
 
-def _traced(start: Start, world: int, device: tuple[str, Board] | None) -> Trace:
+def _traced(start: Start, world: int, device: tuple[str, Board] | None, room: float = math.inf) -> Trace:
     from windlass.forecast.tracing import trace_of_largest
 
     # What a script prints is not part of the plan.
     with contextlib.redirect_stdout(sys.stderr):
-        return trace_of_largest(start, world, on_device=device is not None)
+        return trace_of_largest(start, world, on_device=device is not None, room=room)

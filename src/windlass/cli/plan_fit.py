@@ -2,78 +2,187 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from windlass.cli.sizes import in_words
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.forecast.child import apart
-from windlass.forecast.layouts import Devices, Layout, layouts
+from windlass.forecast.layouts import Cost, Devices, Layout
+from windlass.forecast.meter import ACTIVATIONS, BUCKETS, COPIES, GRADIENTS, LOGITS, STATE, TEMPORARY, WEIGHTS
+from windlass.forecast.rehearsal import Size
 from windlass.forecast.trace import Trace
 
+_DIVIDED = {
+    **dict.fromkeys((WEIGHTS, GRADIENTS, STATE), "state"),
+    **dict.fromkeys((ACTIVATIONS, LOGITS, TEMPORARY), "activations"),
+    **dict.fromkeys((BUCKETS, COPIES), "gathered"),
+}
+_WIDTH = 80
 
-class Tried(NamedTuple):
-    """A layout that was planned: its peak in bytes, or why the run refuses it."""
+
+class Looks(NamedTuple):
+    """How layouts are looked at; both raise the ConfigError of the run.
+
+    Attributes:
+        trace: the trace of a run of this layout.
+        check: raises what such a run is refused with, and computes nothing.
+    """
+
+    trace: Callable[[Layout], Trace]
+    check: Callable[[Layout], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A layout that was looked at.
+
+    Attributes:
+        peak: bytes of a rank; None: the run refuses it.
+        held: bytes at the peak, by what divides them.
+    """
 
     layout: Layout
     peak: int | None
-    refused: str | None
+    refused: str = ""
+    held: dict[str, int] = field(default_factory=dict)
 
-    def line(self, devices: Devices) -> str:
-        """What is printed of it."""
+    def least(self, other: Layout) -> int:
+        """What `other` needs at least: no more of this one's memory than it divides further is saved."""
+        same = self.layout.sharded == other.sharded and self.layout.recomputed >= other.recomputed
+        return sum(self._part(kind, other) for kind in (self.held if same else ("state",)))
+
+    def _part(self, kind: str, other: Layout) -> int:
+        mine, its = self.layout.divisors[kind], other.divisors[kind]
+        return self.held.get(kind, 0) * min(mine, its) // its
+
+    def lines(self, cost: float, room: int) -> Iterator[str]:
+        """What is printed of it; `cost` is relative to that of the cheapest."""
         if self.peak is None:
-            return f"  {self.layout.name:<34}refused: {self.refused}"[:80]
-        fits = "fits" if self.peak <= devices.room else "does not fit"
-        return f"  {self.layout.name:<34}{in_words(self.peak):>12}  {fits}"
+            text = f"{self.layout.name}: refused: {self.refused}"
+            yield from textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="      ")
+            return
+        fits = "fits" if self.peak <= room else "does not fit"
+        yield f"  {self.layout.name:<42}{cost:>8.2f}{in_words(self.peak):>13}  {fits}"
 
 
 def find_layout(
-    traced: Callable[[tuple[str, ...]], Trace], devices: Devices, say: Callable[[str], None]
+    looks: Looks,
+    priced: Sequence[tuple[Cost, Layout]],
+    size: Size,
+    devices: Devices,
+    say: Callable[[str], None],
 ) -> tuple[Layout, Trace]:
-    """Return the first layout that fits, and its trace. Each is looked at in a process of its own.
+    """Return the cheapest layout that fits, and its trace. Each is looked at in a process of its own.
 
     Args:
-        traced: overrides of the recipe -> the trace of its run.
-        say: prints a line on each layout that was tried.
+        priced: layouts, the cheapest first.
+        say: prints a line on what was tried or passed over.
 
     Raises:
         ConfigError: none fits.
     """
-    tried: list[Tried] = []
-    for layout in layouts(devices.number):
+    search = _Search(looks, size, devices, say)
+    for number, (cost, layout) in enumerate(priced):
+        trace = search.look(layout, cost.seconds / priced[0][0].seconds)
+        if trace is not None:
+            search.say_passed(len(priced) - number - 1)
+            return layout, trace
+    search.say_passed(0)
+    raise ConfigError(Problem("--fit", f"{devices.number}x{devices.memory // 10**9}GB", search.least()))
+
+
+class _Search:
+    def __init__(self, looks: Looks, size: Size, devices: Devices, say: Callable[[str], None]) -> None:
+        self._looks, self._devices, self._say = looks, devices, say
+        self._tried = [Tried(Layout(), None, held={"state": size.weights + size.trained})]
+        # What a run refuses whatever else a layout asks for, and why.
+        self._refused: dict[frozenset[str], str] = {}
+        self._skipped: Counter[frozenset[str]] = Counter()
+        self._too_large = 0
+
+    def look(self, layout: Layout, cost: float) -> Trace | None:
+        """The trace of a layout that fits; None for any other."""
+        for asked in self._refused:
+            if asked <= layout.asked:
+                self._skipped[asked] += 1
+                return None
+        if max(each.least(layout) for each in self._tried) > self._devices.room:
+            self._too_large += 1
+            return None
         trace = None
         try:
-            answer = apart(lambda words=layout.overrides: _look(traced, words))  # type: ignore[misc]
-        except ModelError as error:
-            answer = {"refused": str(error)}
-        if "refused" in answer:
-            found = Tried(layout, None, " ".join(answer["refused"].split()))
+            trace = Trace.from_dict(apart(lambda: self._looks.trace(layout).to_dict()))
+        except (ConfigError, ModelError) as error:
+            found = Tried(layout, None, _reason(error))
+            self._blame(layout, error)
         else:
-            trace = Trace.from_dict(answer)
-            found = Tried(layout, trace.peak[1].total, None)
-        tried.append(found)
-        say(found.line(devices))
-        if trace is not None and found.peak is not None and found.peak <= devices.room:
-            return layout, trace
-    raise ConfigError(
-        Problem("--fit", f"{devices.number}x{devices.memory // 10**9}GB", _least(tried, devices))
+            held: Counter[str] = Counter()
+            for owner, nbytes in trace.peak[1].owners.items():
+                held[_DIVIDED.get(owner.kind, "")] += nbytes
+            del held[""]
+            found = Tried(layout, trace.peak[1].total, held=dict(held))
+            self._tried.append(found)
+        for line in found.lines(cost, self._devices.room):
+            self._say(line)
+        return trace if found.peak is not None and found.peak <= self._devices.room else None
+
+    def _blame(self, layout: Layout, refusal: ConfigError | ModelError) -> None:
+        """Ask the run about each axis of what it refused by itself, so that no other layout is planned in vain."""
+        parts = list(layout.parts())
+        if len(parts) == 1:
+            self._remember(parts[0], refusal)
+            return
+        before = len(self._refused)
+        for part in parts:
+            try:
+                apart(lambda part=part: self._looks.check(part))  # type: ignore[misc]
+            except (ConfigError, ModelError) as error:
+                self._remember(part, error)
+        if len(self._refused) == before:
+            self._refused[layout.asked] = _reason(refusal)
+
+    def _remember(self, part: Layout, refusal: ConfigError | ModelError) -> None:
+        # What is wrong with the model is so for each size of the axis.
+        of_model = isinstance(refusal, ConfigError) and {each.field for each in refusal.problems} == {"model"}
+        words = {word for word in part.asked if not of_model or " " not in word}
+        self._refused[frozenset(words)] = _reason(refusal)
+
+    def say_passed(self, dearer: int) -> None:
+        """Print why no other layout was planned."""
+        room = in_words(self._devices.room)
+        if self._too_large:
+            self._say(f"  {self._too_large:,} more need above {room} by what those took")
+        for asked, count in self._skipped.items():
+            self._say(f"  {count:,} more with {_named(asked)}, refused as above"[:_WIDTH])
+        if dearer:
+            self._say(f"  {dearer:,} more cost as much or more")
+
+    def least(self) -> str:
+        """Why none fits."""
+        sizes = [(each.peak, each.layout.name) for each in self._tried if each.peak is not None]
+        if not sizes:
+            alone = in_words(self._tried[0].held["state"] / self._devices.number)
+            if why := next(iter(self._refused.values()), ""):
+                return f"the run refuses every layout that could fit: {why}"
+            return f"weights and gradients alone take {alone} of a rank at least; use more devices"
+        peak, name = min(sizes)
+        return (
+            f"no layout fits: the least is {in_words(peak)} of a rank ({name}), and tensors may take "
+            f"{in_words(self._devices.room)}; use more devices, shorter rows or a smaller batch"
+        )
+
+
+def _named(asked: frozenset[str]) -> str:
+    """Without the names of axes whose sizes are there too."""
+    return " x ".join(
+        sorted(word for word in asked if not any(each.startswith(f"{word} ") for each in asked))
     )
 
 
-def _look(traced: Callable[[tuple[str, ...]], Trace], overrides: tuple[str, ...]) -> dict[str, Any]:
-    """The trace of a layout, or why the run refuses it, as `refused`."""
-    try:
-        return traced(overrides).to_dict()
-    except ConfigError as error:
-        return {"refused": " ".join(map(str, error.problems))}
-
-
-def _least(tried: list[Tried], devices: Devices) -> str:
-    sizes = [(each.peak, each.layout.name) for each in tried if each.peak is not None]
-    if not sizes:
-        return f"the run refuses every layout: {tried[0].refused}"
-    peak, name = min(sizes)
-    return (
-        f"no layout fits: the least is {in_words(peak)} of a rank ({name}), and tensors may take "
-        f"{in_words(devices.room)}; use more devices, shorter rows or a smaller batch"
-    )
+def _reason(error: ConfigError | ModelError) -> str:
+    lines: Sequence[object] = error.problems if isinstance(error, ConfigError) else [error]
+    return " ".join(" ".join(map(str, lines)).split())

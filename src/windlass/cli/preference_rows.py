@@ -21,16 +21,12 @@ from windlass.text.located_rows import LocatedRows
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """The rows to train on and to evaluate on, and the tokenizer; `evaluation` is None without any.
-
-    Attributes:
-        takes_turns: the rows are conversations.
-    """
+    """The rows to train on and to evaluate on, and the tokenizer; `evaluation` is None without any."""
 
     tokenizer: Any
     train: LocatedRows
     evaluation: LocatedRows | None
-    takes_turns: bool
+    takes_turns: bool  # the rows are conversations
 
 
 def load_preferences(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> Preferences:
@@ -97,7 +93,9 @@ def build_preference_trainer(
         )
     if isinstance(name, str):
         options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
-        args.model_init_kwargs = {"dtype": recipe.model.dtype, **options}
+        args.model_init_kwargs = (
+            options if "torch_dtype" in options else {"dtype": recipe.model.dtype, **options}
+        )
     adapter = build_adapter(recipe)
     if adapter is not None and "task_type" not in (recipe.adapter or {}):
         adapter.task_type = adapter_task

@@ -13,6 +13,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.trees import tensors_in
 from windlass.dist.gang import current
 from windlass.transforms.pipeline_cut import find_cut
+from windlass.transforms.stage_balance import StageBalance
 from windlass.transforms.stage_forwards import Call, StageOutput
 from windlass.transforms.staged_model import StagedModel
 
@@ -50,8 +51,9 @@ def prepare_pippy(
     if all_ranks.size == 1:
         return model.to(state.device)
     example = (example_args, dict(example_kwargs or {}))
-    cut, _ = find_cut(model, all_ranks.size, points, example)
-    staged = StagedModel(model, cut, range(all_ranks.size), all_ranks, state.device)
+    balance = StageBalance(model, all_ranks, False, lambda: False, lambda _: None)
+    cut, _ = balance.cut(lambda: find_cut(model, all_ranks.size, points, example))
+    staged = StagedModel(model, cut, range(all_ranks.size), all_ranks, state.device, balance)
     chunks, is_last = num_chunks or all_ranks.size, all_ranks.rank == len(cut.stages) - 1
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -61,29 +61,22 @@ class BatchReader(Protocol):
     @property
     def unit(self) -> str:
         """What positions count ("samples", "batches")."""
-        ...
 
     def accepts(self, unit: str) -> bool:
         """Return True if a position that counts `unit` can be entered here."""
-        ...
 
     @property
     def total_batch_size(self) -> int | None:
         """Samples that a whole batch of all ranks holds; None if that varies."""
-        ...
 
     def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
         """The batches of a pass."""
-        ...
 
     def count(self, epoch: int, start: int = 0) -> int | None:
         """Batches of a pass on each rank, from position `start` on; None if only reading shows it."""
-        ...
 
     def position(self, epoch: int, batches: int) -> int:
         """Where batch number `batches` of a pass begins."""
-        ...
 
     def reseed(self, seed: int) -> None:
         """Use another seed from now on."""
-        ...

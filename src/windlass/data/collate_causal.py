@@ -28,20 +28,14 @@ class DataCollatorForCausalLM:
     shape (documents + 1,)), `max_length_q` and `max_length_k` (ints), `seq_idx` (the document of each token, int32, of
     shape (1, tokens)). The first label of a document is -100, because the token before it belongs to another one.
     There is no attention mask: kernels would ignore the borders.
-
-    Args:
-        pad_token_id: fills `input_ids`.
-        padding_free: one row without padding.
-        return_position_ids: return `position_ids` for padded rows too.
-        pad_to_multiple_of: round the length up to a multiple of this; in one row, what fills it is a document.
-        return_tensors: "pt" or "np".
     """
 
-    pad_token_id: int
-    padding_free: bool = False
-    return_position_ids: bool = False
+    pad_token_id: int  # fills `input_ids`
+    padding_free: bool = False  # one row without padding
+    return_position_ids: bool = False  # return `position_ids` for padded rows too
+    # Round the length up to a multiple of this; in one row, what fills it is a document
     pad_to_multiple_of: int | None = None
-    return_tensors: str = "pt"
+    return_tensors: str = "pt"  # "pt" or "np"
 
     def __post_init__(self) -> None:
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:

@@ -24,20 +24,13 @@ class DataCollatorForPreference:
     A batch of n pairs has 2 n rows, padded on the right: row i is the chosen answer of pair i, row n + i the rejected
     one. `input_ids`, `attention_mask` and `completion_mask` (1 for tokens of an answer) are of shape (2 n, longest). Of
     the columns `ref_chosen_logps`, `ref_rejected_logps` and `margin` those that samples have are of shape (n,).
-
-    Args:
-        pad_token_id: fills `input_ids`.
-        max_length: sequences are cut to this many tokens; None: they are not.
-        truncation_mode: which end of a sequence is kept, "keep_start" or "keep_end".
-        pad_to_multiple_of: round the length up to a multiple of this.
-        return_tensors: "pt" or "np".
     """
 
-    pad_token_id: int
-    max_length: int | None = None
-    truncation_mode: str = "keep_start"
-    pad_to_multiple_of: int | None = None
-    return_tensors: str = "pt"
+    pad_token_id: int  # fills `input_ids`
+    max_length: int | None = None  # sequences are cut to this many tokens; None: they are not
+    truncation_mode: str = "keep_start"  # which end of a sequence is kept, "keep_start" or "keep_end"
+    pad_to_multiple_of: int | None = None  # round the length up to a multiple of this
+    return_tensors: str = "pt"  # "pt" or "np"
 
     def __post_init__(self) -> None:
         if self.truncation_mode not in ("keep_start", "keep_end", "error"):

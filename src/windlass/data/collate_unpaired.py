@@ -21,20 +21,13 @@ class DataCollatorForUnpairedPreference:
     `input_ids`, `attention_mask` and `completion_mask` (1 for tokens of an answer) are of shape (samples, longest),
     padded on the right; `label` is bool, of shape (samples,). With `mismatches`, the same three with the prefix `KL_`:
     each prompt with the answer of the sample before it in the batch, the first one with that of the last.
-
-    Args:
-        pad_token_id: fills `input_ids`.
-        max_length: sequences are cut to this many tokens; None: they are not.
-        pad_to_multiple_of: round the length up to a multiple of this.
-        mismatches: make those sequences.
-        return_tensors: "pt" or "np".
     """
 
-    pad_token_id: int
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
-    mismatches: bool = True
-    return_tensors: str = "pt"
+    pad_token_id: int  # fills `input_ids`
+    max_length: int | None = None  # sequences are cut to this many tokens; None: they are not
+    pad_to_multiple_of: int | None = None  # round the length up to a multiple of this
+    mismatches: bool = True  # make those sequences
+    return_tensors: str = "pt"  # "pt" or "np"
 
     def __call__(self, features: Features, return_tensors: str | None = None) -> Batch:
         chosen = return_tensors or self.return_tensors

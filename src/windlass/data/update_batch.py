@@ -57,33 +57,26 @@ class GroupSource(Protocol):
         """The groups, of `accumulation` micro-batches each, from the current position to the end of its pass; the next
         call continues with the next pass.
         """
-        ...
 
     def groups_per_epoch(self, accumulation: int) -> int | None:
         """Updates of a pass, of `accumulation` micro-batches each; None if only reading shows it."""
-        ...
 
     def groups_left(self, position: State, accumulation: int) -> int | None:
         """Updates, of `accumulation` micro-batches each, from `position` (a `state_dict`) to the end of its pass."""
-        ...
 
     def position_after(self, epoch: int, updates: int, accumulation: int) -> State:
         """The position after so many `updates` of `epoch`, of `accumulation` micro-batches each, for a run that another
         program began.
         """
-        ...
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of `epoch`, unless a restored position already lies in it."""
-        ...
 
     def state_dict(self) -> State:
         """Where the group after the last one taken begins."""
-        ...
 
     def load_state_dict(self, state: State) -> None:
         """Go to where `state` was taken."""
-        ...
 
 
 def fill_up(group: UpdateBatch, micro_batches: int) -> None:

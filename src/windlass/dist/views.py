@@ -16,7 +16,9 @@ def overlapping(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     places = [
         (str(t.device), _storage(t), str(t.dtype), t.storage_offset(), end_of(t), name)
         for name, t in tensors.items()
-        if not is_in_parts(t) and not t.is_meta and t.layout == torch.strided and t.numel()
+        if not (is_in_parts(t) or _is_made_of_others(t) or t.is_meta)
+        and t.layout == torch.strided
+        and t.numel()
     ]
     group, memory, until = list[str](), None, 0
     for device, storage, dtype, begin, end, name in sorted(places):
@@ -29,6 +31,11 @@ def overlapping(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         group, memory, until = [name], (device, storage, dtype), end
     if len(group) > 1:
         yield group
+
+
+def _is_made_of_others(tensor: Tensor) -> bool:
+    """True for a tensor without memory of its own, such as a quantized one of torchao."""
+    return hasattr(tensor, "__tensor_flatten__")
 
 
 def _storage(tensor: Tensor) -> int:

@@ -59,11 +59,9 @@ class WeightAverage(Protocol):
 
     def eval(self) -> None:
         """Put the average into the parameters, if it is not there."""
-        ...
 
     def train(self) -> None:
         """Put the weights of training back, if they are not there."""
-        ...
 
 
 class Executor(Protocol):
@@ -86,11 +84,9 @@ class Executor(Protocol):
     @property
     def model(self) -> torch.nn.Module:
         """The module that forwards run through."""
-        ...
 
     def micro(self, *, last: bool) -> AbstractContextManager[Any]:
         """Around one forward and backward: gradients are reduced over ranks only in the last one."""
-        ...
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients of `loss`, this rank's share. The only owner of loss-scaler and reduction factors.
@@ -98,7 +94,6 @@ class Executor(Protocol):
         Args:
             options: of `Tensor.backward`, such as `retain_graph`.
         """
-        ...
 
     def backward_in_loop(self, loss: Tensor, *, last: bool, discards: bool, **options: Any) -> None:
         """`backward` in a loop that the user owns, outside of `run_step`.
@@ -107,23 +102,18 @@ class Executor(Protocol):
             last: this is the last micro-batch of its update.
             discards: the gradients are not used.
         """
-        ...
 
     def backward_aux(self, loss: Tensor) -> None:
         """Gradients of an auxiliary `loss` on this rank, kept until `add_aux`. `backward` may still use the graph."""
-        ...
 
     def add_aux(self, factor: Tensor) -> None:
         """Add `factor` times the auxiliary gradients to the gradients, before the backward that reduces them."""
-        ...
 
     def clip(self, max_norm: float | None) -> Tensor:
         """The global gradient norm before clipping; scales gradients if it exceeds `max_norm`."""
-        ...
 
     def step(self) -> bool:
         """Apply the update. False: it was skipped."""
-        ...
 
     def zero_grad(self) -> None: ...
 
@@ -131,33 +121,26 @@ class Executor(Protocol):
         """Discard the gradients of an update that failed with an error. Return True if the model and the optimizer are
         unchanged.
         """
-        ...
 
     def warm_up(self, backward: Callable[[], Tensor]) -> None:
         """Run discarded work before the first update, so that a resumed run repeats the same bits."""
-        ...
 
     def release(self) -> None:
         """Release wrappers, and the process groups that they hold, after training."""
-        ...
 
     def average_by(self, averages: Sequence[WeightAverage]) -> None:
         """Set what averages weights, besides the optimizer."""
-        ...
 
     def evaluating(self) -> AbstractContextManager[Any]: ...
 
     def averaged(self) -> AbstractContextManager[Any]:
         """Around a save: the weights are those that are evaluated, their average if there is one."""
-        ...
 
     def begin(self) -> None:
         """Called before the first update."""
-        ...
 
     def finish(self) -> None:
         """Called after the last update."""
-        ...
 
     def run_step(
         self, update: UpdateBatch, hooks: StepHooks, *, max_norm: float | None = None, guard: bool = False
@@ -168,7 +151,6 @@ class Executor(Protocol):
             max_norm: gradients are scaled down to this global L2 norm; None leaves them.
             guard: wait for the norm before the update, and skip the update if the norm is not finite.
         """
-        ...
 
     def state_dict(self) -> State: ...
 

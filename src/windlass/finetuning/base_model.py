@@ -123,6 +123,8 @@ def load_options(args: TuningConfig, quantization_config: Any) -> dict[str, Any]
         options["quantization_config"] = quantization_config
     if type(options.get("quantization_config")).__name__ == "BitsAndBytesConfig":
         bitsandbytes_library("load a model in few bits")
+    if (old := options.pop("torch_dtype", None)) is not None:
+        options.setdefault("dtype", old)
     options["dtype"] = _dtype(options.get("dtype", "float32"))
     options.setdefault("trust_remote_code", args.trust_remote_code)
     return options

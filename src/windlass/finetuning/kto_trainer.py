@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import ConfigError, Problem
 from windlass.data.collate_unpaired import MISMATCHED, DataCollatorForUnpairedPreference
 from windlass.finetuning.answer_log_probabilities import (
     AnswerLogProbabilities,
     answer_log_probabilities,
     model_inputs,
 )
+from windlass.finetuning.frozen_reference import ReferenceChoice
 from windlass.finetuning.judged_rows import as_judged_rows, warn_of_balance
 from windlass.finetuning.kto_config import KTOConfig
 from windlass.finetuning.peft_adapters import is_peft_model
@@ -110,6 +112,12 @@ class KTOTrainer(ReferenceTrainer):
         return len(batch["input_ids"])
 
     # --- loss -------------------------------------------------------------------------------------------------------
+
+    def _refuse_unfit_for_stages(self, choice: ReferenceChoice) -> None:
+        fix = (
+            "is not built for KTO, whose training step computes two forwards: use DPOTrainer, or set it to 1"
+        )
+        raise ConfigError(Problem("pp_size", self._session.all_ranks.mesh.pipeline, fix))
 
     def compute_loss(
         self,

@@ -13,25 +13,53 @@ from windlass.core.optional import require
 from windlass.optim.registry import bitsandbytes_library
 
 _PURPOSE = "load a model"
-OF_CONFIG = frozenset({"revision", "trust_remote_code", "token", "cache_dir"})
-# Options of `from_pretrained` that a model without weights is made with. Others may decide about weights as they are
-# read, or change the config.
+# Where a model is looked for.
+OF_CONFIG = frozenset(
+    {
+        "revision",
+        "trust_remote_code",
+        "token",
+        "cache_dir",
+        "subfolder",
+        "local_files_only",
+        "force_download",
+        "proxies",
+    }
+)
+# How weights are read, and where they lie: without them nothing to decide.
+_OF_READING = frozenset(
+    {
+        "device_map",
+        "max_memory",
+        "low_cpu_mem_usage",
+        "use_safetensors",
+        "weights_only",
+        "variant",
+        "key_mapping",
+    }
+    | {"offload_folder", "offload_buffers", "offload_state_dict", "ignore_mismatched_sizes"}
+)
 _MADE_WITH = OF_CONFIG | {"dtype", "attn_implementation", "quantization_config"}
 
 
 def model_without_weights(kind: Any, config: Any, options: dict[str, Any]) -> nn.Module | None:
     """Return the model without reading any weights; None if it is quantized in another way than to 4 bits
-    (bitsandbytes), or an option may need its weights.
+    (bitsandbytes), or an option that is not a setting of the config may need its weights.
 
     Args:
         kind: the class, or one that chooses a class by the config.
         options: of `from_pretrained`.
     """
+    settings = {k: v for k, v in options.items() if k not in _MADE_WITH | _OF_READING}
     form = options.get("quantization_config")
     stored = getattr(config, "quantization_config", None)
-    if not options.keys() <= _MADE_WITH or not all(map(_is_four_bits, filter(None, (form, stored)))):
+    if not all(_is_setting(config, name) for name in settings):
+        return None
+    if not all(map(_is_four_bits, filter(None, (form, stored)))):
         return None
     config = copy.deepcopy(config)
+    for name, value in settings.items():
+        setattr(config, name, value)
     quantizer = None if form is stored is None else _quantizer(config, form)
     dtype = options["dtype"]
     # What is stored in few bits is not converted. Else "auto".
@@ -52,15 +80,20 @@ def model_without_weights(kind: Any, config: Any, options: dict[str, Any]) -> nn
         quantizer.postprocess_model(model)
     model.tie_weights()
     if hasattr(model, "generation_config"):
-        _read_generation(model, config.name_or_path, options)
+        where = {k: v for k, v in options.items() if k in OF_CONFIG}
+        _read_generation(model, config.name_or_path, {**where, **settings})
     empty: nn.Module = model.eval()
     return empty
 
 
+def _is_setting(config: Any, name: str) -> bool:
+    """Whether `from_pretrained` sets this option in the config, and not in one that is a part of it."""
+    return hasattr(config, name) and not hasattr(getattr(config, name), "to_dict")
+
+
 def _read_generation(model: Any, name: str, options: dict[str, Any]) -> None:
-    of_config = {k: v for k, v in options.items() if k in OF_CONFIG}
     with contextlib.suppress(OSError):  # most models have no such file
-        model.generation_config = type(model.generation_config).from_pretrained(name, **of_config)
+        model.generation_config = type(model.generation_config).from_pretrained(name, **options)
 
 
 def _is_four_bits(form: Any) -> bool:

@@ -19,6 +19,7 @@ from windlass.checkpoint.files import Files
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import home_folder
 from windlass.core.logs import get_job_logger
+from windlass.dist.gang import Gang
 from windlass.text.pair_rows import PairRows
 
 logger = get_job_logger(__name__)
@@ -30,7 +31,8 @@ _MOST = 1 << 34  # bytes that are read of such a file
 class ReferencePass:
     """Runs a reference over datasets."""
 
-    accelerator: Any  # the devices and the other processes
+    accelerator: Any  # the devices
+    all_ranks: Gang  # those that share the samples of a batch compute the same rows
     # Batch on the host -> log-probability of each of its sequences, shape (sequences,), all first answers of its rows
     # before all second ones
     compute: Callable[[Any], Tensor]
@@ -64,18 +66,17 @@ class ReferencePass:
         """Of each answer and row. Rows of one length are computed together; all ranks make as many forwards."""
         lengths = rows.lengths
         order = np.argsort(-(lengths[:, 0] + lengths[:, 1:].max(axis=1)), kind="stable")
-        size, ranks = self.batch_size, self.accelerator.num_processes
+        size, data = self.batch_size, self.all_ranks.over("data")
+        is_first = self.all_ranks.over("model").rank == 0
         found = np.zeros((width, len(rows)))
-        for start in range(0, len(order), size * ranks):
-            group = order[start : start + size * ranks]
-            mine = group[self.accelerator.process_index :: ranks]
+        for start in range(0, len(order), size * data.size):
+            group = order[start : start + size * data.size]
+            mine = group[data.rank :: data.size]
             filled = np.resize(mine if len(mine) else group[:1], size)
             sums = self.compute(self.collator([rows[int(at)] for at in filled])).double().reshape(width, size)
-            whole = self.accelerator.gather(sums.T.contiguous()).cpu().numpy().reshape(ranks, size, width)
-            for rank in range(ranks):
-                places = group[rank::ranks]
-                found[:, places] = whole[rank, : len(places)].T
-        return found
+            if is_first:
+                found[:, mine] = sums[:, : len(mine)].cpu().numpy()
+        return self.all_ranks.sum(torch.from_numpy(found)).numpy()
 
 
 def weights_hash(model: nn.Module) -> str:

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.types import State
 from windlass.finetuning.fine_tuner import FineTuner
-from windlass.finetuning.frozen_reference import FirstModel, SecondModel, choose_reference
+from windlass.finetuning.frozen_reference import (
+    FirstModel,
+    ReferenceChoice,
+    SecondModel,
+    choose_reference,
+)
 from windlass.finetuning.precomputed_reference import ReferencePass, weights_hash
 from windlass.finetuning.reference_config import ReferenceConfig
 from windlass.finetuning.sft_checks import router_coefficient
@@ -45,8 +50,11 @@ class ReferenceTrainer(FineTuner):
         """
         self.can_return_loss, self.label_names = True, []
         choice, self._key = self._choice, None if own_collator else self._settings_key()
+        if self._engine.dist.pipeline is not None:
+            self._refuse_unfit_for_stages(choice)
         self._weights = self._weights_hash(choice.source) if self.args.precompute_ref_log_probs else ""
         divided = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        self._divide_in_stages()
         self._reference = choice.prepared(self.accelerator, sharded=divided)
         self.ref_model = self._reference.module if isinstance(self._reference, SecondModel) else None
         if self.args.precompute_ref_log_probs:
@@ -58,6 +66,15 @@ class ReferenceTrainer(FineTuner):
             self.accelerator.register_for_checkpointing(ReferenceState(self.ref_model))
             self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
 
+    def _refuse_unfit_for_stages(self, choice: ReferenceChoice) -> None:
+        """Raise ConfigError for a reference that a pipeline cannot compute."""
+        if choice.given is not None:
+            fix = "is not divided into stages: leave it out, for the model as it is before training, or set pp_size=1"
+            raise ConfigError(Problem("ref_model", type(choice.given).__name__, fix))
+        if not self.args.precompute_ref_log_probs:
+            fix = "a pipeline computes one forward in a training step: set it to True, or pp_size=1"
+            raise ConfigError(Problem("precompute_ref_log_probs", False, fix))
+
     def _weights_hash(self, source: nn.Module) -> str:
         """That of the main process, whose weights all get."""
         own = weights_hash(source) if self.is_world_process_zero() else ""
@@ -66,7 +83,8 @@ class ReferenceTrainer(FineTuner):
     def _settings_key(self) -> str:
         args = self.args
         chosen = (args.max_length, getattr(args, "truncation_mode", ""), getattr(args, "ld_alpha", None))
-        return repr((type(self).__name__, *chosen, args.bf16, args.fp16, args.precompute_ref_batch_size))
+        computed = (args.bf16, args.fp16, args.qat, args.precompute_ref_batch_size)
+        return repr((type(self).__name__, *chosen, *computed))
 
     def _add_reference_to_datasets(self) -> None:
         train, size = self.args.per_device_train_batch_size, self.args.precompute_ref_batch_size
@@ -94,9 +112,9 @@ class ReferenceTrainer(FineTuner):
         if self._key is not None:
             key = hashlib.sha256(f"{self._key} {self._weights} {batch_size}".encode()).hexdigest()
         compute: Callable[[Any], Tensor] = self._reference_sums
-        return ReferencePass(self.accelerator, compute, self.data_collator, batch_size, key).add_to(
-            rows, self.REFERENCE_COLUMNS
-        )
+        return ReferencePass(
+            self.accelerator, self._session.all_ranks, compute, self.data_collator, batch_size, key
+        ).add_to(rows, self.REFERENCE_COLUMNS)
 
     def _reference_sums(self, batch: Any) -> Tensor:
         """The log-probability of each sequence of a batch on the host, under the reference."""

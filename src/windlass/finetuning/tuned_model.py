@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ from windlass.trainer.defaults import seed_all
 from windlass.transforms.buffers import inner_tensors
 from windlass.transforms.few_bits import keep_trainable
 from windlass.transforms.first_rank import to_meta
+
+_SPREADING = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ def open_tuned_model(
     """
     seed_all(args)  # new weights and new adapters are drawn from these generators
     empty = isinstance(model, str) and receives_weights(args)
+    if isinstance(model, str):
+        _check_placement(args)
     opened = open_model(model, args, quantization_config, empty=empty, labels=labels)
     if labels is not None:
         peft_config = with_head(opened, labels, peft_config)
@@ -102,6 +107,17 @@ def receives_weights(args: TuningConfig) -> bool:
     world = world_from_environment()
     shard = resolve_parallel(args, world).dist.shard
     return shard is not None and shard.ram_efficient and not world.is_local_main
+
+
+def _check_placement(args: TuningConfig) -> None:
+    """Raise ConfigError if a `device_map` spreads a model over devices that sharding divides among ranks."""
+    options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+    where = options.get("device_map")
+    whole = where is None or (isinstance(where, Mapping) and len(set(where.values())) == 1)
+    spreads = where in _SPREADING if isinstance(where, str) else not (whole or isinstance(where, int))
+    if spreads and resolve_parallel(args, world_from_environment()).dist.shard is not None:
+        fix = "spreads the model over devices, and FSDP2 divides it among ranks: leave it out, or name one device"
+        raise ConfigError(Problem("model_init_kwargs.device_map", where, fix))
 
 
 def _check_torchao(model: nn.Module) -> None:

@@ -1,18 +1,40 @@
-"""Layouts for a number of devices, in the order in which they cost: the first that fits is taken."""
+"""Layouts for a number of devices: what each asks of a recipe, and what it costs by estimate."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.mesh import AXES, Axis, Mesh
 from windlass.dist.imagined import MACHINE
+from windlass.forecast.rehearsal import Size
+from windlass.metrics.device_peaks import NETWORK, Board
 
 _FORM = re.compile(r"(\d+)x(\d+)GB", re.IGNORECASE)
 _USED = 0.9
 """The share of a device's memory that tensors may take: the runtime and the allocator need some, too."""
-_RECOMPUTED = "training.activation_checkpointing=true"
+_WITHIN: tuple[Axis, ...] = ("expert", "context", "sequence", "tensor")
+"""Axes that exchange in every layer, and so stay within a machine."""
+_ASKED: tuple[Axis, ...] = (*_WITHIN, "pipeline")
+"""Axes that a run may refuse."""
+_LATENCY = 2e-5
+"""Seconds until a collective begins, about."""
+_NAMES: dict[Axis, str] = {"replicate": "replicas", "shard": "shards", "expert": "experts"}
+# Both spellings of a setting in the `parallel` section of a recipe.
+_SPELLINGS = {
+    "mesh.replicas": "dp_replicate",
+    "mesh.shards": "dp_shard",
+    "mesh.ep": "ep",
+    "mesh.cp": "cp",
+    "mesh.sp": "sp",
+    "mesh.tp": "tp",
+    "mesh.pp": "pp",
+}
 
 
 class Devices(NamedTuple):
@@ -36,28 +58,198 @@ class Devices(NamedTuple):
         return int(self.memory * _USED)
 
 
-class Layout(NamedTuple):
-    """A way to spread a run: its name, and the overrides of a recipe that ask for it."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A way to spread a run.
 
-    name: str
-    overrides: tuple[str, ...]
-
-
-def layouts(devices: int) -> Iterator[Layout]:
-    """Replicas exchange least, and shards little more; what is computed again costs a third more; ranks that divide
-    experts, rows or layers exchange in every layer, and stay within a machine; ranks of a pipeline wait for each other.
+    Attributes:
+        sharded: the ranks of a replica each store a part of its parameters (FSDP).
+        recomputed: activations are computed again in the backward.
     """
-    yield Layout("replicas", ())
-    if devices > 1:
-        yield Layout("shards", ("parallel.strategy=fsdp",))
-    yield Layout("replicas, recomputed", (_RECOMPUTED,))
-    if devices == 1:
-        return
-    sharded = ("parallel.strategy=fsdp", _RECOMPUTED)
-    yield Layout("shards, recomputed", sharded)
-    sizes = [size for size in (2, 4, 8) if size <= min(devices, MACHINE) and devices % size == 0]
-    for axis, word in (("experts", "ep"), ("context", "cp"), ("tensor", "tp")):
-        for size in sizes:
-            yield Layout(f"shards x {axis} {size}, recomputed", (*sharded, f"parallel.mesh.{word}={size}"))
-    for size in sizes:
-        yield Layout(f"pipeline {size}, recomputed", (_RECOMPUTED, f"parallel.mesh.pp={size}"))
+
+    mesh: Mesh = field(default_factory=Mesh)
+    sharded: bool = False
+    recomputed: bool = False
+
+    @property
+    def name(self) -> str:
+        """Such as "pipeline 2 x shards 4, recomputed"."""
+        sizes = [(axis, self.mesh.along(axis)) for axis in AXES]
+        words = [f"{_NAMES.get(axis, axis)} {size}" for axis, size in sizes if size > 1]
+        if self.sharded and self.mesh.shard == 1:
+            words.insert(0, "sharded")
+        return (" x ".join(words) or "one device") + (", recomputed" if self.recomputed else "")
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """What of it a run may refuse: the sizes of axes, and that parameters are sharded."""
+        used = [(axis, self.mesh.along(axis)) for axis in _ASKED if self.mesh.along(axis) > 1]
+        words = [word for axis, size in used for word in (axis, f"{axis} {size}")]
+        return frozenset([*words, "sharded"] if self.sharded else words)
+
+    @property
+    def divisors(self) -> dict[str, int]:
+        """Into how many parts the memory of each kind is divided at most."""
+        mesh = self.mesh
+        shards = mesh.shard * mesh.size("context") if self.sharded else 1
+        return {
+            "state": mesh.tensor * mesh.pipeline * mesh.expert * shards,
+            "activations": mesh.size("model"),
+            "gathered": mesh.tensor,
+        }
+
+    def parts(self) -> Iterator[Layout]:
+        """Each part of what a run may refuse by itself, on as few ranks as have it."""
+        for axis in _ASKED:
+            if (size := self.mesh.along(axis)) > 1:
+                yield Layout(Mesh(**{axis: size}))
+        if self.sharded:
+            yield Layout(Mesh(shard=2), sharded=True)
+
+    def overrides(self, recipe: Mapping[str, Any]) -> tuple[str, ...]:
+        """What changes `recipe`, the values of a recipe file, into this layout. Whatever it sets of the layout is set
+        again, in the spelling that it has.
+        """
+        mesh, training = self.mesh, recipe.get("training") or {}
+        wanted: dict[str, Any] = {
+            f"mesh.{word}": None if mesh.along(axis) == 1 else mesh.along(axis)
+            for axis, word in zip(_ASKED, ("ep", "cp", "sp", "tp", "pp"), strict=True)
+        }
+        wanted["mesh.replicas"] = mesh.replicate if self.sharded and mesh.replicate > 1 else None
+        wanted["mesh.shards"] = None
+        by_fields = "fsdp" in training or "parallelism_config" in training
+        wanted["strategy"] = "fsdp" if self.sharded else "ddp" if by_fields else None
+        found = []
+        for word, value in _flat(recipe.get("parallel") or {}):
+            name = next(
+                (full for full, short in _SPELLINGS.items() if word in (short, f"mesh.{short}")), word
+            )
+            if name in wanted and (new := wanted.pop(name)) != value:
+                found.append(f"parallel.{word}={'null' if new is None else new}")
+        found += [
+            f"parallel.{_SPELLINGS.get(name, name)}={new}" for name, new in wanted.items() if new is not None
+        ]
+        word = next(
+            (word for word in ("gradient_checkpointing",) if word in training), "activation_checkpointing"
+        )
+        if bool(training.get(word)) != self.recomputed:
+            found.append(f"training.{word}={str(self.recomputed).lower()}")
+        return tuple(sorted(found))
+
+
+def _flat(section: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for word, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{word}.")
+        else:
+            yield f"{before}{word}", value
+
+
+def layouts(devices: int, micro_batches: int) -> Iterator[Layout]:
+    """All products of axes that make so many ranks. Those that exchange in every layer stay within a machine, and a
+    pipeline has no more stages than an update has micro-batches: most of them would wait.
+    """
+    for pipeline in (size for size in _divisors(devices) if size <= micro_batches):
+        each = devices // pipeline
+        for sizes in itertools.product(
+            _divisors(math.gcd(each, math.lcm(*range(1, MACHINE + 1)))), repeat=len(_WITHIN)
+        ):
+            inner = math.prod(sizes)
+            if inner > MACHINE or each % inner:
+                continue
+            for shard in _divisors(each // inner):
+                mesh = Mesh(
+                    each // inner // shard, shard, pipeline=pipeline, **dict(zip(_WITHIN, sizes, strict=True))
+                )
+                for sharded in _ways(mesh):
+                    yield Layout(mesh, sharded)
+                    yield Layout(mesh, sharded, recomputed=True)
+
+
+def _ways(mesh: Mesh) -> tuple[bool, ...]:
+    """Whether the parameters may be sharded, or must be: a replica has several ranks that store the same otherwise."""
+    if mesh.shard > 1:
+        return (True,)
+    return (False, True) if mesh.size("context") * mesh.expert > 1 else (False,)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+# --- what a layout costs ----------------------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """What a layout costs by estimate; layouts are compared by these in order.
+
+    Attributes:
+        seconds: all ranks that compute a micro-batch together, times the seconds that they take for it.
+        recomputed: activations are computed twice.
+        exchange: seconds of collectives.
+        axes: the number of axes in use.
+    """
+
+    seconds: float
+    recomputed: bool
+    exchange: float
+    axes: int
+
+
+def cost_of(layout: Layout, size: Size, board: Board) -> Cost:
+    """Products of matrices, collectives in rings, and the wait at both ends of a pipeline (arXiv:2104.04473, section
+    2.2), at the rates of a data sheet. A trace counts what an estimate leaves out, and takes seconds.
+    """
+    mesh, together = layout.mesh, layout.mesh.size("model")
+    flops = (8 if layout.recomputed else 6) * size.parameters * size.positions
+    compute = flops / together / (1e12 * board.rates.get("bf16", board.rates["fp32"]))
+    seconds_of = {
+        axis: calls * _LATENCY + nbytes / (1e9 * (board.link if _is_within(mesh, axis) else NETWORK))
+        for axis, (nbytes, calls) in exchanged(layout, size).items()
+    }
+    exchange = sum(seconds_of.values())
+    # Parameters and gradients travel beside the products of other layers; a layer waits for its activations.
+    beside = seconds_of.get("replicate", 0.0) + seconds_of.get("shard", 0.0)
+    wait = 1 + (mesh.pipeline - 1) / size.micro_batches
+    seconds = together * max((compute + exchange - beside) * wait, beside)
+    axes = sum(mesh.along(axis) > 1 for axis in AXES)
+    return Cost(float(f"{seconds:.3g}"), layout.recomputed, float(f"{exchange:.3g}"), axes)
+
+
+def _is_within(mesh: Mesh, axis: Axis) -> bool:
+    inner = AXES[AXES.index(axis) :]
+    return math.prod(map(mesh.along, inner)) <= MACHINE
+
+
+def exchanged(layout: Layout, size: Size) -> dict[Axis, tuple[float, float]]:
+    """Bytes that a rank sends for a micro-batch, and in how many collectives, by axis."""
+    mesh, micro_batches = layout.mesh, size.micro_batches
+    layers, part = size.layers / mesh.pipeline, 1 / (mesh.tensor * mesh.pipeline)
+    # From layer to layer; the width follows from parameters = 12 layers width^2 (arXiv:2001.08361, section 2.1).
+    passed = size.positions * math.sqrt(size.parameters / (12 * size.layers)) * size.element
+    passed /= mesh.size("context")
+    passes = layers * (3 if layout.recomputed else 2)
+    shards = mesh.size("loss") // mesh.replicate if layout.sharded else 1
+    copies = mesh.size("loss") // shards
+    reduced = part * size.trained / micro_batches
+    found: dict[Axis, tuple[float, float]] = {
+        "replicate": (2 * _ring(copies) * reduced / shards, 1 / micro_batches),
+        "shard": (_ring(shards) * (2 * part * size.weights + reduced), 3 * layers),
+        "tensor": (4 * passes * _ring(mesh.tensor) * passed, 2 * passes),
+        "context": (
+            2 * (passes + layers) * (mesh.context - 1) * passed / mesh.tensor,
+            2 * passes * (mesh.context - 1),
+        ),
+        "sequence": (4 * passes * _ring(mesh.sequence) * passed / mesh.tensor, 4 * passes),
+        "expert": (4 * passes * _ring(mesh.expert) * passed, 2 * passes),
+        "pipeline": (2 * passed, 2.0),
+    }
+    # Gradients are reduced over all ranks of the loss, and shards are among all of them in a replica.
+    used = {axis for axis in AXES if mesh.along(axis) > 1} | ({"replicate"} if copies > 1 else set())
+    used |= {"shard"} if shards > 1 else set()
+    return {axis: each for axis, each in found.items() if axis in used}
+
+
+def _ring(ranks: int) -> float:
+    """The share of a tensor that a rank sends in one way round a ring."""
+    return (ranks - 1) / ranks

@@ -7,7 +7,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ from windlass.trainer.losses import call_model
 from windlass.trainer.micro_steps import MicroSteps
 from windlass.trainer.preparation import check_optimizer, plan_run
 from windlass.trainer.run_context import RunContext
+from windlass.transforms.blocks import repeated_blocks
 from windlass.transforms.lean_head import LeanHead
 from windlass.transforms.pipeline import lean_head_of_whole
 from windlass.transforms.staged_model import staged_of
@@ -56,6 +57,26 @@ from windlass.transforms.tensor_split import split_of
 _MEASURED = {"over": Kind.TARGETS.name, "shifted": True, "without_logits": True}
 _READ = 64
 """Micro-batches that are read to find the largest one."""
+
+
+class Size(NamedTuple):
+    """What an estimate of its cost needs to know of a run, whatever its layout is.
+
+    Attributes:
+        weights, trained: bytes of all parameters, and of those that are trained.
+        layers: repeated blocks of the model.
+        positions: of a micro-batch.
+        micro_batches: of an update.
+        element: bytes of a number of what a layer passes on.
+    """
+
+    parameters: int
+    weights: int
+    trained: int
+    layers: int
+    positions: int
+    micro_batches: int
+    element: int
 
 
 class SomeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -116,8 +137,25 @@ class Rehearsal:
         number = min(accumulation, at_most)
         return UpdateBatch([largest] * number, [[]] * number, 0, 0, False)
 
-    def run(self, layers: int | None = None) -> Trace:
-        """Run two updates with so many layers of the stack; None: with all."""
+    @property
+    def size(self) -> Size:
+        """What an estimate of its cost needs to know of the run."""
+        model, plan = self._request.hooks.model, self._plan
+        parameters = list(model.parameters())
+        sizes = [(p.numel(), p.numel() * p.element_size(), p.requires_grad) for p in parameters]
+        half = plan.precision.compute != "fp32" or parameters[0].element_size() < 4
+        return Size(
+            sum(number for number, _, _ in sizes),
+            sum(nbytes for _, nbytes, _ in sizes),
+            sum(nbytes for _, nbytes, trained in sizes if trained),
+            max(len(list(repeated_blocks(model))), 1),
+            _positions(self.update.batches[0]),
+            plan.batch.accumulation,
+            2 if half else 4,
+        )
+
+    def build(self, layers: int | None = None) -> Built:
+        """Make what the run trains with, of so many layers of the stack; None: of all. Raises what the run would."""
         request, mode = self._request, self._mode
         model, services = request.hooks.model, request.services
         if self.stack is not None and layers is not None:
@@ -139,6 +177,12 @@ class Rehearsal:
         services.engine.attach(services.loss.normaliser, built.executor)
         if (staged := staged_of(model)) is not None:
             staged.link.arriving, staged.lean_head = borders, lean_head
+        return built
+
+    def run(self, layers: int | None = None) -> Trace:
+        """Run two updates with so many layers of the stack; None: with all."""
+        request, mode, built = self._request, self._mode, self.build(layers)
+        model, services = request.hooks.model, request.services
         places = ModulePlaces(model)
         part = (lambda name: "") if self.stack is None else self.stack.part
         meter = Meter(places, part, _vocabulary(model))

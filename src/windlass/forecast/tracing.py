@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from windlass.core.device import without_accelerators
 from windlass.core.errors import ModelError
@@ -14,13 +15,15 @@ from windlass.core.mesh import Mesh
 from windlass.dist.imagined import imagined_job
 from windlass.forecast.child import Child, apart
 from windlass.forecast.fake_weights import fake_weights, new_mode
-from windlass.forecast.rehearsal import Rehearsal
+from windlass.forecast.rehearsal import Rehearsal, Size
 from windlass.forecast.trace import Trace
 from windlass.precision.check import for_any_device
 from windlass.trainer.instead import RunRequest, instead_of_runs
 
+_T = TypeVar("_T")
 
-class _Traced(BaseException):
+
+class _Planned(BaseException):
     """Ends the script once its run was looked at; not an `Exception`, which a script may catch."""
 
 
@@ -36,14 +39,39 @@ def trace_of(
     Raises:
         ModelError: `start` calls no `train()`, or its model cannot be run without values. ConfigError: as the run.
     """
+    return _rehearsed(_traced, start, world, rank, whole=whole, on_device=on_device)
+
+
+def size_of(start: Callable[[], Any], world: int = 1) -> Size:
+    """What an estimate needs of the run that `start` would begin. Raises as `trace_of`."""
+    return _rehearsed(lambda rehearsal: rehearsal.size, start, world, 0, whole=True, on_device=True)
+
+
+def check_run(start: Callable[[], Any], world: int = 1) -> None:
+    """Make what the run would train with, and no update. Raises as `trace_of`."""
+
+    def build(rehearsal: Rehearsal) -> None:
+        rehearsal.build(None if rehearsal.stack is None else rehearsal.stack.few)
+
+    _rehearsed(build, start, world, 0, whole=False, on_device=True)
+
+
+def _rehearsed(
+    use: Callable[[Rehearsal], _T],
+    start: Callable[[], Any],
+    world: int,
+    rank: int,
+    *,
+    whole: bool,
+    on_device: bool,
+) -> _T:
+    """What `use` makes of the rehearsal of the first run that `start` would begin."""
     mode = new_mode()
-    found: list[Trace] = []
+    found: list[_T] = []
 
     def planned(request: RunRequest) -> NoReturn:
-        found.append(
-            _traced(Rehearsal(request, mode, on_device=on_device, whole=whole or not Child.can_fork))
-        )
-        raise _Traced
+        found.append(use(Rehearsal(request, mode, on_device=on_device, whole=whole or not Child.can_fork)))
+        raise _Planned
 
     with (
         imagined_job(world, rank),
@@ -51,7 +79,7 @@ def trace_of(
         fake_weights(mode),
         instead_of_runs(planned),
         for_any_device() if on_device else contextlib.nullcontext(),
-        contextlib.suppress(_Traced),
+        contextlib.suppress(_Planned),
     ):
         start()
     if not found:
@@ -62,13 +90,18 @@ def trace_of(
     return found[0]
 
 
-def trace_of_largest(start: Callable[[], Any], world: int = 1, *, on_device: bool = False) -> Trace:
+def trace_of_largest(
+    start: Callable[[], Any], world: int = 1, *, on_device: bool = False, room: float = math.inf
+) -> Trace:
     """As `trace_of`, on the rank of a pipeline whose peak is largest. The ranks of other layouts are equal but for
     remainders, of which rank 0 has the most.
+
+    Args:
+        room: bytes from which on it does not matter which rank takes more.
     """
     first = trace_of(start, world, on_device=on_device)
     mesh = Mesh(**first.facts["mesh"])
-    if mesh.pipeline == 1:
+    if mesh.pipeline == 1 or first.peak[1].total > room:
         return first
 
     def traced(rank: int) -> dict[str, Any]:
@@ -77,7 +110,7 @@ def trace_of_largest(start: Callable[[], Any], world: int = 1, *, on_device: boo
     # The pipeline is the outermost axis. A script is run again in a process of its own.
     each = mesh.size("stage")
     ranks = [number * each for number in range(mesh.pipeline)]
-    traces = [first, *(Trace.from_dict(apart(lambda rank=rank: traced(rank))) for rank in ranks[1:])]  # type: ignore[misc]
+    traces = [first, *(Trace.from_dict(apart(partial(traced, rank))) for rank in ranks[1:])]
     peaks = [found.peak[1].total for found in traces]
     largest = traces[peaks.index(max(peaks))]
     state = sum(found.saved["optimizer state"] for found in traces)

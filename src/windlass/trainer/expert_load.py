@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from windlass.core.types import State
 from windlass.transforms.expert_plan import expert_layers, number_of_experts
 from windlass.transforms.lean_head import output_of
+from windlass.transforms.staged_model import staged_of
 
 
 class ExpertLoad:
@@ -40,7 +41,7 @@ class ExpertLoad:
         self.layers = expert_layers(model)
         sizes = [number_of_experts(layer) for layer in self.layers]
         self._mask: Tensor | None = None
-        self._counting = False
+        self._counting, self._staged = False, staged_of(model)
         # One row a layer; those of the update that is being computed, and since the last report.
         self._update = torch.zeros(len(sizes), max(sizes, default=0), dtype=torch.int64, device=device)
         self._tokens, self._sizes = self._update.clone(), sizes
@@ -84,7 +85,8 @@ class ExpertLoad:
 
     def _counter(self, row: int) -> Callable[[nn.Module, Any, Any], None]:
         def count(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            if not self._counting:
+            # The forward of a stage ends without its end; layers may be computed again in the backward.
+            if not self._counting or not (self._staged is None or self._staged.in_step):
                 return
             given = (*args, *kwargs.values())
             chosen = next(t for t in given if isinstance(t, Tensor) and t.dtype == torch.int64)

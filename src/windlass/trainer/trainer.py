@@ -824,8 +824,7 @@ class Trainer:
                 names.
             metric_key_prefix: first part of the metrics' names.
         """
-        if (staged := services.spread_in_stages(self.model, self._engine, self._session)) is not None:
-            self._writer = self._new_writer(staged)
+        self._divide_in_stages()
         described = hooks.evaluation_of(
             self,
             self._plan.evaluations,
@@ -836,6 +835,11 @@ class Trainer:
             predicting=description == "Prediction",
         )
         return self._services.evaluator.run(dataloader, described)
+
+    def _divide_in_stages(self) -> None:
+        """Divide a model that a pipeline is to train, if it is not divided yet. Collective."""
+        if (staged := services.spread_in_stages(self.model, self._engine, self._session)) is not None:
+            self._writer = self._new_writer(staged)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

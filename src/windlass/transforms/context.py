@@ -19,7 +19,14 @@ from windlass.core.optional import is_imported, require
 from windlass.core.rng import ForwardRandomness
 from windlass.dist.gang import Gang
 from windlass.transforms.divided_output import DividedOutput, Gatherable
-from windlass.transforms.divided_sequences import NAME, divide, divided_attention, divided_mask, group_of
+from windlass.transforms.divided_sequences import (
+    NAME,
+    Division,
+    divide,
+    divided_attention,
+    divided_mask,
+    group_of,
+)
 from windlass.transforms.document_mask import BORDERS
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.neftune import vocabulary_of
@@ -43,6 +50,9 @@ class DividedForwards:
         context_ranks: the ranks that divide the rows; each forward needs all of them. Keys and values travel among
             those of its view "ring", and those of "heads" exchange heads.
 
+    Attributes:
+        division: of the rows of the forward that is under way; None if they are whole.
+
     Raises:
         ConfigError: the heads cannot be divided among the ranks. Collective: a short row is run both ways.
         ModelError: the attention of the model cannot be replaced, or its results on divided rows differ.
@@ -52,7 +62,7 @@ class DividedForwards:
         self._model, self._ranks = _model_of_transformers(module), context_ranks
         self._group = group_of(context_ranks)
         _refuse_unfit(self._model, context_ranks)
-        self._zigzag: Zigzag | None = None
+        self.division: Division | None = None
         self._length, self._compared = 0, set[bool]()
         self._randomness = ForwardRandomness(next(self._model.parameters()).device, context_ranks.rank)
         compared = context_ranks.exists or context_ranks.mesh.pipeline == 1
@@ -89,7 +99,7 @@ class DividedForwards:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         batch = {**dict(zip(("input_ids",), args, strict=False)), **kwargs}
-        self._zigzag = None
+        self.division = None
         if any(_is_set(batch.get(name)) for name in _GENERATING):
             return None
         known = BORDERS if batch.get("position_ids") is not None else ()
@@ -97,7 +107,7 @@ class DividedForwards:
         _refuse_columns(given, len(args))
         self._compare(given["input_ids"])
         part = divide(given, self._ranks)
-        self._zigzag, self._length = part["divided"].zigzag, given["input_ids"].shape[1]
+        self.division, self._length = part["divided"], given["input_ids"].shape[1]
         others = {name: value for name, value in given.items() if name not in _COLUMNS}
         if module.training:
             self._randomness.begin()
@@ -105,16 +115,15 @@ class DividedForwards:
 
     def _join(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """The results of whole rows; see `DividedOutput`."""
-        zigzag, self._zigzag = self._zigzag, None
-        if zigzag is None:
+        division, self.division = self.division, None
+        if division is None:
             return output
+        zigzag = division.zigzag
         if module.training:
             self._randomness.end()
-        if output.get("aux_loss", output.get("auxiliary")) is not None:
-            raise ModelError(
-                f"{type(module).__name__} returned a balancing loss of its experts, which is not the sum of the losses "
-                f"of parts of a row. Set output_router_logits=False in its configuration, or: {_TRAIN_WHOLE}"
-            )
+        for name in ("aux_loss", "auxiliary"):  # a balancing loss, of which each rank has an equal share
+            if output.get(name) is not None:
+                output[name] = output[name] * self._ranks.size
         if "made" in output:  # in place of logits, by `lean_loss.py`
             figures = tuple(self._whole(value, zigzag) for value in output["figures"])
             return {**output, "made": self._whole(output["made"], zigzag), "figures": figures}
@@ -123,7 +132,7 @@ class DividedForwards:
         if output.get("loss") is None:
             output["logits"] = local.whole()
             return output
-        return DividedOutput(self._sum(output["loss"]), local)
+        return DividedOutput(self._sum(output["loss"]), local, output.get("aux_loss"))
 
     def _whole(self, value: Tensor, zigzag: Zigzag) -> Tensor:
         """A value for each token, of whole rows; or a sum over tokens."""
@@ -185,6 +194,12 @@ _divided: dict[int, DividedForwards] = {}
 def has_divided_sequences(model: nn.Module) -> bool:
     """Return True if forwards of `model` divide their batches, and get `shift_labels` in parts."""
     return id(model) in _divided
+
+
+def division_of(model: nn.Module) -> Division | None:
+    """How the rows of the forward of `model` that is under way are divided; None: they are whole."""
+    held = _divided.get(id(model))
+    return None if held is None else held.division
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +283,6 @@ def _refuse_unfit(model: Any, context_ranks: Gang) -> None:
         if getattr(config, name, 0.0):
             fix = "is not built for attention on divided rows: set it to 0, or cp_size and sp_size to 1"
             raise ConfigError(Problem(f"model.config.{name}", getattr(config, name), fix))
-    if getattr(config, "output_router_logits", False):
-        fix = (
-            "adds a loss that is not a sum over parts of a row: set it to False, or cp_size and sp_size to 1"
-        )
-        raise ConfigError(Problem("model.config.output_router_logits", True, fix))
 
 
 def _mixer(model: Any, config: Any) -> str | None:

@@ -26,6 +26,9 @@ class DividedOutput(Mapping[str, Any]):
 
     loss: Tensor
     part: Gatherable | Tensor  # what this rank has of the logits, until they are read
+    aux_loss: Tensor | None = (
+        None  # the balancing loss of experts, which `loss` contains; None if there is none
+    )
 
     @property
     def logits(self) -> Tensor:
@@ -35,27 +38,26 @@ class DividedOutput(Mapping[str, Any]):
         return self.part
 
     def __getitem__(self, key: Any) -> Any:
-        names = ("loss", "logits")
         if isinstance(key, int | slice):
             return self.to_tuple()[key]
-        if key not in names:
+        if key not in iter(self):
             raise KeyError(key)
         return getattr(self, key)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(("loss", "logits"))
+        return iter(("loss", "logits") if self.aux_loss is None else ("loss", "aux_loss", "logits"))
 
     def __len__(self) -> int:
-        return 2
+        return len(list(iter(self)))
 
-    def to_tuple(self) -> tuple[Tensor, Tensor]:
-        """Loss and logits."""
-        return self.loss, self.logits
+    def to_tuple(self) -> tuple[Tensor, ...]:
+        """What is there, in order."""
+        return tuple(getattr(self, name) for name in self)
 
 
 # PyTorch's wrapper finds the loss in it.
 pytree.register_pytree_node(
     DividedOutput,
-    lambda output: ([output.loss], output.part),
-    lambda leaves, part: DividedOutput(next(iter(leaves)), part),
+    lambda output: ([output.loss], (output.part, output.aux_loss)),
+    lambda leaves, others: DividedOutput(next(iter(leaves)), *others),
 )

@@ -24,11 +24,13 @@ from windlass.dist.gang import Gang
 from windlass.dist.sharded import from_part, is_sharded, local
 from windlass.transforms.averaging import average_gradients
 from windlass.transforms.buffers import broadcast, check_sparse
+from windlass.transforms.context import division_of
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.expert_layers import expert_parameters
 from windlass.transforms.first_rank import check_same_structure
 from windlass.transforms.lean_head import InexactLossError, LeanHead, head_of
 from windlass.transforms.pipeline_cut import example_of, find_cut
+from windlass.transforms.stage_balance import StageBalance
 from windlass.transforms.stage_forwards import output_tensors
 from windlass.transforms.staged_model import StagedModel, staged_of
 from windlass.transforms.strategy import Strategy
@@ -56,6 +58,7 @@ class Pipeline(Strategy):
     Args:
         module: whole, and best on the host still. All ranks get rank 0's weights and buffers. Collective.
         spread_stage: makes the strategy of a stage, of which each pipeline has one rank; `module` has its layers.
+        balances_all: experts are balanced over the batches of all ranks that reduce gradients together.
 
     Attributes:
         staged: the stages of this rank.
@@ -74,12 +77,14 @@ class Pipeline(Strategy):
         loss_ranks: Gang,
         device: torch.device,
         spread_stage: Callable[[], Strategy],
+        balances_all: bool = False,
     ) -> None:
         self._all_ranks, self._ranks = loss_ranks.over("all"), loss_ranks.over("pipeline")
         self._device = device
         known = staged_of(module)
         if known is None:
-            self._inner = self._divided(module, plan, spread_stage)
+            balance = StageBalance(module, loss_ranks, balances_all, lambda: self.filling, division_of)
+            self._inner = self._divided(module, plan, spread_stage, balance)
         else:
             self._inner = spread_stage()
             self.staged = known
@@ -87,7 +92,11 @@ class Pipeline(Strategy):
         super().__init__(module, self._all_ranks)
 
     def _divided(
-        self, module: nn.Module, plan: PipelinePlan, spread_stage: Callable[[], Strategy]
+        self,
+        module: nn.Module,
+        plan: PipelinePlan,
+        spread_stage: Callable[[], Strategy],
+        balance: StageBalance,
     ) -> Strategy:
         _refuse_unfit(module, self._all_ranks)
         check_same_structure(module, self._all_ranks)
@@ -96,11 +105,11 @@ class Pipeline(Strategy):
         tensors = (tensor.detach() for tensor in (*module.parameters(), *module.buffers()))
         broadcast(tensors, self._all_ranks)
         placement, example = plan.placement, example_of(module)
-        cut, whole = find_cut(module, len(placement), plan.split_points, example)
+        cut, whole = balance.cut(lambda: find_cut(module, len(placement), plan.split_points, example))
         for name in cut.last:
             module.get_submodule(name).ends_stage = True  # type: ignore[assignment]
         lean_head = lean_head_of_whole(module)
-        self.staged = staged = StagedModel(module, cut, placement, self._ranks, self._device)
+        self.staged = staged = StagedModel(module, cut, placement, self._ranks, self._device, balance)
         staged.lean_head = lean_head
         inner = staged.spread(spread_stage)
         if example is not None and self._ranks.exists:

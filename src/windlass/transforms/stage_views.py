@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.transforms.pipeline_cut import Cut, Output
+from windlass.transforms.stage_balance import StageBalance
 
 
 class StageEnd(BaseException):
@@ -80,9 +81,11 @@ class StageView:
 
     Args:
         stage: its number in `cut`.
+        balance: of the experts in all stages.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, stage: int) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, stage: int, balance: StageBalance) -> None:
+        self.balance = balance
         modules = dict(model.named_modules())
         self._swaps: list[tuple[nn.Module, str, nn.Module]] = []
         self._first: _First | None = None
@@ -103,8 +106,9 @@ class StageView:
 
     def enter(self, received: Tensor | None) -> None:
         """Replace the units; the stage begins with `received`, unless it is the first."""
+        states = self.balance.begin(received)
         if self._first is not None:
-            self._first.received = received
+            self._first.received = states
         self._exchange()
 
     def leave(self) -> None:

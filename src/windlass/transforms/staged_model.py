@@ -31,6 +31,7 @@ from windlass.dist.sharded import (
 )
 from windlass.transforms.lean_head import LeanHead
 from windlass.transforms.pipeline_cut import Cut
+from windlass.transforms.stage_balance import StageBalance
 from windlass.transforms.stage_forwards import Call, StageForwards
 from windlass.transforms.stage_link import StageLink
 from windlass.transforms.stage_views import StageEnd, StageView
@@ -60,6 +61,7 @@ class StagedModel(ElsewhereState):
         module: whole, on the host; its parameters of other stages are replaced, and the others moved to `device`.
         placement: for each stage the rank that computes it, as an index in the pipeline.
         pipeline_ranks: the pipeline of this rank.
+        balance: of the experts in all stages.
 
     Attributes:
         local: the stages of this rank.
@@ -78,6 +80,7 @@ class StagedModel(ElsewhereState):
         placement: Sequence[int],
         pipeline_ranks: Gang,
         device: torch.device,
+        balance: StageBalance,
     ) -> None:
         self.module, self.placement, self.link = module, placement, StageLink(pipeline_ranks, device)
         self.local = [stage for stage, rank in enumerate(placement) if rank == pipeline_ranks.rank]
@@ -93,7 +96,7 @@ class StagedModel(ElsewhereState):
         self._of_stage: dict[int, list[nn.Parameter]] = {stage: [] for stage in self.local}
         self._stage_of = cut.stage_of()
         self._divide(cut, device)
-        self._views = {stage: StageView(module, cut, stage) for stage in self.local}
+        self._views = {stage: StageView(module, cut, stage, balance) for stage in self.local}
         self._forwards = StageForwards(self.link, placement, self._compute)
         self._step: _Step | None = None
         self._forward = module.forward
@@ -130,7 +133,7 @@ class StagedModel(ElsewhereState):
     def room(self, stage: int) -> Tensor | None:
         """Memory for what the stage before sends; None if that failed. Waits for its header."""
         if not self.link.ranks.exists:
-            return self.link.imagine(stage)
+            return self._views[stage].balance.room(self.link.imagine(stage))
         return self.link.expect(self.placement[stage - 1])
 
     # --- parameters -------------------------------------------------------------------------------------------------
@@ -295,12 +298,18 @@ class StagedModel(ElsewhereState):
         # Ranks that divide the rows of a batch drop different tokens.
         part = self.link.ranks.over("context").rank
         self.randomness.at(step.index, 1 + step.stage + part * self.stages)
-        try:
-            result = self._forward(*args, **kwargs)
-        except StageEnd as end:
-            raise StageEnd(self.at_end(end.tensor)) from None
+        result = self._computed(step.stage, (args, kwargs), self.at_end)
         self.randomness.at(step.index, 0)
         return result
+
+    def _computed(self, stage: int, call: Call, at_end: Callable[[Tensor], Tensor]) -> Any:
+        """The forward of a stage; the last one returns."""
+        balance = self._views[stage].balance
+        with balance.forward():
+            try:
+                return self._forward(*call[0], **call[1])
+            except StageEnd as end:
+                raise StageEnd(balance.end(at_end(end.tensor), call)) from None
 
     # --- a forward of all stages ------------------------------------------------------------------------------------
 
@@ -312,7 +321,7 @@ class StagedModel(ElsewhereState):
     def _compute(self, stage: int, received: Tensor | None, call: Call) -> Any:
         self._views[stage].enter(received)
         try:
-            return self._forward(*call[0], **call[1])
+            return self._computed(stage, call, lambda tensor: tensor)
         except StageEnd as end:
             return end.tensor
         finally:

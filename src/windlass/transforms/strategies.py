@@ -33,10 +33,14 @@ def spread(
     strategy = _spread(module, plan, loss_ranks, device, in_backward)
     context_ranks = loss_ranks.over("context")
     try:
-        if plan.expert > 1 and plan.pipeline is None:
+        if (plan.expert > 1 or context_ranks.size > 1) and plan.pipeline is None:
+            from windlass.transforms.context import division_of
             from windlass.transforms.whole_balance import WholeBalance
 
-            balanced = WholeBalance(module, loss_ranks, lambda: strategy.filling)
+            balanced = WholeBalance(
+                module, loss_ranks, plan.expert > 1, lambda: strategy.filling, division_of
+            )
+            balanced.attach()
             strategy.at_release.append(balanced.release)
         if context_ranks.size > 1:
             from windlass.transforms.context import DividedForwards
@@ -68,7 +72,7 @@ def _spread(
         def spread_stage() -> Strategy:
             return _in_parts(module, plan, loss_ranks, device) or StageCopies(module, loss_ranks)
 
-        return Pipeline(module, plan.pipeline, loss_ranks, device, spread_stage)
+        return Pipeline(module, plan.pipeline, loss_ranks, device, spread_stage, plan.expert > 1)
     if (parts := _in_parts(module, plan, loss_ranks, device)) is not None:
         return parts
     if loss_ranks.size == 1:

@@ -18,7 +18,16 @@ from windlass.dist.device_mesh import part_along
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded, whole
 from windlass.transforms.tensor_experts import divide_experts
-from windlass.transforms.tensor_plan import ADAPTED, EXPERTS, ROWS, SUMMED, is_transposed
+from windlass.transforms.tensor_plan import (
+    ADAPTED,
+    EXPERTS,
+    HEAD_COUNTS,
+    HEADS,
+    HEADS_EMBEDDING,
+    ROWS,
+    SUMMED,
+    is_transposed,
+)
 from windlass.transforms.tensor_sequence import SequenceParts, ShareOfGradient, share_gradient
 from windlass.transforms.tensor_split import TensorSplit, copied, joined, mine, reduced, scaled, summed
 
@@ -44,8 +53,13 @@ def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor
         if style == EXPERTS:
             divide_experts(layer, mesh, tensor_ranks)
             continue
+        if style == HEADS:
+            found.heads_index, found.undivided = tensor_ranks.rank, kind
+            counts = tuple(name for name in HEAD_COUNTS if name in vars(layer))
+            found.__class__ = _with_own_heads(kind, counts, tensor_ranks.size)
+            continue
         takes_part, transposed = style in ROWS, is_transposed(layer)
-        dim = int(takes_part != transposed)
+        dim = 1 if style == HEADS_EMBEDDING else int(takes_part != transposed)
         size = found.weight.shape[dim]
         split = TensorSplit(size, tensor_ranks.size, tensor_ranks.rank, tensor_ranks.device_group)
         for name in ("weight", "bias"):
@@ -181,9 +195,46 @@ class VocabularyEmbedding(nn.Embedding):
         return summed(own, self.split)
 
 
+class HeadsEmbedding(nn.Embedding):
+    """An embedding with the columns of this rank's heads."""
+
+    split: TensorSplit
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Shape (..., this rank's heads)."""
+        return nn.functional.embedding(input, mine(self.weight))
+
+
+class OwnHeads(nn.Module):
+    """An attention with this rank's heads, mixed into its class, whose attributes with their number tell that of the
+    rank.
+    """
+
+    heads_index: int
+    ranks_of_heads: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the attention returns. A bias of all heads, shape (rows * heads, ...), is that of its own."""
+        alibi = kwargs.get("alibi")
+        if alibi is not None:
+            heads = next(vars(self)[name] for name in HEAD_COUNTS if name in vars(self))
+            by_row = alibi.unflatten(0, (-1, heads)).chunk(self.ranks_of_heads, 1)
+            kwargs["alibi"] = by_row[self.heads_index].flatten(0, 1)
+        return super().forward(*args, **kwargs)
+
+
+@cache
+def _with_own_heads(kind: Any, counts: tuple[str, ...], ranks: int) -> Any:
+    def of_rank(name: str) -> property:
+        return property(lambda attention: vars(attention)[name] // ranks)
+
+    own = {"__module__": kind.__module__, "ranks_of_heads": ranks, **{name: of_rank(name) for name in counts}}
+    return type(kind.__name__, (OwnHeads, kind), own)
+
+
 _KINDS: dict[str, type[nn.Module]] = {
     "colwise": ColumnLinear, "rowwise": RowLinear, "rowwise_split_input": RowOfWhole, "colwise_gather_output": Head,
-    "embedding_rowwise": VocabularyEmbedding,
+    "embedding_rowwise": VocabularyEmbedding, HEADS_EMBEDDING: HeadsEmbedding,
 }  # fmt: skip
 
 

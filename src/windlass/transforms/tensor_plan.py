@@ -25,7 +25,12 @@ ROWS = ("rowwise", "rowwise_split_input")
 """Styles of layers that sum their results: they get a part of the input, or the whole and take their part of it."""
 EXPERTS = "moe_tp_experts"
 """The style of layers of experts: each rank computes with some of them."""
-STYLES = ("colwise", *ROWS, *VOCABULARY, SUMMED, EXPERTS)
+HEADS = "own_heads"
+"""The style of attentions that count their heads in an attribute: each rank has some of them."""
+HEADS_EMBEDDING = "embedding_of_heads"
+"""The style of embeddings with a column for each head."""
+STYLES = ("colwise", *ROWS, *VOCABULARY, SUMMED, EXPERTS, HEADS, HEADS_EMBEDDING)
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads")
 ADAPTED = ".base_layer"
 """The end of the name of a layer that has an adapter of peft."""
 # Styles of layers that have no weights to divide, or whose division only saves memory: whole here.
@@ -72,7 +77,7 @@ def chosen_layers(module: nn.Module, ranks: int) -> dict[str, tuple[nn.Module, s
             _check_layer(name_of_part, part, style, ranks)
             found[name_of_part] = part, style
     _drop_tied(module, found)
-    if not any(style != SUMMED for _, style in found.values()):
+    if not any(style not in (SUMMED, HEADS) for _, style in found.values()):
         raise ConfigError(Problem("model", name, "none of its layers has a name of its plan; set tp_size=1"))
     return found
 
@@ -157,6 +162,14 @@ def _check_layer(path: str, layer: nn.Module, style: str, ranks: int) -> None:
         return
     if style == EXPERTS:
         check_experts(path, layer, dict(layer.named_parameters()), {"tp_size": ranks})
+        return
+    if style == HEADS:
+        counted = [vars(layer)[name] for name in HEAD_COUNTS if name in vars(layer)]
+        if not counted or any(count % ranks for count in counted):
+            fix = f"counts its heads in none of {', '.join(HEAD_COUNTS)}, or not in a multiple of tp_size={ranks}"
+            raise ConfigError(Problem(f"model.{path}", style, fix))
+        return
+    if style == HEADS_EMBEDDING and isinstance(layer, nn.Embedding):
         return
     if not _is_linear(layer):
         fix = f"is a {type(layer).__name__}, and only nn.Linear is divided; set tp_size=1"

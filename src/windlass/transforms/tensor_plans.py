@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import nn
 
-# The attention of these families does not take a part of the heads: queries, keys and values of GPT-2 and Bloom are one
-# weight, the layers of T5 share a bias of all heads. So its weights are divided, and its outputs are gathered.
 _WHOLE_OUTPUT, _WHOLE_INPUT = "colwise_gather_output", "rowwise_split_input"
 
 
-def _block(made: str, joined: str, up: str, down: str) -> dict[str, str]:
-    """Styles of the layers of a block: what makes queries, keys and values, what joins heads, and a feed-forward."""
-    styles = dict.fromkeys(made.split(), _WHOLE_OUTPUT) | dict.fromkeys(joined.split(), _WHOLE_INPUT)
-    return styles | dict.fromkeys(up.split(), "colwise") | {down: "rowwise"}
+def _block(attention: str, made: str, joined: str, up: str, down: str) -> dict[str, str]:
+    """Styles of the layers of a block: its attention, in it what makes queries, keys and values and what joins heads,
+    and a feed-forward.
+    """
+    styles = dict.fromkeys(attention.split(), "own_heads") | dict.fromkeys(made.split(), "colwise")
+    return styles | {joined: "rowwise"} | dict.fromkeys(up.split(), "colwise") | {down: "rowwise"}
 
 
 def _decoder(stack: str, embedding: str, blocks: str, styles: dict[str, str]) -> dict[str, str]:
@@ -26,39 +26,55 @@ def _decoder(stack: str, embedding: str, blocks: str, styles: dict[str, str]) ->
     return {"lm_head": _WHOLE_OUTPUT, **inner, **{f"{stack}.{path}": style for path, style in inner.items()}}
 
 
+def _gpt2() -> dict[str, str]:
+    # Queries, keys and values are one weight, of which a part would not be one stretch of rows. So it is divided as it
+    # is, and its outputs are gathered.
+    styles = {"attn.c_attn": _WHOLE_OUTPUT, "attn.c_proj": _WHOLE_INPUT, "mlp.c_fc": "colwise"}
+    return _decoder("transformer", "wte", "h", styles | {"mlp.c_proj": "rowwise"})
+
+
 def _t5() -> dict[str, str]:
-    kinds = ("SelfAttention", "EncDecAttention")
-    made = " ".join(f"layer.*.{kind}.{name}" for kind in kinds for name in "qkv")
-    joined = " ".join(f"layer.*.{kind}.o" for kind in kinds)
     dense = "layer.*.DenseReluDense."
-    styles = _block(made, joined, f"{dense}wi {dense}wi_0 {dense}wi_1", f"{dense}wo")
+    styles: dict[str, str] = {}
+    for kind in ("layer.*.SelfAttention", "layer.*.EncDecAttention"):
+        made = " ".join(f"{kind}.{name}" for name in "qkv")
+        styles |= _block(kind, made, f"{kind}.o", f"{dense}wi {dense}wi_0 {dense}wi_1", f"{dense}wo")
+        styles[f"{kind}.relative_attention_bias"] = "embedding_of_heads"
     encoder, decoder = (_decoder(name, "embed_tokens", "block", styles) for name in ("encoder", "decoder"))
     return {"shared": "embedding_rowwise", **encoder, **decoder}
 
 
 _PLANS = {
-    "gpt2": lambda: _decoder(
-        "transformer", "wte", "h", _block("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    ),
+    "gpt2": _gpt2,
     "gptj": lambda: _decoder(
         "transformer",
         "wte",
         "h",
-        _block("attn.q_proj attn.k_proj attn.v_proj", "attn.out_proj", "mlp.fc_in", "mlp.fc_out"),
+        _block("attn", "attn.q_proj attn.k_proj attn.v_proj", "attn.out_proj", "mlp.fc_in", "mlp.fc_out"),
     ),
     "bloom": lambda: _decoder(
         "transformer",
         "word_embeddings",
         "h",
         _block(
-            "self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
+            "self_attention",
+            "self_attention.query_key_value",
+            "self_attention.dense",
+            "mlp.dense_h_to_4h",
+            "mlp.dense_4h_to_h",
         ),
     ),
     "opt": lambda: _decoder(
         "model.decoder",
         "embed_tokens",
         "layers",
-        _block("self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.out_proj", "fc1", "fc2"),
+        _block(
+            "self_attn",
+            "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+            "self_attn.out_proj",
+            "fc1",
+            "fc2",
+        ),
     ),
     "t5": _t5,
     "mt5": _t5,

@@ -23,7 +23,7 @@ from windlass.core.trees import tensors_in
 from windlass.dist.gang import Gang
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.neftune import vocabulary_of
-from windlass.transforms.tensor_plan import ADAPTED, SUMMED, without_adapters
+from windlass.transforms.tensor_plan import ADAPTED, HEADS, SUMMED, without_adapters
 from windlass.transforms.tensor_split import TensorSplit, joined, part_of, scaled, whole_of
 
 FIELD = "TorchTensorParallelConfig.enable_sequence_parallel"
@@ -224,7 +224,7 @@ def divide_positions(
         ConfigError: the model has no single stack of blocks with such layers.
     """
     model = without_adapters(module)
-    styles = {id(layer): style for layer, style in chosen.values()}
+    styles = {id(layer): style for layer, style in chosen.values() if style != HEADS}
     stack, blocks = _stack_of(model, styles)
     parts = SequenceParts(tensor_ranks, device)
     stack.register_forward_pre_hook(parts.begin, with_kwargs=True)

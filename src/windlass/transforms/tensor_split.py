@@ -134,8 +134,10 @@ def _gather(part: Tensor, split: TensorSplit) -> Tensor:
     rows, chunk, size = part.shape
     parts = part.new_empty(split.ranks * rows, chunk, size)
     _all_gather(parts, part.contiguous(), group=split.group)
-    by_row = parts.view(split.ranks, rows, chunk, size).transpose(0, 1)
-    return by_row.reshape(rows, split.ranks * chunk, size)[:, : split.size].contiguous()
+    # Joined by a copy: pipelines detach in place what a stage ends with, which must be no view.
+    by_rank = parts.view(split.ranks, rows, chunk, size).unbind(0)
+    real = (p[:, : max(split.size - rank * chunk, 0)] for rank, p in enumerate(by_rank))
+    return torch.cat(list(real), 1)
 
 
 def _reduce(states: Tensor, split: TensorSplit) -> Tensor:

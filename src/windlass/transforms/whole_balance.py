@@ -7,8 +7,10 @@ means over all ranks is not the mean of their products, so that the means are ta
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,36 +19,53 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang
+from windlass.transforms.divided_sequences import Division, group_of
 
 _NAME = "load_balancing_loss_func"
 
 
 class WholeBalance:
-    """While it is in force, forwards of `module` compute the balancing loss of the batches of all ranks. A model of
-    transformers computes it by a function of its file, which is replaced during its forwards.
+    """The balancing loss of the batches of all ranks, in place of a model's own. A model of transformers computes it by
+    a function of its file, which is replaced during its forwards.
 
     Args:
         module: a mixture of transformers, or any other, whose forwards are left as they are.
-        loss_ranks: each forward, and its backward, needs all of them.
+        loss_ranks: each training forward, and its backward, needs all of them if `everywhere`, and others those of its
+            context.
+        everywhere: balance the batches of all ranks that reduce gradients together, and not of each context.
         is_filling: returns True if the batch of this rank does not count.
+        division: returns how the rows of the forward of a model that is under way are divided; None: they are whole.
 
     Raises:
         ModelError: the model defines the balancing loss in another way.
     """
 
-    def __init__(self, module: nn.Module, loss_ranks: Gang, is_filling: Callable[[], bool]) -> None:
-        self._group, self._is_filling = loss_ranks.device_group, is_filling
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_ranks: Gang,
+        everywhere: bool,
+        is_filling: Callable[[], bool],
+        division: Callable[[nn.Module], Division | None],
+    ) -> None:
+        self._ranks, self._everywhere = loss_ranks, everywhere
+        self._is_filling, self._division = is_filling, division
         self._hooks: list[Any] = []
+        self._owners: list[tuple[nn.Module, dict[str, Any], Any]] = []
         for part in module.modules():
             namespace = _namespace_of(part)
             if namespace is not None:
-                own = namespace[_NAME]
-                _check_same(part, own)
-                self._during_forwards(part, namespace, own)
+                _check_same(part, namespace[_NAME])
+                self._owners.append((part, namespace, namespace[_NAME]))
+
+    def attach(self) -> None:
+        """Replace it in all forwards, until `release`."""
+        for owner in self._owners:
+            self._during_forwards(*owner)
 
     def _during_forwards(self, part: nn.Module, namespace: dict[str, Any], own: Any) -> None:
         def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
-            namespace[_NAME] = self._balance
+            namespace[_NAME] = partial(self._balance, module)
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             namespace[_NAME] = own
@@ -56,8 +75,20 @@ class WholeBalance:
             part.register_forward_hook(leave, always_call=True),
         ]
 
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Replace it in the forwards within: of a stage, which may end without their end."""
+        for part, namespace, _ in self._owners:
+            namespace[_NAME] = partial(self._balance, part)
+        try:
+            yield
+        finally:
+            for _, namespace, own in self._owners:
+                namespace[_NAME] = own
+
     def _balance(
         self,
+        part: nn.Module,
         gate_logits: Any,
         num_experts: int | None = None,
         top_k: int = 2,
@@ -65,11 +96,23 @@ class WholeBalance:
     ) -> Tensor | int:
         if not isinstance(gate_logits, tuple):
             return 0
-        sums = router_sums(gate_logits, top_k, attention_mask)
-        if self._is_filling():
-            sums = sums * 0.0
-        total: Tensor = _SumOverRanks.apply(sums, self._group)  # type: ignore[no-untyped-call]
-        return balance(total)
+        return self.of_ranks(part, self.counted(part, gate_logits, top_k, attention_mask))
+
+    def counted(self, part: nn.Module, logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> Tensor:
+        """`router_sums` of what this rank has of a batch; zeros if that does not count."""
+        division = self._division(part)
+        sums = router_sums(logits, top_k, mask if division is None else division.real)
+        return sums * 0.0 if self._is_filling() else sums
+
+    def of_ranks(self, part: nn.Module, sums: Tensor) -> Tensor:
+        """The loss of the sums of all ranks; of rows that are divided, an equal share of it for each rank."""
+        division = self._division(part)
+        # An evaluation has one loss of each batch, on any number of ranks.
+        everywhere = self._everywhere and part.training
+        if everywhere or division is not None:
+            ranks = self._ranks if everywhere else self._ranks.over("context")
+            sums = _SumOverRanks.apply(sums, group_of(ranks))  # type: ignore[no-untyped-call]
+        return balance(sums) / (1 if division is None else division.zigzag.size)
 
     def release(self) -> None:
         """Restore the model's own loss."""
@@ -103,6 +146,7 @@ def router_sums(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> 
 def balance(sums: Tensor) -> Tensor:
     """The loss of `router_sums`: 1 per chosen expert of a token if all experts are chosen equally often. In fp32."""
     chosen, probability, tokens = sums
+    tokens = tokens.clamp(min=1)  # 0 if no rank has a batch that counts
     loss: Tensor = ((chosen / tokens) * (probability / tokens)).sum() * len(tokens)
     return loss.float()
 
@@ -121,6 +165,8 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _summed(share: Tensor, group: Any) -> Tensor:
+    if group is None:
+        return share
     total = share.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total

@@ -124,6 +124,12 @@ def test_the_report_leaves_out_how_the_script_was_brought_to_run() -> None:
     assert "runpy" not in text
 
 
+def test_a_failure_that_explains_itself_is_not_buried_under_the_stacks_of_others() -> None:
+    ranks = [facts(0, "failed", exit_code=2), facts(1, "running", stacks="File waits")]
+    assert "File waits" not in describe(Incident("failed", ranks), 2, "logs")
+    assert "File waits" in describe(Incident("stalled", ranks), 2, "logs")
+
+
 def test_long_messages_are_quoted_whole_once_and_shortened_in_the_list() -> None:
     text = describe(Incident("failed", [failed(0, "ValueError: " + "word " * 100)]), 1, "logs")
     headline, listed = (line for line in text.splitlines() if "ValueError" in line)

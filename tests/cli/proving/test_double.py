@@ -15,6 +15,10 @@ def test_float64_is_not_rounded_and_other_dtypes_are_cast() -> None:
         ]  # fmt: skip
         assert {cast.dtype for cast in casts} == {torch.float64}
         assert (narrow.half().dtype, wide.long().dtype) == (torch.float16, torch.int64)
+        counted = torch.zeros(2, dtype=torch.float32).scatter_add_(
+            0, wide.long(), torch.ones(2).long().to(torch.float32)
+        )
+        assert counted.dtype == torch.float64
         assert (wide[:, None].float() @ torch.arange(2)[None].float()).dtype == torch.float64
     assert wide.float().dtype == torch.float32
 

@@ -189,6 +189,12 @@ def _packing(recipe: Recipe, value: str) -> None:
     recipe.by_hand = None if value == "wrapped" else recipe.by_hand
 
 
+def _images(recipe: Recipe, value: str) -> None:
+    recipe.images, recipe.by_hand = True, None  # the formula knows no images
+    recipe.arguments["max_length"] = 96 if recipe.arguments.get("packing") else None
+    recipe.approximate(1e-4)  # layers norm and rotate in single precision
+
+
 def _dft(recipe: Recipe, value: str) -> None:
     recipe.arguments["loss_type"] = value
     recipe.by_hand = None
@@ -256,8 +262,8 @@ FEATURES = (
     Feature("accumulation", ("2", "3"), _accumulation, checks.micro_batches_are_counted),
     Feature("precision", ("bf16", "fp16"), _precision, checks.layers_compute_in_it),
     *(
-        [Feature("qat", ("int8", "int8_weight_only"), _qat, checks.losses_are_others, TRAINERS, compared=True,
-                 needs={"model": "llama"}, apart={"adapter": ANY, "prompts": ANY})]
+        [Feature("qat", ("int8", "int8_weight_only"), _qat, checks.losses_are_others, ALL_TRAINERS, compared=True,
+                 needs={"model": "llama"}, apart={"adapter": ANY, "prompts": ANY, "reference": ANY})]
         if is_available("torchao") else []
     ),
     Feature(
@@ -272,6 +278,8 @@ FEATURES = (
         "packing", ("bfd", "bfd_split", "wrapped", "padding_free"), _packing, checks.rows_are_joined, ("sft",),
         compared=True, apart={"data": ANY},
     ),
+    Feature("images", ("some",), _images, checks.losses_are_others, ("sft",), compared=True,
+            apart={"datasets": ANY, "loss": ANY, "answers": ANY, "prompts": ANY, "ranks": ("ep-2",)}),
     Feature("data", ("stream", "stateful_stream"), _data, checks.losses_are_others, ("trainer", "loop"),
             compared=True),
     Feature("datasets", ("rows", "stream"), _datasets, checks.nothing, TRAINERS,

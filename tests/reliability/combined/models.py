@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from tests.finetuning.vision_families import picture
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -148,6 +149,17 @@ def pairs(rows: Sequence[dict[str, list[int]]]) -> list[dict[str, str]]:
         }
         for own, other in zip(texts, [*texts[1:], texts[0]], strict=True)
     ]
+
+
+def conversations(rows: Sequence[dict[str, list[int]]]) -> list[dict[str, Any]]:
+    """The rows as questions with answers, two of three on an image."""
+    found = []
+    for number, one in enumerate(rows):
+        texts = [str(token) for token in one["input_ids"]]
+        asked, answered = " ".join(texts[:2]), " ".join(texts[2:])
+        said = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        found.append({"images": [picture(number)] if number % 3 else [], "messages": said})
+    return found
 
 
 def pad(rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:

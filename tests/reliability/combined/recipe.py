@@ -22,6 +22,7 @@ class Recipe:
         arguments: of `TrainingArguments` and `SFTConfig`; a loop reads those that it has.
         model: plain or llama.
         experts: the model has layers of experts.
+        images: the model sees images, which most rows have.
         adapter: a method of peft, or "".
         dtype: of the weights.
         ragged: whether rows have different numbers of targets.
@@ -41,6 +42,7 @@ class Recipe:
     arguments: dict[str, Any] = field(default_factory=dict)
     model: str = "plain"
     experts: bool = False
+    images: bool = False
     adapter: str = ""
     dtype: str = "float64"
     ragged: bool = True

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from tests.finetuning.vision_families import family
 from tests.reliability.combined import models
 from tests.reliability.combined.losses import evaluated_by_hand, loss_function, overriding
 from tests.reliability.combined.recipe import GLOBAL_BATCH, Outcome, Recipe
@@ -76,6 +77,9 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 def bare(recipe: Recipe) -> nn.Module:
     """The model of a recipe without an adapter; the same each time."""
+    if recipe.images:
+        seeing: nn.Module = family("llava", 7)[0]
+        return seeing.to(DTYPES[recipe.dtype])
     torch.manual_seed(7)
     kind: Any = models.Plain if recipe.model == "plain" else models.llama
     made: nn.Module = kind(recipe.dropout, recipe.experts)
@@ -134,12 +138,18 @@ def trainer_of(recipe: Recipe, folder: Path, watch: Watch) -> Trainer:
         "callbacks": callbacks,
         "compute_loss_func": loss_function(recipe),
     }
+    if recipe.images:
+        for name, made in (("train_dataset", models.training_rows), ("eval_dataset", models.evaluation_rows)):
+            common[name] = models.conversations(made(recipe.ragged))
     if recipe.kind == "sft":
         trained, common["peft_config"] = bare(recipe), adapter_config(recipe) if recipe.adapter else None
         torch.manual_seed(8)
         sft = overriding(SFTTrainer, recipe)
         return sft(
-            trained, SFTConfig(str(folder), **settings(recipe)), processing_class=models.tokenizer(), **common
+            trained,
+            SFTConfig(str(folder), **settings(recipe)),
+            processing_class=family("llava")[1] if recipe.images else models.tokenizer(),
+            **common,
         )  # type: ignore[no-any-return]
     return overriding(Trainer, recipe)(  # type: ignore[no-any-return]
         model_of(recipe),

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from tests.reliability.combined.models import VOCABULARY
 from tests.reliability.faults import OPERATIONS, Countdown, at_operation, die
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -80,7 +81,9 @@ class Watch(TrainerCallback):
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        if isinstance(module, nn.Embedding) and module not in self._prompts:
+        # Not those of positions, and of learnt prompts.
+        of_tokens = isinstance(module, nn.Embedding) and module.num_embeddings >= VOCABULARY
+        if of_tokens and module not in self._prompts:
             self.seen["forwards"] += 1
             self.seen["widths"].append(list(inputs[0].shape))
         elif isinstance(module, nn.Linear) and isinstance(output, Tensor):

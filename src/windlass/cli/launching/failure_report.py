@@ -202,7 +202,8 @@ def describe(incident: Incident, world: int, logs: str) -> str:
         lines.append(
             f"  {missing} more on machines that have not reported; see the output of their launchers"
         )
-    for rank in ranks:
+    # Where the cause is known, those of ranks that only waited would bury it.
+    for rank in () if incident.knows_its_cause else ranks:
         if rank.stacks:
             title = f"Stacks of rank {rank.rank}, innermost call first:"
             lines += ["", title, _indented(_script_frames(rank.stacks))]

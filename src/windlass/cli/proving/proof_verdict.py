@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from windlass.cli.proving.proving_processes import EndedTraining
-from windlass.cli.proving.small_training import UPDATES, VALUES
+from windlass.cli.proving.small_training import TOLERANCE, UPDATES, VALUES
 from windlass.core.errors import ModelError
 from windlass.core.optional import require
 
@@ -80,7 +80,7 @@ def judge(expected: EndedTraining, found: EndedTraining) -> ProofVerdict:
         if detail:
             return ProofVerdict(layout, status, detail)
     differences = list(_differences(expected, found))
-    beyond = [one for one in differences if not one.relative <= found.trial.tolerance]
+    beyond = [one for one in differences if not one.relative <= TOLERANCE]
     largest = max((one.relative for one in differences), default=0.0)
     status = "differs" if beyond else "equal"
     first = beyond[0] if beyond else None
@@ -99,8 +99,7 @@ def _differences(expected: EndedTraining, found: EndedTraining) -> Iterator[Mism
         for what, key in _FIGURES.items():
             yield from _figures(one, others, update, what, key)
         yield from _tensors(one, others, update, "weight", divided)
-    if not found.trial.balances_all:
-        yield from _figures(one, others, 0, "evaluation", "eval_loss")
+    yield from _figures(one, others, 0, "evaluation", "eval_loss")
 
 
 class _RankValues:

@@ -8,6 +8,7 @@ from typing import Any
 from windlass.proofs.layout import AxisLayout
 
 UPDATES, ROWS, ACCUMULATION, MAX_NORM = 4, 2, 3, 0.3
+TOLERANCE = 1e-10  # the largest difference, as a share of the values, that is rounding
 VALUES, REPORT, OUTPUT = "values{}.safetensors", "report{}.json", "output{}.txt"
 
 
@@ -30,17 +31,6 @@ class SmallTraining:
     batches: int
     facts: dict[str, Any]
     joined: bool = False
-
-    @property
-    def tolerance(self) -> float:
-        """The largest difference, as a share of the values, that is rounding."""
-        # The models' own balancing losses count tokens in float32, and that of divided experts does not.
-        return 1e-6 if self.balances_all else 1e-10
-
-    @property
-    def balances_all(self) -> bool:
-        """True if a balancing loss over the batches of all ranks is trained. Evaluations have one of each batch."""
-        return self.joined and bool(self.config.get("output_router_logits"))
 
     @property
     def micro(self) -> int:

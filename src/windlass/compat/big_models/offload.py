@@ -33,26 +33,19 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(eq=False)
 class AlignDevicesHook(ModelHook):
-    """Moves a module's weights and inputs to one device for its forward.
+    """Moves a module's weights and inputs to one device for its forward."""
 
-    Args:
-        execution_device: the device on which the module runs; None leaves inputs and weights where they are.
-        offload: remove the weights after each forward, and load them before the next.
-        io_same_device: move the output to the device of the input.
-        weights_map: data of offloaded weights, by name relative to the module. None: a copy in host memory.
-        offload_buffers: offload persistent buffers too. Other buffers always stay on the execution device.
-        place_submodules: handle the tensors of submodules too.
-        skip_keys: keyword arguments, and keys of outputs, that are not moved.
-        tied_params_map: by name, the copies of weights that are shared with other modules.
-    """
-
+    # The device on which the module runs; None leaves inputs and weights where they are
     execution_device: Place | None = None
-    offload: bool = False
-    io_same_device: bool = False
+    offload: bool = False  # remove the weights after each forward, and load them before the next
+    io_same_device: bool = False  # move the output to the device of the input
+    # Data of offloaded weights, by name relative to the module. None: a copy in host memory.
     weights_map: Weights | None = field(default=None, repr=False)
+    # Offload persistent buffers too. Other buffers always stay on the execution device.
     offload_buffers: bool = False
-    place_submodules: bool = False
-    skip_keys: str | list[str] | None = None
+    place_submodules: bool = False  # handle the tensors of submodules too
+    skip_keys: str | list[str] | None = None  # keyword arguments, and keys of outputs, that are not moved
+    # By name, the copies of weights that are shared with other modules
     tied_params_map: Mapping[str, SharedWeight] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

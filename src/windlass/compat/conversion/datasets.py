@@ -14,19 +14,12 @@ from windlass.text.conversations import is_conversational, is_conversational_fro
 
 @dataclass(slots=True)
 class Dataset:
-    """One dataset.
+    """One dataset."""
 
-    Attributes:
-        path: a file, a folder, or a name on the hub.
-        options: keys of the section `data` with which it is read.
-        weight: its share of a mixture; None = by the number of its rows.
-        conversational: its rows are conversations.
-    """
-
-    path: str
-    options: dict[str, Any] = field(default_factory=dict)
-    weight: float | None = None
-    conversational: bool = False
+    path: str  # a file, a folder, or a name on the hub
+    options: dict[str, Any] = field(default_factory=dict)  # keys of the section `data` with which it is read
+    weight: float | None = None  # its share of a mixture; None = by the number of its rows
+    conversational: bool = False  # its rows are conversations
 
     def __post_init__(self) -> None:
         if is_on_hub(self.path):
