@@ -219,14 +219,13 @@ class ChunkLogits:
         torch.sub(logits, largest[:, None], out=shares).exp_()
         return ChunkSoftmax(logits, shares, largest, real, here, places)
 
-    def back_through(self, logits: Tensor, gradient: Tensor, outer: Tensor) -> Tensor:
-        """The gradient of what the head itself returns, in the memory of `gradient`, which is that of `logits`.
-
-        `logits` are overwritten, and each row is multiplied by `outer`, shape (targets,), and the scale.
+    def back_through(self, logits: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient of what the head itself returns, but for the scale, in the memory of `gradient`, which is that
+        of `logits`; these are overwritten.
         """
         if self._options.softcap is not None:
             gradient.mul_(logits.div_(self._options.softcap).square_().neg_().add_(1.0))
-        return gradient.mul_((outer * self._options.scale)[:, None])
+        return gradient
 
 
 class HeadGradients:
@@ -311,12 +310,14 @@ class _Sums:
             result.add_(torch.where(real, values, 0).sum())
         if not self._gradients.needed:
             return
-        shares.mul_(((of_total[0] + 2 * of_total[1]) / total)[:, None])
-        shares.scatter_add_(1, places[:, None], -torch.where(here, of_chosen, 0)[:, None])
+        # Factors of whole rows, all in one pass over the classes.
+        kept = real.to(shares) * options.scale
+        shares.mul_(((of_total[0] + 2 * of_total[1]) / total * kept)[:, None])
+        shares.scatter_add_(1, places[:, None], -torch.where(here, of_chosen * kept, 0)[:, None])
         if options.label_smoothing:
-            spread = options.label_smoothing / self._split.size
-            shares.sub_(spread if self._class_weights is None else spread * self._class_weights[self._mine])
-        self._gradients.add(rows, self._logits.back_through(logits, shares, real.to(shares)))
+            each = kept.new_ones(1) if self._class_weights is None else self._class_weights[self._mine]
+            shares.addcmul_(kept[:, None], each, value=-options.label_smoothing / self._split.size)
+        self._gradients.add(rows, self._logits.back_through(logits, shares))
 
     def _factors(
         self, classes: Tensor, log_share: Tensor, log_total: Tensor

@@ -129,8 +129,8 @@ class _Chosen(torch.autograd.Function):
                 here, places = ctx.split.located(torch.where(real, targets[rows], 0))
                 torch.sub(logits, log_totals[rows, None], out=shares).exp_().neg_()
                 shares.scatter_add_(1, places[:, None], here.to(logits)[:, None])
-                outer = torch.where(real, gradient[rows], 0)
-                gradients.add(rows, logits_of.back_through(logits, shares, outer))
+                outer = torch.where(real, gradient[rows], 0) * ctx.options.scale
+                gradients.add(rows, logits_of.back_through(logits, shares).mul_(outer[:, None]))
         made = (
             None if found is None else found.to(own.dtype)
             for found, own in zip(gradients.made(), (hidden, weight, bias), strict=True)
