@@ -206,8 +206,14 @@ class _RankServer:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+        except BaseException:
+            # Interrupted, as by the time limit of a test: the next request would read the answer to this one.
+            _server.cache_clear()
+            end_all(self._process)
+            raise
         assert answer, f"the server of ranks ended with code {self._process.wait()}"
         found: dict[str, Any] = json.loads(answer)
         return found

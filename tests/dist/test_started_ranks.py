@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import Started, launch, run_to_its_end
+from tests.dist.launch import Started, launch, run_script, run_to_its_end
 from tests.dist.rank_server import answer
 
 # As torch's launcher does: its processes lead sessions of their own.
@@ -77,3 +78,24 @@ def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
     script.write_text("import time; time.sleep(1000)")
     with pytest.raises(AssertionError, match="not done after 1 s"):
         launch(2, script, timeout=1)
+
+
+@pytest.mark.slow  # the server that the other tests have is ended, and starts again
+def test_a_wait_that_was_interrupted_does_not_answer_the_next_request(tmp_path: Path) -> None:
+    sleeping, speaking = tmp_path / "sleeping.py", tmp_path / "speaking.py"
+    sleeping.write_text("import time\ntime.sleep(600)\n", "utf-8")
+    speaking.write_text("print('heard'); raise SystemExit(3)\n", "utf-8")
+
+    def interrupt(number: int, frame: object) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    run_script(speaking, expect=3)  # the server has started
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with pytest.raises(InterruptedError):
+            run_script(sleeping)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert "heard" in run_script(speaking, expect=3)
