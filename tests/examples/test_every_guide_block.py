@@ -62,7 +62,7 @@ ELSEWHERE = {
     r"distributed_type: FSDP": "cli/launching/test_from_files.py::test_the_guides_files_as_printed",
     r"deepspeed_config": "zero/test_started_by.py::test_the_guides_files_as_printed",
     r"^deepspeed --num_gpus": "zero/test_started_by.py::test_deepspeeds_own_launcher",
-    r"^accelerate config$": "cli/test_config_command.py::test_arrow_keys_choose_on_a_terminal",
+    r"^accelerate config$": "cli/test_config_command.py::test_choices_on_a_terminal_by_word_and_by_number",
     r"push_to_hub=True|resume_from_checkpoint": "hub/test_guide_blocks.py::"
     "test_a_model_is_trained_published_and_resumed",
     r"^trainer = Trainer\((?!.*EarlyStopping).*trainer\.train": "hub/test_guide_blocks.py::"
