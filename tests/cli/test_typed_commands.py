@@ -246,11 +246,10 @@ def test_what_commands_print_is_the_same_as_in_a_pipe(words: str, room: Path) ->
     assert seen
 
 
-@pytest.mark.parametrize(("term", "asked"), [("xterm", "➔"), ("dumb", "[ddp]: ")])
-def test_questions_that_are_interrupted(term: str, asked: str, room: Path) -> None:
+def test_questions_that_are_interrupted(room: Path) -> None:
     with Terminal() as terminal:
-        terminal.run("windlass", "config", "--config_file", "mine.yaml", cwd=room, environ={"TERM": term})
-        terminal.until(asked.strip())
+        terminal.run("windlass", "config", "--config_file", "mine.yaml", cwd=room)
+        terminal.until("[ddp]:")
         terminal.type(CTRL_C)
         assert terminal.end() == 130, terminal.lines
         assert "interrupted" in terminal.lines[-1]
