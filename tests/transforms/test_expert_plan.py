@@ -87,7 +87,9 @@ def test_a_tensor_gang_divides_the_experts_of_each_rank() -> None:
     uneven.tp_plan = {"layers.*.other": "colwise"}
     uneven.layers[0]["other"] = nn.Linear(2, 2)
     gang = Gang(World(0, 4, 0, 4), Mesh(expert=2, tensor=2), members=(0, 1))
-    styles = {path: style for path, (_, style) in TensorDivision(uneven, gang).chosen.items()}
+    styles = {
+        path: style for path, (_, style) in TensorDivision(uneven, gang, torch.device("cpu")).chosen.items()
+    }
     assert styles == {"layers.0.other": "colwise", "layers.0.experts": "moe_tp_experts"}
 
 
