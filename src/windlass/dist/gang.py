@@ -10,6 +10,7 @@ import contextlib
 import gc
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
@@ -478,6 +479,22 @@ def leave() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+        _forget_meshes()
     # A thread that frees the tensors of the last collective enters Python: one that does so while the interpreter shuts
     # down aborts the process.
     wait_for_foreign_threads()
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensor keeps of operations: their results refer to the mesh of the first call, and an equal mesh of
+    the next group would get those, whose groups are closed.
+    """
+    tensor: Any = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return
+    tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    clear = getattr(
+        torch._C, "_clear_DTensor_sharding_propagator_cache", None
+    )  # torch 2.9 has the first one alone
+    if clear is not None:
+        clear()
