@@ -72,11 +72,12 @@ def test_balanced_experts_on_divided_rows(run: Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", [RING, ULYSSES, TENSOR, {"pp_size": 2}])
+@pytest.mark.parametrize("layout", [RING, ULYSSES, TENSOR])
 def test_four_layers_of_two_kinds(run: Run, layout: dict[str, int]) -> None:
     """Windows and all tokens, with rotations and without, dense layers and experts."""
-    names = ["qwen2", "cohere2", "olmo3", "smollm3", "gemma3", "deepseek_v2"]
-    names += [] if layout in (RING, ULYSSES) else ["gemma2", "gpt_oss"]
+    names = ["qwen2", "cohere2", "olmo3", "smollm3", "gemma3"]
+    # The plan of DeepSeek-V2 has a style that is not built; capped scores and sinks are no part of a ring's sums.
+    names += ["gemma2", "gpt_oss"] if layout is TENSOR else ["deepseek_v2"]
     check_equal(run, 2, {name: (f"deep {name}", layout, {}) for name in names})
 
 
