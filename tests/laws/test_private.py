@@ -55,6 +55,10 @@ THIRD_PARTY = {
     **dict.fromkeys(("_post_forward", "_root_post_backward_final_callback"), _SHARDED),
     "_GLOBAL_CLIENT_FACTORY": "huggingface_hub does not publish if a script makes its HTTP client",
     "_keep_in_fp32_modules": "models of transformers name there what stays in float32 when they are quantized",
+    **dict.fromkeys(
+        ("_op_dispatcher", "_clear_DTensor_sharding_propagator_cache"),
+        "DTensor keeps meshes of closed groups there, and has no public way to let them go",
+    ),
     "_flatten": "a mesh joins its axes under no other name",
     **dict.fromkeys(("_current_frames", "_get_sequence_number_for_group"), _DEBUG),
     "_getframe": "sys has this under no other name",

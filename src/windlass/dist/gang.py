@@ -493,8 +493,7 @@ def _forget_meshes() -> None:
     if tensor is None:
         return
     tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
-    clear = getattr(
-        torch._C, "_clear_DTensor_sharding_propagator_cache", None
-    )  # torch 2.9 has the first one alone
+    # Of torch 2.10 and newer, which keep them in a second place too.
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:
         clear()
