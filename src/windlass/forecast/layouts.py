@@ -129,8 +129,8 @@ class Layout:
         found += [
             f"parallel.{_SPELLINGS.get(name, name)}={new}" for name, new in wanted.items() if new is not None
         ]
-        word = next(
-            (word for word in ("gradient_checkpointing",) if word in training), "activation_checkpointing"
+        word = (
+            "gradient_checkpointing" if "gradient_checkpointing" in training else "activation_checkpointing"
         )
         if bool(training.get(word)) != self.recomputed:
             found.append(f"training.{word}={str(self.recomputed).lower()}")

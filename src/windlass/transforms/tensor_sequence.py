@@ -33,46 +33,42 @@ class SequenceParts:
     """Which positions of the hidden states this rank has while a forward runs.
 
     Attributes:
-        now: how they are divided; None outside of blocks, and in layers that compute all positions.
+        entered: how they are divided between the first block and the last; None outside of these.
+        now: the same; None also in layers that compute all positions.
         off: forwards compute all positions.
     """
 
     def __init__(self, tensor_ranks: Gang, device: torch.device) -> None:
         self._ranks, self._device = tensor_ranks, device
         self.off, self._asked_whole = False, False
-        self._entered: TensorSplit | None = None
+        self.entered: TensorSplit | None = None
         self.now: TensorSplit | None = None
         self._randomness = ForwardRandomness(device, tensor_ranks.rank)
 
     def begin(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a forward of a stack. One that returns hidden states computes all positions."""
-        self._entered = self.now = None
+        self.entered = self.now = None
         config = getattr(stack, "config", None)
         asked = kwargs.get("output_hidden_states")
         self._asked_whole = bool(getattr(config, "output_hidden_states", False) if asked is None else asked)
 
     def enter(self, hidden: Tensor) -> Tensor:
         """This rank's positions of what a block gets, which are those already unless it is the first."""
-        if self._entered is not None:
+        if self.entered is not None:
             return hidden
         if hidden.dim() != 3:
             raise ModelError(
                 f"hidden states of shape {tuple(hidden.shape)} have no positions. Set {FIELD}=False"
             )
         ranks = self._ranks
-        self._entered = TensorSplit(hidden.shape[1], ranks.size, ranks.rank, ranks.device_group)
-        return part_of(hidden, self._entered)
+        self.entered = TensorSplit(hidden.shape[1], ranks.size, ranks.rank, ranks.device_group)
+        return part_of(hidden, self.entered)
 
     def leave(self, part: Tensor) -> Tensor:
         """All positions of what the last block returns."""
-        split, self._entered = self._entered, None
+        split, self.entered = self.entered, None
         assert split is not None
         return whole_of(part, split)
-
-    @property
-    def entered(self) -> TensorSplit | None:
-        """How the hidden states of the forward under way are divided."""
-        return self._entered
 
     @property
     def is_on(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,9 @@ class TensorSplit:
         return gathered
 
 
+_Exchange = Callable[[Tensor, TensorSplit], Tensor]
+
+
 def split_of(layer: nn.Module) -> TensorSplit | None:
     """How a divided layer is divided; None for a whole one."""
     found = getattr(layer, "split", None)
@@ -96,25 +100,25 @@ def scaled(parameter: Tensor, factor: int) -> Tensor:
 
 def part_of(states: Tensor, split: TensorSplit) -> Tensor:
     """This rank's positions of `states`, which all ranks have."""
-    found: Tensor = _PartOf.apply(states, split)  # type: ignore[no-untyped-call]
+    found: Tensor = _Exchanged.apply(states, split, _own, _gather)  # type: ignore[no-untyped-call]
     return found
 
 
 def whole_of(part: Tensor, split: TensorSplit) -> Tensor:
     """All positions, with which all ranks compute the same."""
-    found: Tensor = _WholeOf.apply(part, split)  # type: ignore[no-untyped-call]
+    found: Tensor = _Exchanged.apply(part, split, _gather, _own)  # type: ignore[no-untyped-call]
     return found
 
 
 def joined(part: Tensor, split: TensorSplit) -> Tensor:
     """All positions, with which each rank computes a part: their gradient is the sum of those of all ranks."""
-    found: Tensor = _Joined.apply(part, split)  # type: ignore[no-untyped-call]
+    found: Tensor = _Exchanged.apply(part, split, _gather, _reduce)  # type: ignore[no-untyped-call]
     return found
 
 
 def reduced(states: Tensor, split: TensorSplit) -> Tensor:
     """This rank's positions of the sum over ranks."""
-    found: Tensor = _Reduced.apply(states, split)  # type: ignore[no-untyped-call]
+    found: Tensor = _Exchanged.apply(states, split, _reduce, _gather)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -147,48 +151,17 @@ def _reduce(states: Tensor, split: TensorSplit) -> Tensor:
     return own
 
 
-class _PartOf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, split: TensorSplit) -> Tensor:
-        ctx.split = split
-        return _own(states, split)
+class _Exchanged(torch.autograd.Function):
+    """`there` of the positions, and `back`, its transpose, of their gradient."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gather(gradient, ctx.split), None
-
-
-class _WholeOf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split: TensorSplit) -> Tensor:
-        ctx.split = split
-        return _gather(part, split)
+    def forward(ctx: Any, states: Tensor, split: TensorSplit, there: _Exchange, back: _Exchange) -> Tensor:
+        ctx.split, ctx.back = split, back
+        return there(states, split)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _own(gradient, ctx.split), None
-
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split: TensorSplit) -> Tensor:
-        ctx.split = split
-        return _gather(part, split)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _reduce(gradient, ctx.split), None
-
-
-class _Reduced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, split: TensorSplit) -> Tensor:
-        ctx.split = split
-        return _reduce(states, split)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gather(gradient, ctx.split), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradient, ctx.split), None, None, None
 
 
 class _Scaled(torch.autograd.Function):
