@@ -51,8 +51,7 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
 
     assert isinstance(args, SFTConfig)
     recipe = parts.recipe
-    name: Any = recipe.model.name
-    processing_class = parts.tokenizer
+    name, processing_class = recipe.model.name, parts.tokenizer
     check_model_type(recipe.model)
     if holds_images(parts.train):
         name, processing_class = image_model(recipe, parts.tokenizer, args.seed)
@@ -64,19 +63,25 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
             return lambda rows, name: data.prepare(rows, name, packs[name])
 
         name = base_of(parts, args, parts.train, preparation)
-    options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
-    if isinstance(name, str):
-        args.model_init_kwargs = (
-            options if "torch_dtype" in options else {"dtype": recipe.model.dtype, **options}
-        )
-    return SFTTrainer(
-        name,
-        args,
+    return tuned_trainer(SFTTrainer, name, parts, args, build_adapter(recipe), processing_class)
+
+
+def tuned_trainer(
+    kind: Any, model: Any, parts: RecipeParts, args: TuningConfig, adapter: Any, processing_class: Any
+) -> Any:
+    """Return a trainer of the class `kind` for a model or its name, which is loaded in the recipe's dtype."""
+    if isinstance(model, str):
+        options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
+        dtype = {} if "torch_dtype" in options else {"dtype": parts.recipe.model.dtype}
+        args.model_init_kwargs = {**dtype, **options}
+    return kind(
+        model,
+        args=args,
         train_dataset=parts.train,
         eval_dataset=parts.evaluation,
         processing_class=processing_class,
-        peft_config=build_adapter(recipe),
-        quantization_config=quantization_of(recipe),
+        peft_config=adapter,
+        quantization_config=quantization_of(parts.recipe),
     )
 
 

@@ -30,9 +30,9 @@ from windlass.cli.proving.small_training import (
 from windlass.cli.schema import TokenizerTraining
 from windlass.cli.tokenizing import WRITER, train_tokenizer
 from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
+from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import ConfigError, ModelError
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import TrainerState
 from windlass.core.optional import require
 from windlass.dist.absent import Absent
 from windlass.dist.gang import leave
@@ -212,26 +212,20 @@ class _Noted(TrainerCallback):
         self.reported: list[dict[str, float]] = []
         self._max_norm, self._clipped = max_norm, dict[str, Tensor]()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         model: nn.Module = kwargs["model"]
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self._clipped[name] = parameter.grad.detach().clone()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         model: nn.Module = kwargs["model"]
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, value in model.state_dict().items():
             if not isinstance(parameters.get(name), Absent):  # of another stage of a pipeline
                 self._keep(f"weight/{state.global_step}/{name}", value)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         found = {name: float(kwargs["logs"][name]) for name in _LOGGED if name in kwargs["logs"]}
         if "grad_norm" in found:
             self._undo_clipping(state.global_step, found["grad_norm"])

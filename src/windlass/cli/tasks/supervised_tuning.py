@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +89,7 @@ class SupervisedTuning(Task):
 
         build_adapter(recipe)  # its errors come before the data is read and a base is trained
         found = load_tuning_data(recipe, args.seed, saved_tokenizer)
-        turns = takes_turns(found.train, recipe.data.text_column)
-        return RecipeParts(recipe, found.tokenizer, found.train, found.evaluation, takes_turns=turns)
+        return replace(found, takes_turns=takes_turns(found.train, recipe.data.text_column))
 
     def build_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
         from windlass.cli.fine_tuning import build_sft_trainer

@@ -128,6 +128,10 @@ class Rows(list[Key]):
         self.append(Key(self._prefix + last, read, default, doc, self._family, words or (last,), **others))
         return self[-1]
 
+    def switch(self, last: str, doc: str, *words: str, **others: Any) -> Key:
+        """Add a setting that is off unless it is set."""
+        return self(last, flag, False, doc, *words, **others)
+
 
 _DEFAULT_OF_KEY: Any = object()
 
