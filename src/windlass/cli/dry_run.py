@@ -16,8 +16,7 @@ import torch
 from windlass.assemble.resolve import resolve_cadence
 from windlass.callbacks.printer import PrinterCallback
 from windlass.checkpoint.remote import check_remote
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import Recipe
+from windlass.cli.schema import Recipe, RecipeParts
 from windlass.cli.screen import describe_run, duration
 from windlass.cli.sizes import in_words
 from windlass.cli.tasks import TASKS

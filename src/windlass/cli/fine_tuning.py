@@ -14,9 +14,8 @@ from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
 from windlass.cli.image_tuning import image_model
 from windlass.cli.modelling import TextShape, base_config, build_model, check_model_type
-from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.samples import pack
-from windlass.cli.schema import BaseSpec, ModelSpec, Recipe
+from windlass.cli.schema import BaseSpec, ModelSpec, Recipe, RecipeParts
 from windlass.cli.tuning_data import first_rows, tuning_texts
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem

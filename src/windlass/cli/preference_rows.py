@@ -10,8 +10,7 @@ from windlass.cli.arranged_rows import arranged
 from windlass.cli.fine_tuning import base_of, build_adapter, tuned_trainer
 from windlass.cli.modelling import check_model_type
 from windlass.cli.readers import Record
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import DataSpec, Recipe
+from windlass.cli.schema import DataSpec, Recipe, RecipeParts
 from windlass.cli.splits import load_records
 from windlass.cli.tuning_data import takes_turns, tuning_tokenizer
 from windlass.config.arguments import TrainingArguments

@@ -31,7 +31,7 @@ from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
 
 if TYPE_CHECKING:
-    from windlass.cli.recipe_parts import RecipeParts
+    from windlass.cli.schema import RecipeParts
 
 
 def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:

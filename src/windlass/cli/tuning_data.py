@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from windlass.cli.arranged_rows import arranged
-from windlass.cli.formats import format_of
 from windlass.cli.readers import Record, read_records, texts
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import DataSpec, Recipe, TokenizerTraining
+from windlass.cli.schema import DataSpec, Recipe, RecipeParts, TokenizerTraining, format_of
 from windlass.cli.splits import load_records
 from windlass.cli.text_source import DataSource, SourceSplit
 from windlass.cli.tokenizing import WRITER, build_tokenizer

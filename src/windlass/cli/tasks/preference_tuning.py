@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from windlass.cli.built_in_recipes import PREFERENCES
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import Recipe
+from windlass.cli.schema import Recipe, RecipeParts
 from windlass.cli.task import Conflict, Task, tuning_conflicts
 from windlass.config.arguments import TrainingArguments
 from windlass.finetuning.dpo_config import DPOConfig

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.cli.arranged_rows import columns_of, formats_of
 from windlass.cli.built_in_recipes import CHAT, ROWS
-from windlass.cli.formats import DIGITS, PLAIN_TEXT, STREAMED, format_of
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import Recipe
+from windlass.cli.schema import DIGITS, PLAIN_TEXT, STREAMED, Recipe, RecipeParts, format_of
 from windlass.cli.task import Conflict, Task, tuning_conflicts
 from windlass.config.arguments import TrainingArguments
 from windlass.finetuning.sft_config import SFTConfig

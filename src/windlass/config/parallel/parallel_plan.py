@@ -12,22 +12,23 @@ from windlass.config.parallel import rows_compile, rows_pipeline
 from windlass.config.parallel import rows_deepspeed as deepspeed
 from windlass.config.parallel import rows_float8 as float8
 from windlass.config.parallel import rows_training as rows
-from windlass.config.parallel.keys import Key
-from windlass.config.parallel.settings import Setting, Settings, contradiction
+from windlass.config.parallel.keys import Key, Setting, Settings, contradiction
 from windlass.config.parallel.table import values_for
 from windlass.config.parallel.xla_checks import xla_problems
-from windlass.config.plan import CompilePlan, DistPlan, Float8Plan, PrecisionPlan
-from windlass.config.refusal import refuse
-from windlass.config.strategy_plans import (
+from windlass.config.plan import (
     SCHEDULES,
+    CompilePlan,
+    DistPlan,
+    Float8Plan,
     PipelinePlan,
+    PrecisionPlan,
     Schedule,
     ShardPlan,
     ZeroPlan,
     unfit_stages,
     usual_stages,
 )
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.mesh import Mesh
 from windlass.core.world import World

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.config import kinds
-from windlass.config.json_document import read_document
+from windlass.config.kinds import read_document
 from windlass.config.parallel.keys import Rows
 
 
