@@ -224,10 +224,8 @@ class _LinearOfJoined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         part, weight = ctx.saved_tensors
-        rows, dtype = (
-            gradient.flatten(0, -2),
-            gradient.dtype,
-        )  # that of autocast, which a backward does not know
+        rows = gradient.flatten(0, -2)
+        dtype = gradient.dtype  # that of autocast, which a backward does not know
         # Of a pass for some gradients alone, as pipelines make, the others are not computed.
         needs_input, _, needs_weight, *_ = (
             node is not None and torch._C._will_engine_execute_node(node) for node, _ in ctx.next_functions
