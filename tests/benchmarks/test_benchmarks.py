@@ -110,6 +110,10 @@ def test_the_page_has_every_section() -> None:
         assert f"<!-- end: {section} -->" in text
 
 
+def test_the_clock_has_the_marks_that_overhead_times() -> None:
+    assert _load("overhead").clock_cost(updates=3)["marks"] > 5
+
+
 @pytest.mark.slow
 def test_overhead_times_every_step(tmp_path: Path) -> None:
     raw = tmp_path / "figures.json"

@@ -11,7 +11,7 @@ from windlass.cli.recipe import load_recipe
 from windlass.cli.training import training_arguments
 from windlass.config.parallel.from_script import from_arguments
 from windlass.config.parallel.parallel_plan import plan_parallel
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import ShardPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 

@@ -26,8 +26,7 @@ from windlass.config.loop_options import (
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
-from windlass.config.plan import DistPlan, PrecisionPlan
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import DistPlan, PrecisionPlan, ShardPlan
 from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.dist import operations
 from windlass.dist.gang import Gang, current, leave

@@ -46,8 +46,14 @@ CASES: dict[str, dict[str, Any]] = {
 WAYS: dict[str, dict[str, Any]] = {"replicated": {}, "sharded": {"fsdp": "full_shard"}}
 
 
-def figures(folder: Path, *, lora: bool = False, **changes: Any) -> list[dict[str, float]]:
-    """The reports of two updates of eight pairs and of an evaluation, on any number of ranks."""
+def figures(
+    folder: Path, *, lora: bool = False, tied: bool = False, given: bool | None = None, **changes: Any
+) -> list[dict[str, float]]:
+    """The reports of two updates of eight pairs and of an evaluation, on any number of ranks.
+
+    Args:
+        given: a second model is the reference; by default unless there is an adapter, or it is precomputed.
+    """
     import peft
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -59,9 +65,10 @@ def figures(folder: Path, *, lora: bool = False, **changes: Any) -> list[dict[st
         per_device_eval_batch_size=2,
         **{**sizes, **changes},
     )
-    model = small.model().double()
+    given = not (lora or "precompute_ref_log_probs" in changes) if given is None else given
+    model, other = (small.model(tie_word_embeddings=tied).double() for _ in range(2))
     trainer = DPOTrainer(
-        model, None if lora or "precompute_ref_log_probs" in changes else moved(small.model().double()), args,
+        model, moved(other) if given else None, args,
         train_dataset=pairs(), eval_dataset=pairs(7), processing_class=small.tokenizer(),
         peft_config=peft.LoraConfig(r=2, target_modules="all-linear") if lora else None,
     )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Fine-tuning on ranks that divide layers: packed rows and completions have the reports of one process."""
+"""Fine-tuning on ranks that divide layers: text and preferences have the reports of one process, and a run that was
+killed ends with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,15 @@ from typing import Any
 
 import pytest
 from tests.dist.launch import launch
-from tests.finetuning import small, test_dpo_ranks, test_several_ranks
-from tests.finetuning.preferences import moved, pairs, settings
+from tests.finetuning import small, test_dpo_ranks, test_preference_ranks, test_several_ranks
+from tests.finetuning.preferences import pairs, settings
+from tests.trainer.resume_cases import kill
 
 from windlass.compat.plugin_parallelism import ParallelismConfig, PipelineParallelConfig
 from windlass.core.errors import ConfigError
 from windlass.finetuning.dpo_trainer import DPOTrainer
+from windlass.finetuning.kto_config import KTOConfig
+from windlass.finetuning.kto_trainer import KTOTrainer
 
 pytest.importorskip("transformers")
 CASES: dict[str, dict[str, Any]] = {
@@ -25,6 +30,15 @@ CASES: dict[str, dict[str, Any]] = {
 PREFERENCES: dict[str, dict[str, Any]] = {
     "reference": {"precompute_ref_log_probs": True, "ld_alpha": 0.5},
     "adapter": {"precompute_ref_log_probs": True, "lora": True, "loss_type": ["ipo"]},
+    "another model": {"precompute_ref_log_probs": True, "given": True, "tied": True},
+}
+_JUDGED = {"kind": "kto", "loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True}
+SINGLE: dict[str, dict[str, Any]] = {
+    "judged": _JUDGED,
+    "judged by a tied model": {**_JUDGED, "tied": True, "undesirable_weight": 1.3},
+    "judged by an adapter": {**_JUDGED, "lora": True},
+    "scored": {"kind": "reward", "center_rewards_coefficient": 0.01},
+    "scored by an adapter": {"kind": "reward", "lora": True},
 }
 SCHEDULES = {"packed": "1F1B", "completions": "GPipe"}
 
@@ -45,8 +59,12 @@ def test_preferences_in_two_stages_are_one_process(tmp_path: Path) -> None:
     """Losses, norms and all figures, with the reference that the stages compute before training."""
     pytest.importorskip("peft")
     launch(2, Path(__file__), tmp_path, "preferences", environ={"WINDLASS_HOME": str(tmp_path)})
-    for name, case in PREFERENCES.items():
-        alone = test_dpo_ranks.figures(tmp_path / "alone" / name, **case)
+    for name in (*PREFERENCES, *SINGLE):
+        if name in PREFERENCES:
+            alone = test_dpo_ranks.figures(tmp_path / "alone" / name, **PREFERENCES[name])
+        else:
+            trainer = test_preference_ranks.trained(tmp_path / "alone" / name, **SINGLE[name])
+            alone = test_preference_ranks.reports(trainer)
         for rank in range(2):
             found = json.loads((tmp_path / f"rank{rank}.json").read_text())[name]
             # In the first update the model is the reference: which answer it prefers is rounding.
@@ -54,6 +72,31 @@ def test_preferences_in_two_stages_are_one_process(tmp_path: Path) -> None:
                 reported.pop("rewards/accuracies", None)
             for ours, theirs in zip(found, alone, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-10, abs=1e-12), (name, rank)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("rank", ["1", pytest.param("all", marks=pytest.mark.slow)])
+def test_preferences_of_killed_stages_end_with_the_same_bits(tmp_path: Path, rank: str) -> None:
+    """One rank, or all of them, are killed before the update of the third step is made."""
+
+    def run(place: str, killed: str = "", expect: int = 0) -> list[Any]:
+        home = {"WINDLASS_HOME": str(tmp_path / place)}
+        launch(2, Path(__file__), tmp_path / place, f"killed {killed}", environ=home, expect=expect)
+        return (
+            [] if expect else [json.loads((tmp_path / place / f"rank{r}.json").read_text()) for r in (0, 1)]
+        )
+
+    for place in ("whole", "killed"):
+        (tmp_path / place).mkdir()
+    whole = run("whole")
+    run("killed", rank, expect=1)
+    assert not (tmp_path / "killed" / "rank0.json").exists()
+    assert sorted(path.name for path in (tmp_path / "killed").glob("checkpoint-*")) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
+    assert run("killed") == whole
+    assert len(whole[0][1]) == 4, "the reports of all updates"
 
 
 # --- what each rank runs ----------------------------------------------------------------------------------------------
@@ -65,28 +108,48 @@ def preferences(folder: Path) -> dict[str, Any]:
     found = {
         name: test_dpo_ranks.figures(folder / name, **sizes, **case) for name, case in PREFERENCES.items()
     }
-    for field, given, changes in (
-        ("precompute_ref_log_probs", None, {}),
-        ("ref_model", moved(small.model()), {"precompute_ref_log_probs": True}),
+    for name, case in SINGLE.items():
+        trainer = test_preference_ranks.trained(folder / name, **sizes, **case)
+        found[name] = test_preference_ranks.reports(trainer)
+    options = {"train_dataset": pairs(), "processing_class": small.tokenizer()}
+    for field, trainer_of, args in (
+        ("precompute_ref_log_probs", DPOTrainer, settings(folder / "dpo", parallelism_config=layout)),
+        ("loss_type", KTOTrainer, settings(folder / "kto", KTOConfig, parallelism_config=layout)),
     ):
         with pytest.raises(ConfigError, match=field):
-            DPOTrainer(
-                small.model(), given, settings(folder / field, parallelism_config=layout, **changes),
-                train_dataset=pairs(), processing_class=small.tokenizer(),
-            )  # fmt: skip
+            trainer_of(small.model(), args=args, **options)
     return found
+
+
+def killed(folder: Path, rank: str) -> list[Any]:
+    """Weights and reports of four updates, of which each is saved; a run that was killed is continued."""
+    args = settings(
+        folder, parallelism_config=ParallelismConfig(pp_size=2), per_device_train_batch_size=2,
+        gradient_accumulation_steps=4, max_steps=4, save_strategy="steps", save_steps=1,
+        precompute_ref_log_probs=True,
+    )  # fmt: skip
+    model = small.model(tie_word_embeddings=True)
+    trainer = DPOTrainer(model, args=args, train_dataset=pairs(), processing_class=small.tokenizer())
+    if rank:
+        trainer.add_callback(kill("on_pre_optimizer_step", 2, only_rank=None if rank == "all" else int(rank)))
+    trainer.train(resume_from_checkpoint="auto")
+    return test_preference_ranks.bits(trainer)
 
 
 def main() -> None:
     folder, name = Path(sys.argv[1]), sys.argv[2]
+    result = folder / f"rank{os.environ['RANK']}.json"
     if name == "preferences":
-        (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(preferences(folder)))
+        result.write_text(json.dumps(preferences(folder)))
+        return
+    if name.startswith("killed"):
+        result.write_text(json.dumps(killed(folder, name.partition(" ")[2])))
         return
     layout = ParallelismConfig(pp_size=2, pp_handler=PipelineParallelConfig(SCHEDULES[name]))
     found = test_several_ranks.figures(
         folder / name, per_device_train_batch_size=2, parallelism_config=layout, **CASES[name]
     )
-    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+    result.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def trainer_of(
     lora: bool = False,
     accumulation: int = 2,
     precise: bool = True,
+    tied: bool = False,
     **changes: Any,
 ) -> Any:
     """A trainer whose updates have 8 rows on any number of ranks."""
@@ -117,7 +118,8 @@ def trainer_of(
             scorer, RewardConfig(str(folder), **options), train_dataset=rows, eval_dataset=rows[:7],
             processing_class=small.tokenizer(), peft_config=adapter,
         )  # fmt: skip
-    model, reference = small.model().to(dtype), None if lora else moved(small.model().to(dtype))
+    model, other = (small.model(tie_word_embeddings=tied).to(dtype) for _ in range(2))
+    reference = None if lora else moved(other)
     if kind == "dpo":
         return DPOTrainer(
             model, reference, DPOConfig(str(folder), **options), None, pairs(24), pairs(7), small.tokenizer(),

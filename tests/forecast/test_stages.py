@@ -1,4 +1,4 @@
-"""Traces of pipelines and of divided experts, against what theory says of their memory and of what they send."""
+"""Traces of pipelines, of divided experts and positions, against what theory says of their memory and traffic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windlass import ParallelismConfig
 from windlass.forecast.forecast import Forecast
 from windlass.forecast.trace import Trace
 from windlass.forecast.tracing import trace_of, trace_of_largest
-from windlass.utils import PipelineParallelConfig
+from windlass.utils import PipelineParallelConfig, TorchTensorParallelConfig
 
 
 def at_most(found: Trace, kind: str) -> int:
@@ -102,6 +102,29 @@ def test_the_last_stage_makes_no_whole_logits_and_its_layers_can_be_divided(tmp_
     assert sent["tensor"]["tensor"] > 2 * 2 * 4 * border, (
         "two layers, two micro-batches, four sums of activations"
     )
+
+
+def test_divided_positions_halve_what_norms_keep_and_are_gathered_again(tmp_path: Path) -> None:
+    """`tests/transforms/positions_ranks.py` counts the same bytes on real ranks."""
+
+    def traced(positions: bool) -> Trace:
+        handler = TorchTensorParallelConfig(enable_sequence_parallel=positions)
+        layout = ParallelismConfig(tp_size=2, tp_handler=handler)
+        return trace_of(lambda: trainer(tmp_path, layers=2, parallelism_config=layout).train(), 2)
+
+    whole, parts = traced(False), traced(True)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        kept = [
+            found.at_most(lambda owner: owner.kind == "activations" and owner.place.endswith(name))  # noqa: B023
+            for found in (whole, parts)
+        ]
+        assert kept[0] == 2 * kept[1] > 0, name
+    states = BATCH * LENGTH * HIDDEN * 4
+    # What norms keep of a layer are the sums before them, what they scale, and what divided layers begin with.
+    assert at_most(whole, "activations") - at_most(parts, "activations") > 6 * 2 * states / 2
+    sent = [{link.axis: link.nbytes for link in Forecast(found).links()} for found in (whole, parts)]
+    # Two inputs of each of two layers, gathered again, and both ends of the stack: half of the states each.
+    assert sent[1]["tensor"] - sent[0]["tensor"] == (1 + 2) * states
 
 
 def test_experts_are_divided_and_tokens_travel(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
 from windlass.cli.launching import launch_plan
-from windlass.config import plan, strategy_plans
+from windlass.config import plan
 
-HOMES = (plan, strategy_plans, launch_plan)
+HOMES = (plan, launch_plan)
 KINDS = {
     name: kind
     for home in HOMES

@@ -45,7 +45,11 @@ THIRD_PARTY = {
          "_foreach_mul", "_foreach_sign_", "_foreach_sqrt", "_foreach_sqrt_", "_foreach_sub_"),
         _TORCH,
     ),
-    **dict.fromkeys(("_autograd", "_base", "_current_graph_task_id", "_get_current_graph_task_keep_graph"), _AUTOGRAD),
+    **dict.fromkeys(
+        ("_autograd", "_base", "_current_graph_task_id", "_get_current_graph_task_keep_graph",
+         "_will_engine_execute_node"),
+        _AUTOGRAD,
+    ),
     "_step_count": "PyTorch's schedules count their steps there, and do not publish them",
     **dict.fromkeys(("_iterator", "_worker_info"), _WORKERS),
     **dict.fromkeys(("_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups"), _SHARDED),

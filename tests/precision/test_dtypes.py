@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from windlass.config.plan import DistPlan, PrecisionPlan
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import DistPlan, PrecisionPlan, ShardPlan
 from windlass.precision.autocast import autocast_context
 from windlass.precision.dtypes import Dtypes, dtypes_of, weights_of
 

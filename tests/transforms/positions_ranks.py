@@ -17,10 +17,11 @@ from windlass.core.errors import ConfigError
 from windlass.core.mesh import Mesh
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
-from windlass.dist.sharded import whole
+from windlass.dist.sharded import local, whole
 from windlass.transforms import tensor_split
 from windlass.transforms.recompute import apply_recompute
 from windlass.transforms.tensor_parallel import TensorParallel
+from windlass.transforms.tensor_split import Joined, TensorSplit
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 24, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -30,7 +31,7 @@ _BIASED = {"attention_bias": True, "mlp_bias": True}
 _GPT2: dict[str, Any] = {"vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16}
 _DROPS = {"resid_pdrop": 0.4, "attn_pdrop": 0.4, "embd_pdrop": 0.4}
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("LlamaConfig", _SIZES),
+    "plain": ("LlamaConfig", _SIZES | {"intermediate_size": 48}),  # no part of it is as wide as the model
     "biased": ("LlamaConfig", _SIZES | _BIASED),
     "norms of heads": ("Qwen3Config", _SIZES | {"head_dim": 4}),
     "dropout": ("GPT2Config", _GPT2 | _DROPS),
@@ -89,29 +90,27 @@ def _equal(ranks: Gang) -> None:
         assert torch.equal(rows, model.generate(_ids(4), max_new_tokens=3, do_sample=False)), "one token each"
 
 
-def _kept(model: nn.Module) -> int:
-    """Bytes of activations that norms keep for the backward."""
-    inside, total = [0], [0]
-    parameters = {p.data_ptr() for p in model.parameters()}
+def _kept(model: nn.Module) -> tuple[int, int]:
+    """Bytes of activations of the model's width that norms keep for the backward, and that whole layers keep."""
+    inside: list[nn.Module] = []
+    found: dict[int, tuple[bool, int]] = {}
+    parameters = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
-        if inside[0] and tensor.data_ptr() not in parameters:
-            total[0] += tensor.numel() * tensor.element_size()
+        place = tensor.untyped_storage().data_ptr()
+        if inside and place not in parameters and tensor.shape[-1] == _SIZES["hidden_size"]:
+            of_norm, _ = found.get(place, (False, 0))
+            found[place] = of_norm or len(inside) > 1, tensor.untyped_storage().nbytes()
         return tensor
 
-    def step(by: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            inside[0] += by
-
-        return hook
-
     for layer in model.model.layers:
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            norm.register_forward_pre_hook(step(1))
-            norm.register_forward_hook(step(-1))
+        for part in (layer, layer.input_layernorm, layer.post_attention_layernorm):
+            part.register_forward_pre_hook(lambda part, _: inside.append(part))
+            part.register_forward_hook(lambda *_: inside.remove(inside[-1]))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _loss(model, _ids())
-    return total[0]
+        loss = _loss(model, _ids())
+    assert loss.requires_grad, "what is kept is there until here"
+    return sum(n for of_norm, n in found.values() if of_norm), sum(n for _, n in found.values())
 
 
 def _sent(model: nn.Module, strategy: TensorParallel, patch: pytest.MonkeyPatch) -> float:
@@ -135,6 +134,34 @@ def _sent(model: nn.Module, strategy: TensorParallel, patch: pytest.MonkeyPatch)
     return total[0]
 
 
+def _gathers(ranks: Gang, passes: int, patch: pytest.MonkeyPatch) -> int:
+    """How often two layers with one input gather it, in a forward and the passes of a backward."""
+    split = TensorSplit(TOKENS, ranks.size, ranks.rank, ranks.device_group)
+    part = torch.ones(2, TOKENS // 2, 16, requires_grad=True)
+    weights = [torch.ones(8, 16, requires_grad=True) for _ in range(2)]
+    calls: list[None] = []
+    gather = tensor_split._all_gather
+    with patch.context() as patched:
+        patched.setattr(
+            tensor_split,
+            "_all_gather",
+            lambda *args, **options: [calls.append(None), gather(*args, **options)],
+        )
+        joined = Joined(part, split)
+        views = [weight.view(8, 16) for weight in weights]
+        loss = sum(joined.linear(view, None).sum() for view in views)
+        if passes == 1:
+            loss.backward()
+        else:
+            [part.grad] = torch.autograd.grad(loss, part, retain_graph=True)
+            assert len(calls) == 1
+            for weight, found in zip(weights, torch.autograd.grad(loss, views), strict=True):
+                weight.grad = found
+    assert torch.equal(part.grad, torch.full_like(part, 2 * 8 * ranks.size))
+    assert all(torch.equal(weight.grad, torch.full_like(weight, 2.0 * TOKENS)) for weight in weights)
+    return len(calls)
+
+
 def _costs(ranks: Gang) -> None:
     patch = pytest.MonkeyPatch()
     models = {positions: _model("plain") for positions in (False, True)}
@@ -143,10 +170,14 @@ def _costs(ranks: Gang) -> None:
     states = 2 * TOKENS * _SIZES["hidden_size"] * 8
     # Two sums in the forward and two in the backward of each layer, those of the embedding, and of the head's backward.
     assert sent[False] == (4 * _SIZES["num_hidden_layers"] + 2) * states
-    # A gather ends the last block, and another one ends the backward of the first: half of the states each.
-    assert sent[True] == sent[False] + states
+    # A gather ends the last block, and another one ends the backward of the first: half of the states each. So do the
+    # two of each layer whose inputs are gathered again in its backward.
+    assert sent[True] == sent[False] + (1 + _SIZES["num_hidden_layers"]) * states
+    for passes in (1, 2):  # of all gradients at once, and as pipelines split them
+        assert _gathers(ranks.over("tensor"), passes, patch) == 1 + 1
     kept = {positions: _kept(model) for positions, model in models.items()}
-    assert kept[True] * 2 == kept[False] > 0
+    assert [2 * n for n in kept[True]] == list(kept[False])
+    assert 0 < kept[False][0] < kept[False][1], "norms, and inputs of divided layers"
 
 
 def _drops(ranks: Gang) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.engine import LoopEngine
+from windlass.accelerator.engine import LoopEngine, OwnLoop
 from windlass.accelerator.exchange import gather_samples
 from windlass.accelerator.loop_saver import LoadHook, LoopSaver, SaveHook
 from windlass.accelerator.loop_settings import Handlers, LoopSettings, resolve_settings
@@ -30,7 +30,6 @@ from windlass.accelerator.offloaded_weights import (
     load_offloaded_parameter,
 )
 from windlass.accelerator.optimizer import PreparedOptimizer
-from windlass.accelerator.own_loop import OwnLoop
 from windlass.accelerator.prepared import Prepared, PreparedModels
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.accelerator.preparing import Preparer, has_device_map
@@ -63,8 +62,7 @@ from windlass.config.loop_options import (
 )
 from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.config.quantities import convert_file_size_to_int
-from windlass.config.refusal import refuse
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.mesh import Axis, Mesh
 from windlass.core.metric_values import python_number

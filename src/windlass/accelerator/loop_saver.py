@@ -30,8 +30,7 @@ from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import Store
 from windlass.config.loop_options import ProjectConfiguration
-from windlass.config.refusal import refuse
-from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, Problem, refuse
 from windlass.core.locations import is_url, local_folder, parent_of
 from windlass.core.logs import get_logger
 from windlass.core.threads import thread_count, warn_of_other_threads

@@ -21,12 +21,10 @@ from windlass.config.loop_options import (
 )
 from windlass.config.parallel.from_launcher import from_environment
 from windlass.config.parallel.from_script import from_plugins
+from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import Parallel, plan_parallel, with_precision_of_engine
-from windlass.config.parallel.settings import merge
-from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan
-from windlass.config.refusal import refuse
-from windlass.config.strategy_plans import ZeroPlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan, ZeroPlan
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.world import World
 
 SchedulerUnit = Literal["loader_batch", "optimizer_step"]

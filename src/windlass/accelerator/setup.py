@@ -11,8 +11,7 @@ import torch
 
 from windlass.accelerator.loop_settings import LoopSettings
 from windlass.config.loop_options import AutocastKwargs
-from windlass.config.plan import DistPlan
-from windlass.config.strategy_plans import ZeroPlan
+from windlass.config.plan import DistPlan, ZeroPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.outside import find_outside, load_outside
 from windlass.dist.gang import Gang

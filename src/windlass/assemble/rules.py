@@ -8,7 +8,7 @@ from typing import Any
 from windlass.assemble.batch import objections
 from windlass.assemble.facts import Facts
 from windlass.config.arguments import TrainingArguments
-from windlass.config.json_document import mapping
+from windlass.config.kinds import mapping
 from windlass.config.plan import CallPlan
 from windlass.core.errors import Problem
 

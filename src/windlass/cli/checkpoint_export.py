@@ -13,9 +13,8 @@ from windlass.cli.checkpoint_listing import local_path
 from windlass.cli.command_line import DTYPES
 from windlass.cli.sizes import in_words
 from windlass.config.quantities import size_in_bytes
-from windlass.config.refusal import refuse
 from windlass.config.sections.fields import QAT_SCHEMES, TRAINED_SCHEME
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, refuse
 from windlass.core.locations import is_url
 from windlass.core.output import one_line, say, say_json
 

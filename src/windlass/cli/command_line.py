@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from windlass.config.nearest import did_you_mean
+from windlass.core.errors import did_you_mean
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130

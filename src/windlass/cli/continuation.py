@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from windlass.cli.recipe_parts import RecipeParts
+from windlass.cli.schema import RecipeParts
 from windlass.cli.text_writer import chat_tokens, positions_left
 from windlass.cli.tuning_data import ended_prompt
 from windlass.core.rng import preserved_rng

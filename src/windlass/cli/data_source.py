@@ -15,10 +15,8 @@ from windlass.cli.tasks import TASKS
 from windlass.cli.text_source import DataSource, SourceSplit
 from windlass.cli.tuning_data import tuning_rows
 from windlass.config.documents import parse_override
-from windlass.config.nearest import nearest
-from windlass.config.refusal import refuse
 from windlass.config.values import coerce
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, nearest, refuse
 from windlass.core.locations import why_not_loaded
 from windlass.core.optional import require
 from windlass.text.text_options import TextOptions

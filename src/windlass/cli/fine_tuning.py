@@ -14,9 +14,8 @@ from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
 from windlass.cli.image_tuning import image_model
 from windlass.cli.modelling import TextShape, base_config, build_model, check_model_type
-from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.samples import pack
-from windlass.cli.schema import BaseSpec, ModelSpec, Recipe
+from windlass.cli.schema import BaseSpec, ModelSpec, Recipe, RecipeParts
 from windlass.cli.tuning_data import first_rows, tuning_texts
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
@@ -51,8 +50,7 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
 
     assert isinstance(args, SFTConfig)
     recipe = parts.recipe
-    name: Any = recipe.model.name
-    processing_class = parts.tokenizer
+    name, processing_class = recipe.model.name, parts.tokenizer
     check_model_type(recipe.model)
     if holds_images(parts.train):
         name, processing_class = image_model(recipe, parts.tokenizer, args.seed)
@@ -64,19 +62,25 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
             return lambda rows, name: data.prepare(rows, name, packs[name])
 
         name = base_of(parts, args, parts.train, preparation)
-    options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
-    if isinstance(name, str):
-        args.model_init_kwargs = (
-            options if "torch_dtype" in options else {"dtype": recipe.model.dtype, **options}
-        )
-    return SFTTrainer(
-        name,
-        args,
+    return tuned_trainer(SFTTrainer, name, parts, args, build_adapter(recipe), processing_class)
+
+
+def tuned_trainer(
+    kind: Any, model: Any, parts: RecipeParts, args: TuningConfig, adapter: Any, processing_class: Any
+) -> Any:
+    """Return a trainer of the class `kind` for a model or its name, which is loaded in the recipe's dtype."""
+    if isinstance(model, str):
+        options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
+        dtype = {} if "torch_dtype" in options else {"dtype": parts.recipe.model.dtype}
+        args.model_init_kwargs = {**dtype, **options}
+    return kind(
+        model,
+        args=args,
         train_dataset=parts.train,
         eval_dataset=parts.evaluation,
         processing_class=processing_class,
-        peft_config=build_adapter(recipe),
-        quantization_config=quantization_of(recipe),
+        peft_config=adapter,
+        quantization_config=quantization_of(parts.recipe),
     )
 
 

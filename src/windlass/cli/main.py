@@ -16,9 +16,8 @@ from windlass import __version__
 from windlass.cli.built_in_recipes import is_recipe
 from windlass.cli.command_line import EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandParser, TrainOptions
 from windlass.cli.quiet import quiet_libraries
-from windlass.config.nearest import nearest
 from windlass.core.activity import Activity
-from windlass.core.errors import WindlassError
+from windlass.core.errors import WindlassError, nearest
 from windlass.core.job_signals import surviving_hangup
 from windlass.core.output import flush_standard_streams, say, say_json
 from windlass.core.terminal import folded_message
@@ -179,7 +178,7 @@ def _train_options(
         words.append(resume)
         resume = True
     recipes = [word for word in words if "=" not in word]
-    from windlass.cli.formats import is_data
+    from windlass.cli.schema import is_data
 
     for word in recipes:
         if is_data(word) and not is_recipe(word):

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.cli.built_in_recipes import is_recipe, names
 from windlass.cli.command_line import CommandParser
-from windlass.config.nearest import did_you_mean
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean
 from windlass.core.output import say, say_json
 
 if TYPE_CHECKING:

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from windlass.cli.arranged_rows import arranged
-from windlass.cli.fine_tuning import base_of, build_adapter, quantization_of
+from windlass.cli.fine_tuning import base_of, build_adapter, tuned_trainer
 from windlass.cli.modelling import check_model_type
 from windlass.cli.readers import Record
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import DataSpec, Recipe
+from windlass.cli.schema import DataSpec, Recipe, RecipeParts
 from windlass.cli.splits import load_records
 from windlass.cli.tuning_data import takes_turns, tuning_tokenizer
 from windlass.config.arguments import TrainingArguments
 from windlass.text.located_rows import LocatedRows
 
 
-@dataclass(frozen=True, slots=True)
-class Preferences:
-    """The rows to train on and to evaluate on, and the tokenizer; `evaluation` is None without any."""
-
-    tokenizer: Any
-    train: LocatedRows
-    evaluation: LocatedRows | None
-    takes_turns: bool  # the rows are conversations
-
-
-def load_preferences(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> Preferences:
+def load_preferences(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> RecipeParts:
     """Read the rows of a recipe, and load or train its tokenizer. Raises DataError, ConfigError or ModelError, with the
     file, the line or the key.
 
@@ -41,7 +29,7 @@ def load_preferences(recipe: Recipe, seed: int, saved_tokenizer: Path | None = N
     chosen = chosen_answers(train)
     tokenizer = tuning_tokenizer(recipe, chosen, saved_tokenizer)
     turns = takes_turns(chosen, recipe.data.text_column) if chosen else False
-    return Preferences(tokenizer, train, held or None, turns)
+    return RecipeParts(recipe, tokenizer, train, held or None, takes_turns=turns)
 
 
 def _rows(records: Sequence[Record], data: DataSpec) -> LocatedRows:
@@ -70,7 +58,7 @@ def _chosen(rows: LocatedRows) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def build_preference_trainer(
-    kind: Any, parts: RecipeParts, args: TrainingArguments, *, adapter_task: str = "CAUSAL_LM"
+    kind: Any, parts: RecipeParts, args: TrainingArguments, adapter_task: str
 ) -> Any:
     """Return a trainer of the class `kind` for the recipe's model, or for a base that is trained now, unless it was
     before.
@@ -91,20 +79,7 @@ def build_preference_trainer(
             chosen_answers(parts.train),
             lambda tokenizer, limits: kind.preparation(args, tokenizer, limits).prepare,
         )
-    if isinstance(name, str):
-        options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
-        args.model_init_kwargs = (
-            options if "torch_dtype" in options else {"dtype": recipe.model.dtype, **options}
-        )
     adapter = build_adapter(recipe)
     if adapter is not None and "task_type" not in (recipe.adapter or {}):
         adapter.task_type = adapter_task
-    return kind(
-        name,
-        args=args,
-        train_dataset=parts.train,
-        eval_dataset=parts.evaluation,
-        processing_class=parts.tokenizer,
-        peft_config=adapter,
-        quantization_config=quantization_of(recipe),
-    )
+    return tuned_trainer(kind, name, parts, args, adapter, parts.tokenizer)

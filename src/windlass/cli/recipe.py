@@ -11,18 +11,15 @@ from typing import Any
 from windlass.cli.argument_table import all_arguments
 from windlass.cli.built_in_recipes import DEFAULT
 from windlass.cli.checks import ask_libraries, evaluates, find_conflicts
-from windlass.cli.formats import BUILT_IN, ENDINGS, PATHLESS
 from windlass.cli.recipe_draft import RecipeDraft
-from windlass.cli.schema import NESTED, Recipe, field_names
+from windlass.cli.schema import BUILT_IN, ENDINGS, NESTED, PATHLESS, Recipe, field_names
 from windlass.cli.tasks import TASKS
 from windlass.cli.training import coerced, common_fields, merge_parallel, training_problems
 from windlass.config.documents import Keys
 from windlass.config.kinds import number
-from windlass.config.nearest import nearest
-from windlass.config.refusal import refuse
 from windlass.config.sections.setting import rules_in
 from windlass.config.values import type_fault, value_fault
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, nearest, refuse
 from windlass.core.optional import check_installed
 
 

@@ -15,10 +15,8 @@ from windlass.cli.recipe_sources import note_recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.training import run_folder, training_arguments
 from windlass.config.documents import load
-from windlass.config.nearest import did_you_mean
-from windlass.config.refusal import refuse
 from windlass.core.activity import Activity
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
 from windlass.core.output import say
 
 if TYPE_CHECKING:

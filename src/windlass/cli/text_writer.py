@@ -11,9 +11,8 @@ import torch
 
 from windlass.cli.command_line import DTYPES
 from windlass.cli.quiet import hide_loading_bars
-from windlass.config.refusal import refuse
 from windlass.config.sections.setting import Range, at_least
-from windlass.core.errors import DataError, Problem
+from windlass.core.errors import DataError, Problem, refuse
 from windlass.core.optional import require
 from windlass.core.output import STDOUT, escaped, say
 from windlass.finetuning.text_generation import generate

@@ -11,9 +11,9 @@ from windlass.cli.launching.from_files import from_recipe
 from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.tasks import TASKS
 from windlass.config.arguments import TrainingArguments
+from windlass.config.parallel.keys import Setting
 from windlass.config.parallel.rows_deepspeed import CONFIG, FIELDS
 from windlass.config.parallel.rows_training import STRATEGY
-from windlass.config.parallel.settings import Setting
 from windlass.config.parallel.table import KEYS, to_arguments
 from windlass.config.values import coerce
 from windlass.core.errors import ConfigError, Problem

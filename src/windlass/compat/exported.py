@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from windlass.config.parallel.from_launcher import OWN_VARIABLE, from_environment
-from windlass.config.parallel.settings import Settings
+from windlass.config.parallel.keys import Settings
 from windlass.config.parallel.table import KEYS
 from windlass.core.errors import ConfigError, Problem
 

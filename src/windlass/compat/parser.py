@@ -12,12 +12,11 @@ from typing import Any
 
 from windlass.compat.flags import add_field, string_to_bool
 from windlass.config import documents
-from windlass.config.accepting import AcceptsOldNames
+from windlass.config.accepting import OLD_NAMES, AcceptsOldNames
 from windlass.config.arguments import TrainingArguments, note_sources
-from windlass.config.nearest import did_you_mean
-from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.setting import default_of
 from windlass.config.values import coerce
+from windlass.core.errors import did_you_mean
 from windlass.core.plain_text import read_text
 from windlass.core.script_command import note_flags
 

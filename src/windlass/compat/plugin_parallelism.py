@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.compat.exported import launched
-from windlass.config.described import described
 from windlass.config.loop_options import Options, Plugin
 from windlass.config.parallel import rows_training as rows
-from windlass.config.refusal import refuse
-from windlass.config.sections.setting import at_least, setting
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.sections.setting import at_least, described, setting
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.mesh import Mesh, View
 
 # Axis of the mesh -> the field that holds its size.

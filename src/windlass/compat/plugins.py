@@ -11,10 +11,9 @@ from typing import Any
 
 from windlass.compat.exported import launched
 from windlass.compat.plugin_words import DDPCommunicationHookType, DynamoBackend
-from windlass.config.described import described
 from windlass.config.loop_options import KwargsHandler, Plugin
 from windlass.config.parallel.table import SECTIONS
-from windlass.config.sections.setting import setting
+from windlass.config.sections.setting import described, setting
 from windlass.core.errors import Problem
 
 

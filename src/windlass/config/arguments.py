@@ -12,15 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from windlass.config.accepting import AcceptsOldNames
-from windlass.config.described import described
+from windlass.config.accepting import BOTH_WAYS, OLD_NAMES, AcceptsOldNames, announce, translate
 from windlass.config.helpers import Helpers
-from windlass.config.json_document import mapping
-from windlass.config.refusal import refuse
-from windlass.config.renamed import BOTH_WAYS, OLD_NAMES, announce, translate
-from windlass.config.sections.setting import default_of, rules_of
+from windlass.config.kinds import mapping
+from windlass.config.sections.setting import default_of, described, rules_of
 from windlass.config.setters import Setters
 from windlass.config.validate import check
+from windlass.core.errors import refuse
 from windlass.core.locations import working_folder
 
 

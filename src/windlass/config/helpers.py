@@ -17,9 +17,9 @@ from windlass.config import accelerator_config
 from windlass.config.enums import ParallelMode
 from windlass.config.parallel.from_launcher import OWN_VARIABLE, from_environment
 from windlass.config.parallel.from_script import from_arguments
+from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import dtype_plans
 from windlass.config.parallel.rows_training import PRECISION
-from windlass.config.parallel.settings import merge
 from windlass.config.plan import SchedulePlan
 from windlass.config.sections.fields import Fields
 from windlass.core.locations import anchored, is_url, lies_in, working_folder

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.config.strategy_plans import PipelinePlan
+from windlass.config.plan import PipelinePlan
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.run_clock import BACKWARD

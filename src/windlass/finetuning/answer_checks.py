@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from windlass.config.refusal import refuse
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, refuse
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.metrics.answer_scores import require_packages
 from windlass.text.located_rows import RowError

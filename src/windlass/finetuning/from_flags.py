@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.checkpoint.adapters import peft_library
-from windlass.config.refusal import refuse
 from windlass.core.device import visible_devices
-from windlass.core.errors import DataError, Problem
+from windlass.core.errors import DataError, Problem, refuse
 from windlass.core.optional import require
 from windlass.core.world import world_from_environment
 from windlass.finetuning.script_arguments import DatasetConfig, DatasetMixtureConfig, ModelConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,14 +109,18 @@ class ReferenceChoice:
         """The module that the reference's weights are in."""
         return self.model if self.given is None else self.given
 
-    def prepared(self, accelerator: Any, *, sharded: bool = False) -> Reference:
+    def prepared(
+        self, accelerator: Any, in_stages: Callable[[nn.Module], bool], *, sharded: bool = False
+    ) -> Reference:
         """The reference, on the devices of the run. Collective.
 
         Args:
+            in_stages: divides a model into the stages of a pipeline; returns False without one.
             sharded: models are divided over ranks when they are prepared.
         """
         if self.given is not None:
-            return SecondModel(accelerator.prepare(freeze(self.given)))
+            given = freeze(self.given)
+            return SecondModel(given if in_stages(given) else accelerator.prepare(given))
         if is_peft_model(self.model):
             return WithoutAdapter(self.model, self.is_fixed)
         if self.precomputed and not sharded:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from windlass.config.described import described
 from windlass.config.sections.fields import SAMPLING_STRATEGIES
-from windlass.config.sections.setting import at_least, setting
+from windlass.config.sections.setting import at_least, described, setting
 from windlass.core.errors import Problem
 from windlass.finetuning.reference_config import ReferenceConfig
 

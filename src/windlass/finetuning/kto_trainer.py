@@ -16,7 +16,6 @@ from windlass.finetuning.answer_log_probabilities import (
     answer_log_probabilities,
     model_inputs,
 )
-from windlass.finetuning.frozen_reference import ReferenceChoice
 from windlass.finetuning.judged_rows import as_judged_rows, warn_of_balance
 from windlass.finetuning.kto_config import KTOConfig
 from windlass.finetuning.peft_adapters import is_peft_model
@@ -113,11 +112,14 @@ class KTOTrainer(ReferenceTrainer):
 
     # --- loss -------------------------------------------------------------------------------------------------------
 
-    def _refuse_unfit_for_stages(self, choice: ReferenceChoice) -> None:
-        fix = (
-            "is not built for KTO, whose training step computes two forwards: use DPOTrainer, or set it to 1"
-        )
-        raise ConfigError(Problem("pp_size", self._session.all_ranks.mesh.pipeline, fix))
+    def _refuse_unfit_for_stages(self) -> None:
+        if self.args.estimates_divergence:
+            fix = (
+                "estimates a divergence by a second forward of each training step, and a pipeline computes one: use "
+                "loss_type='apo_zero_unpaired' with precompute_ref_log_probs=True, or set pp_size=1"
+            )
+            raise ConfigError(Problem("loss_type", self.args.loss_type, fix))
+        super()._refuse_unfit_for_stages()
 
     def compute_loss(
         self,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from windlass.config.described import described
-from windlass.config.refusal import refuse
-from windlass.config.sections.setting import Range, above, at_least, setting
-from windlass.core.errors import Problem
+from windlass.config.sections.setting import Range, above, at_least, described, setting
+from windlass.core.errors import Problem, refuse
 from windlass.finetuning.tuning_config import TuningConfig
 
 SHARE = Range(lambda v: 0 <= v <= 1, "must be between 0 and 1")

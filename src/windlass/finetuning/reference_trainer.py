@@ -12,18 +12,15 @@ from torch import Tensor, nn
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.types import State
 from windlass.finetuning.fine_tuner import FineTuner
-from windlass.finetuning.frozen_reference import (
-    FirstModel,
-    ReferenceChoice,
-    SecondModel,
-    choose_reference,
-)
+from windlass.finetuning.frozen_reference import FirstModel, SecondModel, choose_reference
 from windlass.finetuning.precomputed_reference import ReferencePass, weights_hash
 from windlass.finetuning.reference_config import ReferenceConfig
 from windlass.finetuning.sft_checks import router_coefficient
 from windlass.finetuning.sync_reference import SyncRefModelCallback
 from windlass.finetuning.tuned_model import TunedModel
 from windlass.text.pair_rows import PairRows
+from windlass.trainer.services import spread_in_stages
+from windlass.transforms.staged_model import staged_of
 
 
 class ReferenceTrainer(FineTuner):
@@ -51,11 +48,11 @@ class ReferenceTrainer(FineTuner):
         self.can_return_loss, self.label_names = True, []
         choice, self._key = self._choice, None if own_collator else self._settings_key()
         if self._engine.dist.pipeline is not None:
-            self._refuse_unfit_for_stages(choice)
+            self._refuse_unfit_for_stages()
         self._weights = self._weights_hash(choice.source) if self.args.precompute_ref_log_probs else ""
         divided = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self._divide_in_stages()
-        self._reference = choice.prepared(self.accelerator, sharded=divided)
+        self._reference = choice.prepared(self.accelerator, self._in_stages, sharded=divided)
         self.ref_model = self._reference.module if isinstance(self._reference, SecondModel) else None
         if self.args.precompute_ref_log_probs:
             self._add_reference_to_datasets()
@@ -66,14 +63,16 @@ class ReferenceTrainer(FineTuner):
             self.accelerator.register_for_checkpointing(ReferenceState(self.ref_model))
             self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
 
-    def _refuse_unfit_for_stages(self, choice: ReferenceChoice) -> None:
-        """Raise ConfigError for a reference that a pipeline cannot compute."""
-        if choice.given is not None:
-            fix = "is not divided into stages: leave it out, for the model as it is before training, or set pp_size=1"
-            raise ConfigError(Problem("ref_model", type(choice.given).__name__, fix))
+    def _refuse_unfit_for_stages(self) -> None:
+        """Raise ConfigError for a training step of several forwards, which a pipeline cannot compute."""
         if not self.args.precompute_ref_log_probs:
             fix = "a pipeline computes one forward in a training step: set it to True, or pp_size=1"
             raise ConfigError(Problem("precompute_ref_log_probs", False, fix))
+
+    def _in_stages(self, model: nn.Module) -> bool:
+        """Divide a reference into stages if the model is; return False if it is not. Collective."""
+        spread_in_stages(model, self._engine, self._session)
+        return staged_of(model) is not None
 
     def _weights_hash(self, source: nn.Module) -> str:
         """That of the main process, whose weights all get."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ModelError
 from windlass.data.collate_preference import DataCollatorForPreference
 from windlass.finetuning.answer_log_probabilities import model_inputs
 from windlass.finetuning.fine_tuner import FineTuner
@@ -87,9 +87,6 @@ class RewardTrainer(FineTuner):
             optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics,
         )
-        if self._engine.dist.pipeline is not None:
-            fix = "is not built for models of rewards: set it to 1"
-            raise ConfigError(Problem("pp_size", self._engine.dist.pipeline.size, fix))
         self._begin_reports(("mean_reward", "accuracy", "margin"), extremes=("min_reward", "max_reward"))
         self.can_return_loss, self.label_names = True, []
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from windlass.config.described import described
+from windlass.config.sections.setting import described
 
 _DTYPES = ["auto", "bfloat16", "float16", "float32"]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.config.nearest import did_you_mean
-from windlass.config.refusal import refuse
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, did_you_mean, refuse
 from windlass.core.logs import warn_of_argument
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.tuning_arguments import begin_tuning

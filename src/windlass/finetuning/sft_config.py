@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from windlass.config.described import described
-from windlass.config.sections.setting import at_least, setting
+from windlass.config.sections.setting import at_least, described, setting
 from windlass.finetuning.answer_section import AnswerSection
 from windlass.finetuning.tuning_config import TuningConfig
 from windlass.text.text_options import TRUNCATION_MODES

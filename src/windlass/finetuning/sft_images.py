@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from windlass.config.refusal import refuse
-from windlass.core.errors import ModelError, Problem
+from windlass.core.errors import ModelError, Problem, refuse
 from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.tuned_model import TunedModel

@@ -11,8 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from windlass.config.refusal import refuse
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import State
 from windlass.optim.schedule_state import load_data, state_as_data

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.plan import Float8Plan, PrecisionPlan
-from windlass.config.refusal import refuse
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, refuse
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import install_command, is_available
 

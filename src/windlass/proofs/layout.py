@@ -7,9 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from windlass.config.nearest import did_you_mean
-from windlass.config.refusal import refuse
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, did_you_mean, refuse
 
 _WITH_OWN_SAMPLES = ("dp", "dp_shard", "ep")
 AXES = ("dp", "dp_shard", "ep", "tp", "cp", "sp", "pp")

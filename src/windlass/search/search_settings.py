@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from windlass.config.refusal import refuse
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, refuse
 from windlass.core.optional import is_available
 from windlass.search.default_spaces import (
     default_compute_objective,

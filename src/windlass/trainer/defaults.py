@@ -23,12 +23,10 @@ from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import TrainerCallback
-from windlass.config.plan import SavePlan
-from windlass.config.refusal import refuse
-from windlass.config.strategy_plans import ZeroPlan
-from windlass.config.support_rows import REPORT
+from windlass.config.enums import REPORT
+from windlass.config.plan import SavePlan, ZeroPlan
 from windlass.core.device import visible_devices
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.lazy import LazyModule
 from windlass.core.locations import is_url
 from windlass.core.logs import get_logger

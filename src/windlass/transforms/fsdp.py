@@ -21,11 +21,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from windlass.config.plan import DistPlan
-from windlass.config.refusal import refuse
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import DistPlan, ShardPlan
 from windlass.core import host
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.dist.absent import Absent, present
 from windlass.dist.device_mesh import fsdp_device_meshes
 from windlass.dist.gang import Gang

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.config.strategy_plans import PipelinePlan
+from windlass.config.plan import PipelinePlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import keep_elsewhere, state_of
 from windlass.core.trees import send_to_device

@@ -29,7 +29,16 @@ from windlass.transforms.tensor_plan import (
     is_transposed,
 )
 from windlass.transforms.tensor_sequence import SequenceParts, ShareOfGradient, share_gradient
-from windlass.transforms.tensor_split import TensorSplit, copied, joined, mine, reduced, scaled, summed
+from windlass.transforms.tensor_split import (
+    Joined,
+    Once,
+    TensorSplit,
+    copied,
+    mine,
+    reduced,
+    scaled,
+    summed,
+)
 
 
 def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor_ranks: Gang) -> None:
@@ -77,53 +86,38 @@ def divide(layers: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh, tensor
         found.split, found.undivided, found.__class__ = split, kind, _kind_of(kind, style)
         found.transposed = transposed
     for group in siblings.values():
-        shared = _SharedInput(len(group))
+        shared = Once(len(group))
         for layer in group:
             layer.shared_input = shared
 
 
-class _SharedInput:
-    """The input of column-wise layers of one module, such as queries, keys and values: the gradients that each of them
-    has for it are added up before they are summed over ranks, so that they are sent once.
+class ColumnLinear(nn.Linear):
+    """A linear layer with some of the rows of its weight, that is, some of its outputs.
 
-    Args:
-        layers: their number.
+    Attributes:
+        shared_input: of the column-wise layers of one module, such as queries, keys and values: the gradients that each
+            of them has for it are added up before they are summed over ranks, so that they are sent once.
     """
 
-    def __init__(self, layers: int) -> None:
-        self._layers, self._left = layers, 0
-        self._given: Tensor | None = None
-        self._shared: Tensor | None = None
-
-    def of(self, given: Tensor, split: TensorSplit) -> Tensor:
-        """`given`, whose gradient is the sum over ranks."""
-        if self._shared is None or self._given is not given:
-            self._given, self._shared = given, copied(given, split)
-            self._left = self._layers
-        shared, self._left = self._shared, self._left - 1
-        if not self._left:  # it is not kept beyond the last of them
-            self._given = self._shared = None
-        assert shared is not None
-        return shared
-
-
-class ColumnLinear(nn.Linear):
-    """A linear layer with some of the rows of its weight, that is, some of its outputs."""
-
     split: TensorSplit
-    shared_input: _SharedInput
+    shared_input: Once
     transposed: bool
     sequence_parts: SequenceParts | None = None
     begins_parts = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape (..., this rank's outputs)."""
-        positions = _positions(self)
+        positions, bias = _positions(self), None if self.bias is None else mine(self.bias)
         if positions is None:
-            own = self.shared_input.of(input, self.split)
-        else:  # of all positions, unless it begins the divided layers itself
-            own = joined(input, positions) if self.begins_parts else input
-        return nn.functional.linear(own, _matrix(self), None if self.bias is None else mine(self.bias))
+            own = self.shared_input.of(input, lambda: copied(input, self.split))
+            return nn.functional.linear(own, _matrix(self), bias)
+        if self.begins_parts:
+            return Joined(input, positions).linear(_matrix(self), bias)
+        assert self.sequence_parts is not None, "it divides positions"
+        known = self.sequence_parts.joined
+        if known is not None and known.whole is input:
+            return known.linear(_matrix(self), bias)
+        return nn.functional.linear(input, _matrix(self), bias)
 
 
 class Head(ColumnLinear):

@@ -24,7 +24,7 @@ from windlass.dist.gang import Gang
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.neftune import vocabulary_of
 from windlass.transforms.tensor_plan import ADAPTED, HEADS, SUMMED, without_adapters
-from windlass.transforms.tensor_split import TensorSplit, joined, part_of, scaled, whole_of
+from windlass.transforms.tensor_split import Joined, TensorSplit, part_of, scaled, whole_of
 
 FIELD = "TorchTensorParallelConfig.enable_sequence_parallel"
 
@@ -35,6 +35,7 @@ class SequenceParts:
     Attributes:
         entered: how they are divided between the first block and the last; None outside of these.
         now: the same; None also in layers that compute all positions.
+        joined: all positions, which the layer under way began with; None outside of such layers.
         off: forwards compute all positions.
     """
 
@@ -43,6 +44,7 @@ class SequenceParts:
         self.off, self._asked_whole = False, False
         self.entered: TensorSplit | None = None
         self.now: TensorSplit | None = None
+        self.joined: Joined | None = None
         self._randomness = ForwardRandomness(device, tensor_ranks.rank)
 
     def begin(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -69,6 +71,12 @@ class SequenceParts:
         split, self.entered = self.entered, None
         assert split is not None
         return whole_of(part, split)
+
+    def join(self, part: Tensor) -> Tensor:
+        """All positions, with which a layer computes that divides its work."""
+        assert self.now is not None, "positions are divided"
+        self.joined = Joined(part, self.now)
+        return self.joined.whole
 
     @property
     def is_on(self) -> bool:
@@ -161,10 +169,14 @@ class DividedWithin(_InParts):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the layer returns, of this rank's positions."""
-        split = self.sequence_parts.now
-        if split is not None:
-            args, kwargs = _with_hidden(lambda part: joined(part, split), args, kwargs)
-        return super().forward(*args, **kwargs)
+        parts = self.sequence_parts
+        if parts.now is None:
+            return super().forward(*args, **kwargs)
+        args, kwargs = _with_hidden(parts.join, args, kwargs)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            parts.joined = None
 
 
 class WholeWithin(_InParts):

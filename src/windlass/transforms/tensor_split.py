@@ -122,6 +122,48 @@ def reduced(states: Tensor, split: TensorSplit) -> Tensor:
     return found
 
 
+class Once:
+    """What is made once for several layers that ask for it one after the other, and is not kept beyond the last.
+
+    Attributes:
+        layers: their number.
+    """
+
+    def __init__(self, layers: int = 0) -> None:
+        self.layers, self._left = layers, 0
+        self._key: Any = None
+        self._made: Tensor | None = None
+
+    def of(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` returns, or returned for the same `key` before."""
+        if self._made is None or self._key is not key:
+            self._key, self._made, self._left = key, make(), self.layers
+        made, self._left = self._made, self._left - 1
+        if not self._left:
+            self._key = self._made = None
+        return made
+
+
+class Joined:
+    """All positions, with which column-wise layers compute. For the backward they keep this rank's, which are joined
+    again there, once for all of these layers.
+    """
+
+    def __init__(self, part: Tensor, split: TensorSplit) -> None:
+        self.whole = joined(part, split)
+        self._part, self._split, self._again = part.detach(), split, Once()
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What a linear layer returns of all positions."""
+        if not weight.requires_grad:  # its backward needs no positions
+            return nn.functional.linear(self.whole, weight, bias)
+        self._again.layers += 1
+        found: Tensor = _LinearOfJoined.apply(  # type: ignore[no-untyped-call]
+            self.whole, self._part, weight, bias, self._split, self._again
+        )
+        return found
+
+
 def _filled(states: Tensor, split: TensorSplit) -> Tensor:
     """All positions and zeros, by rank: shape (ranks, rows, chunk, size)."""
     rows, _, size = states.shape
@@ -131,7 +173,7 @@ def _filled(states: Tensor, split: TensorSplit) -> Tensor:
 
 
 def _own(states: Tensor, split: TensorSplit) -> Tensor:
-    return _filled(states, split)[split.rank].contiguous()
+    return _filled(states, split)[split.rank].clone()  # of one row it would be a view, which keeps all
 
 
 def _gather(part: Tensor, split: TensorSplit) -> Tensor:
@@ -162,6 +204,44 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.back(gradient, ctx.split), None, None, None
+
+
+class _LinearOfJoined(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        whole: Tensor,
+        part: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        split: TensorSplit,
+        again: Once,
+    ) -> Tensor:
+        ctx.split, ctx.again = split, again
+        ctx.save_for_backward(part, weight)
+        return nn.functional.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        part, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        dtype = gradient.dtype  # that of autocast, which a backward does not know
+        # Of a pass for some gradients alone, as pipelines make, the others are not computed.
+        needs_input, _, needs_weight, *_ = (
+            node is not None and torch._C._will_engine_execute_node(node) for node, _ in ctx.next_functions
+        )
+        of_weight = None
+        if needs_weight:
+            whole = ctx.again.of(None, lambda: _gather(part.to(dtype), ctx.split))
+            of_weight = rows.T @ whole.flatten(0, -2)
+        return (
+            gradient @ weight.to(dtype) if needs_input else None,
+            None,
+            of_weight,
+            rows.sum(0) if ctx.needs_input_grad[3] else None,
+            None,
+            None,
+        )
 
 
 class _Scaled(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint.names import shorten
-from windlass.config.strategy_plans import ZeroPlan
+from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import bare, customizes_state, let_go
 from windlass.core.run_clock import COMPUTE, UPDATE, run_clock

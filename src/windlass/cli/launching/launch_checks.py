@@ -12,8 +12,7 @@ from pathlib import Path
 from windlass.cli.launching.launch_plan import LaunchPlan
 from windlass.config.parallel import rows_float8, rows_training
 from windlass.config.parallel import rows_launch as rows
-from windlass.config.parallel.keys import Key
-from windlass.config.parallel.settings import Settings
+from windlass.config.parallel.keys import Key, Settings
 from windlass.core.errors import Problem
 from windlass.dist.listening import can_listen
 

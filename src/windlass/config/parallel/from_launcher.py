@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.config.kinds import anything
-from windlass.config.parallel.keys import FAMILIES, Key
-from windlass.config.parallel.settings import Setting, Settings
+from windlass.config.parallel.keys import FAMILIES, Key, Setting, Settings
 from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES
 from windlass.core.errors import ConfigError, Problem
 

@@ -6,17 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from windlass.config.nearest import did_you_mean
+from windlass.config.enums import ACCELERATOR_REFUSED
 from windlass.config.parallel import rows_compile
 from windlass.config.parallel import rows_training as rows
-from windlass.config.parallel.keys import Key
+from windlass.config.parallel.keys import Key, Setting, Settings
 from windlass.config.parallel.rows_deepspeed import CONFIG
-from windlass.config.parallel.settings import Setting, Settings
 from windlass.config.parallel.table import SECTIONS, TRAINING
 from windlass.config.sections.fields import Fields
-from windlass.config.support_rows import ACCELERATOR_REFUSED
 from windlass.config.values import stated
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, did_you_mean
 
 # --- sections -------------------------------------------------------------------------------------------------------
 

@@ -12,21 +12,23 @@ from windlass.config.parallel import rows_compile, rows_pipeline
 from windlass.config.parallel import rows_deepspeed as deepspeed
 from windlass.config.parallel import rows_float8 as float8
 from windlass.config.parallel import rows_training as rows
-from windlass.config.parallel.settings import Setting, Settings, contradiction
+from windlass.config.parallel.keys import Key, Setting, Settings, contradiction
 from windlass.config.parallel.table import values_for
 from windlass.config.parallel.xla_checks import xla_problems
-from windlass.config.plan import CompilePlan, DistPlan, Float8Plan, PrecisionPlan
-from windlass.config.refusal import refuse
-from windlass.config.strategy_plans import (
+from windlass.config.plan import (
     SCHEDULES,
+    CompilePlan,
+    DistPlan,
+    Float8Plan,
     PipelinePlan,
+    PrecisionPlan,
     Schedule,
     ShardPlan,
     ZeroPlan,
     unfit_stages,
     usual_stages,
 )
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.mesh import Mesh
 from windlass.core.world import World
@@ -110,7 +112,6 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
     yield from _axes_objections(settings)
     yield from _tensor_objections(settings)
     yield from _pipeline_objections(settings)
-    yield from _expert_objections(settings)
     yield from _mesh_fits(settings, world, settings.value(rows.MESH_SHARDS) if sharded else 1)
     yield from xla_problems(settings, world, sharded)
     if not sharded:
@@ -190,25 +191,17 @@ def _contradictions(settings: Settings) -> Iterator[tuple[Setting, Setting]]:
         yield layers, wrap[0]
 
 
-def _axes(settings: Settings) -> list[Setting]:
-    """The axes in use along which processes compute the same samples together."""
-    found = (settings.get(key.name) for key in rows.MODEL_AXES)
+def _axes(settings: Settings, keys: tuple[Key, ...] = rows.MODEL_AXES) -> list[Setting]:
+    """The axes in use; by default those along which processes compute the same samples together."""
+    found = (settings.get(key.name) for key in keys)
     return [setting for setting in found if setting is not None and setting.value > 1]
 
 
 def _axes_objections(settings: Settings) -> Iterator[Problem]:
     """Combinations of those axes with other settings that are not built."""
-    for axis in _axes(settings):
+    for axis in _axes(settings, (*rows.MODEL_AXES, rows.MESH_EXPERT)):
         for what in _apart_from_axes(settings):
             yield axis.problem(f"is not built together with {what}, or set it to 1")
-
-
-def _expert_objections(settings: Settings) -> Iterator[Problem]:
-    expert = settings.get(rows.MESH_EXPERT.name)
-    if expert is None or expert.value == 1:
-        return
-    for what in _apart_from_axes(settings):
-        yield expert.problem(f"is not built together with {what}, or set it to 1")
 
 
 def _apart_from_axes(settings: Settings) -> Iterator[str]:

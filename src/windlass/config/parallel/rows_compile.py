@@ -29,30 +29,24 @@ COMPILE_MODE = _compile(
     "Mode of the inductor backend.",
     fields=("torch_compile_mode",),
 )
-COMPILE_BLOCKS = _compile(
+COMPILE_BLOCKS = _compile.switch(
     "blocks",
-    kinds.flag,
-    False,
     "Compile the repeated blocks, one graph for all, and not the whole model.",
     "use_regional_compilation",
     fields=("torch_compile_blocks",),
 )
-COMPILE_FULLGRAPH = _compile(
+COMPILE_FULLGRAPH = _compile.switch(
     "fullgraph",
-    kinds.flag,
-    False,
     "An operation that the compiler cannot put into one graph is an error.",
     "use_fullgraph",
     "fullgraph",
 )
-COMPILE_DYNAMIC = _compile(
+COMPILE_DYNAMIC = _compile.switch(
     "dynamic",
-    kinds.flag,
-    False,
     "Compile for any size from the first graph on. Otherwise from a second size on.",
     "use_dynamic",
     "dynamic",
 )
 COMPILE_OPTIONS = _compile("options", kinds.plain_options, {}, "Options of the backend, in place of a mode.")
-COMPILE_DISABLED = _compile("disable", kinds.flag, False, "Do not compile.")
+COMPILE_DISABLED = _compile.switch("disable", "Do not compile.")
 COMPILE = tuple(_compile)

@@ -26,19 +26,15 @@ RECIPE = _float8(
     "tensorwise",
     "What shares a scale: a tensor (fastest), a row, or a row with gradients of weights in bf16 (most accurate).",
 )
-EMULATE = _float8(
+EMULATE = _float8.switch(
     "emulate",
-    kinds.flag,
-    False,
     "Round to float8 and multiply in the dtype before: slow, for tests on devices without float8.",
 )
 PAD = _float8(
     "pad_inner_dim", kinds.flag, True, "Pad the number of tokens to the multiple of 16 that the kernels need."
 )
-ALL_GATHER = _float8(
+ALL_GATHER = _float8.switch(
     "enable_fsdp_float8_all_gather",
-    kinds.flag,
-    False,
     "FSDP: gather parameters in float8.",
     idle="has no effect: sharded parameters are gathered in bf16, which gives the same results",
 )

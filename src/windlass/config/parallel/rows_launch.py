@@ -65,9 +65,7 @@ DEVICES = _row(
     "gpu_ids",
     "devices",
 )
-AFFINITY = _row(
-    "affinity", kinds.flag, False, "Bind each process to its own CPU cores.", "enable_cpu_affinity"
-)
+AFFINITY = _row.switch("affinity", "Bind each process to its own CPU cores.", "enable_cpu_affinity")
 ENGINE = _row("engine", kinds.choice("local", "slurm", "ray"), "local", "What starts the processes.")
 ENGINE_OPTIONS = _row("engine_options", kinds.options, {}, "Options of the engine.")
 STALL_TIMEOUT = _row(
@@ -85,10 +83,8 @@ MACHINE_TIMEOUT = _row(
 PREEMPTION_GRACE = _row(
     "preemption_grace", kinds.positive, 120, "Seconds that processes have to save after a request to exit."
 )
-REQUEUE = _row(
+REQUEUE = _row.switch(
     "requeue",
-    kinds.flag,
-    False,
     "After exit code 75 requeue the job in Slurm, or restart it if there is no Slurm.",
 )
 MAX_REQUEUES = _row("max_requeues", kinds.natural, None, "How often at most; by default without a limit.")
@@ -101,21 +97,19 @@ ENVIRONMENT = _row(
     "environment",
     "env",
 )
-TPU = _row("tpu", kinds.flag, False, "Train on the devices of PyTorch/XLA, and fail if there are none.")
+TPU = _row.switch("tpu", "Train on the devices of PyTorch/XLA, and fail if there are none.")
 
-MULTI_GPU = _row(
+MULTI_GPU = _row.switch(
     "multi_gpu",
-    kinds.flag,
-    False,
     "Several accelerators.",
     idle="is not needed: num_processes decides, and all accelerators are used",
 )
 _WITHOUT_EFFECT = (
-    _row("same_network", kinds.flag, False, "The machines share a network.", written=True,
+    _row.switch("same_network", "The machines share a network.", written=True,
          idle="has no effect: the machines connect to main_process_ip in any case"),
-    _row("quiet", kinds.flag, False, "Short reports of failures.",
+    _row.switch("quiet", "Short reports of failures.",
          idle="has no effect: reports of failures are always short"),
-    _row("no_tpu_cluster", kinds.flag, False, "No pod of TPUs.",
+    _row.switch("no_tpu_cluster", "No pod of TPUs.",
          idle="is not needed: jobs on pods of TPUs are not started"),
     _row("main_training_function", kinds.text, "main", "Name of a function for TPU pods.",
          idle="has no effect: scripts are started as a whole"),

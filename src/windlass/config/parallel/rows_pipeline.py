@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from windlass.config import kinds
 from windlass.config.parallel.keys import Rows
-from windlass.config.strategy_plans import SCHEDULES
+from windlass.config.plan import SCHEDULES
 
 _mesh = Rows("mesh")
 PP_SCHEDULE = _mesh(

@@ -14,9 +14,8 @@ from windlass.config.parallel import (
     rows_pipeline,
     rows_training,
 )
-from windlass.config.parallel.keys import FAMILIES, Key
+from windlass.config.parallel.keys import FAMILIES, Key, Settings
 from windlass.config.parallel.rows_deepspeed import FIELDS, config_of, fields_in_config
-from windlass.config.parallel.settings import Settings
 
 TRAINING = (
     *rows_training.RUN,
