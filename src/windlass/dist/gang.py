@@ -39,8 +39,7 @@ class Pending(Protocol):
 class _Done(list[float]):
     """The sums over a gang of one."""
 
-    def wait(self) -> list[float]:
-        return self
+    wait = list[float].copy
 
 
 class _Buffer:

@@ -80,7 +80,6 @@ class PipelineExecutor(NativeExecutor):
         """All micro-batches through the pipeline, then one norm and one update as on any strategy."""
         if not self._module.training:
             self.model.train()
-        self._beacon.call("forward and backward")
         before = self._clock.enter(BACKWARD)
         with self._pipeline.accumulating():
             done = self._pipelined(update, hooks)

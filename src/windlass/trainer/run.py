@@ -406,11 +406,11 @@ class Run(LoopHooks, Interruptible):
 
     def step_begin(self, step: int) -> None:
         events = self._events
-        events.control.new_step()
+        heard = events.handler.begin_step(events.control)
         self.schedule.set(step)
-        if events.handler.listens("on_step_begin"):
+        if "on_step_begin" in heard:
             events.fire("on_step_begin")
-        heard = events.handler.heard
+            heard = events.handler.heard
         self.steps.heard = heard | {"on_optimizer_step"} if self.schedule.counts_steps else heard
 
     def step_end(self, batch: UpdateBatch, applied: bool) -> None:

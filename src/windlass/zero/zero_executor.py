@@ -77,9 +77,6 @@ class ZeroExecutor:
 
     # --- primitives -------------------------------------------------------------------------------------------------
 
-    def micro(self, *, last: bool) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
     def backward(self, loss: Tensor, **options: Any) -> None:
         unknown = sorted(options.keys() - {"retain_graph"})
         if unknown:
@@ -157,7 +154,6 @@ class ZeroExecutor:
             self.model.train()
         losses: list[Tensor] = []
         last = len(update.batches) - 1
-        self._beacon.call("forward and backward")
         for index in range(last + 1):
             losses.append(hooks.micro_step(update, index))
             if index != last and "on_substep_end" in hooks.heard:

@@ -113,8 +113,7 @@ def test_the_path_of_modules_is_the_one_that_python_gives_a_script(
 FAILS = """
 from windlass.dist.beacon import beacon
 def deep():
-    beacon().step(4)
-    beacon().call("backward")
+    beacon().call("backward", 4)
     raise KeyError("weight")
 deep()
 """

@@ -62,8 +62,7 @@ def main(words: Sequence[str]) -> None:
             else:
                 runpy.run_path(script, run_name="__main__")
     except Preempted as leaving:
-        beacon().step(leaving.step)
-        beacon().call(LEFT)
+        beacon().call(LEFT, leaving.step)
         raise
     except KeyboardInterrupt:
         if world_from_environment().is_main:
