@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from windlass.compat.big_models.module_sizes import Dtype, compute_module_sizes, get_module_leaves
-from windlass.config.quantities import convert_file_size_to_int
+from windlass.config.kinds import convert_file_size_to_int
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
