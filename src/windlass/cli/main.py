@@ -14,7 +14,13 @@ from collections.abc import Sequence
 
 from windlass import __version__
 from windlass.cli.built_in_recipes import is_recipe
-from windlass.cli.command_line import ERROR_FILE_VARIABLE, EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandParser, TrainOptions
+from windlass.cli.command_line import (
+    ERROR_FILE_VARIABLE,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    CommandParser,
+    TrainOptions,
+)
 from windlass.cli.quiet import quiet_libraries
 from windlass.core.activity import Activity
 from windlass.core.errors import WindlassError, nearest
