@@ -245,8 +245,13 @@ def _keep_beating() -> None:
 def _beat_for_ever() -> None:
     while True:
         time.sleep(BEAT)
-        for lock in list(_held.values()):
-            lock.beat()
+        _beat_all()
+
+
+def _beat_all() -> None:
+    # A function of its own: its variables would keep a lock alive until the next beat.
+    for lock in list(_held.values()):
+        lock.beat()
 
 
 def _is_ending(token: str) -> bool:
