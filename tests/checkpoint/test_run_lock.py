@@ -243,7 +243,7 @@ def test_the_thread_that_counts_keeps_no_lock_alive(tmp_path: Path, monkeypatch:
             raise InterruptedError(str(kept()))
 
     monkeypatch.setattr(time, "sleep", rest)
-    with pytest.raises(InterruptedError, match="^None$"):
+    with pytest.raises(InterruptedError, match=r"^None$"):
         run_lock._beat_for_ever()
 
 
