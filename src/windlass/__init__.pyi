@@ -12,7 +12,7 @@ from windlass.callbacks.metrics_log import (
     MetricsLogCallback as MetricsLogCallback, read_metrics as read_metrics,
 )
 from windlass.callbacks.notebook import NotebookProgressCallback as NotebookProgressCallback
-from windlass.callbacks.printer import PrinterCallback as PrinterCallback
+from windlass.callbacks.progress import PrinterCallback as PrinterCallback
 from windlass.callbacks.progress import ProgressCallback as ProgressCallback
 from windlass.callbacks.report import ReportCallback as ReportCallback
 from windlass.callbacks.weight_averaging import (
@@ -41,7 +41,7 @@ from windlass.compat.plugin_words import DDPCommunicationHookType as DDPCommunic
 from windlass.compat.plugins import (
     DistributedDataParallelKwargs as DistributedDataParallelKwargs, TorchDynamoPlugin as TorchDynamoPlugin,
 )
-from windlass.compat.seeds import synchronize_rng_states as synchronize_rng_states
+from windlass.compat.loaders import synchronize_rng_states as synchronize_rng_states
 from windlass.compat.state import PartialState as PartialState
 from windlass.compat.trl_parser import TrlParser as TrlParser
 from windlass.config.arguments import TrainingArguments as TrainingArguments
@@ -94,7 +94,7 @@ from windlass.finetuning.kto_config import KTOConfig as KTOConfig
 from windlass.finetuning.kto_trainer import KTOTrainer as KTOTrainer
 from windlass.finetuning.reward_config import RewardConfig as RewardConfig
 from windlass.finetuning.reward_trainer import RewardTrainer as RewardTrainer
-from windlass.finetuning.script_arguments import (
+from windlass.finetuning.from_flags import (
     DatasetConfig as DatasetConfig, DatasetMixtureConfig as DatasetMixtureConfig,
     ModelConfig as ModelConfig, ScriptArguments as ScriptArguments,
 )

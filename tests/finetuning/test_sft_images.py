@@ -15,7 +15,7 @@ from windlass import prepare_multimodal_messages
 from windlass.callbacks.samples_log import read_samples
 from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.finetuning.sft_trainer import SFTTrainer
-from windlass.text.located_rows import LocatedRows
+from windlass.text.forms import LocatedRows
 from windlass.transforms import document_attention
 
 

@@ -6,10 +6,11 @@ from collections.abc import Sized
 from typing import Any, TextIO
 
 from windlass.callbacks.displays import Display, open_display
-from windlass.callbacks.rows import Logs
+from windlass.callbacks.rows import Logs, Metrics
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.activity import Activity
 from windlass.core.events import TrainerState
+from windlass.core.output import say
 
 # Values of logs that count tokens since the run began, by the most exact first.
 _TOKEN_COUNTS = ("num_tokens", "num_input_tokens_seen")
@@ -123,3 +124,25 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except TypeError:  # a DataLoader over an iterable dataset
         return None
+
+
+def readable(logs: Metrics) -> dict[str, Any]:
+    """Return the logs with floats to four digits and without the FLOP counter."""
+    return {
+        name: f"{value:.4g}" if isinstance(value, float) else value
+        for name, value in logs.items()
+        if name != "total_flos"
+    }
+
+
+class PrinterCallback(TrainerCallback):
+    """Prints each log as a dict on standard output, on the main process of each node.
+
+    Replaces the progress bar if `disable_tqdm` is set.
+    """
+
+    def on_log(
+        self, args: Args, state: TrainerState, control: Control, logs: Logs = None, **kwargs: Any
+    ) -> None:
+        if state.is_local_process_zero and logs is not None:
+            say(readable(logs))

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from windlass.callbacks.clock_file import read_clock
-from windlass.callbacks.metrics_log import FILE_NAME
-from windlass.callbacks.row_reader import UNFINISHED, whole_rows
+from windlass.callbacks.metrics_log import FILE_NAME, UNFINISHED, whole_rows
 from windlass.callbacks.rows import Row, described_event
 from windlass.callbacks.run_record import RECORD, Record, ended_at, memory_of, read_failures, read_record
 from windlass.checkpoint.files import Files

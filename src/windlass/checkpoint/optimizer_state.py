@@ -16,8 +16,16 @@ from windlass.checkpoint.tensor_file import Deferred
 from windlass.core.errors import CheckpointError
 from windlass.core.trees import map_leaves
 from windlass.core.types import State
-from windlass.dist.absent import Absent
-from windlass.dist.sharded import copy_whole_, from_part, is_sharded, local, part, shard_like, whole_on_first
+from windlass.dist.sharded import (
+    Absent,
+    copy_whole_,
+    from_part,
+    is_sharded,
+    local,
+    part,
+    shard_like,
+    whole_on_first,
+)
 
 # Options of the implementation, which do not change results: the present ones are kept.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})

@@ -37,9 +37,9 @@ from typing import Any, Self
 
 from windlass.core.errors import WindlassError
 from windlass.core.logs import get_logger
-from windlass.core.plain_text import parse_json
 from windlass.core.process_identity import ProcessIdentity
 from windlass.core.redact import redact_command
+from windlass.core.whole_file import parse_json
 
 if sys.platform != "win32":
     import fcntl

@@ -16,6 +16,8 @@ from windlass.core.errors import did_you_mean
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+# Set by a launcher: the file in which a process of a job records why it failed, in the format of torch.
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # Names of torch's dtypes on the command line.
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 

@@ -16,8 +16,8 @@ from windlass.config.documents import loads, one_line
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say, say_json
 from windlass.core.outside import load_outside
-from windlass.core.plain_text import read_text
 from windlass.core.terminal import folded
+from windlass.core.whole_file import read_text
 
 _HELP = """\
 Turn a configuration of TRL, Axolotl or LLaMA-Factory into a recipe, and list what it could not carry over.

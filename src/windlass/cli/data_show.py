@@ -15,8 +15,7 @@ from windlass.cli.text_source import DataSource
 from windlass.cli.training import training_arguments
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.output import STDOUT, say, say_json
-from windlass.text.forms import Form, recognise_form, standardised
-from windlass.text.located_rows import LocatedRows, RowError
+from windlass.text.forms import Form, LocatedRows, RowError, recognise_form, standardised
 from windlass.text.prepare_text import prepare_text
 from windlass.text.text_options import TextOptions
 from windlass.text.trained_pieces import trained_pieces

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from windlass.assemble.resolve import resolve_cadence
-from windlass.callbacks.printer import PrinterCallback
+from windlass.callbacks.progress import PrinterCallback
 from windlass.checkpoint.remote import check_remote
 from windlass.cli.schema import Recipe, RecipeParts
 from windlass.cli.screen import describe_run, duration

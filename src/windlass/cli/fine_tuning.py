@@ -24,7 +24,7 @@ from windlass.core.optional import require
 from windlass.core.rng import set_seed
 from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
-from windlass.data.collate_default import default_data_collator
+from windlass.data.collate_pad import default_data_collator
 from windlass.trainer.instead import takes_place
 
 if TYPE_CHECKING:

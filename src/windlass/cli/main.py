@@ -14,7 +14,13 @@ from collections.abc import Sequence
 
 from windlass import __version__
 from windlass.cli.built_in_recipes import is_recipe
-from windlass.cli.command_line import EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandParser, TrainOptions
+from windlass.cli.command_line import (
+    ERROR_FILE_VARIABLE,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    CommandParser,
+    TrainOptions,
+)
 from windlass.cli.quiet import quiet_libraries
 from windlass.core.activity import Activity
 from windlass.core.errors import WindlassError, nearest
@@ -47,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             return _dispatch(arguments)
     except WindlassError as error:
-        say(folded_message(f"windlass: {error}"), error=True)
+        if not _left_to_launcher(error):
+            say(folded_message(f"windlass: {error}"), error=True)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         say("windlass: interrupted", error=True)
@@ -56,6 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     finally:
         flush_standard_streams()
+
+
+def _left_to_launcher(error: WindlassError) -> bool:
+    """Write an error of a later process of a job into the file that its launcher reads: most often all have the same
+    one, and the first prints it. Return False in other processes.
+    """
+    if os.environ.get("RANK", "0") == "0" or not os.environ.get(ERROR_FILE_VARIABLE):
+        return False
+    from windlass.cli.launching.worker import record
+
+    record(error, os.environ)
+    return True
 
 
 # Commands that parse their arguments themselves: module, function, and help. A module has a `build_parser()` as well.

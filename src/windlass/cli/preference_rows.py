@@ -14,7 +14,7 @@ from windlass.cli.schema import DataSpec, Recipe, RecipeParts
 from windlass.cli.splits import load_records
 from windlass.cli.tuning_data import takes_turns, tuning_tokenizer
 from windlass.config.arguments import TrainingArguments
-from windlass.text.located_rows import LocatedRows
+from windlass.text.forms import LocatedRows
 
 
 def load_preferences(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> RecipeParts:

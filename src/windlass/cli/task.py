@@ -78,7 +78,7 @@ class Task(ABC):
 
     def collator(self, parts: RecipeParts, model: Any) -> Any:
         """Return the function that makes a batch of a list of samples."""
-        from windlass.data.collate_default import default_data_collator
+        from windlass.data.collate_pad import default_data_collator
 
         return default_data_collator
 

@@ -1,4 +1,4 @@
-"""Metrics of generated text, by the packages that define them."""
+"""Metrics of what a recipe's model predicts: accuracy of classes, and scores of generated text."""
 
 from __future__ import annotations
 

@@ -19,9 +19,8 @@ from windlass.finetuning.prepared_text import text_options
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.sft_data import holds_images, trains_on_completions
 from windlass.finetuning.templates import take_over_template
-from windlass.text.forms import is_conversational_row, recognise_form, standardised
+from windlass.text.forms import LocatedRows, RowError, is_conversational_row, recognise_form, standardised
 from windlass.text.image_messages import COLUMNS as IMAGES
-from windlass.text.located_rows import LocatedRows, RowError
 from windlass.text.mixture import DatasetMixture
 from windlass.text.tables import is_stream, open_stream
 

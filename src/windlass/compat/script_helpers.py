@@ -27,8 +27,7 @@ from windlass.core.logs import get_logger, log_levels
 from windlass.core.optional import is_imported
 from windlass.core.output import in_notebook
 from windlass.core.rng import set_seed
-from windlass.data.collate_default import default_data_collator
-from windlass.data.collate_pad import Framework, pad_quietly
+from windlass.data.collate_pad import Framework, default_data_collator, pad_quietly
 from windlass.data.columns import ColumnCollator
 
 _logger = get_logger(__name__)

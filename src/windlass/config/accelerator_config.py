@@ -15,7 +15,7 @@ from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.sections.setting import setting
 from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
-from windlass.core.plain_text import parse_json
+from windlass.core.whole_file import parse_json
 
 
 @dataclass

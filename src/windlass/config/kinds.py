@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from windlass.core.plain_text import parse_json, read_text
+from windlass.core.whole_file import parse_json, read_text
 
 Reader = Callable[[Any], Any]
 TRUE = ("true", "yes", "y", "t", "on", "1")

@@ -22,7 +22,7 @@ from windlass.core.logs import get_logger
 from windlass.data.agreed_stream import AgreedStream
 from windlass.data.batch_reader import BatchReader
 from windlass.data.checksum import checksum
-from windlass.data.collate_default import plain_collate
+from windlass.data.collate_pad import plain_collate
 from windlass.data.dealt_rows import BatchRows, Rows, SampleRows
 from windlass.data.dispatch import Dispatched
 from windlass.data.fetch import Fetch, FetchItem

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from windlass.data.collate_default import Batch, Features
-from windlass.data.collate_pad import framed, pad_rows
+from windlass.data.collate_pad import Batch, Features, framed, pad_rows
 from windlass.data.collate_preference import ANSWERS, DataCollatorForPreference, add_numbers
 
 

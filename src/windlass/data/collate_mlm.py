@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from windlass.core.logs import get_logger
-from windlass.data.collate_default import Features
-from windlass.data.collate_pad import Framework, framed, pad_quietly, pad_rows
+from windlass.data.collate_pad import Features, Framework, framed, pad_quietly, pad_rows
 
 logger = get_logger(__name__)
 Array = np.ndarray[Any, Any]

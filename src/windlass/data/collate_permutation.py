@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from windlass.data.collate_default import Features
 from windlass.data.collate_mlm import Array, Draws, NumpyDraws, TorchDraws, pad_ids, special_tokens
-from windlass.data.collate_pad import Framework
+from windlass.data.collate_pad import Features, Framework
 
 _NAMES = ("input_ids", "perm_mask", "target_mapping", "labels")
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from windlass.data.collate_default import Batch, Features
+from windlass.data.collate_pad import Batch, Features
 from windlass.data.collate_preference import numbers_of, padded_batch
 
 MISMATCHED = "KL_"

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from windlass.core.device import backend_for
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.core.foreign_threads import wait_for_foreign_threads
 from windlass.core.mesh import VIEWS, Mesh, View
+from windlass.core.threads import wait_for_foreign_threads
 from windlass.core.world import World, world_from_environment
 from windlass.dist.beacon import MEETING, beacon, waiting
 from windlass.dist.listening import ONE_ATTEMPT, is_loopback, keep_gloo_on_loopback, open_store

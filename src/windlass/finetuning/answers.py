@@ -16,11 +16,17 @@ from windlass.core.locations import local_folder
 from windlass.core.logs import get_job_logger
 from windlass.core.metric_values import plain_metrics
 from windlass.core.types import EvalPrediction
-from windlass.finetuning.answer_checks import PROMPTS, answers_anything, check_lengths
-from windlass.finetuning.answering import Answer, Answering, AnsweringModel
+from windlass.finetuning.answering import (
+    PROMPTS,
+    Answer,
+    Answering,
+    AnsweringModel,
+    answers_anything,
+    check_lengths,
+)
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.metrics.answer_scores import scores_of, scores_of_set
-from windlass.text.located_rows import LocatedRows, RowError
+from windlass.text.forms import LocatedRows, RowError
 from windlass.text.prompt_rows import PromptReader, PromptRow
 from windlass.transforms.model_limits import ModelLimits
 

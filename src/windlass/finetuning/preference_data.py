@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from windlass.text.located_rows import place_of
+from windlass.text.forms import place_of
 from windlass.text.pair_encoder import PairOptions
 from windlass.text.pair_rows import PairRows
 from windlass.text.prepare_pairs import prepare_pairs, within

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
-from windlass.finetuning.answer_checks import answers_anything
-from windlass.finetuning.answering import AnsweringModel
+from windlass.finetuning.answering import AnsweringModel, answers_anything
 from windlass.finetuning.fine_tuner import FineTuner
 from windlass.finetuning.peft_adapters import predicts_first_labels
 from windlass.finetuning.sft_config import SFTConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.core.clock import seconds_since
+from windlass.core.run_clock import seconds_since
 
 
 def speed_metrics(

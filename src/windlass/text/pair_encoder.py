@@ -12,8 +12,7 @@ from typing import Any
 
 from windlass.core.logs import get_logger, warn_once
 from windlass.text.encoder import IGNORED, EncodedRows, RowEncoder
-from windlass.text.forms import Form, Row
-from windlass.text.located_rows import RowError
+from windlass.text.forms import Form, Row, RowError
 from windlass.text.text_options import TextOptions
 
 _logger = get_logger(__name__)

@@ -11,7 +11,7 @@ from torch.utils.data import get_worker_info
 
 from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
-from windlass.text.located_rows import RowError, shown_places
+from windlass.text.forms import RowError, shown_places
 from windlass.text.pair_encoder import PairEncoder, PairOptions
 from windlass.text.pair_rows import PROMPT, PairRows
 from windlass.text.prepare_text import content_key

@@ -1,7 +1,7 @@
 from windlass.accelerator.accelerator import Accelerator as Accelerator
 from windlass.callbacks.flow import DefaultFlowCallback as DefaultFlowCallback
 from windlass.callbacks.handler import CallbackHandler as CallbackHandler
-from windlass.callbacks.printer import PrinterCallback as PrinterCallback
+from windlass.callbacks.progress import PrinterCallback as PrinterCallback
 from windlass.callbacks.progress import ProgressCallback as ProgressCallback
 from windlass.compat.checkpoint_folders import (
     PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME as TRAINER_STATE_NAME,

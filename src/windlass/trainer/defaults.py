@@ -14,8 +14,7 @@ from windlass.callbacks.alerts import read_rules
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.metrics_log import MetricsLogCallback
 from windlass.callbacks.notebook import NotebookProgressCallback
-from windlass.callbacks.printer import PrinterCallback
-from windlass.callbacks.progress import ProgressCallback
+from windlass.callbacks.progress import PrinterCallback, ProgressCallback
 from windlass.callbacks.report import ReportCallback
 from windlass.callbacks.samples_log import Samples, SamplesLog
 from windlass.callbacks.tracking import TrackingCallback
@@ -34,8 +33,7 @@ from windlass.core.output import in_notebook
 from windlass.core.redact import has_hidden
 from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.world import World
-from windlass.data.collate_default import auto_collate
-from windlass.data.collate_pad import DataCollatorWithPadding
+from windlass.data.collate_pad import DataCollatorWithPadding, auto_collate
 from windlass.transforms.first_rank import has_weights
 from windlass.transforms.placing import to_device
 from windlass.transforms.quantization_aware import apply_qat as apply_qat

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
-from windlass.core.clock import Moment
 from windlass.core.errors import Preempted
 from windlass.core.logs import get_job_logger
-from windlass.core.run_clock import EVALUATION, SAVE, run_clock
+from windlass.core.run_clock import EVALUATION, SAVE, Moment, run_clock
 from windlass.core.types import State
 from windlass.dist.beacon import beacon
 from windlass.engine.evaluate import closing_if_possible

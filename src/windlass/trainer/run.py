@@ -16,12 +16,11 @@ from windlass.callbacks.run_record import RunRecord, status_of
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
 from windlass.config.plan import UpdateSize
-from windlass.core.clock import Moment
 from windlass.core.events import TrainerState
 from windlass.core.logs import SCRIPT_HINTS, get_job_logger, get_logger
 from windlass.core.mesh import Mesh
 from windlass.core.rng import StepSeeder
-from windlass.core.run_clock import SAVE, UPLOAD, run_clock
+from windlass.core.run_clock import SAVE, UPLOAD, Moment, run_clock
 from windlass.core.script_command import resume_hint
 from windlass.core.types import State, Stateful, TrainOutput
 from windlass.core.world import World

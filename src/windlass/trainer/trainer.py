@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.clock import Moment
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import set_verbosity
-from windlass.core.run_clock import run_clock
+from windlass.core.run_clock import Moment, run_clock
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, PredictionOutput, TrainOutput
 from windlass.trainer.lazy_modules import (

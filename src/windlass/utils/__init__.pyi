@@ -69,7 +69,7 @@ from windlass.compat.plugins import (
     AORecipeKwargs as AORecipeKwargs, DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
-from windlass.compat.seeds import (
+from windlass.compat.loaders import (
     set_seed as set_seed, synchronize_rng_state as synchronize_rng_state,
     synchronize_rng_states as synchronize_rng_states,
 )

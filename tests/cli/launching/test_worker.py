@@ -132,6 +132,15 @@ def test_an_exception_is_written_down_with_step_and_call(tmp_path: Path) -> None
     assert done.stderr.count("KeyError: 'weight'") == 1
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mistake_in_a_command_is_printed_by_the_first_process_alone(tmp_path: Path, rank: int) -> None:
+    done = run(tmp_path, "-m", "windlass", "train", "absent.yaml", RANK=str(rank), WORLD_SIZE="2")
+    assert done.returncode == 2
+    recorded = tmp_path / "error.json"
+    assert ("absent.yaml" in done.stderr, recorded.exists()) == (rank == 0, rank == 1)
+    assert rank == 0 or "absent.yaml" in json.loads(recorded.read_text())["message"]["message"]
+
+
 @pytest.mark.parametrize(("code", "expected"), [("0", 0), ("7", 7), ("'no licence'", 1)])
 def test_an_exit_of_the_scripts_own_is_its_own(tmp_path: Path, code: str, expected: int) -> None:
     (tmp_path / "script.py").write_text(f"import sys\nsys.exit({code})")

@@ -18,8 +18,7 @@ from windlass.config.parallel.rows_training import (
 from windlass.config.parallel.table import FLAGS, KEYS, SECTIONS, TOP_LEVEL, UNBUILT, UNBUILT_SECTIONS
 from windlass.core.errors import ConfigError, Problem, did_you_mean
 from windlass.core.locations import cache_folder, home_folder
-from windlass.core.plain_text import parse_json, read_text
-from windlass.core.whole_file import write_whole
+from windlass.core.whole_file import parse_json, read_text, write_whole
 
 _KNOWN = ("compute_environment", "fp16", "parallel", "mpirun_config")
 _NO_SAGEMAKER = "is not built; start `windlass launch` on the machines themselves, with LOCAL_MACHINE"

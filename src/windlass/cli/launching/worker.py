@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from windlass.cli.command_line import EXIT_INTERRUPTED
+from windlass.cli.command_line import ERROR_FILE_VARIABLE, EXIT_INTERRUPTED
 from windlass.core.activity import Opening
 from windlass.core.errors import Preempted
 from windlass.core.output import say, shown
@@ -37,7 +37,6 @@ from windlass.dist.watchdog import watch
 BIND_VARIABLE = "WINDLASS_BIND_CORES"
 # Set by the launcher: its process id.
 LAUNCHER_VARIABLE = "WINDLASS_LAUNCHER"
-_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def main(words: Sequence[str]) -> None:
@@ -127,7 +126,7 @@ def record(error: Exception, environ: Mapping[str, str]) -> None:
 
     A failure to write is ignored: the traceback is printed in any case.
     """
-    path = environ.get(_ERROR_FILE_VARIABLE)
+    path = environ.get(ERROR_FILE_VARIABLE)
     if not path:
         return
     mark = beacon().mark()

@@ -35,9 +35,8 @@ from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.events import TrainerState
 from windlass.core.optional import require
-from windlass.dist.absent import Absent
 from windlass.dist.gang import leave
-from windlass.dist.sharded import whole
+from windlass.dist.sharded import Absent, whole
 from windlass.trainer.trainer import Trainer
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
