@@ -23,7 +23,6 @@ from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine, OwnLoop
 from windlass.accelerator.exchange import gather_samples
 from windlass.accelerator.loop_saver import LoadHook, LoopSaver, SaveHook
-from windlass.accelerator.loop_settings import Handlers, LoopSettings, resolve_settings
 from windlass.accelerator.offloaded_weights import (
     get_state_dict_offloaded_model,
     has_offloaded_params,
@@ -36,7 +35,7 @@ from windlass.accelerator.preparing import Preparer, has_device_map
 from windlass.accelerator.process_state import PROCESS, LoopState, publish
 from windlass.accelerator.profiling import profile
 from windlass.accelerator.ranks import Ranks, select_device
-from windlass.accelerator.setup import Setup
+from windlass.accelerator.setup import Handlers, LoopSettings, Setup, resolve_settings
 from windlass.accelerator.shared_rng import share_rng_states
 from windlass.accelerator.stepping import clip_norm, clip_values, trigger_sync_in_backward
 from windlass.accelerator.value_files import on_this_machine, save_values, warn_if_unsafe

@@ -15,12 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.forward import extract_model_from_parallel, mix_precision, refuse_raw_forward
-from windlass.accelerator.loop_settings import LoopSettings
 from windlass.accelerator.offloaded_weights import has_offloaded_params
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared import Prepared, parameters_of
 from windlass.accelerator.prepared_schedule import PreparedSchedule
-from windlass.accelerator.setup import Setup
+from windlass.accelerator.setup import LoopSettings, Setup
 from windlass.accelerator.zero_engines import ZeroEngines
 from windlass.config.deepspeed import stage_of
 from windlass.config.plan import DistPlan

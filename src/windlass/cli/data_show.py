@@ -1,4 +1,6 @@
-"""`windlass data show`: what a model gets of some samples, with the trained tokens in colour or in brackets."""
+"""`windlass data show` and `prepare`: what a model gets of some samples, with the trained tokens in colour or in
+brackets; and a dataset that is tokenized, and kept where training finds it.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,54 @@ from typing import Any, TypeVar
 
 from windlass.cli.data_source import open_source
 from windlass.cli.marked_text import BRACKETS, marked, terminal_marks
+from windlass.cli.recipe import training_arguments
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.text_source import DataSource
-from windlass.cli.training import training_arguments
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.output import STDOUT, say, say_json
+from windlass.finetuning.prepared_text import prepare_kept
 from windlass.text.forms import Form, LocatedRows, RowError, recognise_form, standardised
 from windlass.text.prepare_text import prepare_text
+from windlass.text.summary import TextSummary
 from windlass.text.text_options import TextOptions
+from windlass.text.token_store import default_cache
 from windlass.text.trained_pieces import trained_pieces
+
+_BAR = 40
+
+
+def prepare_command(options: argparse.Namespace) -> int:
+    """Prepare each split, and print its counts and the lengths of its rows."""
+    source = open_source(options.source, options.overrides)
+    if isinstance(source, Recipe):
+        fix = "tokenizes its text when training starts, which reads nothing that was prepared; use task sft"
+        raise ConfigError(Problem("task", options.source, fix))
+    if source.tokenizer is None:
+        raise ConfigError(Problem("tokenizer", None, "name one: tokenizer=NAME"))
+    summaries = {}
+    for name, split in source.splits.items():
+        found = prepare_kept(split.rows, source.tokenizer, split.options, name)
+        assert found.summary is not None
+        summaries[name] = found.summary.to_dict()
+        if not options.json:
+            say(f"{name}: {found.summary}")
+            say("\n".join(histogram_lines(found.summary)))
+    if options.json:
+        say_json({"kept_in": default_cache(), "splits": summaries})
+    else:
+        say(f"kept in {default_cache()}")
+    return 0
+
+
+def histogram_lines(summary: TextSummary) -> list[str]:
+    """Return a line of text for each range of lengths."""
+    most = max((rows for _, rows in summary.histogram), default=1)
+    return [
+        f"{low:>9,} to {2 * low - 1:>9,} tokens {rows:>10,} {'#' * round(_BAR * rows / most)}".rstrip()
+        for low, rows in summary.histogram
+    ]
+
 
 _Split = TypeVar("_Split")
 

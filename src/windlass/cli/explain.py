@@ -15,11 +15,10 @@ from windlass.cli.argument_table import Argument, all_arguments, find_arguments
 from windlass.cli.command_line import CommandParser
 from windlass.cli.launching.launch import launch_settings
 from windlass.cli.launching.launch_flags import add_setting_flags
-from windlass.cli.recipe import check_draft, read_draft
+from windlass.cli.recipe import check_draft, read_draft, training_arguments
 from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
-from windlass.cli.training import training_arguments
 from windlass.config.accepting import OLD_NAMES
 from windlass.config.arguments import TrainingArguments, describe
 from windlass.config.deepspeed import explained

@@ -10,13 +10,12 @@ from windlass.callbacks.early_stopping import EarlyStoppingCallback
 from windlass.callbacks.tracker_registry import check_trackers
 from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
 from windlass.cli.print_config import render_config
-from windlass.cli.recipe import note_recipe, open_recipe
+from windlass.cli.recipe import note_recipe, open_recipe, run_folder, training_arguments
 from windlass.cli.resume_point import check_folder, find_resume_point, past_the_end
 from windlass.cli.resume_words import resume_command, start_command
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.tokenizing import saved_tokenizer
-from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.activity import Activity

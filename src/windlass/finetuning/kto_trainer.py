@@ -23,8 +23,7 @@ from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_trainer import ReferenceTrainer
 from windlass.finetuning.sft_data import columns_of
-from windlass.finetuning.tuned_model import open_tuned_model
-from windlass.finetuning.tuning_arguments import begin_tuning
+from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
 from windlass.text.forms import LocatedRows, RowError
 from windlass.text.pair_encoder import CHOSEN, COMPLETION, REJECTED, PairOptions, split_prompt
 from windlass.text.pair_rows import PairRows

@@ -9,10 +9,9 @@ from typing import Any
 
 from windlass.cli.modelling import config_of
 from windlass.cli.proving.small_training import ACCUMULATION, SmallTraining
-from windlass.cli.recipe import check_draft, read_draft
+from windlass.cli.recipe import check_draft, read_draft, training_arguments
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
-from windlass.cli.training import training_arguments
 from windlass.config import kinds
 from windlass.config.arguments import TrainingArguments
 from windlass.config.parallel import rows_training as rows

@@ -36,8 +36,7 @@ class PreferenceTuning(Task):
     def build_parts(
         self, recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None
     ) -> RecipeParts:
-        from windlass.cli.fine_tuning import build_adapter
-        from windlass.cli.preference_rows import load_preferences
+        from windlass.cli.fine_tuning import build_adapter, load_preferences
 
         build_adapter(recipe)  # its errors come before the data is read and a base is trained
         return load_preferences(recipe, args.seed, saved_tokenizer)
@@ -48,6 +47,6 @@ class PreferenceTuning(Task):
         return DPOTrainer
 
     def build_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
-        from windlass.cli.preference_rows import build_preference_trainer
+        from windlass.cli.fine_tuning import build_preference_trainer
 
         return build_preference_trainer(self.trainer_class(), parts, args, adapter_task=self.adapter_task)
