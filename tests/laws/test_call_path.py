@@ -11,7 +11,7 @@ import pytest
 from tests.laws.source import ROOT
 
 UPDATE_FILES, UPDATE_CALLS = 32, 89
-SAVE_FILES = 61
+SAVE_FILES = 51
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.accumulation import AccumulationState
@@ -33,7 +34,7 @@ from windlass.config.loop_options import ProjectConfiguration
 from windlass.core.errors import CheckpointError, ConfigError, Problem, refuse
 from windlass.core.locations import is_url, local_folder, parent_of
 from windlass.core.logs import get_logger
-from windlass.core.threads import thread_count, warn_of_other_threads
+from windlass.core.threads import THREADS, warn_of_other_threads
 from windlass.dist.gang import Gang
 
 _log = get_logger(__name__)
@@ -182,7 +183,7 @@ class LoopSaver:
         hooked.clear()  # of a save that was interrupted
         try:
             content = self._with_models(store, step, models, states, hooked)
-            meta = {"windlass": "loop", **thread_count()}
+            meta = {"windlass": "loop", THREADS: torch.get_num_threads()}
             saver.save(step, content, meta=meta, background=background, ended=ended)
         except BaseException:
             hooked.clear()

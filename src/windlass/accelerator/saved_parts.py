@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.adapters import Adapter, KnownAdapter
+from windlass.checkpoint.adapters import Adapter, find_adapter
 from windlass.checkpoint.codec import encode
 from windlass.checkpoint.manager import Checkpoint
 from windlass.checkpoint.nodes import Disks
 from windlass.checkpoint.optimizer_state import save_optimizer_state, split_optimizer_state
 from windlass.core.errors import CheckpointError, Problem, WindlassError
-from windlass.core.module_state import state_of, with_copied_buffers
+from windlass.core.module_state import state_of, values_of, with_copied_buffers
 from windlass.core.rng import load_rng_state, rng_state
+from windlass.core.tensors import address
 from windlass.core.types import State, Stateful
 from windlass.dist.gang import Gang
+from windlass.dist.sharded import local
 from windlass.transforms.strategy import Strategy, adopt_own_state, load_own_state, own_state
 
 # --- named states -----------------------------------------------------------------------------------------------------
@@ -148,16 +150,36 @@ class ModelState:
 
 
 class SavedModel:
-    """A model as checkpoints hold it; only its adapter if nothing else is trained."""
+    """A model as checkpoints hold it; only its adapter if nothing else is trained.
+
+    The adapter and the fingerprint of its base are computed again only after they may have changed.
+    """
 
     def __init__(self, model: nn.Module, strategy: Strategy) -> None:
         self._model, self._strategy = model, strategy
-        self._adapter = KnownAdapter(model)
+        self._trained: list[int] | None = None
+        self._adapter: Adapter | None = None
+        self._frozen: list[tuple[int, int, int]] | None = None
+        self._fingerprint: dict[str, list[Any]] = {}
 
     @property
     def adapter(self) -> Adapter | None:
         """The adapter that is all this model trains; None if it trains other weights."""
-        return self._adapter.find()
+        trained = [id(p) for p in self._model.parameters() if p.requires_grad]
+        if self._trained != trained:
+            self._trained, self._frozen = trained, None
+            self._adapter = find_adapter(self._model)  # peft may look its configuration up over the network
+        return self._adapter
+
+    def _fingerprint_of_base(self, adapter: Adapter) -> dict[str, list[Any]]:
+        """See `Adapter.fingerprint`. All ranks must have changed the same weights since the last call."""
+        # A change in place increases the version of a weight; another weight has another address.
+        values = values_of(self._model)
+        held = [values[name] for name, p in self._model.named_parameters() if not p.requires_grad]
+        frozen = [(id(value), address(local(value)), _version_of(value)) for value in held]
+        if self._frozen != frozen:
+            self._frozen, self._fingerprint = frozen, adapter.fingerprint()
+        return self._fingerprint
 
     def content(self, disks: Disks, is_writer: bool) -> ModelState:
         """What this rank saves. Collective."""
@@ -166,8 +188,9 @@ class SavedModel:
             return ModelState(self.of_first_rank(disks.nodes), in_parts=True)
         gathered = self.gathered()
         state = self.of_first_rank(disks.nodes) if gathered is None else gathered
-        known = adapter is not None and (is_writer or strategy.sharded)
-        fingerprint = self._adapter.fingerprint() if known else {}
+        fingerprint: Mapping[str, list[Any]] = {}
+        if adapter is not None and (is_writer or strategy.sharded):
+            fingerprint = self._fingerprint_of_base(adapter)
         return ModelState(state, gathered=gathered is not None, adapter=adapter, fingerprint=fingerprint)
 
     def gathered(self) -> dict[str, Any] | None:
@@ -187,6 +210,12 @@ class SavedModel:
             return state_of(self._model)
         with self._strategy.buffers_of_first_rank():
             return with_copied_buffers(self._model)
+
+
+def _version_of(value: Tensor) -> int:
+    """How often a weight, or this rank's part of it, was changed in place."""
+    mine: Tensor | None = getattr(value, "mine", value)
+    return 0 if mine is None else mine._version
 
 
 def saved_optimizer(

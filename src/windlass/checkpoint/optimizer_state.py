@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.deferred import Deferred
 from windlass.checkpoint.names import canonical_names, counted, shorten
 from windlass.checkpoint.packed import is_packed_map, join_packed, split_packed
 from windlass.checkpoint.sharded import Parts
 from windlass.checkpoint.stage_state import is_in_stages, joined_state
+from windlass.checkpoint.tensor_file import Deferred
 from windlass.core.errors import CheckpointError
 from windlass.core.trees import map_leaves
 from windlass.core.types import State

@@ -220,12 +220,10 @@ def placeholder(name: str) -> str:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if is_secret_name(name) and isinstance(value, str):
-        return placeholder(name)
-    if isinstance(value, str) and type(value) is str:
-        return redact_text(value)
-    if isinstance(value, Enum):
+    if isinstance(value, Enum):  # one of text, too
         return value.value
+    if isinstance(value, str):
+        return placeholder(name) if is_secret_name(name) else redact_text(value)
     if isinstance(value, PurePath):
         return redact_text(str(value))
     if isinstance(value, (list, tuple)):

@@ -13,8 +13,8 @@ from windlass.core.world import world_from_environment
 
 logger = get_logger(__name__)
 
-# The name under which a checkpoint's manifest has the number of threads.
-META_NAME = "threads"
+# The name under which a checkpoint's manifest has the number of threads that split one operation on the CPU.
+THREADS = "threads"
 
 
 def usable_cores() -> int:
@@ -29,19 +29,13 @@ def processes_and_threads(workers: int) -> int:
     return world_from_environment().local_size * (torch.get_num_threads() + workers)
 
 
-def thread_count() -> dict[str, int]:
-    """Number of threads that split one operation on the CPU, for a checkpoint's manifest."""
-    import torch
-
-    return {META_NAME: torch.get_num_threads()}
-
-
 def warn_of_other_threads(meta: Mapping[str, Any], device_type: str, folder: object) -> None:
     """Warn if a checkpoint was saved by a process with another number of threads: sums on the CPU are then split
     differently, so the last bits of a resumed run differ.
     """
-    saved = meta.get(META_NAME)
-    here = thread_count()[META_NAME]
+    import torch
+
+    saved, here = meta.get(THREADS), torch.get_num_threads()
     if device_type == "cpu" and saved is not None and saved != here:
         logger.warning(
             "%s was saved with %s thread(s) per process, this process has %d: sums are split differently, so results "

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from windlass.checkpoint.host_memory import available_memory
 from windlass.compat.big_models.module_sizes import Dtype, compute_module_sizes, get_module_leaves
 from windlass.config.quantities import convert_file_size_to_int
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
-from windlass.core.memory import available_memory
 
 Room = dict[int | str, int]
 """Bytes by device: the index of an accelerator, `"mps"`, `"cpu"` or `"disk"`."""

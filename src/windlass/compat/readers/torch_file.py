@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.checkpoint.deferred import Shaped, TensorSource
 from windlass.checkpoint.files import Files
+from windlass.checkpoint.tensor_file import Shaped, TensorSource
 from windlass.compat.readers.reader_process import describe
 from windlass.compat.readers.stored_tensor import DTYPES, Storage, StoredTensor, Unread
 from windlass.core.errors import CheckpointError
