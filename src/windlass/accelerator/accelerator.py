@@ -49,6 +49,7 @@ from windlass.callbacks.tracker_registry import (
 )
 from windlass.checkpoint.split import save_split
 from windlass.config.enums import DistributedType, FP8BackendType
+from windlass.config.kinds import convert_file_size_to_int
 from windlass.config.loop_options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -61,7 +62,6 @@ from windlass.config.loop_options import (
     ProjectConfiguration,
 )
 from windlass.config.plan import DistPlan, PrecisionPlan
-from windlass.config.quantities import convert_file_size_to_int
 from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.mesh import Axis, Mesh

@@ -15,7 +15,7 @@ from windlass.config.plan import DistPlan, ZeroPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.outside import find_outside, load_outside
 from windlass.dist.gang import Gang
-from windlass.precision.autocast import COMPUTE_DTYPES
+from windlass.precision.dtypes import COMPUTE_DTYPES
 
 
 class EngineChoice:
@@ -93,11 +93,7 @@ class Setup:
     """
 
     def __init__(
-        self,
-        settings: LoopSettings,
-        all_ranks: Gang,
-        device: torch.device,
-        dist: Callable[[], DistPlan],
+        self, settings: LoopSettings, all_ranks: Gang, device: torch.device, dist: Callable[[], DistPlan]
     ) -> None:
         self.settings, self.device, self.all_ranks, self._dist = settings, device, all_ranks, dist
         self.engines = EngineChoice(self._zero_plans, settings.precision.compute)

@@ -14,8 +14,8 @@ from windlass.checkpoint.manifest import CheckpointInfo, lies_elsewhere
 from windlass.checkpoint.retention import metric_of
 from windlass.checkpoint.store import Store, is_checkpoint
 from windlass.checkpoint.survey import Found, RunNotes, foreign_note, look_at, marks_of, notes_of, survey
+from windlass.cli.command_line import in_words
 from windlass.cli.estimate_memory import print_table
-from windlass.cli.sizes import in_words
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import is_url
 from windlass.core.output import one_line, say, say_json

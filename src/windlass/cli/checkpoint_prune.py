@@ -10,7 +10,7 @@ from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.survey import notes_of
 from windlass.cli.checkpoint_listing import is_one_checkpoint, local_path
-from windlass.cli.sizes import in_words
+from windlass.cli.command_line import in_words
 from windlass.core.errors import CheckpointError
 from windlass.core.output import one_line, say, say_json
 

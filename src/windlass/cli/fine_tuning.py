@@ -116,10 +116,7 @@ def new_base(spec: BaseSpec, tokenizer: Any) -> Any:
 
 
 def base_of(
-    parts: RecipeParts,
-    args: TuningConfig,
-    texts: Any,
-    preparation: Callable[[Any, ModelLimits], Prepare],
+    parts: RecipeParts, args: TuningConfig, texts: Any, preparation: Callable[[Any, ModelLimits], Prepare]
 ) -> Any:
     """Return the folder of a small base that is trained now, unless it was before; its config, with new weights, where
     nothing is trained.

@@ -19,8 +19,7 @@ from windlass.config.enums import RNGType
 from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.core import rng
 from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
-from windlass.data.choice import ReaderChoice
-from windlass.data.passthrough_reader import PassthroughReader
+from windlass.data.choice import PassthroughReader, ReaderChoice
 from windlass.data.prepare_loader import prepare_loader
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.seeding import set_epochs

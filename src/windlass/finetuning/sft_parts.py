@@ -111,12 +111,7 @@ def build_sft_parts(given: Given) -> SFTParts:
     check_settings(args, own_collator=own_collator, own_loss=given.has_own_loss, formatted=formatted)
     with_images = _with_images(given, args)
     base = open_tuned_model(
-        given.model,
-        args,
-        given.processing_class,
-        given.quantization_config,
-        given.peft_config,
-        with_images,
+        given.model, args, given.processing_class, given.quantization_config, given.peft_config, with_images
     )
     check_answers(
         args,

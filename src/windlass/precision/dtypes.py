@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from windlass.config.plan import DistPlan, PrecisionPlan
 
 if TYPE_CHECKING:
     from torch import nn
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast_context(plan: PrecisionPlan, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """A function that returns the context of one forward; a null context for fp32.
+
+    Each call returns a new one: a `torch.autocast` object stores the state on entry, so if the same object were entered
+    twice (a forward inside a forward), autocast would stay enabled.
+    """
+    dtype = COMPUTE_DTYPES.get(plan.compute)
+    if dtype is None:
+        return nullcontext
+    return partial(torch.autocast, device.type, dtype=dtype)
+
 
 _NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

@@ -91,10 +91,7 @@ def within(
         return rows, rows.summary(most, 0)
     if options.truncation_mode == "error" and (longest > most).any():
         at = int(np.flatnonzero(longest > most)[0])
-        raise RowError(
-            int(rows.kept[at]),
-            _too_long(int(longest[at]), most),
-        ).located(dataset)
+        raise RowError(int(rows.kept[at]), _too_long(int(longest[at]), most)).located(dataset)
     if options.truncation_mode == "keep_end":
         return rows, rows.summary(most, 0)
     fits = longest <= most if whole_sequences else lengths[:, 0] < most

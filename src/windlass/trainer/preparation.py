@@ -10,8 +10,8 @@ from torch import nn
 
 from windlass.assemble.batch import update_size
 from windlass.assemble.build import Built, build
-from windlass.assemble.facts import Facts
 from windlass.assemble.resolve import resolve_run
+from windlass.assemble.rules import Facts
 from windlass.callbacks.run_record import RunRecord
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
@@ -83,7 +83,7 @@ def begin_call(
         services.plans.begin(args, trainer.optimizer)
     note = MemoryNote(
         args.per_device_train_batch_size, args.gradient_accumulation_steps, args.per_device_eval_batch_size,
-        None, None,
+        None, None
     )  # fmt: skip
     services.fitter.begin(bool(args.auto_find_batch_size), local_folder(args.output_path), note)
 
@@ -134,7 +134,7 @@ def prepare_run(
     services.engine.attach(services.loss.normaliser, built.executor)
     events.show(
         model=hooks.model, optimizer=created[0], lr_scheduler=created[1], train_dataloader=loader,
-        processing_class=tokenizer,
+        processing_class=tokenizer
     )  # fmt: skip
     warn_of_spare_devices(session.world, session.device)
     report_proof(args, hooks.model, session.all_ranks, plan.dist)
@@ -166,7 +166,7 @@ def plan_run(
     per_epoch = source.groups_per_epoch(size.accumulation)
     facts = Facts(
         per_epoch, has_evaluation_data=hooks.has_evaluation_data, overridden=hooks.overridden, resumed=progress,
-        size=size, hidden_size=_width(hooks.model),
+        size=size, hidden_size=_width(hooks.model)
     )  # fmt: skip
     plan = resolve_run(args, call, facts)
     check_plan_alike(session.all_ranks, plan)

@@ -14,8 +14,8 @@ from windlass.callbacks.handler import CallbackHandler
 from windlass.config.accelerator_config import read
 from windlass.config.arguments import TrainingArguments
 from windlass.core.module_state import kept_elsewhere
-from windlass.precision.autocast import autocast_context
 from windlass.precision.check import check_precision
+from windlass.precision.dtypes import autocast_context
 from windlass.trainer.batch_faults import BatchFaults
 from windlass.trainer.batch_fitter import BatchFitter
 from windlass.trainer.evaluator import Evaluator
@@ -48,7 +48,7 @@ class Services:
     @classmethod
     def open(
         cls, session: Session, plans: Plans, accelerator: Accelerator, engine: TrainerEngine,
-        args: Callable[[], TrainingArguments], handler: CallbackHandler,
+        args: Callable[[], TrainingArguments], handler: CallbackHandler
     ) -> Services:  # fmt: skip
         """Make all of them; `args` returns the arguments that callbacks get."""
         events, loss = Events(args, session, handler), LossPolicy(session, accelerator)

@@ -630,13 +630,7 @@ class Trainer:
             return loading.training_loader(plan, dataset, used, collate, sampler_fn, batch_size)
         given = dataset, self.data_collator, self._signature_columns
         return self._services.eval_loaders.loader(
-            plan,
-            given,
-            (used, collate),
-            sampler_fn,
-            batch_size,
-            self._services.fitter.eval,
-            dataloader_key,
+            plan, given, (used, collate), sampler_fn, batch_size, self._services.fitter.eval, dataloader_key
         )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:

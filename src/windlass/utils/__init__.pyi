@@ -60,7 +60,7 @@ from windlass.compat.plugin_parallelism import (
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
-from windlass.compat.plugin_words import (
+from windlass.compat.plugins import (
     ComputeEnvironment as ComputeEnvironment, CustomDtype as CustomDtype,
     DDPCommunicationHookType as DDPCommunicationHookType, DynamoBackend as DynamoBackend,
     PrecisionType as PrecisionType, SageMakerDistributedType as SageMakerDistributedType,
@@ -84,7 +84,7 @@ from windlass.config.loop_options import (
     ProjectConfiguration as ProjectConfiguration,
 )
 from windlass.config.loop_options import KwargsHandler as KwargsHandler
-from windlass.config.quantities import convert_file_size_to_int as convert_file_size_to_int
+from windlass.config.kinds import convert_file_size_to_int as convert_file_size_to_int
 from windlass.core.trees import (
     TensorInformation as TensorInformation, concatenate as concatenate, convert_to_fp32 as convert_to_fp32,
     find_batch_size as find_batch_size, find_device as find_device,

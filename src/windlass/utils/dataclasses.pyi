@@ -11,7 +11,7 @@ from windlass.compat.plugin_parallelism import (
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
-from windlass.compat.plugin_words import (
+from windlass.compat.plugins import (
     ComputeEnvironment as ComputeEnvironment, CustomDtype as CustomDtype,
     DDPCommunicationHookType as DDPCommunicationHookType, DynamoBackend as DynamoBackend,
     PrecisionType as PrecisionType, SageMakerDistributedType as SageMakerDistributedType,

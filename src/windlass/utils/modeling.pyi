@@ -21,4 +21,4 @@ from windlass.compat.big_models.module_tensors import (
 )
 from windlass.compat.big_models.moving import align_module_device as align_module_device
 from windlass.compat.model_queries import is_peft_model as is_peft_model
-from windlass.config.quantities import convert_file_size_to_int as convert_file_size_to_int
+from windlass.config.kinds import convert_file_size_to_int as convert_file_size_to_int

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.cli.launching.launch_plan import LaunchPlan
-from windlass.config.parallel import rows_float8, rows_training
+from windlass.config.parallel import rows_compute, rows_training
 from windlass.config.parallel import rows_launch as rows
 from windlass.config.parallel.keys import Key, Settings
 from windlass.core.errors import Problem
@@ -197,7 +197,7 @@ def _devices(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
         fix = f"names {', '.join(absent)}, and this machine has {machine.devices} device(s), counted from 0"
         yield _problem(plan, rows.DEVICES, fix)
     precision = plan.settings.get(rows_training.PRECISION.name)
-    emulated = plan.settings.value(rows_float8.EMULATE)
+    emulated = plan.settings.value(rows_compute.FP8_EMULATE)
     reason = None if precision is None or emulated else machine.lacks(precision.value, cpu)
     if precision is not None and reason:
         yield Problem(precision.origin, precision.value, reason)

@@ -10,7 +10,7 @@ from torch import nn
 
 from windlass.checkpoint.host_memory import available_memory
 from windlass.compat.big_models.module_sizes import Dtype, compute_module_sizes, get_module_leaves
-from windlass.config.quantities import convert_file_size_to_int
+from windlass.config.kinds import convert_file_size_to_int
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.config.enums import ACCELERATOR_REFUSED
-from windlass.config.parallel import rows_compile
+from windlass.config.parallel import rows_compute
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.keys import Key, Setting, Settings
 from windlass.config.parallel.rows_deepspeed import CONFIG
@@ -89,10 +89,10 @@ def from_arguments(args: Fields) -> Settings:
             settings.record(key, getattr(args, field), f"TrainingArguments.{field}", "script")
     if args.torch_compile:
         _say(
-            settings, rows_compile.COMPILE_BACKEND, args.torch_compile_backend or "inductor", "torch_compile"
+            settings, rows_compute.COMPILE_BACKEND, args.torch_compile_backend or "inductor", "torch_compile"
         )
-        _say(settings, rows_compile.COMPILE_MODE, args.torch_compile_mode, "torch_compile_mode")
-        _say(settings, rows_compile.COMPILE_BLOCKS, args.torch_compile_blocks or None, "torch_compile_blocks")
+        _say(settings, rows_compute.COMPILE_MODE, args.torch_compile_mode, "torch_compile_mode")
+        _say(settings, rows_compute.COMPILE_BLOCKS, args.torch_compile_blocks or None, "torch_compile_blocks")
     if args.deepspeed:
         _say(settings, rows.STRATEGY, "deepspeed", "deepspeed")
         _say(settings, CONFIG, args.deepspeed, "deepspeed")
@@ -165,7 +165,7 @@ _PLAIN: dict[str, Key] = {
     "mixed_precision": rows.PRECISION,
     "gradient_accumulation_steps": rows.ACCUMULATION,
     "cpu": rows.CPU,
-    "dynamo_backend": rows_compile.COMPILE_BACKEND,
+    "dynamo_backend": rows_compute.COMPILE_BACKEND,
 }
 _SECTIONS = {
     "fsdp_plugin": "fsdp_config",
