@@ -58,7 +58,7 @@ _MODULE = re.compile(r"`([\w/]+\.py)`")
     "room", sorted(path.name for path in (ROOT / "src/windlass").iterdir() if path.is_dir())
 )
 def test_files_that_docstrings_and_comments_name_exist(room: str) -> None:
-    """Those of other programs are named with their package first; `queue.py` is a file of a user's."""
+    """Files of other programs are named with their package first; `queue.py` is a file of a user's."""
     named = {
         (str(path.relative_to(ROOT)), name)
         for path in (ROOT / "src/windlass" / room).rglob("*.py")
