@@ -49,6 +49,8 @@ class ProgressCallback(TrainerCallback):
         self._training.count("samples", 0.0)
         if state.global_step == 0:
             self._training.count("tokens", 0.0)
+        else:
+            self._training.write(f"continued after step {state.global_step}")
 
     def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         if self._training is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
 from windlass.data.collate_unpaired import MISMATCHED, DataCollatorForUnpairedPreference
 from windlass.finetuning.answer_log_probabilities import (
@@ -177,15 +177,6 @@ class KTOTrainer(ReferenceTrainer):
         return len(batch["input_ids"])
 
     # --- loss -------------------------------------------------------------------------------------------------------
-
-    def _refuse_unfit_for_stages(self) -> None:
-        if self.args.estimates_divergence:
-            fix = (
-                "estimates a divergence by a second forward of each training step, and a pipeline computes one: use "
-                "loss_type='apo_zero_unpaired' with precompute_ref_log_probs=True, or set pp_size=1"
-            )
-            raise ConfigError(Problem("loss_type", self.args.loss_type, fix))
-        super()._refuse_unfit_for_stages()
 
     def compute_loss(
         self,

@@ -213,7 +213,7 @@ class UserSchedule:
         return [float(lr) for lr in self._seen]
 
     def state_dict(self) -> State:
-        """The state of the scheduler as data (`schedule_state.py`)."""
+        """The state of the scheduler as data."""
         return state_as_data(self.inner)
 
     def load_state_dict(self, state: State) -> None:
