@@ -29,7 +29,7 @@ from windlass.compat.big_models.big_model import (
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
 )
 from windlass.compat.big_models.checkpoint_loading import load_checkpoint_in_model as load_checkpoint_in_model
-from windlass.compat.big_models.meta import (
+from windlass.compat.big_models.big_model import (
     init_empty_weights as init_empty_weights, init_on_device as init_on_device,
 )
 from windlass.compat.parser import HfArgumentParser as HfArgumentParser

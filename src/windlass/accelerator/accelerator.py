@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.engine import LoopEngine, OwnLoop
-from windlass.accelerator.exchange import gather_samples
+from windlass.accelerator.engine import LoopEngine, OwnLoop, clip_norm, clip_values, trigger_sync_in_backward
+from windlass.accelerator.exchange import gather_samples, share_rng_states
 from windlass.accelerator.loop_saver import LoadHook, LoopSaver, SaveHook
 from windlass.accelerator.offloaded_weights import (
     get_state_dict_offloaded_model,
@@ -36,8 +36,6 @@ from windlass.accelerator.process_state import PROCESS, LoopState, publish
 from windlass.accelerator.profiling import profile
 from windlass.accelerator.ranks import Ranks, select_device
 from windlass.accelerator.setup import Handlers, LoopSettings, Setup, resolve_settings
-from windlass.accelerator.shared_rng import share_rng_states
-from windlass.accelerator.stepping import clip_norm, clip_values, trigger_sync_in_backward
 from windlass.accelerator.value_files import on_this_machine, save_values, warn_if_unsafe
 from windlass.callbacks.tracker import GeneralTracker
 from windlass.callbacks.tracker_registry import (

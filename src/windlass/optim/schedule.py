@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import State
-from windlass.optim.schedules.base import Factor, Span
 from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, SHAPES, WITHOUT_WARMUP
+from windlass.optim.schedules.simple import Factor, Span
 
 
 def state_as_data(scheduler: Any) -> State:

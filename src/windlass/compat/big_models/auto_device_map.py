@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from windlass.compat.big_models.device_map import clean_device_map, lookup
-from windlass.compat.big_models.device_memory import Limits, Room, class_names, get_max_memory
-from windlass.compat.big_models.module_sizes import (
+from windlass.compat.big_models.device_memory import (
     Dtype,
+    Limits,
     NamedModule,
+    Room,
     children_of,
+    class_names,
     compute_module_sizes,
     compute_module_total_buffer_size,
     get_max_layer_size,
+    get_max_memory,
     top_level,
 )
 from windlass.compat.big_models.module_tensors import Place, find_tied_parameters

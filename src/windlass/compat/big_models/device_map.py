@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from windlass.compat.big_models.module_sizes import children_of
+from windlass.compat.big_models.device_memory import children_of
 from windlass.compat.big_models.module_tensors import Place
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from windlass.optim.schedules.base import Factor
 from windlass.optim.schedules.greedy import GreedyLR
 from windlass.optim.schedules.simple import (
+    Factor,
     constant,
     constant_with_warmup,
     cosine,
