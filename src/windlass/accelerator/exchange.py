@@ -1,4 +1,4 @@
-"""What the processes of a loop exchange: outputs of an evaluation, one row for each sample, and states of generators."""
+"""What processes of a loop exchange: outputs of an evaluation, one row for each sample, and states of generators."""
 
 from __future__ import annotations
 
