@@ -10,8 +10,12 @@ import torch
 from accelerate.utils import modeling as reference
 from tests.compat.big_models import Model, RandomModel
 
-from windlass.compat.big_models.auto_device_map import get_module_size_with_ties, infer_auto_device_map
-from windlass.compat.big_models.device_map import check_device_map, lookup
+from windlass.compat.big_models.auto_device_map import (
+    check_device_map,
+    get_module_size_with_ties,
+    infer_auto_device_map,
+    lookup,
+)
 from windlass.compat.big_models.device_memory import compute_module_sizes, get_balanced_memory
 
 

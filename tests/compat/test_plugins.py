@@ -318,8 +318,8 @@ def test_ignored_modules_get_their_names() -> None:
 
 
 def test_replication_becomes_a_plan() -> None:
-    from windlass.config.parallel.from_script import from_plugins
     from windlass.config.parallel.parallel_plan import plan_parallel
+    from windlass.config.parallel.sources import from_plugins
     from windlass.core.world import World
 
     options = DistributedDataParallelKwargs(

@@ -25,10 +25,9 @@ from windlass.config.loop_options import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from windlass.config.parallel.from_launcher import from_environment
-from windlass.config.parallel.from_script import from_plugins
 from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import Parallel, plan_parallel, with_precision_of_engine
+from windlass.config.parallel.sources import from_environment, from_plugins
 from windlass.config.plan import CompilePlan, DistPlan, PrecisionPlan, ZeroPlan
 from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.outside import find_outside, load_outside

@@ -18,11 +18,10 @@ from windlass.config import accelerator_config
 from windlass.config.arguments import TrainingArguments
 from windlass.config.enums import IN_BACKWARD_OPTIMIZERS
 from windlass.config.kinds import mapping, options_from, seconds, size_in_bytes
-from windlass.config.parallel.from_launcher import from_environment
-from windlass.config.parallel.from_script import from_arguments
 from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import Parallel, dtype_plans, parallel_problems, plan_parallel
 from windlass.config.parallel.rows_training import DDP_FIND_UNUSED
+from windlass.config.parallel.sources import from_arguments, from_environment
 from windlass.config.plan import (
     CadencePlan,
     CallPlan,

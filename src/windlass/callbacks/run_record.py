@@ -23,7 +23,7 @@ from windlass import __version__
 from windlass.callbacks.clock_file import ClockFile, is_seconds, read_clock, rounded
 from windlass.callbacks.metrics_log import read_rows
 from windlass.config.arguments import TrainingArguments, describe, settings_beside, source_of
-from windlass.config.parallel.from_launcher import from_environment
+from windlass.config.parallel.sources import from_environment
 from windlass.config.parallel.table import KEYS
 from windlass.core.errors import DataError, Preempted
 from windlass.core.logs import get_logger

@@ -22,12 +22,12 @@ from windlass.cli.tasks import TASKS
 from windlass.config.accepting import OLD_NAMES
 from windlass.config.arguments import TrainingArguments, describe
 from windlass.config.deepspeed import explained
-from windlass.config.parallel.from_script import from_arguments
 from windlass.config.parallel.keys import Key, Setting, Settings, merge
 from windlass.config.parallel.parallel_plan import dtype_plans, parallel_problems
 from windlass.config.parallel.rows_deepspeed import CONFIG
 from windlass.config.parallel.rows_launch import PROCESSES
 from windlass.config.parallel.rows_training import MESH_EXPERT, MODEL_AXES, PRECISION
+from windlass.config.parallel.sources import from_arguments
 from windlass.config.parallel.table import FLAGS, SPELLINGS, spellings
 from windlass.config.sections.setting import default_of, rules_in
 from windlass.core.errors import ConfigError, Problem, did_you_mean

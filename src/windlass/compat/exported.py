@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from windlass.config.parallel.from_launcher import OWN_VARIABLE, from_environment
 from windlass.config.parallel.keys import Settings
+from windlass.config.parallel.sources import OWN_VARIABLE, from_environment
 from windlass.config.parallel.table import KEYS
 from windlass.core.errors import ConfigError, Problem
 

@@ -31,6 +31,11 @@ from windlass.data.shards import BatchSamplerShard
 from windlass.data.workers import start_timeout
 from windlass.dist.gang import Gang, current
 
+# Samplers and streams that give each process its part, for scripts that deal data out by hand.
+#
+# Prepared loaders and the Trainer do without these: they share out the tail, while these repeat samples, as scripts
+# that name them expect.
+
 
 def get_dataloader_sampler(dataloader: Any) -> Any:
     """The sampler of a loader, behind its batch sampler if it has one; None if it has neither."""

@@ -16,6 +16,11 @@ from windlass.config.parallel.table import SECTIONS
 from windlass.config.sections.setting import described, setting
 from windlass.core.errors import Problem
 
+# The words that distributed scripts compare with, and nothing in Windlass does: precisions, compilers, gradient
+# hooks.
+#
+# Members are strings, so `"fp16" == PrecisionType.FP16` holds.
+
 
 class SageMakerDistributedType(Word):
     """How a managed service distributes a job; only for configuration files that name it."""

@@ -24,11 +24,10 @@ from windlass.config import accelerator_config
 from windlass.config.accepting import BOTH_WAYS, OLD_NAMES, AcceptsOldNames, announce, translate
 from windlass.config.enums import ParallelMode
 from windlass.config.kinds import mapping
-from windlass.config.parallel.from_launcher import OWN_VARIABLE, from_environment
-from windlass.config.parallel.from_script import from_arguments
 from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import dtype_plans
 from windlass.config.parallel.rows_training import PRECISION
+from windlass.config.parallel.sources import OWN_VARIABLE, from_arguments, from_environment
 from windlass.config.plan import SchedulePlan
 from windlass.config.sections.fields import Fields
 from windlass.config.sections.setting import default_of, described, rules_of

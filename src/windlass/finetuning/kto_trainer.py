@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
-from windlass.data.collate_unpaired import MISMATCHED, DataCollatorForUnpairedPreference
+from windlass.data.collate_branches import MISMATCHED, DataCollatorForUnpairedPreference
 from windlass.finetuning.answer_log_probabilities import (
     AnswerLogProbabilities,
     answer_log_probabilities,

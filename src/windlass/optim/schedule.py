@@ -22,6 +22,12 @@ from windlass.core.types import State
 from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, SHAPES, WITHOUT_WARMUP
 from windlass.optim.schedules.simple import Factor, Span
 
+# The state of a script's scheduler as data that a checkpoint can hold, and back.
+#
+# Torch's schedulers return all their attributes. Those that are code (functions, methods, classes) are made again by
+# the constructor and are not saved. Values that are data under another type (enumerations, dtypes, sets, paths,
+# deques) are saved as plain data, and get the type that the scheduler of the resumed run has there.
+
 
 def state_as_data(scheduler: Any) -> State:
     """The scheduler's state. What is neither data nor code stays in it, and cannot be saved."""

@@ -22,7 +22,7 @@ from windlass.compat.big_models.auto_device_map import infer_auto_device_map as 
 from windlass.compat.big_models.checkpoint_loading import (
     load_checkpoint_in_model as load_checkpoint_in_model, load_state_dict as load_state_dict,
 )
-from windlass.compat.big_models.device_map import (
+from windlass.compat.big_models.auto_device_map import (
     check_device_map as check_device_map,
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
 )

@@ -15,8 +15,8 @@ from windlass.cli.tasks import TASKS
 from windlass.config import kinds
 from windlass.config.arguments import TrainingArguments
 from windlass.config.parallel import rows_training as rows
-from windlass.config.parallel.from_script import from_arguments
 from windlass.config.parallel.parallel_plan import is_sharded, uses_deepspeed
+from windlass.config.parallel.sources import from_arguments
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.proofs.layout import AxisLayout

@@ -28,14 +28,14 @@ from windlass.compat.big_models.attach_hooks import (
     extract_submodules_state_dict,
     shared_weights,
 )
-from windlass.compat.big_models.auto_device_map import infer_auto_device_map
-from windlass.compat.big_models.checkpoint_loading import load_checkpoint_in_model
-from windlass.compat.big_models.device_map import (
+from windlass.compat.big_models.auto_device_map import (
     DeviceMap,
     check_and_set_device_map,
     check_device_map,
+    infer_auto_device_map,
     without_nesting,
 )
+from windlass.compat.big_models.checkpoint_loading import load_checkpoint_in_model
 from windlass.compat.big_models.device_memory import Dtype, Limits, get_balanced_memory
 from windlass.compat.big_models.model_hooks import GUARDED, add_hook_to_module
 from windlass.compat.big_models.module_tensors import (
@@ -58,6 +58,11 @@ from windlass.config.kinds import TRUE
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger
+
+# Models without data: parameters that are created on the meta device (or any other) while the constructor runs.
+#
+# A tensor on the meta device has a shape and a dtype but no data, so a model that is larger than the machine's memory
+# can be built, measured, and filled one tensor at a time (`load_checkpoint_and_dispatch`).
 
 INCLUDE_BUFFERS_VARIABLE = "ACCELERATE_INIT_INCLUDE_BUFFERS"
 

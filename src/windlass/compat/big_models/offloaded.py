@@ -33,6 +33,12 @@ from windlass.compat.big_models.module_tensors import (
 from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem
 from windlass.core.trees import find_device, send_to_device
 
+# Hooks that bring the weights and inputs of a module to its device for each forward.
+#
+# Between forwards, an offloaded weight is on the meta device and its data is in a mapping of names to tensors (host
+# memory, or a reader of files), so only the layer that runs takes device memory. Offloading is for inference: the
+# weights that a forward uses require no gradient.
+
 Weights = Mapping[str, Tensor]
 
 
