@@ -36,7 +36,7 @@ from windlass.compat.parser import HfArgumentParser as HfArgumentParser
 from windlass.compat.pipeline_inference import prepare_pippy as prepare_pippy
 from windlass.compat.plugin_engines import DeepSpeedPlugin as DeepSpeedPlugin
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from windlass.compat.plugin_parallelism import ParallelismConfig as ParallelismConfig
+from windlass.compat.plugins import ParallelismConfig as ParallelismConfig
 from windlass.compat.plugins import DDPCommunicationHookType as DDPCommunicationHookType
 from windlass.compat.plugins import (
     DistributedDataParallelKwargs as DistributedDataParallelKwargs, TorchDynamoPlugin as TorchDynamoPlugin,

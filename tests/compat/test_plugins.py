@@ -20,12 +20,14 @@ from tests.dist.launch import launch
 from windlass import utils
 from windlass.compat.plugin_engines import DeepSpeedPlugin
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin
-from windlass.compat.plugin_parallelism import (
+from windlass.compat.plugins import (
+    AORecipeKwargs,
+    DistributedDataParallelKwargs,
     ParallelismConfig,
+    TorchDynamoPlugin,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from windlass.compat.plugins import AORecipeKwargs, DistributedDataParallelKwargs, TorchDynamoPlugin
 from windlass.config.loop_options import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,

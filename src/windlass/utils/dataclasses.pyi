@@ -4,7 +4,7 @@ from windlass.compat.plugin_engines import (
     MegatronLMPlugin as MegatronLMPlugin, TERecipeKwargs as TERecipeKwargs,
 )
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from windlass.compat.plugin_parallelism import (
+from windlass.compat.plugins import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
     ParallelismConfig as ParallelismConfig, PipelineParallelConfig as PipelineParallelConfig,
     TorchContextParallelConfig as TorchContextParallelConfig,

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin
-from windlass.compat.plugin_parallelism import ParallelismConfig
-from windlass.compat.plugins import DistributedDataParallelKwargs, TorchDynamoPlugin
+from windlass.compat.plugins import DistributedDataParallelKwargs, ParallelismConfig, TorchDynamoPlugin
 from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import plan_parallel
 from windlass.config.parallel.sources import from_environment, from_plugins
