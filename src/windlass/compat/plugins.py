@@ -1,5 +1,5 @@
 # ruff: noqa: RUF009 (`setting` makes a dataclass field)
-"""Options of replication, of float8 and of compilation, as objects that scripts pass to `Accelerator`.
+"""Options of replication, of axes, of float8 and of compilation, as objects that scripts pass to `Accelerator`.
 
 `config.parallel.from_plugins` translates them into settings.
 """

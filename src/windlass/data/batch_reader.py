@@ -1,4 +1,4 @@
-"""One batch of this rank, and the protocol of everything that reads such batches from a position on."""
+"""One batch of this rank, in pinned memory if asked for, and the protocol of what reads such batches from a position."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from windlass.finetuning.answer_log_probabilities import (
     model_inputs,
 )
 from windlass.finetuning.dpo_config import DPOConfig
-from windlass.finetuning.dpo_losses import PairTerms
-from windlass.finetuning.dpo_objective import UpdateLoss, figures_of, loss_sums
+from windlass.finetuning.dpo_objective import PairTerms, UpdateLoss, figures_of, loss_sums
 from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_trainer import ReferenceTrainer

@@ -25,8 +25,7 @@ from windlass.finetuning.reference_trainer import ReferenceTrainer
 from windlass.finetuning.sft_data import columns_of
 from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
 from windlass.text.forms import LocatedRows, RowError
-from windlass.text.pair_encoder import CHOSEN, COMPLETION, REJECTED, PairOptions, split_prompt
-from windlass.text.pair_rows import PairRows
+from windlass.text.pair_encoder import CHOSEN, COMPLETION, REJECTED, PairOptions, PairRows, split_prompt
 from windlass.text.tables import is_stream
 from windlass.transforms.model_limits import ModelLimits
 

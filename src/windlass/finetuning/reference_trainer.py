@@ -14,12 +14,17 @@ from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.core.events import TrainerState
 from windlass.core.types import State
 from windlass.finetuning.fine_tuner import FineTuner
-from windlass.finetuning.frozen_reference import FirstModel, SecondModel, choose_reference
-from windlass.finetuning.precomputed_reference import ReferencePass, weights_hash
+from windlass.finetuning.frozen_reference import (
+    FirstModel,
+    ReferencePass,
+    SecondModel,
+    choose_reference,
+    weights_hash,
+)
 from windlass.finetuning.reference_config import ReferenceConfig
 from windlass.finetuning.sft_checks import router_coefficient
 from windlass.finetuning.tuned_model import TunedModel
-from windlass.text.pair_rows import PairRows
+from windlass.text.pair_encoder import PairRows
 from windlass.trainer.services import spread_in_stages
 from windlass.transforms.staged_model import staged_of
 

@@ -30,8 +30,8 @@ from windlass.data.loader import Loader
 from windlass.data.update_batch import GroupSource
 from windlass.dist.alike import check_alike, optimizer_facts
 from windlass.dist.gang import Gang
-from windlass.proofs.layout import AxisLayout
 from windlass.proofs.record import Claim, arguments_that_matter, describe
+from windlass.proofs.small_config import AxisLayout
 from windlass.trainer.batch_fitter import MemoryNote
 from windlass.trainer.column_checks import check_columns, given_datasets
 from windlass.trainer.compare_ranks import check_call_alike, check_plan_alike

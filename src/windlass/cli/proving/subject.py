@@ -19,8 +19,8 @@ from windlass.config.parallel.parallel_plan import is_sharded, uses_deepspeed
 from windlass.config.parallel.sources import from_arguments
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
-from windlass.proofs.layout import AxisLayout
 from windlass.proofs.record import Claim, arguments_that_matter
+from windlass.proofs.small_config import AxisLayout
 
 
 @dataclass(frozen=True, slots=True)
