@@ -1,4 +1,4 @@
-"""One batch of this rank, in pinned memory if asked for, and the protocol of what reads such batches from a position."""
+"""One batch of this rank, pinned if asked for, and the protocol of what reads such batches from a position on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The losses of pairs, and the figures of one batch of them, for any split of an update into micro-batches and ranks."""
+"""The losses of pairs, and the figures of one batch of them, for any split of an update into batches and ranks."""
 
 from __future__ import annotations
 
