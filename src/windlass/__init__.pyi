@@ -11,7 +11,7 @@ from windlass.callbacks.flow import DefaultFlowCallback as DefaultFlowCallback
 from windlass.callbacks.metrics_log import (
     MetricsLogCallback as MetricsLogCallback, read_metrics as read_metrics,
 )
-from windlass.callbacks.notebook import NotebookProgressCallback as NotebookProgressCallback
+from windlass.callbacks.progress import NotebookProgressCallback as NotebookProgressCallback
 from windlass.callbacks.progress import PrinterCallback as PrinterCallback
 from windlass.callbacks.progress import ProgressCallback as ProgressCallback
 from windlass.callbacks.report import ReportCallback as ReportCallback
@@ -29,15 +29,15 @@ from windlass.compat.big_models.big_model import (
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
 )
 from windlass.compat.big_models.checkpoint_loading import load_checkpoint_in_model as load_checkpoint_in_model
-from windlass.compat.big_models.meta import (
+from windlass.compat.big_models.big_model import (
     init_empty_weights as init_empty_weights, init_on_device as init_on_device,
 )
 from windlass.compat.parser import HfArgumentParser as HfArgumentParser
 from windlass.compat.pipeline_inference import prepare_pippy as prepare_pippy
 from windlass.compat.plugin_engines import DeepSpeedPlugin as DeepSpeedPlugin
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from windlass.compat.plugin_parallelism import ParallelismConfig as ParallelismConfig
-from windlass.compat.plugin_words import DDPCommunicationHookType as DDPCommunicationHookType
+from windlass.compat.plugins import ParallelismConfig as ParallelismConfig
+from windlass.compat.plugins import DDPCommunicationHookType as DDPCommunicationHookType
 from windlass.compat.plugins import (
     DistributedDataParallelKwargs as DistributedDataParallelKwargs, TorchDynamoPlugin as TorchDynamoPlugin,
 )

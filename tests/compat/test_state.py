@@ -17,9 +17,8 @@ from tests.dist.same import assert_same
 
 from windlass.accelerator.accelerator import Accelerator
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.loop_settings import Handlers, LoopSettings
 from windlass.accelerator.process_state import LoopState, publish
-from windlass.accelerator.setup import Setup
+from windlass.accelerator.setup import Handlers, LoopSettings, Setup
 from windlass.compat.state import AcceleratorState, GradientState, PartialState
 from windlass.config.loop_options import (
     DataLoaderConfiguration,

@@ -17,11 +17,10 @@ from tests.finetuning.own_fields import own_fields
 from windlass.config import enums as rows
 from windlass.config.accelerator_config import AcceleratorConfig
 from windlass.config.accepting import OLD_NAMES
-from windlass.config.arguments import TrainingArguments
+from windlass.config.arguments import Helpers, TrainingArguments
 from windlass.config.enums import OptimizerNames, SchedulerType
-from windlass.config.helpers import Helpers
-from windlass.config.parallel.from_launcher import OWN_VARIABLE, REFUSED
 from windlass.config.parallel.keys import Key
+from windlass.config.parallel.sources import OWN_VARIABLE, REFUSED
 from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES, spellings
 from windlass.config.sections.setting import rules_of
 from windlass.config.setters import Setters

@@ -51,6 +51,23 @@ def test_a_path_that_does_not_exist_is_found() -> None:
     assert exists("engine/loop.py")
 
 
+_MODULE = re.compile(r"`([\w/]+\.py)`")
+
+
+@pytest.mark.parametrize(
+    "room", sorted(path.name for path in (ROOT / "src/windlass").iterdir() if path.is_dir())
+)
+def test_files_that_docstrings_and_comments_name_exist(room: str) -> None:
+    """Files of other programs are named with their package first; `queue.py` is a file of a user's."""
+    named = {
+        (str(path.relative_to(ROOT)), name)
+        for path in (ROOT / "src/windlass" / room).rglob("*.py")
+        for name in _MODULE.findall(path.read_text("utf-8"))
+    }
+    others = ("llamafactory/", "deepspeed/", "axolotl/", "queue.py")
+    assert not sorted(it for it in named if not it[1].startswith(others) and not exists(it[1]))
+
+
 # --- names ------------------------------------------------------------------------------------------------------------
 
 _NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*\))?")

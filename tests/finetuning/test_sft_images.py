@@ -1,3 +1,5 @@
+"""Fine-tuning on images: families of models, columns, and what is refused."""
+
 from __future__ import annotations
 
 import contextlib

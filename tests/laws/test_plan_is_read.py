@@ -38,7 +38,7 @@ MAKERS = (
     "windlass.cli.launching.launch",
     "windlass.assemble.resolve",
     "windlass.assemble.rules",
-    "windlass.assemble.facts",
+    "windlass.assemble.rules",
     "windlass.trainer.compare_ranks",
 )
 Types = frozenset[str]

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from windlass.config.plan import DistPlan, PrecisionPlan, ShardPlan
-from windlass.precision.autocast import autocast_context
-from windlass.precision.dtypes import Dtypes, dtypes_of, weights_of
+from windlass.precision.dtypes import Dtypes, autocast_context, dtypes_of, weights_of
 
 
 @pytest.mark.parametrize(

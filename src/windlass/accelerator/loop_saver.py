@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
-from windlass.accelerator.loop_content import LoopContent, check_fits
 from windlass.accelerator.prepared import Prepared
-from windlass.accelerator.saved_parts import ModelState
+from windlass.accelerator.saved_parts import LoopContent, ModelState, check_fits
 from windlass.accelerator.setup import Setup
 from windlass.accelerator.value_files import warn_if_unsafe
 from windlass.checkpoint.background import Ended, Saver, SeenCommit

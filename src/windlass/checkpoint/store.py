@@ -28,7 +28,7 @@ from windlass.checkpoint.nodes import Disks
 from windlass.checkpoint.staged import StagedCheckpoint, folder_pattern
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
-from windlass.core.output_folder import OutputFolder
+from windlass.core.whole_file import OutputFolder
 from windlass.dist.gang import Gang
 
 _logger = get_logger(__name__)

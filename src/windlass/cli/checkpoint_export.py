@@ -10,9 +10,8 @@ import torch
 from windlass.checkpoint.export import MAX_SHARD_SIZE, ExportOptions, export_file, export_folder
 from windlass.checkpoint.stored import open_folder
 from windlass.cli.checkpoint_listing import local_path
-from windlass.cli.command_line import DTYPES
-from windlass.cli.sizes import in_words
-from windlass.config.quantities import size_in_bytes
+from windlass.cli.command_line import DTYPES, in_words
+from windlass.config.kinds import size_in_bytes
 from windlass.config.sections.fields import QAT_SCHEMES, TRAINED_SCHEME
 from windlass.core.errors import Problem, refuse
 from windlass.core.locations import is_url

@@ -1,22 +1,31 @@
-"""`windlass checkpoint ls` and `verify`: list the checkpoints of a folder, and verify every byte of them."""
+"""`windlass checkpoint ls`, `verify`, `diff` and `prune`: list the checkpoints of a folder, verify every byte of them,
+compare two, and remove all but the newest and the best.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
 from itertools import groupby
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
+from windlass.checkpoint.compare import Comparison, Difference, compare
 from windlass.checkpoint.foreign import format_of
 from windlass.checkpoint.manifest import CheckpointInfo, lies_elsewhere
-from windlass.checkpoint.retention import metric_of
+from windlass.checkpoint.retention import Retention, metric_of, surplus
+from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import Store, is_checkpoint
+from windlass.checkpoint.stored import open_folder
 from windlass.checkpoint.survey import Found, RunNotes, look_at, marks_of, notes_of, survey
+from windlass.cli.command_line import in_words
 from windlass.cli.estimate_memory import print_table
-from windlass.cli.sizes import in_words
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import is_url
 from windlass.core.output import one_line, say, say_json
@@ -146,3 +155,84 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         "whole" if row["problem"] is None else row["problem"],
     )
     return tuple(map(one_line, cells))
+
+
+def prune_command(options: argparse.Namespace) -> int:
+    """Remove complete checkpoints that are not to be kept, and print them; return the exit code.
+
+    The newest and the best of the run, which a resumed run needs, are always kept, and damaged ones are not touched.
+    """
+    keep_last, keep_best, dry_run = options.keep_last, options.keep_best, options.dry_run
+    if keep_last is None and keep_best is None:
+        raise CheckpointError("set what to keep: --keep-last N, --keep-best N or both")
+    store = Store(local_path(options.folder))
+    if is_one_checkpoint(store.root):
+        raise CheckpointError(f"{store.root} is one checkpoint: name its folder, {store.root.parent}")
+    whole = store.whole()
+    if not whole:
+        raise CheckpointError(f"{store.root} has no complete checkpoints")
+    notes = notes_of(whole)
+    if keep_best is not None and all(metric_of(info) is None for info in whole):
+        raise CheckpointError(f"no checkpoint in {store.root} has a metric; use --keep-last")
+    policy = Retention(last=keep_last, best=keep_best, greater_is_better=notes.greater_is_better)
+    going = surplus(whole, policy, [] if notes.best is None else [store.root / notes.best])
+    with nullcontext() if dry_run else RunLock(store.root):
+        for info in going:
+            if not dry_run:
+                store.remove(info.path)
+            done = "would be removed" if dry_run else "removed"
+            if not options.json:
+                say(f"{one_line(info.path)}: {done}, {in_words(info.nbytes)}")
+    if options.json:
+        named = [{"path": info.path, "step": info.step, "bytes": info.nbytes} for info in going]
+        say_json({"removed": not dry_run, "complete": len(whole), "checkpoints": named})
+        return 0
+    freed = in_words(sum(info.nbytes for info in going))
+    say(f"{len(going)} of {len(whole)} complete checkpoints, {freed}")
+    return 0
+
+
+_LISTED = 5  # differences of one file; more are counted
+
+
+def diff_command(options: argparse.Namespace) -> int:
+    """Print the differences; return 0 if there are none, else 1."""
+    found = compare(open_folder(local_path(options.first)), open_folder(local_path(options.second)))
+    if options.json:
+        say_json(asdict(found))
+    else:
+        _print(found)
+    return 0 if found.same else 1
+
+
+def _print(found: Comparison) -> None:
+    for where, group in itertools.groupby(found.differences, key=lambda difference: difference.where):
+        for line in _in_short(list(group)):
+            say(one_line(f"{where}: {line}"))
+    count = len(found.differences)
+    result = "nothing differs" if found.same else f"{count} difference{'' if count == 1 else 's'}"
+    listed = "" if count <= _LISTED else " (--json lists them)"
+    say(f"{result}{listed}; {found.equal_tensors} tensors have equal bits")
+
+
+def _in_short(differences: list[Difference]) -> Iterator[str]:
+    """Yield lines on what differs in one place: many tensors, and the rows of a list, as their number."""
+    tensors = [one for one in differences if one.largest is not None]
+    if len(tensors) > _LISTED:
+        most = max(tensors, key=lambda one: inf if isnan(one.largest or 0) else one.largest or 0)
+        yield f"{len(tensors)} tensors differ, most of all {most.name}: {most.what}"
+        differences = [one for one in differences if one.largest is None]
+    rows: dict[str, list[str]] = {}
+    for one in differences:
+        name, _, inside = one.name.partition("/")
+        row, _, column = inside.partition("/")
+        if row.isdigit() and column:
+            rows.setdefault(name, []).append(row)
+    rows = {name: found for name, found in rows.items() if len(found) > _LISTED}
+    single = [one for one in differences if one.name.partition("/")[0] not in rows]
+    for one in single[:_LISTED]:
+        yield f"{one.name}: {one.what}" if one.name else one.what
+    if len(single) > _LISTED:
+        yield f"{len(single) - _LISTED} more"
+    for name, found in rows.items():
+        yield f"{name}: different in {len(set(found))} of its rows"

@@ -104,3 +104,12 @@ class CommandParser(argparse.ArgumentParser):
     def arguments(self) -> list[argparse.Action]:
         """Return the arguments that the help lists."""
         return [action for action in self._actions if action.help != argparse.SUPPRESS]
+
+
+def in_words(size: float) -> str:
+    """Return bytes in the largest unit that is at most the size."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:,.4g} TiB"

@@ -203,9 +203,7 @@ def compare_command(words: Sequence[str]) -> int:
 def build_parser() -> CommandParser:
     """Return the parser of the command."""
     parser = CommandParser(
-        prog="windlass compare",
-        description=_HELP,
-        example="windlass compare train.py --learning_rate 3e-4",
+        prog="windlass compare", description=_HELP, example="windlass compare train.py --learning_rate 3e-4"
     )
     add = parser.add_argument
     add("--updates", type=int, default=5, metavar="N", help="optimizer updates of each run (default: 5)")

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from windlass.cli.command_line import CommandParser
+from windlass.cli.recipe import training_arguments, training_fields
 from windlass.cli.schema import Recipe, field_names
-from windlass.cli.training import training_arguments, training_fields
 from windlass.config.documents import loads, one_line
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say, say_json

@@ -16,11 +16,11 @@ import torch
 from windlass.assemble.resolve import resolve_cadence
 from windlass.callbacks.progress import PrinterCallback
 from windlass.checkpoint.remote import check_remote
+from windlass.cli.command_line import in_words
+from windlass.cli.recipe import run_folder, training_arguments
 from windlass.cli.schema import Recipe, RecipeParts
 from windlass.cli.screen import describe_run, duration
-from windlass.cli.sizes import in_words
 from windlass.cli.tasks import TASKS
-from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.config.plan import CadencePlan

@@ -15,20 +15,19 @@ from windlass.cli.argument_table import Argument, all_arguments, find_arguments
 from windlass.cli.command_line import CommandParser
 from windlass.cli.launching.launch import launch_settings
 from windlass.cli.launching.launch_flags import add_setting_flags
-from windlass.cli.recipe import check_draft, read_draft
+from windlass.cli.recipe import check_draft, read_draft, training_arguments
 from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
-from windlass.cli.training import training_arguments
 from windlass.config.accepting import OLD_NAMES
 from windlass.config.arguments import TrainingArguments, describe
 from windlass.config.deepspeed import explained
-from windlass.config.parallel.from_script import from_arguments
 from windlass.config.parallel.keys import Key, Setting, Settings, merge
 from windlass.config.parallel.parallel_plan import dtype_plans, parallel_problems
 from windlass.config.parallel.rows_deepspeed import CONFIG
 from windlass.config.parallel.rows_launch import PROCESSES
 from windlass.config.parallel.rows_training import MESH_EXPERT, MODEL_AXES, PRECISION
+from windlass.config.parallel.sources import from_arguments
 from windlass.config.parallel.table import FLAGS, SPELLINGS, spellings
 from windlass.config.sections.setting import default_of, rules_in
 from windlass.core.errors import ConfigError, Problem, did_you_mean

@@ -151,9 +151,7 @@ def parsers() -> tuple[CommandParser, CommandParser]:
     parser.add_argument("--version", action="version", version=f"windlass {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     train = commands.add_parser(
-        "train",
-        help="train a model as a recipe configures it",
-        description=TRAIN_HELP,
+        "train", help="train a model as a recipe configures it", description=TRAIN_HELP
     )
     add = train.add_argument
     recipe = "a recipe (a file, or a name that `windlass recipes` lists), and overrides of its keys"

@@ -146,8 +146,8 @@ def _recipe(path: str, overrides: list[str]) -> Start:
     check_installed("transformers", "plan a recipe", extra="train")
 
     def start() -> None:
+        from windlass.cli.recipe import training_arguments
         from windlass.cli.tasks import TASKS
-        from windlass.cli.training import training_arguments
 
         args, task = training_arguments(recipe.training, recipe.task), TASKS[recipe.task]
         task.open_trainer(task.build_parts(recipe, args), args).train()

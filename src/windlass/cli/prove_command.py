@@ -13,8 +13,8 @@ from windlass.cli.command_line import CommandParser
 from windlass.cli.proving.subject import Subject, find_subject
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say, say_json
-from windlass.proofs.layout import AxisLayout
 from windlass.proofs.record import SCHEMA, Claim, versions, write_record
+from windlass.proofs.small_config import AxisLayout
 
 if TYPE_CHECKING:
     from windlass.cli.proving.proof_verdict import ProofVerdict

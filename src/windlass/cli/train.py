@@ -10,14 +10,12 @@ from windlass.callbacks.early_stopping import EarlyStoppingCallback
 from windlass.callbacks.tracker_registry import check_trackers
 from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
 from windlass.cli.print_config import render_config
-from windlass.cli.recipe import open_recipe
-from windlass.cli.recipe_sources import note_recipe
+from windlass.cli.recipe import note_recipe, open_recipe, run_folder, training_arguments
 from windlass.cli.resume_point import check_folder, find_resume_point, past_the_end
 from windlass.cli.resume_words import resume_command, start_command
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.tokenizing import saved_tokenizer
-from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.activity import Activity
@@ -125,8 +123,8 @@ def _train(
     if point is not None:
         say(f"Continuing from {shown_path(point.path)}, step {point.step:,}")
     with Activity("importing libraries"):
-        from windlass.cli.continuation import continue_prompt
         from windlass.cli.screen import RunOutcome, describe_run, render_screen
+        from windlass.cli.text_writer import continue_prompt
     task, early = TASKS[recipe.task], early_stopping(recipe)
     ends = RunEnds(early)
     saved = saved_tokenizer(run_folder(args), resume if point is None else str(point.path))

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.callbacks.flow import DefaultFlowCallback
-from windlass.callbacks.notebook import NotebookProgressCallback
-from windlass.callbacks.progress import ProgressCallback
+from windlass.callbacks.progress import NotebookProgressCallback, ProgressCallback
 from windlass.config.callback_interface import TrainerCallback
 from windlass.config.enums import Choice
 from windlass.config.kinds import flag

@@ -140,7 +140,7 @@ OLD_NAMES: dict[str, Old] = {
     "overwrite_output_dir": _gone(
         "has no effect: an output folder is never emptied, and training resumes only if train() is asked to",
         bool,
-        (False, None),
+        (False, None)
     ),
     "use_mps_device": _gone("is not needed: Apple's GPU is selected automatically", bool, (False, None)),
     "fp16_opt_level": _gone(_APEX, str, ("O1", None)),
@@ -246,7 +246,7 @@ _ANSWERS = (
 _ELSEWHERE = dict.fromkeys(
     ("predict_with_generate", "eval_prompts", "eval_prompts_limit", "eval_metrics", "generation_max_new_tokens",
      "generation_max_length", "generation_num_beams", "generation_do_sample"),
-    _ANSWERS,
+    _ANSWERS
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from windlass.config.enums import (
     unbuilt_trackers,
 )
 from windlass.config.kinds import as_declared, mapping, read_document
-from windlass.config.parallel.from_script import FIELDS, from_arguments
+from windlass.config.parallel.sources import FIELDS, from_arguments
 from windlass.config.parallel.xla_checks import absent_xla
 from windlass.config.sections.fields import Fields
 from windlass.config.sections.setting import STRIDE, Rules, default_of, rules_of

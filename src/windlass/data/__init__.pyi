@@ -15,4 +15,4 @@ from windlass.data.collate_pad import (
     DataCollatorForTokenClassification as DataCollatorForTokenClassification,
     DataCollatorWithPadding as DataCollatorWithPadding,
 )
-from windlass.data.collate_permutation import DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling
+from windlass.data.collate_mlm import DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling

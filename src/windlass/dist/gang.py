@@ -46,7 +46,7 @@ class _Buffer:
     """Numbers that a sum under way reads and writes; kept and used again for the life of the process.
 
     The thread that ends the sum drops its reference to the tensor. Were it the last but Python's, it would enter Python
-    to do so, and take locks there: a data worker forked at that instant would never run (see `core.foreign_threads`). A
+    to do so, and take locks there: a data worker forked at that instant would never run (see `core.threads`). A
     view holds the tensor from the side of C++ as long as this object lives.
     """
 

@@ -55,6 +55,16 @@ class KTOConfig(ReferenceConfig):
             )
             yield Problem("per_device_train_batch_size", self.per_device_train_batch_size, fix)
 
+    def stage_problems(self) -> Iterator[Problem]:
+        if self.estimates_divergence:
+            fix = (
+                "estimates a divergence by a second forward of each training step, and a pipeline computes one: use "
+                "loss_type='apo_zero_unpaired' with precompute_ref_log_probs=True, or set pp_size=1"
+            )
+            yield Problem("loss_type", self.loss_type, fix)
+        else:
+            yield from super().stage_problems()
+
     @property
     def estimates_divergence(self) -> bool:
         """True if the loss is relative to an estimated divergence from the reference."""

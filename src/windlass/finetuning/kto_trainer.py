@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
-from windlass.data.collate_unpaired import MISMATCHED, DataCollatorForUnpairedPreference
+from windlass.data.collate_branches import MISMATCHED, DataCollatorForUnpairedPreference
 from windlass.finetuning.answer_log_probabilities import (
     AnswerLogProbabilities,
     answer_log_probabilities,
@@ -23,11 +23,9 @@ from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_trainer import ReferenceTrainer
 from windlass.finetuning.sft_data import columns_of
-from windlass.finetuning.tuned_model import open_tuned_model
-from windlass.finetuning.tuning_arguments import begin_tuning
+from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
 from windlass.text.forms import LocatedRows, RowError
-from windlass.text.pair_encoder import CHOSEN, COMPLETION, REJECTED, PairOptions, split_prompt
-from windlass.text.pair_rows import PairRows
+from windlass.text.pair_encoder import CHOSEN, COMPLETION, REJECTED, PairOptions, PairRows, split_prompt
 from windlass.text.tables import is_stream
 from windlass.transforms.model_limits import ModelLimits
 
@@ -178,15 +176,6 @@ class KTOTrainer(ReferenceTrainer):
         return len(batch["input_ids"])
 
     # --- loss -------------------------------------------------------------------------------------------------------
-
-    def _refuse_unfit_for_stages(self) -> None:
-        if self.args.estimates_divergence:
-            fix = (
-                "estimates a divergence by a second forward of each training step, and a pipeline computes one: use "
-                "loss_type='apo_zero_unpaired' with precompute_ref_log_probs=True, or set pp_size=1"
-            )
-            raise ConfigError(Problem("loss_type", self.args.loss_type, fix))
-        super()._refuse_unfit_for_stages()
 
     def compute_loss(
         self,

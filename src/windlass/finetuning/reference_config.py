@@ -60,6 +60,12 @@ class ReferenceConfig(TuningConfig):
         super().__post_init__()
         refuse(self._loss_problems())
 
+    def stage_problems(self) -> Iterator[Problem]:
+        """What a pipeline cannot compute: it has one forward in a training step."""
+        if not self.precompute_ref_log_probs:
+            fix = "a pipeline computes one forward in a training step: set it to True, or pp_size=1"
+            yield Problem("precompute_ref_log_probs", False, fix)
+
     def _loss_problems(self) -> Iterator[Problem]:
         if self.sync_ref_model and self.precompute_ref_log_probs:
             fix = "moves the reference, whose log-probabilities precompute_ref_log_probs computes once; leave one out"

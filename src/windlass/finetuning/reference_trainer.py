@@ -10,16 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.callback_interface import Args, Control, TrainerCallback
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.core.events import TrainerState
 from windlass.core.types import State
 from windlass.finetuning.fine_tuner import FineTuner
-from windlass.finetuning.frozen_reference import FirstModel, SecondModel, choose_reference
-from windlass.finetuning.precomputed_reference import ReferencePass, weights_hash
+from windlass.finetuning.frozen_reference import (
+    FirstModel,
+    ReferencePass,
+    SecondModel,
+    choose_reference,
+    weights_hash,
+)
 from windlass.finetuning.reference_config import ReferenceConfig
 from windlass.finetuning.sft_checks import router_coefficient
 from windlass.finetuning.tuned_model import TunedModel
-from windlass.text.pair_rows import PairRows
+from windlass.text.pair_encoder import PairRows
 from windlass.trainer.services import spread_in_stages
 from windlass.transforms.staged_model import staged_of
 
@@ -87,7 +92,7 @@ class ReferenceTrainer(FineTuner):
         self.can_return_loss, self.label_names = True, []
         choice, self._key = self._choice, None if own_collator else self._settings_key()
         if self._engine.dist.pipeline is not None:
-            self._refuse_unfit_for_stages()
+            refuse(self.args.stage_problems())
         self._weights = self._weights_hash(choice.source) if self.args.precompute_ref_log_probs else ""
         divided = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self._divide_in_stages()
@@ -101,12 +106,6 @@ class ReferenceTrainer(FineTuner):
             assert self.ref_model is not None  # checked before
             self.accelerator.register_for_checkpointing(ReferenceState(self.ref_model))
             self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
-
-    def _refuse_unfit_for_stages(self) -> None:
-        """Raise ConfigError for a training step of several forwards, which a pipeline cannot compute."""
-        if not self.args.precompute_ref_log_probs:
-            fix = "a pipeline computes one forward in a training step: set it to True, or pp_size=1"
-            raise ConfigError(Problem("precompute_ref_log_probs", False, fix))
 
     def _in_stages(self, model: nn.Module) -> bool:
         """Divide a reference into stages if the model is; return False if it is not. Collective."""

@@ -19,7 +19,7 @@ from windlass.compat.model_queries import (
     unwrap_peft_model as unwrap_peft_model,
     validate_quantization_for_training as validate_quantization_for_training,
 )
-from windlass.compat.rank_samplers import (
+from windlass.compat.loaders import (
     BatchRebalanceSampler as BatchRebalanceSampler, IterableDatasetShard as IterableDatasetShard,
 )
 from windlass.compat.script_helpers import (

@@ -13,8 +13,7 @@ from torch import nn
 from windlass.callbacks.alerts import read_rules
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.metrics_log import MetricsLogCallback
-from windlass.callbacks.notebook import NotebookProgressCallback
-from windlass.callbacks.progress import PrinterCallback, ProgressCallback
+from windlass.callbacks.progress import NotebookProgressCallback, PrinterCallback, ProgressCallback
 from windlass.callbacks.report import ReportCallback
 from windlass.callbacks.samples_log import Samples, SamplesLog
 from windlass.callbacks.tracking import TrackingCallback

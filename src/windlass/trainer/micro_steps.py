@@ -50,7 +50,7 @@ class MicroSteps(StepHooks):
         targets = self._loss.hooks.count_targets(batch)
         update = UpdateBatch(
             [batch], [[]], 0, 0, False,
-            targets=[targets], samples=[1], denominator=max(targets, 1.0), total_samples=1.0,
+            targets=[targets], samples=[1], denominator=max(targets, 1.0), total_samples=1.0
         )  # fmt: skip
         return self.micro_step(update, 0)
 

@@ -25,9 +25,9 @@ from typing import NoReturn
 from windlass.cli.command_line import ERROR_FILE_VARIABLE, EXIT_INTERRUPTED
 from windlass.core.activity import Opening
 from windlass.core.errors import Preempted
+from windlass.core.job_signals import end_with_parent
 from windlass.core.output import say, shown
 from windlass.core.package_remarks import mute_import_remarks
-from windlass.core.parent import end_with_parent
 from windlass.core.tracebacks import calls_of, printed, report_uncaught
 from windlass.core.world import world_from_environment
 from windlass.dist.beacon import END, END_ALONE, LEFT, beacon

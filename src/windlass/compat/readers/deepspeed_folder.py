@@ -25,8 +25,7 @@ from torch import Tensor
 
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import Shaped, TensorSource, empty_host
-from windlass.compat.readers.stored_tensor import StoredTensor
-from windlass.compat.readers.torch_file import TorchFile, open_torch_file
+from windlass.compat.readers.torch_file import StoredTensor, TorchFile, open_torch_file
 from windlass.core.errors import CheckpointError
 from windlass.dist.sharded import Part
 

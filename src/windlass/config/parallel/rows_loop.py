@@ -10,8 +10,7 @@ from windlass.config.parallel.keys import Rows
 
 _loop = Rows("loop")
 SPLIT_BATCHES = _loop.switch(
-    "split_batches",
-    "Batch sizes of loaders are those of all processes together, not of each one.",
+    "split_batches", "Batch sizes of loaders are those of all processes together, not of each one."
 )
 DISPATCH_BATCHES = _loop(
     "dispatch_batches",
@@ -36,8 +35,7 @@ DATA_SEED = _loop(
     "Seed of that order; by default drawn from torch's generator at prepare().",
 )
 NON_BLOCKING = _loop.switch(
-    "non_blocking",
-    "Copy batches to the device without waiting; always done from pinned memory.",
+    "non_blocking", "Copy batches to the device without waiting; always done from pinned memory."
 )
 STATEFUL = _loop.switch("use_stateful_dataloader", "Save the position of a loader in its `state_dict`.")
 ADJUST_SCHEDULER = _loop(

@@ -7,6 +7,7 @@ from typing import Any
 
 from windlass.config import kinds
 from windlass.config.parallel.keys import NO_MEGATRON, Key, Rows
+from windlass.config.plan import SCHEDULES
 
 _DTYPES = kinds.choice(
     "bf16",
@@ -69,11 +70,7 @@ PRECISION = _run(
     fields=("bf16", "fp16", "fp8"),
 )
 CPU = _run.switch(
-    "cpu",
-    "Train on the CPU even if there is an accelerator.",
-    "use_cpu",
-    "cpu",
-    fields=("use_cpu",),
+    "cpu", "Train on the CPU even if there is an accelerator.", "use_cpu", "cpu", fields=("use_cpu",)
 )
 ACCUMULATION = _run(
     "accumulation",
@@ -349,6 +346,24 @@ MESH_PIPELINE = _axis(
 MESH_EXPERT = _axis("ep", "Processes that divide the experts of a mixture; they train on different samples.")
 # The axes whose processes compute the same samples together.
 MODEL_AXES = (MESH_TENSOR, MESH_CONTEXT, MESH_SEQUENCE, MESH_PIPELINE)
+PP_SCHEDULE = _mesh(
+    "pp_schedule",
+    kinds.choice(*map(str.lower, SCHEDULES)),
+    "1f1b",
+    "The order of forwards and backwards in a pipeline, by its name in torch.distributed.pipelining.",
+)
+PP_STAGES = _mesh(
+    "pp_stages_per_process",
+    kinds.positive,
+    None,
+    "Stages of the pipeline that each process computes; by default 2 with a schedule that needs several, else 1.",
+)
+PP_SPLIT_POINTS = _mesh(
+    "pp_split_points",
+    kinds.words,
+    (),
+    "Names of the modules with which the second and later stages begin; by default layers are shared out evenly.",
+)
 _RING = "does not change the exchange: keys and values travel round a ring, with the same results"
 _ROWS = "has no effect: rows of any length are padded and divided"
 _mesh("cp_backend", kinds.choice("torch"), "torch", "Implementation of context parallelism.")
@@ -382,9 +397,7 @@ for _word in HANDLERS:
 MESH = (
     *_mesh,
     Rows("run", "mesh.").switch(
-        "used",
-        "Lay out the processes by dp_replicate_size and dp_shard_size.",
-        "use_parallelism_config",
+        "used", "Lay out the processes by dp_replicate_size and dp_shard_size.", "use_parallelism_config"
     ),
 )
 
@@ -411,9 +424,7 @@ DDP_BUFFERS = _ddp(
     fields=("ddp_broadcast_buffers",),
 )
 DDP_STATIC = _ddp.switch(
-    "static_graph",
-    "Assert that each step uses the same parameters.",
-    fields=("ddp_static_graph",),
+    "static_graph", "Assert that each step uses the same parameters.", fields=("ddp_static_graph",)
 )
 DDP_TIMEOUT = _ddp(
     "timeout",
