@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from windlass.checkpoint.compare import Comparison, Difference, compare
+from windlass.checkpoint.foreign import format_of
 from windlass.checkpoint.manifest import CheckpointInfo, lies_elsewhere
 from windlass.checkpoint.retention import Retention, metric_of, surplus
 from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import Store, is_checkpoint
 from windlass.checkpoint.stored import open_folder
-from windlass.checkpoint.survey import Found, RunNotes, foreign_note, look_at, marks_of, notes_of, survey
+from windlass.checkpoint.survey import Found, RunNotes, look_at, marks_of, notes_of, survey
 from windlass.cli.command_line import in_words
 from windlass.cli.estimate_memory import print_table
 from windlass.core.errors import CheckpointError
@@ -50,7 +51,7 @@ def list_command(options: argparse.Namespace) -> int:
 
 def _rows(found: list[Found]) -> list[dict[str, Any]]:
     """Return the values of each row; the marks compare a checkpoint with all of its run."""
-    of_run = survey(Store(found[0].path.resolve().parent))
+    of_run = survey(found[0].path.resolve().parent)
     whole = [one.info for one in of_run if one.info is not None and one.problem is None]
     notes = notes_of(whole)
     return [_row(one, whole, notes) for one in found]
@@ -78,7 +79,7 @@ def _verified(one: Found) -> dict[str, Any]:
         info = Store(one.path.parent).verify(one.path)
     except CheckpointError as error:
         reason = str(error).removeprefix(f"Can't find a valid checkpoint at {one.path}: ")
-        return row | {"problem": foreign_note(one.path) or reason}
+        return row | {"problem": _foreign_note(one.path) or reason}
     return row | {"files": len(info.files), "bytes": info.nbytes, "note": lies_elsewhere(info)}
 
 
@@ -89,7 +90,7 @@ def checkpoints_in(folder: str) -> list[Found]:
     path = local_path(folder)
     if is_one_checkpoint(path):
         return [look_at(path)]
-    found = survey(Store(path)) or [one for run in _runs_below(path) for one in survey(Store(run))]
+    found = survey(path) or [one for run in _runs_below(path) for one in survey(run)]
     if not found:
         raise CheckpointError(f"{path} has no checkpoints, nor has a folder below it")
     return found
@@ -131,8 +132,15 @@ def _row(one: Found, whole: list[CheckpointInfo], notes: RunNotes) -> dict[str, 
         "metric": info and metric_of(info),
         "metric_name": notes.metric,
         "marks": [] if info is None or one.problem else marks_of(info, whole, notes),
-        "problem": one.problem,
+        "problem": one.problem and (_foreign_note(one.path) or one.problem),
     }
+
+
+def _foreign_note(path: Path) -> str | None:
+    """A note on a checkpoint that another program wrote, None for any other folder."""
+    if (found := format_of(path)) is None:
+        return None
+    return f"{found.WRITER} wrote it, without hashes to verify it by; train(resume_from_checkpoint=...) takes its path"
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

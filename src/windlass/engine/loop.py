@@ -62,8 +62,8 @@ class LoopHooks:
         """Called before update `step`, counted from 0: set its learning rate."""
 
     def step_end(self, batch: UpdateBatch, applied: bool) -> None:
-        """Called after the update of this data was applied or skipped, and not rolled back. Log, evaluate and save, as
-        the control flags request.
+        """Called after the update of this data was applied or skipped, and not rolled back. Apply the signals of all
+        ranks; log, evaluate and save, as the control flags request.
         """
 
     def epoch_end(self, complete: bool) -> None:
@@ -74,16 +74,14 @@ class LoopHooks:
     def update_refused(self, suspect: Suspect, result: StepResult) -> bool:
         """Called on every rank after an update was refused because its gradients were not finite.
 
-        Return True if the run was rolled back to a checkpoint: its progress is then that of the checkpoint.
+        Return True if the run was rolled back to a checkpoint: its progress is then that of the checkpoint, and the
+        signals of all ranks were applied.
         """
         return False
 
     def explain_nonfinite(self, suspect: Suspect) -> str:
         """Describe the source of the non-finite values of an update on all ranks. Every rank calls it."""
         return nonfinite_at(suspect.step, suspect.data.ids)
-
-    def signals_received(self, signals: Sequence[float]) -> None:
-        """Called with the summed signals of all ranks, at the same update on each."""
 
 
 @dataclass(slots=True)
@@ -192,11 +190,10 @@ class Loop:
         # Of a stream of unknown length the run as a whole counts as one pass.
         per_epoch = self._updates_per_epoch or state.max_steps
         state.epoch = self._epoch + (1.0 if batch.last else self._updates_in_epoch / per_epoch)
-        self._ledger.add(result.loss, result.norm, result.parts, result.applied)
+        loss = self._ledger.add(result.loss, result.norm, result.parts, result.applied)
         if self._executor.dispatch is not None:
             self._executor.dispatch()
-        hooks.signals_received(batch.signals)
-        rolled_back = self._rolled_back(batch, result)
+        rolled_back = self._rolled_back(batch, result, loss)
         self._clock.update_ends(state.global_step, result.applied and not rolled_back)
         if rolled_back:
             return
@@ -248,8 +245,10 @@ class Loop:
 
     # --- non-finite values ------------------------------------------------------------------------------------------
 
-    def _rolled_back(self, batch: UpdateBatch, result: StepResult) -> bool:
-        """Check the update for non-finite values; return True if the run was rolled back because of them."""
+    def _rolled_back(self, batch: UpdateBatch, result: StepResult, loss: Tensor | float) -> bool:
+        """Check the update for non-finite values; return True if the run was rolled back because of them. `loss` is
+        what the ledger added.
+        """
         suspect = Suspect(self._state.global_step, batch, result.losses, result.applied)
         if not result.applied and not batch.denominator:
             warn_once(
@@ -262,7 +261,7 @@ class Loop:
             # The data continues after the refused update, so the undone updates need more data at the end.
             self._extra_epochs += 1
             return True
-        found = self._watch.add(result.loss, result.norm if result.applied else result.loss, suspect)
+        found = self._watch.add(loss, result.norm if result.applied else result.loss, suspect)
         if found is not None:
             self._raise(found)
         return False

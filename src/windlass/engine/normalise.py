@@ -152,15 +152,14 @@ class UpdateNormaliser(Normaliser):
         if self.weight is not None:
             raise ModelError(_MIXED)
         self._plain_seen = True
+        factor = float(self.ranks) if self.meaning is Meaning.SHARE else 1.0
         if self.filler:
-            return _weigh(loss, 0.0)
-        if self.meaning is Meaning.MICRO_MEAN:
+            factor = 0.0
+        elif self.meaning is Meaning.MICRO_MEAN:
             # A micro-batch without targets may still have a sum over other positions; a mean over targets is NaN.
-            own = _finite(loss) if self._empty else loss
-            return _weigh(own, self.targets / self.denominator * self.ranks)
-        if self.meaning is Meaning.SHARE:
-            return loss * self.ranks if self.ranks > 1 else loss
-        return loss
+            loss = _finite(loss) if self._empty else loss
+            factor = self.targets / self.denominator * self.ranks
+        return loss if factor == 1.0 else _weigh(loss, factor)
 
     def _terms(self, terms: LossTerms) -> Tensor:
         if self._plain_seen:
@@ -331,8 +330,6 @@ def _account(scaled: Tensor, ranks: int) -> Tensor:
 
 def _weigh(loss: Tensor, factor: float) -> Tensor:
     """`loss * factor`, where a factor of zero gives zero even for a mean over no targets, which is NaN."""
-    if factor == 1.0:
-        return loss
     return _finite(loss) * 0.0 if factor == 0.0 else loss * factor
 
 

@@ -36,7 +36,7 @@ from windlass.trainer.best_tracker import find_metric
 from windlass.trainer.blame import find_nonfinite_samples, overflow_alone
 from windlass.trainer.continuing import ForeignPlace, restore_foreign
 from windlass.trainer.defaults import retention_of
-from windlass.trainer.due_work import DueWork
+from windlass.trainer.due_work import DueWork, SignalExchange
 from windlass.trainer.interruption import Interruptible, WaitBrokenOff
 from windlass.trainer.micro_steps import MicroSteps
 from windlass.trainer.publishing import end_waits
@@ -46,7 +46,6 @@ from windlass.trainer.run_context import RunContext
 from windlass.trainer.run_reports import RunReports
 from windlass.trainer.run_restorer import RunRestorer
 from windlass.trainer.session import together
-from windlass.trainer.signal_exchange import SignalExchange
 from windlass.transforms.neftune import noisy_embeddings
 from windlass.transforms.overflow_watch import watching
 
@@ -414,7 +413,9 @@ class Run(LoopHooks, Interruptible):
         self.steps.heard = heard | {"on_optimizer_step"} if self.schedule.counts_steps else heard
 
     def step_end(self, batch: UpdateBatch, applied: bool) -> None:
-        """Count the data, fire `on_step_end`, and do the work that is due."""
+        """Apply signals, count the data, fire `on_step_end`, and do the work that is due."""
+        if self._signals.clock_asks or any(batch.signals):
+            self._receive(batch.signals)
         self._reports.count(batch)
         self._context.services.engine.step_was_skipped = not applied
         if self._empty_cache_every and self.progress.state.global_step % self._empty_cache_every == 0:
@@ -449,6 +450,7 @@ class Run(LoopHooks, Interruptible):
             return False
         what = self.explain_nonfinite(suspect)
         if self._context.plan.stability.nonfinite == "rollback":
+            self._receive(suspect.data.signals)
             self._context.hooks.log(self.restorer.roll_back(what, self.loop.position), None)
             self.executor.begin()
             return True
@@ -458,11 +460,9 @@ class Run(LoopHooks, Interruptible):
 
     # --- signals of other ranks ---------------------------------------------------------------------------------------
 
-    def signals_received(self, signals: Sequence[float]) -> None:
-        if self._signals.clock_asks or any(signals):
-            received = self._signals.apply(signals, self.progress.state.global_step)
-            if received.stop:
-                self.stop()
+    def _receive(self, signals: Sequence[float]) -> None:
+        if self._signals.apply(signals, self.progress.state.global_step).stop:
+            self.stop()
 
 
 class Position:
