@@ -153,7 +153,7 @@ def _lean_trainer() -> Any:
 def windlass_budget(model: Any, optimizer: Any, rows: Documents) -> None:
     from windlass import TrainingArguments
     from windlass.data.collate_causal import DataCollatorForCausalLM
-    from windlass.data.token_budget import TokenBudgetSampler
+    from windlass.data.samplers import TokenBudgetSampler
 
     sampler = TokenBudgetSampler([len(row["input_ids"]) for row in rows], TOKENS)
     loader = DataLoader(rows, batch_sampler=sampler, collate_fn=DataCollatorForCausalLM(0))  # type: ignore[arg-type]

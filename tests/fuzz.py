@@ -60,7 +60,7 @@ from windlass.cli.schema import DataSpec
 from windlass.compat.big_models.offloaded import OffloadedWeightsLoader
 from windlass.compat.readers.torch_file import open_torch_file
 from windlass.config import documents
-from windlass.config.json_document import read_document
+from windlass.config.kinds import read_document
 from windlass.core.errors import WindlassError
 from windlass.core.world import World
 from windlass.dist.rendezvous import Arrival

@@ -11,8 +11,8 @@ from windlass.callbacks.flow import DefaultFlowCallback as DefaultFlowCallback
 from windlass.callbacks.metrics_log import (
     MetricsLogCallback as MetricsLogCallback, read_metrics as read_metrics,
 )
-from windlass.callbacks.notebook import NotebookProgressCallback as NotebookProgressCallback
-from windlass.callbacks.printer import PrinterCallback as PrinterCallback
+from windlass.callbacks.progress import NotebookProgressCallback as NotebookProgressCallback
+from windlass.callbacks.progress import PrinterCallback as PrinterCallback
 from windlass.callbacks.progress import ProgressCallback as ProgressCallback
 from windlass.callbacks.report import ReportCallback as ReportCallback
 from windlass.callbacks.weight_averaging import (
@@ -29,19 +29,19 @@ from windlass.compat.big_models.big_model import (
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
 )
 from windlass.compat.big_models.checkpoint_loading import load_checkpoint_in_model as load_checkpoint_in_model
-from windlass.compat.big_models.meta import (
+from windlass.compat.big_models.big_model import (
     init_empty_weights as init_empty_weights, init_on_device as init_on_device,
 )
 from windlass.compat.parser import HfArgumentParser as HfArgumentParser
 from windlass.compat.pipeline_inference import prepare_pippy as prepare_pippy
 from windlass.compat.plugin_engines import DeepSpeedPlugin as DeepSpeedPlugin
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from windlass.compat.plugin_parallelism import ParallelismConfig as ParallelismConfig
-from windlass.compat.plugin_words import DDPCommunicationHookType as DDPCommunicationHookType
+from windlass.compat.plugins import ParallelismConfig as ParallelismConfig
+from windlass.compat.plugins import DDPCommunicationHookType as DDPCommunicationHookType
 from windlass.compat.plugins import (
     DistributedDataParallelKwargs as DistributedDataParallelKwargs, TorchDynamoPlugin as TorchDynamoPlugin,
 )
-from windlass.compat.seeds import synchronize_rng_states as synchronize_rng_states
+from windlass.compat.loaders import synchronize_rng_states as synchronize_rng_states
 from windlass.compat.state import PartialState as PartialState
 from windlass.compat.trl_parser import TrlParser as TrlParser
 from windlass.config.arguments import TrainingArguments as TrainingArguments
@@ -94,7 +94,7 @@ from windlass.finetuning.kto_config import KTOConfig as KTOConfig
 from windlass.finetuning.kto_trainer import KTOTrainer as KTOTrainer
 from windlass.finetuning.reward_config import RewardConfig as RewardConfig
 from windlass.finetuning.reward_trainer import RewardTrainer as RewardTrainer
-from windlass.finetuning.script_arguments import (
+from windlass.finetuning.from_flags import (
     DatasetConfig as DatasetConfig, DatasetMixtureConfig as DatasetMixtureConfig,
     ModelConfig as ModelConfig, ScriptArguments as ScriptArguments,
 )

@@ -8,8 +8,8 @@ from windlass.compat.loaders import DataLoaderDispatcher as DataLoaderDispatcher
 from windlass.compat.loaders import DataLoaderShard as DataLoaderShard
 from windlass.compat.loaders import DataLoaderStateMixin as DataLoaderStateMixin
 from windlass.compat.loaders import SkipDataLoader as SkipDataLoader
+from windlass.compat.loaders import get_sampler as get_sampler
 from windlass.compat.loaders import prepare_data_loader as prepare_data_loader
-from windlass.compat.rank_samplers import get_sampler as get_sampler
 from windlass.compat.refused_names import WHY
 from windlass.core.lazy import loader_of
 from windlass.data.samplers import SeedableRandomSampler as SeedableRandomSampler

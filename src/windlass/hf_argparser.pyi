@@ -1,4 +1,4 @@
-from windlass.compat.flags import (
+from windlass.compat.parser import (
     make_choice_type_function as make_choice_type_function, string_to_bool as string_to_bool,
 )
 from windlass.compat.parser import (

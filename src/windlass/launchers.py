@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.cli.launching.failure_report import lost_peers
-from windlass.cli.launching.launch_token import TOKEN_VARIABLE, notes_without_token, read_token
+from windlass.cli.launching.launch_checks import TOKEN_VARIABLE, notes_without_token, read_token
 from windlass.compat.refused_names import WHY
-from windlass.config.parallel.from_launcher import OWN_VARIABLE, to_environment
-from windlass.config.parallel.settings import Settings
+from windlass.config.parallel.keys import Settings
+from windlass.config.parallel.sources import OWN_VARIABLE, to_environment
 from windlass.config.parallel.table import KEYS
-from windlass.config.refusal import refuse
 from windlass.core.device import visible_devices
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.lazy import loader_of
 from windlass.core.logs import get_logger, warn_once
 from windlass.dist.elastic import quiet_elastic

@@ -1,3 +1,3 @@
-"""Re-export of the old library (`windlass.compat.plugin_parallelism`)."""
+"""Re-export of the old library (`windlass.compat.plugins`)."""
 
-from windlass.compat.plugin_parallelism import ParallelismConfig as ParallelismConfig
+from windlass.compat.plugins import ParallelismConfig as ParallelismConfig

@@ -1,7 +1,7 @@
 from windlass.callbacks.early_stopping import EarlyStoppingCallback as EarlyStoppingCallback
 from windlass.callbacks.flow import DefaultFlowCallback as DefaultFlowCallback
 from windlass.callbacks.handler import CallbackHandler as CallbackHandler
-from windlass.callbacks.printer import PrinterCallback as PrinterCallback
+from windlass.callbacks.progress import PrinterCallback as PrinterCallback
 from windlass.callbacks.progress import ProgressCallback as ProgressCallback
 from windlass.compat.script_helpers import has_length as has_length
 from windlass.config.arguments import TrainingArguments as TrainingArguments

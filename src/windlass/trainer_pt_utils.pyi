@@ -13,7 +13,7 @@ from windlass.compat.model_queries import (
     get_module_class_from_name as get_module_class_from_name, get_parameter_names as get_parameter_names,
     is_attention_mask_causal as is_attention_mask_causal,
 )
-from windlass.compat.rank_samplers import (
+from windlass.compat.loaders import (
     BatchRebalanceSampler as BatchRebalanceSampler,
     DistributedSamplerWithLoop as DistributedSamplerWithLoop, IterableDatasetShard as IterableDatasetShard,
     ShardSampler as ShardSampler, get_dataloader_sampler as get_dataloader_sampler,

@@ -1,4 +1,4 @@
-from windlass.compat.plugin_parallelism import ParallelismConfig as ParallelismConfig
+from windlass.compat.plugins import ParallelismConfig as ParallelismConfig
 from windlass.compat.script_helpers import (
     FSDPOption as FSDPOption, str_to_bool as str_to_bool,
     trainer_log_levels as trainer_log_levels,

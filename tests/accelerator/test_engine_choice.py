@@ -10,7 +10,7 @@ from torch import nn
 
 from windlass import Accelerator
 from windlass.accelerator.setup import EngineChoice
-from windlass.config.strategy_plans import ZeroPlan
+from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError
 from windlass.state import AcceleratorState
 from windlass.utils import DeepSpeedPlugin

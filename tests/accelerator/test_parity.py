@@ -10,7 +10,7 @@ import pytest
 from tests.docs import support_table as rows
 
 from windlass import Accelerator
-from windlass.config.support_rows import ACCELERATOR_REFUSED
+from windlass.config.enums import ACCELERATOR_REFUSED
 
 # Instance attributes of the real one, which a class does not show.
 ATTRIBUTES = {"device", "mixed_precision", "logging_dir"}

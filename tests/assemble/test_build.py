@@ -11,8 +11,8 @@ from torch import nn
 
 from windlass import TrainingArguments
 from windlass.assemble.build import build
-from windlass.assemble.facts import Facts
 from windlass.assemble.resolve import resolve_call, resolve_run
+from windlass.assemble.rules import Facts
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError
 from windlass.core.mesh import Mesh

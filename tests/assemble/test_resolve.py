@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass import TrainingArguments
-from windlass.assemble.facts import Facts, Progress
 from windlass.assemble.resolve import resolve_call, resolve_duration, resolve_run
-from windlass.assemble.rules import NEVER_CALLED
+from windlass.assemble.rules import NEVER_CALLED, Facts, Progress
+from windlass.config.parallel.keys import Settings
 from windlass.config.parallel.parallel_plan import Parallel, plan_parallel
-from windlass.config.parallel.settings import Settings
 from windlass.config.plan import CompilePlan, PrecisionPlan, RunPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World

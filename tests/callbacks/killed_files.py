@@ -14,9 +14,9 @@ from windlass.callbacks.report import summarised
 from windlass.callbacks.run_view import read_run
 from windlass.cli.run_status import status_of_run
 from windlass.cli.status_command import as_json
-from windlass.core.output_folder import OutputFolder
 from windlass.core.run_clock import RunClock
 from windlass.core.upload_log import UPLOADS, note_upload
+from windlass.core.whole_file import OutputFolder
 
 FAILURE = ".windlass-failure-1.json"
 LEFT = (CLOCK, FAILURE, UPLOADS)

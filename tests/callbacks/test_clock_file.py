@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from windlass.callbacks.clock_file import CLOCK, ClockFile, read_clock
-from windlass.core.output_folder import OutputFolder
 from windlass.core.run_clock import RunClock
+from windlass.core.whole_file import OutputFolder
 
 
 def test_the_clock_goes_on_once_the_disk_works_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

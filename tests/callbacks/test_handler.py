@@ -10,7 +10,7 @@ import pytest
 from windlass.callbacks.early_stopping import EarlyStoppingCallback
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.handler import CallbackHandler
-from windlass.callbacks.printer import PrinterCallback
+from windlass.callbacks.progress import PrinterCallback
 from windlass.config.callback_interface import TrainerCallback
 from windlass.core.errors import ConfigError
 from windlass.core.events import CONTROL_FLAGS, EVENTS, TrainerControl, TrainerState

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from windlass.callbacks.printer import PrinterCallback
+from windlass.callbacks.progress import PrinterCallback
 from windlass.core.events import TrainerControl, TrainerState
 
 

@@ -51,6 +51,14 @@ def test_a_pipe_gets_one_plain_line_per_log(make_args: Any) -> None:
     assert "\x1b" not in out.getvalue()
 
 
+def test_a_run_that_continues_says_where(make_args: Any) -> None:
+    out = io.StringIO()
+    callback = ProgressCallback(file=out)
+    state = TrainerState(max_steps=4, global_step=2, is_world_process_zero=True)
+    callback.on_train_begin(make_args(), state, TrainerControl())
+    assert out.getvalue().endswith("] continued after step 2\n")
+
+
 def test_a_terminal_gets_a_bar_that_ends_full(make_args: Any) -> None:
     out = Terminal()
     run(ProgressCallback(file=out), make_args())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.callbacks.report_page import TrainingTime, curve, evaluation_losses, render_details
+from windlass.callbacks.page_tables import TrainingTime, curve, evaluation_losses, render_details
 from windlass.callbacks.run_view import Configured
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.callbacks.page_runs import append_rows, row, write_run
 
+from windlass.callbacks.metrics_log import RowTail, read_rows, whole_rows
 from windlass.callbacks.row_file import cut_back
-from windlass.callbacks.row_reader import RowTail, read_rows, whole_rows
 from windlass.core.errors import DataError
 
 GOOD = json.dumps(row(1, loss=2.0))

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tests.callbacks.test_report import NOTHING, arguments, log_run
 
+from windlass.callbacks.metrics_log import read_rows
 from windlass.callbacks.page_file import PageRun, render_page
+from windlass.callbacks.page_tables import TrainingTime
 from windlass.callbacks.report import training_time
-from windlass.callbacks.report_page import TrainingTime
-from windlass.callbacks.row_reader import read_rows
 from windlass.callbacks.run_record import (
     RECORD,
     RunRecord,

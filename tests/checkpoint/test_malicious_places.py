@@ -32,7 +32,7 @@ from windlass.compat.big_models.offloaded import OffloadedWeightsLoader
 from windlass.compat.parser import HfArgumentParser
 from windlass.compat.readers.torch_file import open_torch_file
 from windlass.config import documents
-from windlass.config.json_document import read_document
+from windlass.config.kinds import read_document
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.world import World

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -225,6 +227,24 @@ def test_a_lock_whose_object_is_gone_is_free(tmp_path: Path) -> None:
     with RunLock(tmp_path):
         refused(tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_the_thread_that_counts_keeps_no_lock_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two beats it would hold the last one that it counted, for seconds after its object is gone."""
+    locks, main, sleep = [RunLock(tmp_path)], threading.current_thread(), time.sleep
+    locks[0].acquire()
+    kept = weakref.ref(locks[0])
+
+    def rest(seconds: float) -> None:
+        if threading.current_thread() is not main:
+            sleep(seconds)
+        elif json.loads((tmp_path / LOCK_NAME).read_text())["beat"]:
+            locks.clear()
+            raise InterruptedError(str(kept()))
+
+    monkeypatch.setattr(time, "sleep", rest)
+    with pytest.raises(InterruptedError, match=r"^None$"):
+        run_lock._beat_for_ever()
 
 
 def assert_set(event: threading.Event) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from windlass.cli.config_command import QUESTIONS, Question, asked
+from windlass.cli.config_command import QUESTIONS, LinePrompter, Question, asked
 from windlass.cli.launching.from_files import from_file
 from windlass.cli.main import main
-from windlass.cli.prompts import LinePrompter
 from windlass.config.parallel.parallel_plan import plan_parallel
 from windlass.core.world import World
 

@@ -11,9 +11,9 @@ import pytest
 from accelerate.utils import calculate_maximum_sizes
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, ViTConfig
 
+from windlass.cli.command_line import in_words
 from windlass.cli.estimate_memory import build_empty, build_whole, estimate
 from windlass.cli.main import main
-from windlass.cli.sizes import in_words
 from windlass.cli.training_choice import Training
 from windlass.cli.training_memory import plan_training
 

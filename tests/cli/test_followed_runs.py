@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.callbacks.page_runs import BEGAN, append_rows, row, write_run
 
-from windlass.callbacks import row_reader
+from windlass.callbacks import metrics_log
 from windlass.callbacks.page_data import page_data
 from windlass.callbacks.row_file import cut_back
 from windlass.callbacks.run_view import read_run
@@ -79,9 +79,9 @@ def test_state_and_tables_are_those_of_all_rows(tmp_path: Path) -> None:
 def test_each_row_is_read_once_for_all_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, 5000)
     read: list[int] = []
-    parsed = row_reader._parsed
+    parsed = metrics_log._parsed
     monkeypatch.setattr(
-        row_reader, "_parsed", lambda lines, first: (read.append(len(lines)), parsed(lines, first))[1]
+        metrics_log, "_parsed", lambda lines, first: (read.append(len(lines)), parsed(lines, first))[1]
     )
     histories = RunHistories()
     pages = [histories.of(tmp_path).page() for _ in range(3)]

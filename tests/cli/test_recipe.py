@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from windlass.cli.built_in_recipes import names
 from windlass.cli.print_config import render_config
-from windlass.cli.recipe import check_draft, load_recipe, read_draft
+from windlass.cli.recipe import check_draft, load_recipe, read_draft, training_arguments
 from windlass.cli.recipe_schema import EDITOR_LINE
 from windlass.cli.schema import DataSpec, Recipe, SampleSpec
 from windlass.cli.tasks import TASKS
-from windlass.cli.training import training_arguments
 from windlass.config.documents import loads
 from windlass.core.errors import ConfigError
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from tests.cli.test_recipe import GOOD, write
 
-from windlass.cli.recipe import open_recipe
-from windlass.cli.recipe_sources import note_recipe
-from windlass.cli.training import training_arguments
+from windlass.cli.recipe import note_recipe, open_recipe, training_arguments
 from windlass.config.arguments import TrainingArguments, settings_beside, source_of
 
 

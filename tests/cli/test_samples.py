@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.samples import IGNORED, Blocks, encode_labelled, pack
-from windlass.cli.schema import DataSpec, ModelSpec, Recipe, TokenizerSpec, TokenizerTraining
+from windlass.cli.schema import DataSpec, ModelSpec, Recipe, RecipeParts, TokenizerSpec, TokenizerTraining
 from windlass.cli.tasks import TASKS
 from windlass.cli.tokenizing import CLASSIFIER, WRITER, build_tokenizer
 from windlass.core.errors import ConfigError, DataError

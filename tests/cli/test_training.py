@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from windlass.cli.print_config import render_config
-from windlass.cli.recipe import load_recipe
-from windlass.cli.training import training_arguments
-from windlass.config.parallel.from_script import from_arguments
+from windlass.cli.recipe import load_recipe, training_arguments
 from windlass.config.parallel.parallel_plan import plan_parallel
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.parallel.sources import from_arguments
+from windlass.config.plan import ShardPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 

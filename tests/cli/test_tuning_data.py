@@ -11,7 +11,7 @@ from windlass.cli.recipe import load_recipe
 from windlass.cli.schema import DataSpec
 from windlass.cli.tuning_data import load_tuning_data, takes_turns, tuning_rows, tuning_texts
 from windlass.core.errors import DataError
-from windlass.text.located_rows import LocatedRows
+from windlass.text.forms import LocatedRows
 from windlass.text.mixture import DatasetMixture
 from windlass.text.token_store import default_cache
 

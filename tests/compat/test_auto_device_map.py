@@ -10,10 +10,13 @@ import torch
 from accelerate.utils import modeling as reference
 from tests.compat.big_models import Model, RandomModel
 
-from windlass.compat.big_models.auto_device_map import get_module_size_with_ties, infer_auto_device_map
-from windlass.compat.big_models.device_map import check_device_map, lookup
-from windlass.compat.big_models.device_memory import get_balanced_memory
-from windlass.compat.big_models.module_sizes import compute_module_sizes
+from windlass.compat.big_models.auto_device_map import (
+    check_device_map,
+    get_module_size_with_ties,
+    infer_auto_device_map,
+    lookup,
+)
+from windlass.compat.big_models.device_memory import compute_module_sizes, get_balanced_memory
 
 
 def _case(seed: int) -> tuple[RandomModel, dict, dict]:

@@ -41,9 +41,9 @@ from windlass.compat.big_models.big_model import (
     cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
+    init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from windlass.compat.big_models.meta import init_empty_weights
 from windlass.compat.big_models.model_hooks import remove_hook_from_submodules
 from windlass.compat.big_models.module_tensors import find_tied_parameters
 from windlass.core.errors import ConfigError, ModelError
@@ -280,7 +280,7 @@ import sys, torch
 from torch import nn
 from windlass.compat.big_models.big_model import load_checkpoint_and_dispatch
 from windlass.metrics.stage_memory import process_peak_bytes
-from windlass.compat.big_models.meta import init_empty_weights
+from windlass.compat.big_models.big_model import init_empty_weights
 
 with init_empty_weights():
     model = nn.Sequential(*[nn.Linear(3072, 3072, bias=False) for _ in range(16)])

@@ -18,13 +18,12 @@ from torch import nn
 
 from windlass.checkpoint.split import save_split
 from windlass.checkpoint.weights import save_weights
-from windlass.compat.big_models.big_model import load_checkpoint_and_dispatch
+from windlass.compat.big_models.big_model import init_empty_weights, load_checkpoint_and_dispatch
 from windlass.compat.big_models.checkpoint_loading import (
     find_checkpoint,
     load_checkpoint_in_model,
     load_state_dict,
 )
-from windlass.compat.big_models.meta import init_empty_weights
 from windlass.compat.big_models.offloaded import OffloadedWeightsLoader, read_offload_index
 from windlass.core.errors import CheckpointError, ConfigError
 

@@ -11,7 +11,7 @@ from accelerate.utils import modeling as reference
 from tests.compat.big_models import Model
 from transformers.integrations import accelerate as transformers_reference
 
-from windlass.compat.big_models.device_map import (
+from windlass.compat.big_models.auto_device_map import (
     check_and_set_device_map,
     check_device_map,
     check_tied_parameters_on_same_device,

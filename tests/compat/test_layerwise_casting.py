@@ -8,7 +8,7 @@ import torch
 from tests.compat.big_models import IDS, Block, seeded
 from torch import nn
 
-from windlass.compat.big_models.layerwise_casting import attach_layerwise_casting_hooks
+from windlass.compat.big_models.attach_hooks import attach_layerwise_casting_hooks
 from windlass.compat.big_models.model_hooks import remove_hook_from_submodules
 
 CASES = [

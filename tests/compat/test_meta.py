@@ -7,7 +7,7 @@ import torch
 from tests.compat.big_models import Model
 from torch import nn
 
-from windlass.compat.big_models.meta import init_empty_weights, init_on_device
+from windlass.compat.big_models.big_model import init_empty_weights, init_on_device
 from windlass.compat.big_models.module_tensors import find_tied_parameters
 from windlass.core.errors import ModelError
 

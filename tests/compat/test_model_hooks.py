@@ -53,12 +53,12 @@ class Plus(ModelHook):
     ],
 )
 def test_classes_have_the_methods_of_the_reference(name: str) -> None:
-    from windlass.compat.big_models import layerwise_casting, moving, offload
+    from windlass.compat.big_models import attach_hooks, module_tensors, offloaded
 
     theirs = {attribute for attribute in vars(getattr(reference, name)) if not attribute.startswith("_")}
     mine = next(
         getattr(module, name)
-        for module in (ours, offload, layerwise_casting, moving)
+        for module in (ours, offloaded, attach_hooks, module_tensors)
         if hasattr(module, name)
     )
     assert theirs <= set(dir(mine))

@@ -9,8 +9,8 @@ from accelerate.utils.dataclasses import CustomDtype
 from tests.compat.big_models import Model
 from torch import nn
 
-from windlass.compat.big_models.meta import init_empty_weights
-from windlass.compat.big_models.module_sizes import (
+from windlass.compat.big_models.big_model import init_empty_weights
+from windlass.compat.big_models.device_memory import (
     calculate_maximum_sizes,
     compute_module_sizes,
     compute_module_total_buffer_size,

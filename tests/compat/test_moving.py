@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from windlass.compat.big_models.model_hooks import add_hook_to_module
-from windlass.compat.big_models.moving import CpuOffload, UserCpuOffloadHook, align_module_device
-from windlass.compat.big_models.offload import AlignDevicesHook
+from windlass.compat.big_models.module_tensors import CpuOffload, UserCpuOffloadHook, align_module_device
+from windlass.compat.big_models.offloaded import AlignDevicesHook
 
 
 def test_aligned_for_a_while() -> None:

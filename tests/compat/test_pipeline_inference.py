@@ -16,7 +16,7 @@ from torch import nn
 
 from windlass import PartialState, prepare_pippy
 from windlass.core.errors import ConfigError
-from windlass.dist.absent import Absent
+from windlass.dist.sharded import Absent
 
 
 def made() -> nn.Module:

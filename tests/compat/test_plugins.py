@@ -20,12 +20,14 @@ from tests.dist.launch import launch
 from windlass import utils
 from windlass.compat.plugin_engines import DeepSpeedPlugin
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin
-from windlass.compat.plugin_parallelism import (
+from windlass.compat.plugins import (
+    AORecipeKwargs,
+    DistributedDataParallelKwargs,
     ParallelismConfig,
+    TorchDynamoPlugin,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from windlass.compat.plugins import AORecipeKwargs, DistributedDataParallelKwargs, TorchDynamoPlugin
 from windlass.config.loop_options import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -318,8 +320,8 @@ def test_ignored_modules_get_their_names() -> None:
 
 
 def test_replication_becomes_a_plan() -> None:
-    from windlass.config.parallel.from_script import from_plugins
     from windlass.config.parallel.parallel_plan import plan_parallel
+    from windlass.config.parallel.sources import from_plugins
     from windlass.core.world import World
 
     options = DistributedDataParallelKwargs(

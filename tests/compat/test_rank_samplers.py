@@ -1,3 +1,5 @@
+"""Samplers that give each process its share, compared with accelerate's."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from transformers import trainer_pt_utils as reference
 
-from windlass.compat import rank_samplers as ours
+from windlass.compat import loaders as ours
 
 LENGTHS = [(13 * i) % 97 + 3 for i in range(70)]
 

@@ -17,17 +17,15 @@ from tests.dist.same import assert_same
 
 from windlass.accelerator.accelerator import Accelerator
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.loop_settings import Handlers, LoopSettings
-from windlass.accelerator.process_state import LoopState, publish
-from windlass.accelerator.setup import Setup
+from windlass.accelerator.ranks import LoopState, publish
+from windlass.accelerator.setup import Handlers, LoopSettings, Setup
 from windlass.compat.state import AcceleratorState, GradientState, PartialState
 from windlass.config.loop_options import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
-from windlass.config.plan import DistPlan, PrecisionPlan
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import DistPlan, PrecisionPlan, ShardPlan
 from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.dist import operations
 from windlass.dist.gang import Gang, current, leave

@@ -26,8 +26,7 @@ from hypothesis import strategies as st
 from windlass.checkpoint.files import Files
 from windlass.cli.main import main
 from windlass.compat.readers import torch_reader
-from windlass.compat.readers.stored_tensor import Unread
-from windlass.compat.readers.torch_file import open_torch_file
+from windlass.compat.readers.torch_file import Unread, open_torch_file
 from windlass.core.errors import CheckpointError
 
 WITNESS = "WINDLASS_TEST_EXECUTED"

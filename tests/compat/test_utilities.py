@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from windlass.accelerator.accelerator import Accelerator
 from windlass.accelerator.device_cache import should_reduce_batch_size
 from windlass.compat.batch_size import find_executable_batch_size, release_memory
+from windlass.compat.loaders import set_seed, synchronize_rng_states
 from windlass.compat.local_sgd import LocalSGD
 from windlass.compat.rank_logging import get_logger
-from windlass.compat.seeds import set_seed, synchronize_rng_states
 from windlass.compat.state import AcceleratorState, PartialState
 from windlass.core.errors import ConfigError, ModelError
 from windlass.dist.operations import gather

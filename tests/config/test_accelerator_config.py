@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from windlass.assemble.facts import Facts
 from windlass.assemble.resolve import resolve_call, resolve_run
+from windlass.assemble.rules import Facts
 from windlass.config.accelerator_config import AcceleratorConfig
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tests.trainer.small import arguments
 
-from windlass.assemble.facts import Facts
 from windlass.assemble.resolve import resolve_call, resolve_run
+from windlass.assemble.rules import Facts
 from windlass.config.deepspeed import (
     KEYS,
     SECTION_KEYS,

@@ -1,3 +1,5 @@
+"""Times and sizes as text, and the sizes of files as accelerate reads them."""
+
 from __future__ import annotations
 
 import math
@@ -5,7 +7,7 @@ import math
 import pytest
 from accelerate.utils import modeling as reference
 
-from windlass.config.quantities import convert_file_size_to_int, seconds, size_in_bytes
+from windlass.config.kinds import convert_file_size_to_int, seconds, size_in_bytes
 from windlass.core.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from windlass.config.accepting import OLD_NAMES
 from windlass.config.arguments import TrainingArguments
-from windlass.config.renamed import OLD_NAMES
 from windlass.core.errors import ConfigError
 
 # old name -> (a value, the field it sets, the value that field then has)

@@ -1,9 +1,11 @@
+"""A process that is to be forked waits for threads that Python did not start."""
+
 from __future__ import annotations
 
 import _thread
 import hashlib
 
-from windlass.core.foreign_threads import wait_for_foreign_threads
+from windlass.core.threads import wait_for_foreign_threads
 
 
 def test_a_thread_that_python_did_not_start_is_waited_for() -> None:

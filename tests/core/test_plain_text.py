@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from windlass.core import plain_text
-from windlass.core.plain_text import parse_json, read_text
+from windlass.core import whole_file
+from windlass.core.whole_file import parse_json, read_text
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ def test_settings_are_read_as_text_up_to_a_bound(tmp_path: Path) -> None:
     path = tmp_path / "settings"
     path.write_bytes(b"a: 1\r\nb: \xc3\xa9\n")
     assert read_text(path) == "a: 1\nb: é\n"
-    path.write_bytes(b"x" * plain_text.MAX_BYTES)
-    assert len(read_text(path)) == plain_text.MAX_BYTES
-    path.write_bytes(b"x" * (plain_text.MAX_BYTES + 1))
+    path.write_bytes(b"x" * whole_file.MAX_BYTES)
+    assert len(read_text(path)) == whole_file.MAX_BYTES
+    path.write_bytes(b"x" * (whole_file.MAX_BYTES + 1))
     with pytest.raises(OSError, match="too many for settings"):
         read_text(path)
 

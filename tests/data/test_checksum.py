@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from windlass.data.checksum import checksum
+from windlass.data.bookmark import checksum
 
 
 def test_checksums_tell_samples_apart_and_know_no_addresses() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.data.cases import Augmented, Numbers, SometimesAugmented, Stream, as_list, train_loader
 
-from windlass.data.collate_default import auto_collate
+from windlass.data.collate_pad import auto_collate
 from windlass.data.columns import ColumnCollator
 from windlass.data.fetch import Fetch
 

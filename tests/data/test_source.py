@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.cases import Augmented, Numbers, Stream, train_loader
 
-from windlass.data.pin import pin, wants_pinning
+from windlass.data.batch_reader import pin, wants_pinning
 from windlass.data.source import in_order
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from windlass.core.errors import ConfigError, DataError
 from windlass.data.batch_reader import PassRequest
 from windlass.data.choice import ReaderChoice
-from windlass.data.token_budget import TokenBudgetSampler
+from windlass.data.samplers import TokenBudgetSampler
 from windlass.dist.gang import Gang
 
 

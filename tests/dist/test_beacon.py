@@ -31,7 +31,7 @@ def test_a_new_beacon_says_that_its_process_has_started(lit: LitBeacon, tmp_path
 
 
 def test_a_mark_tells_step_and_call(lit: LitBeacon, tmp_path: Path) -> None:
-    lit.step(7)
+    lit.call("update", 7)
     lit.call("backward")
     mark = Lookout(tmp_path, 3).mark()
     assert mark == Mark(3, 7, "backward")
@@ -67,8 +67,7 @@ def test_a_mark_that_is_not_there_or_not_whole_is_none(tmp_path: Path) -> None:
 def test_without_a_launcher_that_asks_marks_go_nowhere(environ: dict[str, str]) -> None:
     dark = light(environ)
     assert type(dark) is Beacon
-    dark.step(1)
-    dark.call("forward")
+    dark.call("forward", 1)
 
 
 ASKED = f"""

@@ -16,8 +16,8 @@ from windlass.accelerator.engine import TrainerEngine
 from windlass.config.loop_options import DataLoaderConfiguration, GradientAccumulationPlugin
 from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.core.errors import ConfigError, DataError
-from windlass.core.foreign_threads import wait_for_foreign_threads
 from windlass.core.mesh import VIEWS, Mesh
+from windlass.core.threads import wait_for_foreign_threads
 from windlass.core.world import World, world_from_environment
 from windlass.dist.gang import Gang, Outside, current, join, leave
 from windlass.dist.listening import LOOPBACK, open_store

@@ -1,6 +1,6 @@
 """What is sent arrives as it was; what cannot be sent without pickling is refused by name.
 
-Real ranks: `operations_ranks.py`, and `tests/engine/evaluate_ranks.py` for streams.
+Real ranks: `test_operations.py`, and `tests/engine/evaluate_ranks.py` for streams.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The support table: each name that users of `Trainer` know, and what Windlass does with it.
 
-It is derived from the declarations of arguments, settings and old names, and from `support_rows`.
+It is derived from the declarations of arguments, settings and old names, and from `enums.py`.
 `python -m tests.docs.support_table > docs/support.md` writes the page.
 """
 
@@ -14,15 +14,14 @@ from typing import Any
 
 from tests.finetuning.own_fields import own_fields
 
-from windlass.config import support_rows as rows
+from windlass.config import enums as rows
 from windlass.config.accelerator_config import AcceleratorConfig
-from windlass.config.arguments import TrainingArguments
+from windlass.config.accepting import OLD_NAMES
+from windlass.config.arguments import Helpers, TrainingArguments
 from windlass.config.enums import OptimizerNames, SchedulerType
-from windlass.config.helpers import Helpers
-from windlass.config.parallel.from_launcher import OWN_VARIABLE, REFUSED
 from windlass.config.parallel.keys import Key
+from windlass.config.parallel.sources import OWN_VARIABLE, REFUSED
 from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES, spellings
-from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.setting import rules_of
 from windlass.config.setters import Setters
 from windlass.finetuning.dpo_config import DPOConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.docs.support_table import SECTIONS, markdown
 
-from windlass.config import support_rows
+from windlass.config import enums
 from windlass.config.arguments import TrainingArguments
 from windlass.config.enums import OptimizerNames
 from windlass.config.sections.setting import rules_of
@@ -45,19 +45,19 @@ def test_trackers_and_optimizers_are_those_that_scripts_know() -> None:
     from transformers.training_args import OptimizerNames as Theirs
 
     assert {m.value for m in OptimizerNames} == {m.value for m in Theirs} | {"muon"}
-    assert set(support_rows.OPTIMIZERS) <= {m.value for m in OptimizerNames}
+    assert set(enums.OPTIMIZERS) <= {m.value for m in OptimizerNames}
 
 
 def test_optimizers_and_schedules_are_those_that_are_registered() -> None:
     from windlass.optim.registry import OPTIMIZERS
 
-    assert set(support_rows.OPTIMIZERS) == set(OPTIMIZERS)
+    assert set(enums.OPTIMIZERS) == set(OPTIMIZERS)
 
 
 def test_trackers_are_those_that_are_registered() -> None:
     from windlass.callbacks.tracker_registry import BUILT_IN
 
-    assert support_rows.TRACKERS == BUILT_IN
+    assert enums.TRACKERS == BUILT_IN
 
 
 @pytest.mark.parametrize("section", ["Callbacks", "Data collators"])

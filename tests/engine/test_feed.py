@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,9 +64,16 @@ def feed_of(trace: list[str], **options: Any) -> Feed:
     return Feed(Source(trace, **options), 2, counts, Doubling(trace))
 
 
+def updates_of(feed: Feed, epoch: int) -> Iterator[UpdateBatch]:
+    """The updates of an epoch, as a loop takes them."""
+    with contextlib.closing(feed):
+        while (update := feed.take(epoch)) is not None:
+            yield update
+
+
 def test_a_group_is_fetched_before_the_one_ahead_of_it_is_used() -> None:
     trace: list[str] = []
-    for number, _ in enumerate(feed_of(trace).epoch(0)):
+    for number, _ in enumerate(updates_of(feed_of(trace), 0)):
         trace.append(f"use {number}")
     steps = [line for line in trace if not line.startswith("sum")]
     assert steps == ["fetch 0", "inspect", "fetch 1", "use 0", "fetch 2", "use 1", "use 2"]
@@ -94,14 +102,14 @@ def test_an_epoch_left_early_leaves_no_exchange_under_way() -> None:
     """One that outlived the process group would abort the process at its end."""
     gang = Waited()
     counts = Counts(lambda batch: 1.0, lambda batch: (0, 0), lambda group: None)
-    updates = Feed(Source([]), 1, counts, gang).epoch(0)
-    next(updates)
-    updates.close()  # type: ignore[attr-defined]
+    feed = Feed(Source([]), 1, counts, gang)
+    feed.take(0)
+    feed.close()
     assert gang.begun == gang.waited == 2
 
 
 def test_counts_are_of_this_rank_and_of_all() -> None:
-    updates = list(feed_of([]).epoch(4))
+    updates = list(updates_of(feed_of([]), 4))
     assert [update.epoch for update in updates] == [4, 4, 4]
     for update in updates:
         assert (update.targets, update.samples) == ([3.0, 3.0], [2, 2])
@@ -113,11 +121,11 @@ def test_samples_are_counted_by_their_ids_where_these_are_known() -> None:
     """A batch of joined sequences is one row, and a batch of an unknown kind has none to count."""
     feed = feed_of([])
     feed._source.batch = lambda: {"x": torch.ones(1, 9), "first": torch.tensor(3)}  # type: ignore[attr-defined]
-    assert next(feed.epoch(0)).samples == [2, 2]
+    assert next(updates_of(feed, 0)).samples == [2, 2]
 
 
 def test_a_filler_counts_nothing() -> None:
-    *_, last = feed_of([], filler=True).epoch(0)
+    *_, last = updates_of(feed_of([], filler=True), 0)
     assert (last.targets, last.samples) == ([0.0, 0.0], [0, 0])
     assert (last.denominator, last.total_samples, last.tokens, last.positions) == (0, 0, 0, 0)
 
@@ -126,7 +134,7 @@ def test_the_first_group_is_inspected_once() -> None:
     trace: list[str] = []
     feed = feed_of(trace)
     for epoch in range(2):
-        list(feed.epoch(epoch))
+        list(updates_of(feed, epoch))
     assert trace.count("inspect") == 1
 
 
@@ -155,12 +163,12 @@ class LongerElsewhere(Gang):
 
 def test_in_step_a_rank_with_fewer_micro_batches_runs_along_with_what_weighs_nothing() -> None:
     counts = Counts(lambda batch: 3.0, lambda batch: (0, 0), lambda group: None)
-    together = next(Feed(Shorter([]), 3, counts, LongerElsewhere(), in_step=True).epoch(0))
+    together = next(updates_of(Feed(Shorter([]), 3, counts, LongerElsewhere(), in_step=True), 0))
     assert (together.targets, together.samples) == ([3.0, 3.0, 0.0], [2, 2, 0])
     own, again = together.batches[0], together.batches[2]
     assert own is not again
     assert torch.equal(own["x"], again["x"])
     assert len(together.ids) == 3
 
-    apart = next(Feed(Shorter([]), 3, counts, LongerElsewhere()).epoch(0))
+    apart = next(updates_of(Feed(Shorter([]), 3, counts, LongerElsewhere()), 0))
     assert len(apart.batches) == 2

@@ -113,8 +113,6 @@ class Hooks:
     def update_refused(self, suspect: Any, result: Any) -> bool:
         return False
 
-    def signals_received(self, signals: Any) -> None: ...
-
     def _save(self) -> None:
         self.saved[len(self.trace)] = {"loop": self.loop.state_dict(), "state": self.state.to_dict()}
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from windlass.core.errors import ModelError
 from windlass.core.types import LossTerms
+from windlass.data.update_batch import UpdateBatch
 from windlass.engine.normalise import LoopNormaliser, Meaning, MicroBatch, UpdateNormaliser, _weigh
 
 losses = st.lists(st.floats(-1e3, 1e3), max_size=5)
@@ -19,6 +20,15 @@ losses = st.lists(st.floats(-1e3, 1e3), max_size=5)
 updates = st.lists(st.lists(losses, min_size=1, max_size=3), min_size=1, max_size=3).filter(
     lambda ranks: len({len(rank) for rank in ranks}) == 1 and any(any(rank) for rank in ranks)
 )
+
+
+def update_of(denominator: float, *targets: float, samples: int = 1, everywhere: int = 0) -> UpdateBatch:
+    """An update with micro-batches of so many targets, of `samples` each."""
+    count = len(targets)
+    return UpdateBatch(
+        [None] * count, [[]] * count, 0, 0, False,
+        targets=list(targets), samples=[samples] * count, denominator=denominator, total_samples=everywhere,
+    )  # fmt: skip
 
 
 def as_returned(meaning: Meaning, values: list[float], count: int, world: int) -> Tensor | LossTerms:
@@ -29,6 +39,11 @@ def as_returned(meaning: Meaning, values: list[float], count: int, world: int) -
     return tensor.sum() / count * (world if meaning is Meaning.SCALED else 1)
 
 
+def share_of(normaliser: UpdateNormaliser) -> float:
+    assert normaliser.share is not None
+    return float(normaliser.share)
+
+
 @given(ranks=updates, meaning=st.sampled_from(Meaning))
 def test_shares_add_up_to_the_mean_of_the_update(ranks: list[list[list[float]]], meaning: Meaning) -> None:
     everything = [value for rank in ranks for micro in rank for value in micro]
@@ -36,11 +51,11 @@ def test_shares_add_up_to_the_mean_of_the_update(ranks: list[list[list[float]]],
     shares, handed = 0.0, 0.0
     for rank in ranks:
         normaliser = UpdateNormaliser(world, meaning)
-        normaliser.begin(count, filler=False)
-        for micro in rank:
-            normaliser.scope(len(micro), 0.0)
+        update = update_of(count, *map(len, rank))
+        for index, micro in enumerate(rank):
+            normaliser.scope(update, index)
             given_to_backward = normaliser.apply(as_returned(meaning, micro, count, world))
-            shares += float(normaliser.take())
+            shares += share_of(normaliser)
             handed += float(given_to_backward) / world  # strategies average over ranks
     expected = math.fsum(everything) / count
     assert shares == pytest.approx(expected, rel=1e-12, abs=1e-9)
@@ -57,14 +72,14 @@ def test_terms_add_up_once_rescaled(ranks: list[list[list[float]]], weight: floa
     for rank in ranks:
         everywhere = torch.tensor(total, dtype=torch.float64)
         normaliser = UpdateNormaliser(world, sum_on_device=lambda _, whole=everywhere: whole)
-        normaliser.begin(guessed, filler=False)
+        update = update_of(guessed, *map(len, rank), everywhere=micros)
         for index, micro in enumerate(rank):
-            normaliser.scope(len(micro), 1 / micros, last=index == len(rank) - 1)
+            normaliser.scope(update, index)
             value = torch.tensor(micro, dtype=torch.float64).sum() * weight
             normaliser.apply(
                 LossTerms(value, weight * len(micro), {"aux": torch.tensor(2.0, dtype=torch.float64)})
             )
-            shares += float(normaliser.take())
+            shares += share_of(normaliser)
         auxiliary += float(normaliser.parts["aux"])
     everything = [value for rank in ranks for micro in rank for value in micro]
     assert auxiliary == pytest.approx(2.0), "the mean over the update's samples"
@@ -74,31 +89,29 @@ def test_terms_add_up_once_rescaled(ranks: list[list[list[float]]], weight: floa
 
 
 def test_what_is_logged_of_a_narrow_loss_is_added_up_in_single_precision() -> None:
-    normaliser = UpdateNormaliser(1)
-    normaliser.begin(2.0, filler=False)
+    normaliser, update = UpdateNormaliser(1), update_of(2.0, 1.0, 1.0)
     total = torch.zeros(())
-    for value in (256.0, 1.0):
-        normaliser.scope(1.0, 0.5)
+    for index, value in enumerate((256.0, 1.0)):
+        normaliser.scope(update, index)
         normaliser.apply(torch.tensor(value, dtype=torch.bfloat16))
-        total = normaliser.take() if value == 256.0 else total + normaliser.take()
-    assert (total.dtype, float(total)) == (torch.float32, 128.5)
+        assert normaliser.share is not None
+        total = total + normaliser.share
+    assert (normaliser.share.dtype, total.dtype, float(total)) == (torch.float32, torch.float32, 128.5)
 
 
 @pytest.mark.parametrize("meaning", Meaning)
 @pytest.mark.parametrize("loss", [1.0, math.nan, math.inf])
 def test_a_filler_weighs_nothing(meaning: Meaning, loss: float) -> None:
-    normaliser = UpdateNormaliser(2, meaning)
-    normaliser.begin(4.0, filler=True)
-    normaliser.scope(0.0, 0.0)
+    normaliser, update = UpdateNormaliser(2, meaning), update_of(4.0, 0.0, samples=0, everywhere=4)
+    normaliser.scope(update, 0)
     parameter = torch.tensor(loss, requires_grad=True)
     normaliser.apply(parameter).backward()
-    assert float(normaliser.take()) == 0.0
+    assert share_of(normaliser) == 0.0
     assert parameter.grad is not None
     assert float(parameter.grad) == 0.0
-    normaliser.begin(4.0, filler=True)
-    normaliser.scope(0.0, 0.0)
+    normaliser.scope(update, 0)
     normaliser.apply(LossTerms(torch.tensor(loss), 3.0, {"aux": torch.tensor(loss)}))
-    assert float(normaliser.take()) == 0.0
+    assert share_of(normaliser) == 0.0
     assert float(normaliser.weight) == 0.0  # type: ignore[arg-type]
 
 
@@ -107,10 +120,9 @@ def test_a_mean_over_no_targets_is_nan_but_its_share_is_zero() -> None:
     loss = torch.nn.functional.cross_entropy(logits, torch.full((3,), -100))
     assert math.isnan(loss.item())
     normaliser = UpdateNormaliser(1)
-    normaliser.begin(6.0, filler=False)
-    normaliser.scope(0.0, 0.5)
+    normaliser.scope(update_of(6.0, 0.0), 0)
     normaliser.apply(loss).backward()
-    assert float(normaliser.take()) == 0.0
+    assert share_of(normaliser) == 0.0
     assert logits.grad is not None
     assert not logits.grad.any(), "a NaN loss of weight zero must leave the gradients at zero"
 
@@ -125,26 +137,17 @@ def test_weighing_never_hides_a_value_that_counts(loss: float, factor: float) ->
 
 def test_several_backwards_of_one_step_are_added() -> None:
     normaliser = UpdateNormaliser(1)
-    normaliser.begin(4.0, filler=False)
-    normaliser.scope(2.0, 1.0)
+    normaliser.scope(update_of(4.0, 2.0), 0)
+    assert normaliser.share is None
     normaliser.apply(torch.tensor(1.0))
     normaliser.apply(torch.tensor(3.0))
-    assert float(normaliser.take()) == 2.0
-
-
-def test_a_step_without_backward_is_an_error() -> None:
-    normaliser = UpdateNormaliser(1)
-    normaliser.begin(4.0, filler=False)
-    normaliser.scope(2.0, 1.0)
-    with pytest.raises(ModelError, match="without calling"):
-        normaliser.take()
+    assert share_of(normaliser) == 2.0
 
 
 def test_parts_do_not_leak_into_the_next_update() -> None:
     normaliser = UpdateNormaliser(1)
     for _ in range(2):
-        normaliser.begin(2.0, filler=False)
-        normaliser.scope(2.0, 1.0)
+        normaliser.scope(update_of(2.0, 2.0), 0)
         normaliser.apply(LossTerms(torch.tensor(1.0), 2.0, {"aux": torch.tensor(3.0)}))
         assert float(normaliser.parts["aux"]) == 3.0
         assert float(normaliser.weight) == 2.0  # type: ignore[arg-type]
@@ -191,14 +194,13 @@ def test_what_an_update_of_a_run_must_not_mix() -> None:
     terms, plain = LossTerms(torch.ones(()), 1.0), torch.ones(())
     for one, other in ((terms, plain), (plain, terms)):
         normaliser = UpdateNormaliser(1)
-        normaliser.begin(2.0, filler=False)
-        normaliser.scope(1.0, 0.5, last=False)
+        update = update_of(2.0, 1.0, 1.0)
+        normaliser.scope(update, 0)
         normaliser.apply(one)
-        normaliser.scope(1.0, 0.5)
+        normaliser.scope(update, 1)
         with pytest.raises(ModelError, match="one update was given LossTerms"):
             normaliser.apply(other)
-        normaliser.begin(2.0, filler=False)
-        normaliser.scope(2.0, 1.0)
+        normaliser.scope(update_of(2.0, 2.0), 0)
         normaliser.apply(other)  # another update may be of the other kind
 
 

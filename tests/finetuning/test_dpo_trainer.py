@@ -13,7 +13,7 @@ from tests.finetuning.preferences import moved, pairs, settings
 from windlass import TrainerCallback
 from windlass.core.errors import ConfigError, DataError
 from windlass.finetuning.dpo_trainer import DPOTrainer
-from windlass.text.located_rows import LocatedRows
+from windlass.text.forms import LocatedRows
 
 pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ from tests.finetuning import small, test_dpo_ranks, test_preference_ranks, test_
 from tests.finetuning.preferences import pairs, settings
 from tests.trainer.resume_cases import kill
 
-from windlass.compat.plugin_parallelism import ParallelismConfig, PipelineParallelConfig
+from windlass.compat.plugins import ParallelismConfig, PipelineParallelConfig
 from windlass.core.errors import ConfigError
 from windlass.finetuning.dpo_trainer import DPOTrainer
 from windlass.finetuning.kto_config import KTOConfig

@@ -8,7 +8,7 @@ from tests.finetuning.preferences import pairs
 
 from windlass.core.errors import ConfigError, DataError
 from windlass.finetuning.preference_data import PreferenceData
-from windlass.text.located_rows import LocatedRows
+from windlass.text.forms import LocatedRows
 from windlass.text.pair_encoder import COMPLETION, PairOptions
 from windlass.transforms.model_limits import ModelLimits
 

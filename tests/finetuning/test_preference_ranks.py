@@ -18,7 +18,7 @@ from tests.finetuning import small
 from tests.finetuning.preferences import SHORT, moved, pairs
 
 from windlass import TrainerCallback
-from windlass.data.collate_unpaired import DataCollatorForUnpairedPreference
+from windlass.data.collate_branches import DataCollatorForUnpairedPreference
 from windlass.finetuning.dpo_config import DPOConfig
 from windlass.finetuning.dpo_trainer import DPOTrainer
 from windlass.finetuning.kto_config import KTOConfig

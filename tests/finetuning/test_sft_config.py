@@ -11,8 +11,7 @@ from tests.finetuning.own_fields import own_fields
 from windlass.config.arguments import TrainingArguments, shared_arguments
 from windlass.config.sections.setting import default_of
 from windlass.core.errors import ConfigError
-from windlass.finetuning.answer_section import AnswerSection
-from windlass.finetuning.sft_config import SFTConfig
+from windlass.finetuning.sft_config import AnswerSection, SFTConfig
 
 OWN = own_fields(SFTConfig)
 

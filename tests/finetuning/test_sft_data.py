@@ -12,7 +12,7 @@ from tests.finetuning.trainers import trainer_of
 
 from windlass import SFTTrainer
 from windlass.core.errors import ConfigError, DataError
-from windlass.text.located_rows import LocatedRows
+from windlass.text.forms import LocatedRows
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")

@@ -1,3 +1,5 @@
+"""Fine-tuning on images: families of models, columns, and what is refused."""
+
 from __future__ import annotations
 
 import contextlib
@@ -15,7 +17,7 @@ from windlass import prepare_multimodal_messages
 from windlass.callbacks.samples_log import read_samples
 from windlass.core.errors import ConfigError, DataError, ModelError
 from windlass.finetuning.sft_trainer import SFTTrainer
-from windlass.text.located_rows import LocatedRows
+from windlass.text.forms import LocatedRows
 from windlass.transforms import document_attention
 
 

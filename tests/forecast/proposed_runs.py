@@ -6,9 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from windlass.cli.recipe import load_recipe
+from windlass.cli.recipe import load_recipe, training_arguments
 from windlass.cli.tasks import TASKS
-from windlass.cli.training import training_arguments
 from windlass.core.errors import WindlassError
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import leave

@@ -10,8 +10,8 @@ import sys
 import pytest
 from tests.laws.source import ROOT
 
-UPDATE_FILES, UPDATE_CALLS = 33, 105
-SAVE_FILES = 61
+UPDATE_FILES, UPDATE_CALLS = 31, 86
+SAVE_FILES = 51
 
 
 @pytest.fixture(scope="module")

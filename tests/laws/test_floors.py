@@ -39,7 +39,7 @@ SHARED_SIDEWAYS = {("data", "windlass.metrics.tokens"), ("transforms", "windlass
 # Modules of a higher floor that a file names and imports once something needs it: what is in `compat/`, which one file
 # names for the whole core, and what divides models that scripts build after their arguments. Nothing else may.
 LOADED_BY_NAME = {
-    ("windlass.config.helpers", "windlass.zero.building"),
+    ("windlass.config.arguments", "windlass.zero.building"),
     *(("windlass.core.outside", name) for name in ("windlass.compat", *OUTSIDE.values())),
 }
 # What other libraries name. No file of another room imports from it, not even inside a function.

@@ -30,7 +30,7 @@ LISTS = {
     "windlass.cli.dry_run": "what a rehearsal does otherwise than the run",
     "windlass.cli.tiny": "what the tiny form of a recipe does otherwise than the recipe",
     "windlass.config.deepspeed": "keys of DeepSpeed's configuration, some of which are spelled as arguments are",
-    "windlass.config.parallel.from_script": "fields that hold several settings, and so belong to none",
+    "windlass.config.parallel.sources": "fields that hold several settings, and so belong to none",
     "windlass.config.parallel.keys": "names of families, some of which are spelled as arguments are",
 }
 SPELLINGS = {

@@ -22,9 +22,9 @@ from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer
 from windlass.cli.launching import launch_plan
-from windlass.config import plan, strategy_plans
+from windlass.config import plan
 
-HOMES = (plan, strategy_plans, launch_plan)
+HOMES = (plan, launch_plan)
 KINDS = {
     name: kind
     for home in HOMES
@@ -38,7 +38,7 @@ MAKERS = (
     "windlass.cli.launching.launch",
     "windlass.assemble.resolve",
     "windlass.assemble.rules",
-    "windlass.assemble.facts",
+    "windlass.assemble.rules",
     "windlass.trainer.compare_ranks",
 )
 Types = frozenset[str]

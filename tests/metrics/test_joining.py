@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.core.errors import ModelError
-from windlass.metrics.joining import pad_concat, take_apart, to_numpy
+from windlass.metrics.kept_rows import pad_concat, take_apart, to_numpy
 
 
 def test_numbers_and_arrays_are_tensors() -> None:

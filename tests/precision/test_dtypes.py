@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from windlass.config.plan import DistPlan, PrecisionPlan
-from windlass.config.strategy_plans import ShardPlan
-from windlass.precision.autocast import autocast_context
-from windlass.precision.dtypes import Dtypes, dtypes_of, weights_of
+from windlass.config.plan import DistPlan, PrecisionPlan, ShardPlan
+from windlass.precision.dtypes import Dtypes, autocast_context, dtypes_of, weights_of
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
+"""A layout of axes: how it is written, what it makes, and the smaller layouts that are tried in its place."""
+
 from __future__ import annotations
 
 import pytest
 
 from windlass.core.errors import ConfigError
-from windlass.proofs.layout import AxisLayout
+from windlass.proofs.small_config import AxisLayout
 
 
 def test_a_layout_is_read_in_any_spelling_and_printed_in_one() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from windlass import TrainingArguments
 from windlass.proofs import record
-from windlass.proofs.layout import AxisLayout
 from windlass.proofs.record import Claim, arguments_that_matter, describe, find_record, write_record
+from windlass.proofs.small_config import AxisLayout
 
 transformers = pytest.importorskip("transformers")
 LAYOUT = AxisLayout.parse("tp=2,cp=2")

@@ -6,8 +6,7 @@ import pytest
 from tests.cli.proving.families import FAMILIES, config_of
 
 from windlass.core.errors import ModelError
-from windlass.proofs.layout import AxisLayout
-from windlass.proofs.small_config import shrink
+from windlass.proofs.small_config import AxisLayout, shrink
 
 transformers = pytest.importorskip("transformers")
 TENSOR = AxisLayout.parse("tp=2")

@@ -1,10 +1,12 @@
+"""Rows know where they come from, and errors about them name the place."""
+
 from __future__ import annotations
 
 import pytest
 from tests.text.tokenizers import byte_tokenizer
 
 from windlass.core.errors import DataError
-from windlass.text.located_rows import LocatedRows, RowError
+from windlass.text.forms import LocatedRows, RowError
 from windlass.text.prepare_text import prepare_text
 from windlass.text.text_options import TextOptions
 

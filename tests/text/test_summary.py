@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from windlass.callbacks.report_page import render_details
+from windlass.callbacks.page_tables import render_details
 from windlass.text.encoder import EncodedRows
 from windlass.text.summary import TextSummary
 from windlass.text.token_rows import TokenRows

@@ -14,7 +14,7 @@ from tests.trainer.resume_cases import kill
 from torch import Tensor, nn
 
 from windlass import ParallelismConfig, Trainer, TrainerCallback, TrainingArguments
-from windlass.cli.proving.double import double_precision
+from windlass.cli.proving.proving_rank import double_precision
 from windlass.dist.gang import leave
 from windlass.dist.sharded import whole
 

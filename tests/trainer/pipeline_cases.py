@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from windlass import LossTerms
-from windlass.cli.proving.double import double_precision
+from windlass.cli.proving.proving_rank import double_precision
 from windlass.core.errors import ConfigError, ModelError
 from windlass.dist.gang import leave
 from windlass.dist.sharded import whole

@@ -11,7 +11,7 @@ import pytest
 from tests.trainer.small import Net, arguments, rows
 
 from windlass import Trainer, TrainerCallback
-from windlass.core.clock import Moment, seconds_since
+from windlass.core.run_clock import Moment, seconds_since
 
 
 class SetsItBack(TrainerCallback):

@@ -17,7 +17,7 @@ from windlass import Trainer
 from windlass.config.plan import CallPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
-from windlass.trainer.plans import Plans
+from windlass.trainer.services import Plans
 
 
 def made(folder: Path, **changes: Any) -> Trainer:

@@ -25,8 +25,7 @@ from windlass.checkpoint.optimizer_state import (
 from windlass.checkpoint.sharded import parts_of_rank
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.weights import load_weights, save_weights
-from windlass.config.plan import DistPlan
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import DistPlan, ShardPlan
 from windlass.core.errors import CheckpointError, ConfigError, ModelError
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave

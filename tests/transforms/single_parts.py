@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.trainer import context_cases
 from torch import Tensor, nn
 
-from windlass.cli.proving.double import double_precision
+from windlass.cli.proving.proving_rank import double_precision
 from windlass.core.mesh import Mesh
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave

@@ -12,8 +12,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 
-from windlass.config.plan import DistPlan
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import DistPlan, ShardPlan
 from windlass.core.mesh import Mesh
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave

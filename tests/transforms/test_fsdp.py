@@ -27,8 +27,7 @@ from windlass.checkpoint.optimizer_state import save_optimizer_state
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.stored import open_folder
 from windlass.checkpoint.weights import load_weights
-from windlass.config.plan import DistPlan
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import DistPlan, ShardPlan
 from windlass.dist.gang import Gang, leave
 from windlass.dist.sharded import whole
 from windlass.engine.native import NativeExecutor

@@ -16,8 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from windlass import Accelerator, Trainer, TrainingArguments
-from windlass.config.plan import DistPlan
-from windlass.config.strategy_plans import PipelinePlan, ShardPlan
+from windlass.config.plan import DistPlan, PipelinePlan, ShardPlan
 from windlass.core.errors import ConfigError
 from windlass.dist.gang import current
 from windlass.transforms.strategies import spread

@@ -6,7 +6,7 @@ import pytest
 from tests.transforms.fsdp_ranks import Block, Tiny
 from torch import nn
 
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import ShardPlan
 from windlass.core.errors import ConfigError
 from windlass.transforms.wrapping import ignored_parameters, units_of
 

@@ -20,26 +20,21 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.engine import LoopEngine
-from windlass.accelerator.exchange import gather_samples
+from windlass.accelerator.engine import LoopEngine, OwnLoop, clip_norm, clip_values, trigger_sync_in_backward
+from windlass.accelerator.exchange import gather_samples, share_rng_states
 from windlass.accelerator.loop_saver import LoadHook, LoopSaver, SaveHook
-from windlass.accelerator.loop_settings import Handlers, LoopSettings, resolve_settings
 from windlass.accelerator.offloaded_weights import (
     get_state_dict_offloaded_model,
     has_offloaded_params,
     load_offloaded_parameter,
 )
 from windlass.accelerator.optimizer import PreparedOptimizer
-from windlass.accelerator.own_loop import OwnLoop
 from windlass.accelerator.prepared import Prepared, PreparedModels
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.accelerator.preparing import Preparer, has_device_map
-from windlass.accelerator.process_state import PROCESS, LoopState, publish
 from windlass.accelerator.profiling import profile
-from windlass.accelerator.ranks import Ranks, select_device
-from windlass.accelerator.setup import Setup
-from windlass.accelerator.shared_rng import share_rng_states
-from windlass.accelerator.stepping import clip_norm, clip_values, trigger_sync_in_backward
+from windlass.accelerator.ranks import PROCESS, LoopState, Ranks, publish, select_device
+from windlass.accelerator.setup import Handlers, LoopSettings, Setup, resolve_settings
 from windlass.accelerator.value_files import on_this_machine, save_values, warn_if_unsafe
 from windlass.callbacks.tracker import GeneralTracker
 from windlass.callbacks.tracker_registry import (
@@ -50,6 +45,7 @@ from windlass.callbacks.tracker_registry import (
 )
 from windlass.checkpoint.split import save_split
 from windlass.config.enums import DistributedType, FP8BackendType
+from windlass.config.kinds import convert_file_size_to_int
 from windlass.config.loop_options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -62,9 +58,7 @@ from windlass.config.loop_options import (
     ProjectConfiguration,
 )
 from windlass.config.plan import DistPlan, PrecisionPlan
-from windlass.config.quantities import convert_file_size_to_int
-from windlass.config.refusal import refuse
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.mesh import Axis, Mesh
 from windlass.core.metric_values import python_number
@@ -79,7 +73,7 @@ from windlass.dist import operations
 from windlass.dist.device_mesh import loss_device_mesh
 from windlass.dist.gang import Gang, join, leave
 from windlass.dist.operations import check_operations, operations_are_checked
-from windlass.precision.check import apply_tf32, check_precision
+from windlass.precision.dtypes import apply_tf32, check_precision
 from windlass.precision.scaler import LossScaler, Scaler, UnitScaler
 
 if TYPE_CHECKING:

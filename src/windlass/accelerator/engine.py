@@ -1,25 +1,100 @@
-"""The engine of an `Accelerator`: a user's own loop (`own_loop.py`), or a run of a Trainer."""
+"""What makes the updates of an accelerator: a loop of the user's own, whose losses it divides, or a Trainer's runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.device_cache import clear_device_cache
+from windlass.accelerator.prepared import LoopExecutor, Prepared
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.config.plan import DistPlan
-from windlass.core.errors import ModelError
+from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.types import State
 from windlass.data.dealt_loader import DealtLoader
+from windlass.dist.beacon import AFTER, beacon
+from windlass.dist.gang import Gang
 from windlass.engine.executor import Executor
-from windlass.engine.normalise import UpdateNormaliser
+from windlass.engine.normalise import LoopNormaliser, MicroBatch, UpdateNormaliser
+from windlass.transforms.alone import Alone
+from windlass.transforms.ddp import Replicated
 from windlass.transforms.strategy import Strategy
+from windlass.zero.zero_executor import ZeroExecutor
+
+
+def clip_norm(prepared: Prepared, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
+    """Scale gradients down to a global norm of `max_norm`, and return the norm before that."""
+    chosen, executors = _unscaled(prepared, parameters)
+    if executors and isinstance(executors[0], ZeroExecutor):
+        _check_clipped(executors[0], chosen, norm_type)
+        return executors[0].clip(max_norm)
+    if executors and norm_type == 2:
+        return executors[0].clip(max_norm, parameters=chosen)  # type: ignore[call-arg]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in chosen if p.grad is not None], norm_type=norm_type)
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, whole)
+    return whole
+
+
+def clip_values(prepared: Prepared, parameters: Any, clip_value: float) -> None:
+    """Clamp gradients to [-clip_value, clip_value]."""
+    chosen, executors = _unscaled(prepared, parameters)
+    if any(isinstance(executor, ZeroExecutor) for executor in executors):
+        raise ModelError("DeepSpeed's engine clips by the global norm only: use clip_grad_norm_")
+    gradients = [p.grad for p in chosen if p.grad is not None]
+    local = executors[0].strategy.local(gradients) if executors else gradients
+    for gradient in local:
+        gradient.clamp_(-clip_value, clip_value)
+
+
+def _unscaled(prepared: Prepared, parameters: Any) -> tuple[list[Any], list[LoopExecutor]]:
+    """The parameters as a list, and the executors that update them, whose gradients are divided by the loss scale."""
+    chosen: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    executors = prepared.executors_over(chosen)
+    if any(executor.updates_in_backward for executor in executors):
+        raise ModelError(
+            "the gradients of these parameters were used and freed in the backward, so they cannot be clipped: "
+            "leave the call out, or choose an optimizer that keeps them"
+        )
+    for executor in executors:
+        executor.unscale()
+    return chosen, executors
+
+
+def _check_clipped(executor: ZeroExecutor, parameters: list[Any], norm_type: float) -> None:
+    trained = {id(p) for p in executor.strategy.module.parameters() if p.requires_grad}
+    if norm_type != 2 or not trained <= set(map(id, parameters)):
+        raise ModelError(
+            "DeepSpeed's engine clips all parameters of a model by their L2 norm: pass model.parameters(), and no "
+            "norm_type"
+        )
+
+
+@contextlib.contextmanager
+def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+    """Context of a backward whose forward ran under `no_sync`: reduce its gradients.
+
+    Only replicated models need it; for others it does nothing.
+    """
+    if not isinstance(model, Replicated):
+        yield
+        return
+    found = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    # The forward under `no_sync` did not prepare the reducer.
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = found
 
 
 class LoopEngine(Protocol):
@@ -126,3 +201,74 @@ class TrainerEngine:
 
 def _refuse_backward(loss: Any, **_: Any) -> None:
     raise ModelError("accelerator.backward(loss) was called outside a training step of the Trainer")
+
+
+class OwnLoop:
+    """Implements `LoopEngine` for a script that calls forward, backward and step itself."""
+
+    strategies: Sequence[Strategy] = ()
+    saves_state = True
+
+    def __init__(
+        self, dist: DistPlan, data_ranks: Gang, accumulation: AccumulationState, prepared: Prepared
+    ) -> None:
+        self.dist, self._accumulation, self._prepared = dist, accumulation, prepared
+        self._normaliser = LoopNormaliser(data_ranks.size, data_ranks.sum_on_device)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+
+    def keeps(self, item: Any, prepares: Callable[[torch.optim.Optimizer], bool]) -> bool:
+        return False
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        beacon().call("backward")
+        micro, executor = self._micro_batch(), self._prepared.executor
+        self._normaliser.scope(micro)
+        share = self._normaliser.apply(loss)
+        executor.backward_in_loop(share, last=micro.last, discards=self._prepared.discards, **kwargs)
+        factor = self._normaliser.correction()
+        if factor is not None:
+            self._correct(executor, factor)
+        beacon().call(f"{AFTER}backward")
+
+    def use_learning_rate(self, rate: float) -> None:
+        fused = self._prepared.fused
+        if fused is None:
+            fix = (
+                "no prepared optimizer updates in the backward (Lomo, AdaLomo): leave it out, and call step()"
+            )
+            raise ConfigError(Problem("learning_rate", rate, fix))
+        for group in fused.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _micro_batch(self) -> MicroBatch:
+        accumulation, loader = self._accumulation, self._accumulation.active_dataloader
+        here = None if loader is None else loader.samples_here
+        everywhere = None if loader is None else loader.samples_everywhere
+        return MicroBatch(
+            accumulation.num_steps, accumulation.sync_gradients, here, everywhere, bool(accumulation.models)
+        )
+
+    def _correct(self, executor: Executor, factor: Tensor) -> None:
+        """Multiply the gradients of the models that the update accumulated into."""
+        if executor.updates_in_backward:
+            raise ModelError(
+                "LossTerms over several micro-batches are corrected after the last one, but the optimizer updates in "
+                "the backward: pass their mean, or set gradient_accumulation_steps=1"
+            )
+        for model in self._accumulation.models:
+            strategy = self._prepared.strategy_of(model) or Alone(model)
+            strategy.multiply([p.grad for p in model.parameters() if p.grad is not None], factor)
+
+    def state_dict(self) -> State:
+        return self._normaliser.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        self._normaliser.load_state_dict(state)
+
+    def free_memory(self) -> None:
+        self._prepared.release()
+        self._accumulation.reset()
+        clear_device_cache(garbage_collection=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
-from windlass.accelerator.loop_content import LoopContent, check_fits
 from windlass.accelerator.prepared import Prepared
-from windlass.accelerator.saved_parts import ModelState
+from windlass.accelerator.saved_parts import LoopContent, ModelState, check_fits
 from windlass.accelerator.setup import Setup
 from windlass.accelerator.value_files import warn_if_unsafe
 from windlass.checkpoint.background import Ended, Saver, SeenCommit
@@ -30,11 +30,10 @@ from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import Store
 from windlass.config.loop_options import ProjectConfiguration
-from windlass.config.refusal import refuse
-from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, Problem, refuse
 from windlass.core.locations import is_url, local_folder, parent_of
 from windlass.core.logs import get_logger
-from windlass.core.threads import thread_count, warn_of_other_threads
+from windlass.core.threads import THREADS, warn_of_other_threads
 from windlass.dist.gang import Gang
 
 _log = get_logger(__name__)
@@ -183,7 +182,7 @@ class LoopSaver:
         hooked.clear()  # of a save that was interrupted
         try:
             content = self._with_models(store, step, models, states, hooked)
-            meta = {"windlass": "loop", **thread_count()}
+            meta = {"windlass": "loop", THREADS: torch.get_num_threads()}
             saver.save(step, content, meta=meta, background=background, ended=ended)
         except BaseException:
             hooked.clear()

@@ -159,8 +159,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._under_way = False
         self.step_was_skipped = not applied
         self.updates += applied
-        beacon().step(self.updates)
-        beacon().call(f"{AFTER}update")
+        beacon().call(f"{AFTER}update", self.updates)
         return value
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

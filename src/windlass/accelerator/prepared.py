@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from windlass.accelerator.loose_tensors import LooseTensors
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.checkpoint.restorable import check_restorable
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.module_state import customizes_state
-from windlass.core.types import Stateful
+from windlass.core.types import State, Stateful
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.engine.fused import FusedExecutor
 from windlass.engine.native import NativeExecutor
@@ -31,6 +30,48 @@ from windlass.transforms.ddp import Replicated
 from windlass.transforms.rebind import names_of, rebind
 from windlass.transforms.strategy import Strategy
 from windlass.zero.zero_executor import ZeroExecutor
+
+
+class LooseTensors:
+    """Saves and restores such tensors, in place.
+
+    Args:
+        tensors: by name, which is the place in the optimizers: "OPTIMIZER_GROUP_POSITION", counted from 0.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @property
+    def module(self) -> nn.Module:
+        """A module whose parameters they are, for their names in the state of optimizers."""
+        return _Holder(self._tensors)
+
+    def state_dict(self) -> State:
+        return {name: tensor.detach() for name, tensor in self._tensors.items()}
+
+    def load_state_dict(self, state: State) -> None:
+        shapes = {name: list(tensor.shape) for name, tensor in self._tensors.items()}
+        saved = {name: list(tensor.shape) for name, tensor in state.items()}
+        if shapes != saved:
+            raise CheckpointError(
+                f"the tensors of no model in the checkpoint are {saved}, and those of the optimizers are {shapes}: "
+                "build and prepare the optimizers as they were when it was saved"
+            )
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                tensor.copy_(state[name])
+
+
+class _Holder(nn.Module):
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        # `register_parameter` refuses tensors that are not `nn.Parameter`s.
+        self._parameters.update(tensors)  # type: ignore[arg-type]
+
 
 _log = get_logger(__name__)
 LoopExecutor = NativeExecutor | ZeroExecutor

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.optimizer import PreparedOptimizer
-from windlass.optim.schedule_state import load_data, state_as_data
+from windlass.optim.schedule import load_data, state_as_data
 
 Unit = Literal["loader_batch", "optimizer_step", "call"]
 
@@ -83,7 +83,7 @@ class PreparedSchedule:
         return self.scheduler.get_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the user's schedule as data (`optim/schedule_state.py`)."""
+        """The state of the user's schedule as data (`optim/schedule.py`)."""
         return state_as_data(self.scheduler)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

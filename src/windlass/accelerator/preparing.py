@@ -15,12 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.engine import LoopEngine
 from windlass.accelerator.forward import extract_model_from_parallel, mix_precision, refuse_raw_forward
-from windlass.accelerator.loop_settings import LoopSettings
 from windlass.accelerator.offloaded_weights import has_offloaded_params
 from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared import Prepared, parameters_of
 from windlass.accelerator.prepared_schedule import PreparedSchedule
-from windlass.accelerator.setup import Setup
+from windlass.accelerator.setup import LoopSettings, Setup
 from windlass.accelerator.zero_engines import ZeroEngines
 from windlass.config.deepspeed import stage_of
 from windlass.config.plan import DistPlan
@@ -32,7 +31,7 @@ from windlass.data.workers import start_timeout
 from windlass.dist.alike import check_alike, model_facts, optimizer_facts
 from windlass.dist.gang import Gang
 from windlass.optim.resolution import warn_of_lost_updates
-from windlass.precision.check import check_weights
+from windlass.precision.dtypes import check_weights
 from windlass.transforms.alone import Alone
 from windlass.transforms.compile import apply_compile
 from windlass.transforms.ddp import Replicated

@@ -10,8 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from windlass.config.loop_options import ProfileKwargs
-from windlass.config.refusal import refuse
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.logs import get_logger
 
 logger = get_logger(__name__)

@@ -12,9 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from windlass.accelerator.setup import Setup
 from windlass.config.deepspeed import AUTO, RunValues, completed, for_engine, in_precision, value_at
-from windlass.config.refusal import refuse
-from windlass.config.strategy_plans import ZeroPlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.plan import ZeroPlan
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.zero.building import of_plan
 from windlass.zero.library import make_schedule
 from windlass.zero.zero_executor import ZeroExecutor

@@ -7,11 +7,9 @@ from typing import Any
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.deepspeed import ARGUMENTS, SIZES, RunValues, completed, for_engine, in_precision
-from windlass.config.plan import CallPlan, DistPlan, OptimizerPlan, UpdateSize
-from windlass.config.refusal import refuse
+from windlass.config.plan import CallPlan, DistPlan, OptimizerPlan, UpdateSize, ZeroPlan
 from windlass.config.sections.setting import default_of
-from windlass.config.strategy_plans import ZeroPlan
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, refuse
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 

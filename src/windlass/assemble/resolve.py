@@ -13,16 +13,15 @@ from typing import Any, Literal
 
 from windlass.assemble.batch import resolve_batches
 from windlass.assemble.engine_values import engine_clipping, with_engine
-from windlass.assemble.facts import Facts
-from windlass.assemble.rules import MAX_STEPS, broken_rules, is_share
+from windlass.assemble.rules import MAX_STEPS, Facts, broken_rules, is_share
 from windlass.config import accelerator_config
 from windlass.config.arguments import TrainingArguments
-from windlass.config.json_document import mapping
-from windlass.config.parallel.from_launcher import from_environment
-from windlass.config.parallel.from_script import from_arguments
+from windlass.config.enums import IN_BACKWARD_OPTIMIZERS
+from windlass.config.kinds import mapping, options_from, seconds, size_in_bytes
+from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import Parallel, dtype_plans, parallel_problems, plan_parallel
 from windlass.config.parallel.rows_training import DDP_FIND_UNUSED
-from windlass.config.parallel.settings import merge
+from windlass.config.parallel.sources import from_arguments, from_environment
 from windlass.config.plan import (
     CadencePlan,
     CallPlan,
@@ -38,13 +37,11 @@ from windlass.config.plan import (
     SchedulePlan,
     StabilityPlan,
     TransformPlan,
+    ZeroPlan,
 )
-from windlass.config.quantities import options_from, seconds, size_in_bytes
-from windlass.config.refusal import refuse
 from windlass.config.sections.fields import OptimisationSection
-from windlass.config.strategy_plans import ZeroPlan
-from windlass.config.support_rows import IN_BACKWARD_OPTIMIZERS
 from windlass.config.validate import check
+from windlass.core.errors import refuse
 from windlass.core.mesh import Mesh
 from windlass.core.world import World
 

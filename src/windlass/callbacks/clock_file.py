@@ -14,11 +14,8 @@ import threading
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from windlass.core.clock import LATEST
-from windlass.core.output_folder import OutputFolder
-from windlass.core.plain_text import parse_json
-from windlass.core.run_clock import KINDS, ClockReading, RunClock
-from windlass.core.whole_file import BINARY, NO_FOLLOW
+from windlass.core.run_clock import KINDS, LATEST, ClockReading, RunClock
+from windlass.core.whole_file import BINARY, NO_FOLLOW, OutputFolder, parse_json
 
 CLOCK = ".windlass-clock.json"
 _SECONDS = 1.0  # between two writes

@@ -7,8 +7,7 @@ from typing import Any
 from windlass.callbacks.rows import Logs
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
-from windlass.config.refusal import refuse
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.events import ExportableState, TrainerControl, TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.metric_values import number_in

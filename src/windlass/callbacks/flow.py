@@ -18,13 +18,14 @@ class DefaultFlowCallback(TrainerCallback):
     def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> TrainerControl:
         step = state.global_step
         last = step >= state.max_steps
-        by_steps = args.logging_strategy == "steps" and _on_stride(step, state.logging_steps)
+        log, evaluate, save = state.logging_steps, state.eval_steps, state.save_steps
+        by_steps = args.logging_strategy == "steps" and log > 0 and step % log == 0
         if by_steps or (step == 1 and args.logging_first_step):
             control.should_log = True
         may_evaluate = args.eval_strategy == "steps" and args.eval_delay <= step
-        if may_evaluate and (last or _on_stride(step, state.eval_steps)):
+        if may_evaluate and (last or (evaluate > 0 and step % evaluate == 0)):
             control.should_evaluate = True
-        if args.save_strategy == "steps" and (last or _on_stride(step, state.save_steps)):
+        if args.save_strategy == "steps" and (last or (save > 0 and step % save == 0)):
             control.should_save = True
         if last:
             control.should_training_stop = True
@@ -40,7 +41,3 @@ class DefaultFlowCallback(TrainerCallback):
         if args.save_strategy == "epoch":
             control.should_save = True
         return control
-
-
-def _on_stride(step: int, stride: int) -> bool:
-    return stride > 0 and step % stride == 0

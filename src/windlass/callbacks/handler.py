@@ -152,11 +152,15 @@ class CallbackHandler:
         replaced = "call_event" in self.__dict__ or type(self).call_event is not CallbackHandler.call_event
         self.heard = frozenset(e for e in EVENTS if replaced or self._listeners[e])
 
-    def listens(self, event: str) -> bool:
-        """Return True if a callback listens to this event.
+    def begin_step(self, control: TrainerControl) -> frozenset[str]:
+        """Reset the requests of the previous step; return the events that have listeners now."""
+        if len(self.callbacks) != self._known:  # scripts also edit the list itself
+            self.refresh()
+        control.should_log = control.should_evaluate = control.should_save = False
+        return self.heard
 
-        A caller that skips `fire` without listeners must clear the control flags itself (`control.new_step()`).
-        """
+    def listens(self, event: str) -> bool:
+        """Return True if a callback listens to this event."""
         if len(self.callbacks) != self._known:  # scripts also edit the list itself
             self.refresh()
         return event in self.heard

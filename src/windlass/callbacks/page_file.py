@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.page_data import page_data
-from windlass.callbacks.page_tables import render_differences, render_facts, render_notes, render_tables
-from windlass.callbacks.report_page import TrainingTime, render_details
+from windlass.callbacks.page_tables import (
+    TrainingTime,
+    render_details,
+    render_differences,
+    render_facts,
+    render_notes,
+    render_tables,
+)
 from windlass.callbacks.rows import Row, described_event, measured
 from windlass.callbacks.run_view import RunView
 from windlass.core.output import in_html

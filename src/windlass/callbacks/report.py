@@ -12,7 +12,7 @@ from typing import Any
 
 from windlass.callbacks.charts import Point
 from windlass.callbacks.page_file import PageRun, render_page
-from windlass.callbacks.report_page import History, TrainingTime, curve, evaluation_losses
+from windlass.callbacks.page_tables import History, TrainingTime, curve, evaluation_losses
 from windlass.callbacks.rows import Row, measured
 from windlass.callbacks.run_record import Record
 from windlass.callbacks.run_view import RunView, read_run

@@ -11,9 +11,7 @@ from windlass.callbacks.rows import Row, repeatable
 from windlass.config.callback_interface import Args
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_logger
-from windlass.core.output_folder import OutputFolder
-from windlass.core.plain_text import parse_json
-from windlass.core.whole_file import BINARY, NO_FOLLOW
+from windlass.core.whole_file import BINARY, NO_FOLLOW, OutputFolder, parse_json
 
 logger = get_logger(__name__)
 

@@ -21,21 +21,18 @@ from typing import Any
 
 from windlass import __version__
 from windlass.callbacks.clock_file import ClockFile, is_seconds, read_clock, rounded
-from windlass.callbacks.row_reader import read_rows
+from windlass.callbacks.metrics_log import read_rows
 from windlass.config.arguments import TrainingArguments, describe, settings_beside, source_of
-from windlass.config.parallel.from_launcher import from_environment
+from windlass.config.parallel.sources import from_environment
 from windlass.config.parallel.table import KEYS
-from windlass.core.clock import LATEST
 from windlass.core.errors import DataError, Preempted
 from windlass.core.logs import get_logger
 from windlass.core.metric_values import plain_metrics
 from windlass.core.optional import is_imported, version_of
-from windlass.core.output_folder import OutputFolder
-from windlass.core.plain_text import parse_json
 from windlass.core.redact import is_secret_name, redact_command, redact_text, redact_value
-from windlass.core.run_clock import run_clock
+from windlass.core.run_clock import LATEST, run_clock
 from windlass.core.script_command import Needs
-from windlass.core.whole_file import write_whole
+from windlass.core.whole_file import OutputFolder, parse_json, write_whole
 from windlass.core.world import LAUNCH_VARIABLE, world_from_environment
 
 logger = get_logger(__name__)

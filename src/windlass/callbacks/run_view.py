@@ -6,8 +6,6 @@ goes on, that was killed, or that was copied from another machine. What is damag
 
 from __future__ import annotations
 
-import contextlib
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,19 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from windlass.callbacks.clock_file import read_clock
-from windlass.callbacks.metrics_log import FILE_NAME
-from windlass.callbacks.row_reader import UNFINISHED, whole_rows
+from windlass.callbacks.metrics_log import FILE_NAME, UNFINISHED, whole_rows
 from windlass.callbacks.rows import Row, described_event
 from windlass.callbacks.run_record import RECORD, Record, ended_at, memory_of, read_failures, read_record
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import (
-    MANIFEST_NAME,
-    CheckpointInfo,
     check_content,
-    check_sizes,
     read_manifest,
 )
 from windlass.checkpoint.run_lock import holder_of
+from windlass.checkpoint.survey import Found, step_in, survey
 from windlass.core.errors import CheckpointError, DataError
 from windlass.core.run_clock import KINDS, STOPPED, ClockReading
 from windlass.core.upload_log import read_uploads
@@ -35,7 +30,6 @@ from windlass.core.upload_log import read_uploads
 Sureness = Literal["certain", "likely", "unknown"]
 # A run writes its clock once a second; after so many without a change it is not this folder that it writes to.
 PATIENCE = 15.0
-_CHECKPOINT = re.compile(r"(?:replaced-)?checkpoint-(\d{1,18})")
 _MOST_NOTES = 5  # of one kind
 
 
@@ -289,44 +283,35 @@ def _rows(folder: Path, strict: bool, notes: list[str], whole: tuple[list[Row], 
 
 
 def _checkpoints(folder: Path) -> list[CheckpointView]:
-    found: list[tuple[tuple[int, int], CheckpointView, CheckpointInfo | None]] = []
-    for path in folder.iterdir():
-        name = _CHECKPOINT.fullmatch(path.name)
-        successor = path.with_name(path.name.removeprefix("replaced-"))
-        if name is None or not path.is_dir() or (successor != path and (successor / MANIFEST_NAME).is_file()):
-            continue
-        found.append(_checkpoint(path, int(name[1])))
-    found.sort(key=lambda one: one[0])
-    bests = [
-        info.meta.get("best_metric") for _, one, info in found if info is not None and one.problem is None
-    ]
-    best = bests[-1] if bests else None
-    return [replace(one, is_best=best is not None and one.metric == best) for _, one, _ in found]
+    found = [(one, _problem(one)) for one in survey(folder)]
+    whole = [one.info for one, problem in found if one.info is not None and problem is None]
+    best = whole[-1].meta.get("best_metric") if whole else None
+    return [_checkpoint(one, problem, best) for one, problem in found]
 
 
-def _checkpoint(path: Path, step: int) -> tuple[tuple[int, int], CheckpointView, CheckpointInfo | None]:
-    info, problem, saved_at = None, None, None
-    with contextlib.suppress(OSError):
-        saved_at = (path / MANIFEST_NAME).stat().st_mtime
-    try:
-        info = read_manifest(path, Files())
-        check_sizes(info)
-        if not info.complete:
-            problem = f"it has the files of {len(info.held)} of {info.nodes} machines"
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
-    view = CheckpointView(path, step, saved_at, problem=problem)
+def _problem(found: Found) -> str | None:
+    info = found.info
+    if found.problem is not None or info is None or info.complete:
+        return found.problem
+    return f"it has the files of {len(info.held)} of {info.nodes} machines"
+
+
+def _checkpoint(found: Found, problem: str | None, best: Any) -> CheckpointView:
+    info = found.info
     if info is None:
-        return (-1, step), view, None
+        return CheckpointView(found.path, step_in(found.path) or 0, found.saved_at, problem=problem)
     metric = info.meta.get("metric")
-    view = replace(
-        view,
-        step=info.step,
-        nbytes=info.nbytes,
-        metric=metric if isinstance(metric, float) else None,
+    metric = metric if isinstance(metric, float) else None
+    return CheckpointView(
+        found.path,
+        info.step,
+        found.saved_at,
+        info.nbytes,
+        metric,
+        is_best=best is not None and metric == best,
         ephemeral=info.meta.get("ephemeral") is True,
+        problem=problem,
     )
-    return info.order, view, info
 
 
 def verify(checkpoint: CheckpointView) -> CheckpointView:

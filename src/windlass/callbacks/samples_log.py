@@ -18,8 +18,7 @@ from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
-from windlass.core.plain_text import parse_json
-from windlass.core.whole_file import write_whole
+from windlass.core.whole_file import parse_json, write_whole
 
 logger = get_logger(__name__)
 

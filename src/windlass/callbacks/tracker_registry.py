@@ -20,9 +20,8 @@ from windlass.callbacks.trackers.swanlab import SwanLabTracker
 from windlass.callbacks.trackers.tensorboard import TensorBoardTracker
 from windlass.callbacks.trackers.trackio import TrackioTracker
 from windlass.callbacks.trackers.wandb import WandBTracker
-from windlass.config.refusal import refuse
-from windlass.config.support_rows import REPORT
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.enums import REPORT
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.optional import is_available, require
 
 # Name of a tracker -> keywords for it.

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from windlass.checkpoint.names import canonical_names
 from windlass.config.callback_interface import Args, Control, TrainerCallback
-from windlass.config.refusal import refuse
-from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, Problem, refuse
 from windlass.core.events import TrainerState
 from windlass.core.module_state import kept_elsewhere
 from windlass.core.types import State

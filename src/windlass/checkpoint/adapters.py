@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.deferred import read_held
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import canonical_names, counted
-from windlass.checkpoint.tensor_file import open_tensors
+from windlass.checkpoint.tensor_file import open_tensors, read_held
 from windlass.checkpoint.weights import misfits
 from windlass.core.errors import CheckpointError
 from windlass.core.module_state import full_state_dict, state_was_loaded, values_of
@@ -127,42 +126,6 @@ def find_adapter(model: nn.Module) -> Adapter | None:
             buffers = dict(model.named_buffers(remove_duplicate=False)).keys() & state.keys()
             return Adapter(model, name, names, frozenset(buffers - names.keys()))
     return None
-
-
-class KnownAdapter:
-    """The adapter of one model and the fingerprint of its base, computed again only after they may have changed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._trained: list[int] | None = None
-        self._adapter: Adapter | None = None
-        self._frozen: list[tuple[int, int, int]] | None = None
-        self._fingerprint: dict[str, list[Any]] = {}
-
-    def find(self) -> Adapter | None:
-        """See `find_adapter`: peft may look a configuration up over the network."""
-        trained = [id(p) for p in self._model.parameters() if p.requires_grad]
-        if self._trained != trained:
-            self._trained, self._frozen = trained, None
-            self._adapter = find_adapter(self._model)
-        return self._adapter
-
-    def fingerprint(self) -> dict[str, list[Any]]:
-        """See `Adapter.fingerprint`. All ranks must have changed the same weights since the last call."""
-        assert self._adapter is not None
-        # A change in place increases the version of a weight; another weight has another address.
-        values = values_of(self._model)
-        held = [values[name] for name, p in self._model.named_parameters() if not p.requires_grad]
-        frozen = [(id(value), address(local(value)), _version_of(value)) for value in held]
-        if self._frozen != frozen:
-            self._frozen, self._fingerprint = frozen, self._adapter.fingerprint()
-        return self._fingerprint
-
-
-def _version_of(value: Tensor) -> int:
-    """How often a weight, or this rank's part of it, was changed in place."""
-    mine: Tensor | None = getattr(value, "mine", value)
-    return 0 if mine is None else mine._version
 
 
 def _names_in_file(model: nn.Module, adapter: str, state: Mapping[str, Tensor]) -> dict[str, str]:

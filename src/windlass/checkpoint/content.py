@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint.codec import Encoded, encoded, state_bytes, state_files
+from windlass.checkpoint.codec import Encoded, as_tensors, encoded, state_bytes, state_files
 from windlass.checkpoint.history import History
-from windlass.checkpoint.model_values import as_tensors
 from windlass.checkpoint.sharded import RankParts
-from windlass.checkpoint.split import LARGEST_FILE, SPLIT_INDEX_NAME, is_split, save_split
+from windlass.checkpoint.split import SPLIT_INDEX_NAME, save_split
 from windlass.checkpoint.staged import StagedCheckpoint, rank_stem
 from windlass.checkpoint.tensor_file import nbytes
-from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights, weights_bytes
+from windlass.checkpoint.weights import LARGEST_FILE, WEIGHTS_NAME, is_split, save_weights, weights_bytes
 from windlass.core.types import State
 
 _MARGIN = 1 << 20  # bytes of JSON, headers and file system blocks beside the tensors

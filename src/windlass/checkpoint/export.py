@@ -20,12 +20,11 @@ from torch import Tensor
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from windlass.checkpoint.deferred import Shaped
 from windlass.checkpoint.files import CHUNK, FileEntry, Files
 from windlass.checkpoint.manifest import MANIFEST_NAME
 from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME, stream_split
 from windlass.checkpoint.stored import Folder, StoredTensors, find_weights, open_optimizer, open_weights
-from windlass.checkpoint.tensor_file import stream_tensors
+from windlass.checkpoint.tensor_file import Shaped, stream_tensors
 from windlass.checkpoint.weights import WEIGHTS_NAME, with_aliases
 from windlass.core.errors import CheckpointError
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,13 +17,13 @@ from windlass.checkpoint.codec import Encoded, encoded
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.weights import split_aliases
 from windlass.core.logs import get_logger
-from windlass.core.memory import available_memory
 from windlass.core.types import State
 from windlass.dist.gang import Gang
 
 _logger = get_logger(__name__)
 # Of the memory that the host has left, copies take at most this share: training needs some too.
 _SHARE = 0.8
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 class HostMemory:
@@ -158,3 +159,33 @@ def devices_of(content: Content) -> set[torch.device]:
         for tensor in group.values()
         if tensor.device.type not in ("cpu", "xla")
     }
+
+
+def available_memory() -> int | None:
+    """Bytes of host memory that can still be taken without swapping, within the limits of the container; None where
+    nothing tells (other systems than Linux).
+    """
+    known = [value for value in (_of_machine(), _of_container()) if value is not None]
+    return min(known, default=None)
+
+
+def _of_machine() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:
+        return None
+    line = next((line for line in lines if line.startswith("MemAvailable:")), None)
+    return None if line is None else int(line.split()[1]) * 1024
+
+
+def _of_container() -> int | None:
+    """Of a version 2 control group: its limit, less what it holds that cannot be given back."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text("ascii").strip()
+        if limit == "max":
+            return None
+        used = int((_CGROUP / "memory.current").read_text("ascii"))
+        stats = dict(line.split() for line in (_CGROUP / "memory.stat").read_text("ascii").splitlines())
+        return max(int(limit) - used + int(stats.get("inactive_file", 0)), 0)
+    except (OSError, ValueError):
+        return None

@@ -37,11 +37,6 @@ class Disks:
         """The rank that creates, commits and removes the folders on this node."""
         return self.members[0]
 
-    @property
-    def others(self) -> tuple[int, ...]:
-        """The ranks that write into the folders of the writer rank."""
-        return self.members[1:]
-
 
 def whole_on_one_disk(disks: Disks, field: str, folder: str) -> ConfigError:
     """The error of a checkpoint of whole tensors, which one rank writes, in a folder on several disks.

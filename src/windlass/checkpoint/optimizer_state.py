@@ -8,16 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.deferred import Deferred
 from windlass.checkpoint.names import canonical_names, counted, shorten
 from windlass.checkpoint.packed import is_packed_map, join_packed, split_packed
 from windlass.checkpoint.sharded import Parts
 from windlass.checkpoint.stage_state import is_in_stages, joined_state
+from windlass.checkpoint.tensor_file import Deferred
 from windlass.core.errors import CheckpointError
 from windlass.core.trees import map_leaves
 from windlass.core.types import State
-from windlass.dist.absent import Absent
-from windlass.dist.sharded import copy_whole_, from_part, is_sharded, local, part, shard_like, whole_on_first
+from windlass.dist.sharded import (
+    Absent,
+    copy_whole_,
+    from_part,
+    is_sharded,
+    local,
+    part,
+    shard_like,
+    whole_on_first,
+)
 
 # Options of the implementation, which do not change results: the present ones are kept.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})

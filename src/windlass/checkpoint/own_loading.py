@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.model_values import naming, same_value
+from windlass.checkpoint.codec import naming, same_value
 from windlass.checkpoint.names import shorten
 from windlass.core.errors import CheckpointError
 from windlass.core.module_state import modules_with_extra_state

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.checkpoint.deferred import Deferred
+from windlass.checkpoint.tensor_file import Deferred
 from windlass.core.errors import CheckpointError
 from windlass.core.trees import map_leaves
 from windlass.dist.sharded import Part, copies, from_part, is_sharded, local, part, shard_flat

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.deferred import Shaped, TensorSource
-from windlass.checkpoint.model_values import is_plain
+from windlass.checkpoint.codec import is_one_tensor
 from windlass.checkpoint.names import canonical_names
+from windlass.checkpoint.tensor_file import Shaped, TensorSource
 from windlass.core.logs import get_logger, warn_once
 from windlass.dist.sharded import Part
 
@@ -66,7 +66,7 @@ class FileLayout:
         names = canonical_names(state)
         ignored = ignored_names(self._model)
         kept = {names[name]: value for name, value in state.items() if names[name] not in ignored}
-        plain = {name: value for name, value in kept.items() if is_plain(value)}
+        plain = {name: value for name, value in kept.items() if is_one_tensor(value)}
         modeling = _module("modeling_utils")
         if not hasattr(modeling, "remove_tied_weights_from_state_dict"):
             return kept
@@ -86,14 +86,14 @@ class FileLayout:
         """
         if not self._can_be_loaded(state):
             return dict(state)
-        plain = {name: value.detach() for name, value in state.items() if is_plain(value)}
+        plain = {name: value.detach() for name, value in state.items() if is_one_tensor(value)}
         written: dict[str, Tensor] = _core_loading().revert_weight_conversion(self._model, plain)
         return {**written, **{name: value for name, value in state.items() if name not in plain}}
 
     def _can_be_loaded(self, state: Mapping[str, Tensor]) -> bool:
         """Return True if what would be written gives the same names and shapes when it is loaded."""
         if self._is_invertible is None:
-            shaped = {name: _shaped(value) for name, value in state.items() if is_plain(value)}
+            shaped = {name: _shaped(value) for name, value in state.items() if is_one_tensor(value)}
             try:
                 self._is_invertible = self._comes_back(shaped)
             except Exception as error:  # of a conversion that does not fit this model

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.checkpoint.manifest import CheckpointInfo
-from windlass.checkpoint.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +68,3 @@ def metric_of(info: CheckpointInfo) -> float | None:
 def _lasting_name(path: Path) -> str:
     """The name of a checkpoint, which is another one between the two renames of its replacement."""
     return path.name.removeprefix("replaced-")
-
-
-def prune(store: Store, policy: Retention, protected: Iterable[Path] = ()) -> list[Path]:
-    """Remove surplus checkpoints; return their folders. Damaged ones do not count and are not removed. Raises OSError
-    if the disk refused.
-    """
-    removed = []
-    for info in surplus(store.whole(), policy, protected):
-        store.remove(info.path)
-        removed.append(info.path)
-    return removed

@@ -37,9 +37,9 @@ from typing import Any, Self
 
 from windlass.core.errors import WindlassError
 from windlass.core.logs import get_logger
-from windlass.core.plain_text import parse_json
 from windlass.core.process_identity import ProcessIdentity
 from windlass.core.redact import redact_command
+from windlass.core.whole_file import parse_json
 
 if sys.platform != "win32":
     import fcntl
@@ -96,8 +96,7 @@ class RunLock:
             FolderInUse: another run holds it. OSError: the folder cannot be written.
         """
         if self.held:
-            found = _read(self.path)
-            if found is not None and found.token == self.token:
+            if self._is_own():
                 return
             self.forget()  # the folder was removed, or another run took the lock over
         try:
@@ -111,13 +110,18 @@ class RunLock:
         """Release the lock. A file that cannot be removed is free once this process has ended."""
         if not self.held:
             return
-        found = None
+        is_own = False
         with contextlib.suppress(OSError):
-            found = _read(self.path)
+            is_own = self._is_own()
         self.forget()
-        if found is not None and found.token == self.token:
+        if is_own:
             with contextlib.suppress(OSError):
                 self.path.unlink()
+
+    def _is_own(self) -> bool:
+        """Return True if the lock file is the one that this object made: a record names its own token alone."""
+        content = _content(self.path)
+        return content is not None and self.token.encode() in content[0]
 
     def release_after(self, wait: Callable[[], None]) -> None:
         """Release the lock in another thread after `wait`; other objects of this process wait for it."""
@@ -241,8 +245,13 @@ def _keep_beating() -> None:
 def _beat_for_ever() -> None:
     while True:
         time.sleep(BEAT)
-        for lock in list(_held.values()):
-            lock.beat()
+        _beat_all()
+
+
+def _beat_all() -> None:
+    # A function of its own: its variables would keep a lock alive until the next beat.
+    for lock in list(_held.values()):
+        lock.beat()
 
 
 def _is_ending(token: str) -> bool:
@@ -303,9 +312,9 @@ class _FoundLock:
         return None if self.identity is None else self.identity.runs()
 
 
-def _read(path: Path) -> _FoundLock | None:
-    """The lock file at `path`; None if there is none. Raises PermissionError, which names its owner, if this user may
-    not read it.
+def _content(path: Path) -> tuple[bytes, bool] | None:
+    """The bytes of the lock file at `path`, and whether another process holds the system's lock on it; None if there is
+    none. Raises PermissionError, which names its owner, if this user may not read it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -315,9 +324,18 @@ def _read(path: Path) -> _FoundLock | None:
         problem = f"this user may not read the lock {path.name} in it, which belongs to {_owner(path)}"
         raise PermissionError(error.errno, problem, str(path)) from None
     try:
-        locked, content = _is_locked(descriptor), os.read(descriptor, _MAX_BYTES)
+        locked = _is_locked(descriptor)
+        return os.read(descriptor, _MAX_BYTES), locked
     finally:
         os.close(descriptor)
+
+
+def _read(path: Path) -> _FoundLock | None:
+    """The lock at `path`; see `_content`."""
+    found = _content(path)
+    if found is None:
+        return None
+    content, locked = found
     record: Any = None
     with contextlib.suppress(ValueError):
         record = parse_json(content)

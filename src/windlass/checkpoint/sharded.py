@@ -29,11 +29,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from windlass.checkpoint import strict_json
-from windlass.checkpoint.deferred import Shaped, TensorSource, empty_host
+from windlass.checkpoint.codec import is_of_value
 from windlass.checkpoint.files import FileEntry, Files
-from windlass.checkpoint.model_values import is_of_value
 from windlass.checkpoint.names import shorten
-from windlass.checkpoint.tensor_file import CODES, DTYPES, TensorFile, nbytes, open_tensors, write_tensors
+from windlass.checkpoint.tensor_file import (
+    CODES,
+    DTYPES,
+    Shaped,
+    TensorFile,
+    TensorSource,
+    empty_host,
+    nbytes,
+    open_tensors,
+    write_tensors,
+)
 from windlass.checkpoint.weights import fill, stored_state
 from windlass.core.errors import CheckpointError
 from windlass.core.types import State

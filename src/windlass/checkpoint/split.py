@@ -10,20 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from windlass.checkpoint.deferred import Shaped
 from windlass.checkpoint.files import FileEntry, Files
 from windlass.checkpoint.names import canonical_names
-from windlass.checkpoint.tensor_file import check_tensor, stream_tensors
-from windlass.checkpoint.weights import WEIGHTS_NAME, stored_state, weights_bytes, with_aliases
+from windlass.checkpoint.tensor_file import Shaped, check_tensor, stream_tensors
+from windlass.checkpoint.weights import WEIGHTS_NAME, stored_state, with_aliases
 
 SPLIT_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 SPLIT_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-LARGEST_FILE = 50 * 10**9  # bytes of tensors: as in `save_pretrained`, because the Hub takes no larger file
-
-
-def is_split(name: str, state: Mapping[str, Any]) -> bool:
-    """Return True if the weights `state` are too large for one file `name`, so that they are written as several."""
-    return name.rpartition("/")[2] == WEIGHTS_NAME and len(state) > 1 and weights_bytes(state) > LARGEST_FILE
 
 
 def save_split(

@@ -62,6 +62,8 @@ class StagedCheckpoint:
         self.step, self.meta = step, meta
         self._rank, self._ranks, self.files = rank, ranks, files
         self._disks = disks or Disks.shared(ranks)
+        writer, *self._others = self._disks.members
+        self._is_writer = rank == writer
         self._planned = frozenset(names)
         self._written: dict[str, FileEntry] = {}
         self._sealed = False
@@ -105,8 +107,7 @@ class StagedCheckpoint:
         """Make everything this rank wrote durable and known. The writer rank hashes files that other code put into the
         folder; the other ranks leave it a list of their files, which is the last file they write.
         """
-        is_writer = self._rank == self._disks.writer_rank
-        if is_writer:
+        if self._is_writer:
             self._adopt(self.folder, "")
         absent = self._planned - self._written.keys()
         if absent:
@@ -114,7 +115,7 @@ class StagedCheckpoint:
                 f"{self.folder} lacks files that were to be written: {shorten(sorted(absent))}"
             )
         self.files.sync_folder(self.folder)
-        if not is_writer:
+        if not self._is_writer:
             path = self.folder / f"{rank_stem(self._rank)}.files.json"
             self.files.write(path, [strict_json.dump(listing(self._written), path.name)])
         self._sealed = True
@@ -137,7 +138,7 @@ class StagedCheckpoint:
     def is_sealed_by_others(self) -> bool:
         """On the writer rank: return True if every other rank of this disk has written its list of files, its last."""
         try:
-            for rank in self._disks.others:
+            for rank in self._others:
                 self._list_of(rank)
         except (CheckpointError, OSError):
             return False
@@ -174,7 +175,7 @@ class StagedCheckpoint:
 
     def _entries_of_others(self) -> dict[str, FileEntry]:
         entries: dict[str, FileEntry] = {}
-        for rank in self._disks.others:
+        for rank in self._others:
             path, listed = self._list_of(rank)
             entries |= {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in listed.items()}
             self.files.remove_file(path)

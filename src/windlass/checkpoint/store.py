@@ -28,7 +28,7 @@ from windlass.checkpoint.nodes import Disks
 from windlass.checkpoint.staged import StagedCheckpoint, folder_pattern
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
-from windlass.core.output_folder import OutputFolder
+from windlass.core.whole_file import OutputFolder
 from windlass.dist.gang import Gang
 
 _logger = get_logger(__name__)
@@ -72,6 +72,9 @@ class Store:
         all_ranks: the ranks that save together; one by default.
         disks: which ranks see the same folder; all by default.
         name: of the folder of a checkpoint; without `{step}` there is one folder, which each save replaces.
+
+    Attributes:
+        is_writer: this rank creates, commits and removes the folders of its disk; the others only write into them.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Store:
         self.rank, self.ranks = all_ranks.rank, all_ranks.size
         self.vote, self.barrier, self.gather = all_ranks.vote, all_ranks.barrier, all_ranks.gather_objects
         self.disks = disks or Disks.shared(all_ranks.size)
+        self.is_writer = self.rank == self.disks.writer_rank
         self._on_all: _Order | None = None
         self.files = files or Files()
         self._folder_watch: OutputFolder | None = None
@@ -308,11 +312,6 @@ class Store:
         all of them. That is the previous one, until the ranks have agreed again.
         """
         return [] if self._on_all is None else [i.path for i in self.list() if i.order == self._on_all]
-
-    @property
-    def is_writer(self) -> bool:
-        """True if this rank creates, commits and removes the folders of its disk; the others only write into them."""
-        return self.rank == self.disks.writer_rank
 
     @property
     def writers(self) -> int:

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from windlass.checkpoint import codec, strict_json
 from windlass.checkpoint.adapters import ADAPTER_WEIGHTS, BASE_STATE, load_adapter
-from windlass.checkpoint.deferred import Shaped, TensorSource
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from windlass.checkpoint.names import shorten
 from windlass.checkpoint.sharded import index_name, open_parts
 from windlass.checkpoint.split import SPLIT_FILE, SPLIT_INDEX_NAME
-from windlass.checkpoint.tensor_file import TensorFile, open_tensors
+from windlass.checkpoint.tensor_file import Shaped, TensorFile, TensorSource, open_tensors
 from windlass.checkpoint.verified import VerifiedFiles
 from windlass.checkpoint.weights import WEIGHTS_NAME, fill, load_weights, read_aliases
 from windlass.core.errors import CheckpointError

@@ -1,8 +1,9 @@
-"""Lists the checkpoints in a run's folder, damaged ones too, for the command line."""
+"""Lists the checkpoints in a run's folder, damaged ones too, for the command line and for pages. Needs no torch."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,12 @@ from typing import Any
 
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.foreign import format_of
 from windlass.checkpoint.manifest import MANIFEST_NAME, CheckpointInfo, check_sizes, read_manifest
 from windlass.checkpoint.retention import best_of
-from windlass.checkpoint.store import Store
 from windlass.checkpoint.verified import VerifiedFiles
 from windlass.core.errors import CheckpointError
+
+_FOLDER = re.compile(r"(?:replaced-)?checkpoint-(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +31,23 @@ class Found:
     saved_at: float | None
 
 
-def survey(store: Store) -> list[Found]:
+def survey(folder: Path) -> list[Found]:
     """All checkpoints of a run in order of their commits, those with an unreadable manifest first."""
-    found = [look_at(path) for path in store.folders()]
-    return sorted(found, key=lambda one: (-1, 0) if one.info is None else one.info.order)
+    found = [look_at(path) for path in folder.iterdir() if step_in(path) is not None and path.is_dir()]
+    # One that was replaced counts until its successor is committed.
+    committed = {one.path.name for one in found if one.saved_at is not None}
+    found = [one for one in found if one.path.name.partition("replaced-")[2] not in committed]
+    return sorted(found, key=lambda one: (-1, step_in(one.path) or 0) if one.info is None else one.info.order)
 
 
-def foreign_note(path: Path) -> str | None:
-    """A note on a checkpoint that another program wrote, None for any other folder."""
-    if (found := format_of(path)) is None:
-        return None
-    return f"{found.WRITER} wrote it, without hashes to verify it by; train(resume_from_checkpoint=...) takes its path"
+def step_in(path: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None for another name."""
+    match = _FOLDER.fullmatch(path.name)
+    return None if match is None else int(match[1])
 
 
 def look_at(path: Path) -> Found:
+    """The checkpoint in one folder."""
     info = None
     try:
         saved_at = os.stat(path / MANIFEST_NAME).st_mtime
@@ -53,7 +57,7 @@ def look_at(path: Path) -> Found:
         info = read_manifest(path, Files())
         check_sizes(info)
     except (CheckpointError, OSError) as error:
-        return Found(path, info, foreign_note(path) or str(error), saved_at)
+        return Found(path, info, str(error), saved_at)
     return Found(path, info, None, saved_at)
 
 

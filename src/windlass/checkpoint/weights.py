@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint import strict_json
-from windlass.checkpoint.deferred import TensorSource, read_held
+from windlass.checkpoint.codec import StoredValues, as_tensors, is_one_tensor
 from windlass.checkpoint.files import FileEntry, Files
-from windlass.checkpoint.model_values import StoredValues, as_tensors, is_plain
 from windlass.checkpoint.names import canonical_names, counted, shorten
 from windlass.checkpoint.own_loading import fill_values, hand_over, read_like
 from windlass.checkpoint.pretrained import by_names_in_memory, ignored_names
-from windlass.checkpoint.tensor_file import nbytes, open_tensors, write_tensors
+from windlass.checkpoint.tensor_file import TensorSource, nbytes, open_tensors, read_held, write_tensors
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.module_state import (
@@ -39,6 +38,7 @@ from windlass.dist.sharded import Part, is_in_parts, local, part
 from windlass.dist.views import end_of, overlapping
 
 WEIGHTS_NAME = "model.safetensors"
+LARGEST_FILE = 50 * 10**9  # bytes of tensors: as in `save_pretrained`, because the Hub takes no larger file
 ALIASES_KEY = "windlass.aliases"  # metadata: JSON map of tied name -> name it is stored under
 _COMPARED = 1 << 21  # elements that are compared at once
 _logger = get_logger(__name__)
@@ -67,6 +67,11 @@ def weights_bytes(state_dict: Mapping[str, Any]) -> int:
     """Bytes that `save_weights` will write, without the header."""
     stored, _ = stored_state(state_dict)
     return sum(nbytes(tensor) for tensor in stored.values())
+
+
+def is_split(name: str, state: Mapping[str, Any]) -> bool:
+    """Return True if the weights `state` are too large for one file `name`, so that they are written as several."""
+    return name.rpartition("/")[2] == WEIGHTS_NAME and len(state) > 1 and weights_bytes(state) > LARGEST_FILE
 
 
 def split_aliases(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -131,7 +136,7 @@ def fill(path: Path, file: TensorSource, aliases: Mapping[str, str], model: nn.M
     state, extra = state_of(module), modules_with_extra_state(module)
     names = canonical_names(state)
     # Entries that are values, of any shape, which are not filled in place.
-    raw = {short: name for name, short in names.items() if name in extra or not is_plain(state[name])}
+    raw = {short: name for name, short in names.items() if name in extra or not is_one_tensor(state[name])}
     values = StoredValues(file, frozenset(raw))
     tensors = by_names_in_memory(values.others(), frozenset(names.values()), module)
     targets: dict[str, Tensor] = {short: state[name] for name, short in names.items() if short not in raw}

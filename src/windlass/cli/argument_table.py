@@ -12,12 +12,11 @@ from typing import Any
 
 from windlass.cli.schema import NESTED, Recipe
 from windlass.cli.tasks import TASKS
+from windlass.config.accepting import OLD_NAMES
 from windlass.config.arguments import TrainingArguments
 from windlass.config.documents import Keys
-from windlass.config.enums import OptimizerNames
-from windlass.config.renamed import OLD_NAMES
+from windlass.config.enums import OPTIMIZERS, OptimizerNames
 from windlass.config.sections.setting import default_of, rules_in
-from windlass.config.support_rows import OPTIMIZERS
 
 _TRAINING = "training"
 _TYPES = {

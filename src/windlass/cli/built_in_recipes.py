@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from windlass.config.nearest import nearest
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, nearest
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 DEFAULT = "python-docs"

@@ -26,10 +26,10 @@ def checkpoint_command(words: list[str]) -> int:
 _COMMANDS = {
     "ls": ("checkpoint_listing", "list_command"),
     "verify": ("checkpoint_listing", "verify_command"),
-    "diff": ("checkpoint_diff", "diff_command"),
+    "diff": ("checkpoint_listing", "diff_command"),
     "export": ("checkpoint_export", "export_command"),
     "push": ("checkpoint_push", "push_command"),
-    "prune": ("checkpoint_prune", "prune_command"),
+    "prune": ("checkpoint_listing", "prune_command"),
 }
 
 

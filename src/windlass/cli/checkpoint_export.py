@@ -10,12 +10,10 @@ import torch
 from windlass.checkpoint.export import MAX_SHARD_SIZE, ExportOptions, export_file, export_folder
 from windlass.checkpoint.stored import open_folder
 from windlass.cli.checkpoint_listing import local_path
-from windlass.cli.command_line import DTYPES
-from windlass.cli.sizes import in_words
-from windlass.config.quantities import size_in_bytes
-from windlass.config.refusal import refuse
+from windlass.cli.command_line import DTYPES, in_words
+from windlass.config.kinds import size_in_bytes
 from windlass.config.sections.fields import QAT_SCHEMES, TRAINED_SCHEME
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, refuse
 from windlass.core.locations import is_url
 from windlass.core.output import one_line, say, say_json
 
@@ -33,7 +31,7 @@ def export_command(options: argparse.Namespace) -> int:
         return 0
     source = open_folder(local_path(options.checkpoint))
     if options.quantize:
-        from windlass.finetuning.quantized_export import export_quantized
+        from windlass.finetuning.merging import export_quantized
 
         scheme = export_quantized(source, target, options.quantize, how)
         if not options.json:

@@ -1,21 +1,31 @@
-"""`windlass checkpoint ls` and `verify`: list the checkpoints of a folder, and verify every byte of them."""
+"""`windlass checkpoint ls`, `verify`, `diff` and `prune`: list the checkpoints of a folder, verify every byte of them,
+compare two, and remove all but the newest and the best.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict
 from itertools import groupby
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
+from windlass.checkpoint.compare import Comparison, Difference, compare
+from windlass.checkpoint.foreign import format_of
 from windlass.checkpoint.manifest import CheckpointInfo, lies_elsewhere
-from windlass.checkpoint.retention import metric_of
+from windlass.checkpoint.retention import Retention, metric_of, surplus
+from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import Store, is_checkpoint
-from windlass.checkpoint.survey import Found, RunNotes, foreign_note, look_at, marks_of, notes_of, survey
+from windlass.checkpoint.stored import open_folder
+from windlass.checkpoint.survey import Found, RunNotes, look_at, marks_of, notes_of, survey
+from windlass.cli.command_line import in_words
 from windlass.cli.estimate_memory import print_table
-from windlass.cli.sizes import in_words
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import is_url
 from windlass.core.output import one_line, say, say_json
@@ -41,7 +51,7 @@ def list_command(options: argparse.Namespace) -> int:
 
 def _rows(found: list[Found]) -> list[dict[str, Any]]:
     """Return the values of each row; the marks compare a checkpoint with all of its run."""
-    of_run = survey(Store(found[0].path.resolve().parent))
+    of_run = survey(found[0].path.resolve().parent)
     whole = [one.info for one in of_run if one.info is not None and one.problem is None]
     notes = notes_of(whole)
     return [_row(one, whole, notes) for one in found]
@@ -69,7 +79,7 @@ def _verified(one: Found) -> dict[str, Any]:
         info = Store(one.path.parent).verify(one.path)
     except CheckpointError as error:
         reason = str(error).removeprefix(f"Can't find a valid checkpoint at {one.path}: ")
-        return row | {"problem": foreign_note(one.path) or reason}
+        return row | {"problem": _foreign_note(one.path) or reason}
     return row | {"files": len(info.files), "bytes": info.nbytes, "note": lies_elsewhere(info)}
 
 
@@ -80,7 +90,7 @@ def checkpoints_in(folder: str) -> list[Found]:
     path = local_path(folder)
     if is_one_checkpoint(path):
         return [look_at(path)]
-    found = survey(Store(path)) or [one for run in _runs_below(path) for one in survey(Store(run))]
+    found = survey(path) or [one for run in _runs_below(path) for one in survey(run)]
     if not found:
         raise CheckpointError(f"{path} has no checkpoints, nor has a folder below it")
     return found
@@ -122,8 +132,15 @@ def _row(one: Found, whole: list[CheckpointInfo], notes: RunNotes) -> dict[str, 
         "metric": info and metric_of(info),
         "metric_name": notes.metric,
         "marks": [] if info is None or one.problem else marks_of(info, whole, notes),
-        "problem": one.problem,
+        "problem": one.problem and (_foreign_note(one.path) or one.problem),
     }
+
+
+def _foreign_note(path: Path) -> str | None:
+    """A note on a checkpoint that another program wrote, None for any other folder."""
+    if (found := format_of(path)) is None:
+        return None
+    return f"{found.WRITER} wrote it, without hashes to verify it by; train(resume_from_checkpoint=...) takes its path"
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -138,3 +155,84 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         "whole" if row["problem"] is None else row["problem"],
     )
     return tuple(map(one_line, cells))
+
+
+def prune_command(options: argparse.Namespace) -> int:
+    """Remove complete checkpoints that are not to be kept, and print them; return the exit code.
+
+    The newest and the best of the run, which a resumed run needs, are always kept, and damaged ones are not touched.
+    """
+    keep_last, keep_best, dry_run = options.keep_last, options.keep_best, options.dry_run
+    if keep_last is None and keep_best is None:
+        raise CheckpointError("set what to keep: --keep-last N, --keep-best N or both")
+    store = Store(local_path(options.folder))
+    if is_one_checkpoint(store.root):
+        raise CheckpointError(f"{store.root} is one checkpoint: name its folder, {store.root.parent}")
+    whole = store.whole()
+    if not whole:
+        raise CheckpointError(f"{store.root} has no complete checkpoints")
+    notes = notes_of(whole)
+    if keep_best is not None and all(metric_of(info) is None for info in whole):
+        raise CheckpointError(f"no checkpoint in {store.root} has a metric; use --keep-last")
+    policy = Retention(last=keep_last, best=keep_best, greater_is_better=notes.greater_is_better)
+    going = surplus(whole, policy, [] if notes.best is None else [store.root / notes.best])
+    with nullcontext() if dry_run else RunLock(store.root):
+        for info in going:
+            if not dry_run:
+                store.remove(info.path)
+            done = "would be removed" if dry_run else "removed"
+            if not options.json:
+                say(f"{one_line(info.path)}: {done}, {in_words(info.nbytes)}")
+    if options.json:
+        named = [{"path": info.path, "step": info.step, "bytes": info.nbytes} for info in going]
+        say_json({"removed": not dry_run, "complete": len(whole), "checkpoints": named})
+        return 0
+    freed = in_words(sum(info.nbytes for info in going))
+    say(f"{len(going)} of {len(whole)} complete checkpoints, {freed}")
+    return 0
+
+
+_LISTED = 5  # differences of one file; more are counted
+
+
+def diff_command(options: argparse.Namespace) -> int:
+    """Print the differences; return 0 if there are none, else 1."""
+    found = compare(open_folder(local_path(options.first)), open_folder(local_path(options.second)))
+    if options.json:
+        say_json(asdict(found))
+    else:
+        _print(found)
+    return 0 if found.same else 1
+
+
+def _print(found: Comparison) -> None:
+    for where, group in itertools.groupby(found.differences, key=lambda difference: difference.where):
+        for line in _in_short(list(group)):
+            say(one_line(f"{where}: {line}"))
+    count = len(found.differences)
+    result = "nothing differs" if found.same else f"{count} difference{'' if count == 1 else 's'}"
+    listed = "" if count <= _LISTED else " (--json lists them)"
+    say(f"{result}{listed}; {found.equal_tensors} tensors have equal bits")
+
+
+def _in_short(differences: list[Difference]) -> Iterator[str]:
+    """Yield lines on what differs in one place: many tensors, and the rows of a list, as their number."""
+    tensors = [one for one in differences if one.largest is not None]
+    if len(tensors) > _LISTED:
+        most = max(tensors, key=lambda one: inf if isnan(one.largest or 0) else one.largest or 0)
+        yield f"{len(tensors)} tensors differ, most of all {most.name}: {most.what}"
+        differences = [one for one in differences if one.largest is None]
+    rows: dict[str, list[str]] = {}
+    for one in differences:
+        name, _, inside = one.name.partition("/")
+        row, _, column = inside.partition("/")
+        if row.isdigit() and column:
+            rows.setdefault(name, []).append(row)
+    rows = {name: found for name, found in rows.items() if len(found) > _LISTED}
+    single = [one for one in differences if one.name.partition("/")[0] not in rows]
+    for one in single[:_LISTED]:
+        yield f"{one.name}: {one.what}" if one.name else one.what
+    if len(single) > _LISTED:
+        yield f"{len(single) - _LISTED} more"
+    for name, found in rows.items():
+        yield f"{name}: different in {len(set(found))} of its rows"

@@ -11,15 +11,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.formats import BUILT_IN, ENDINGS, PATHLESS, format_of
 from windlass.cli.modelling import base_config, config_of
 from windlass.cli.recipe_draft import RecipeDraft
-from windlass.cli.schema import SHORTHANDS, DataSpec, Recipe
+from windlass.cli.schema import BUILT_IN, ENDINGS, PATHLESS, SHORTHANDS, DataSpec, Recipe, format_of
 from windlass.cli.task import Conflict
 from windlass.cli.tasks import TASKS
-from windlass.config.nearest import did_you_mean, nearest
 from windlass.config.values import members, type_fault
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, did_you_mean, nearest
 from windlass.core.locations import is_folder_name
 from windlass.core.optional import is_available
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from windlass.config.nearest import did_you_mean
+from windlass.core.errors import did_you_mean
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+# Set by a launcher: the file in which a process of a job records why it failed, in the format of torch.
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # Names of torch's dtypes on the command line.
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
@@ -102,3 +104,12 @@ class CommandParser(argparse.ArgumentParser):
     def arguments(self) -> list[argparse.Action]:
         """Return the arguments that the help lists."""
         return [action for action in self._actions if action.help != argparse.SUPPRESS]
+
+
+def in_words(size: float) -> str:
+    """Return bytes in the largest unit that is at most the size."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:,.4g} TiB"

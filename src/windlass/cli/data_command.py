@@ -6,7 +6,7 @@ import importlib
 
 from windlass.cli.command_line import CommandParser
 
-_COMMANDS = {"show": ("data_show", "show_command"), "prepare": ("data_prepare", "prepare_command")}
+_COMMANDS = {"show": ("data_show", "show_command"), "prepare": ("data_show", "prepare_command")}
 
 
 def data_command(words: list[str]) -> int:

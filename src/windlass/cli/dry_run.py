@@ -14,18 +14,17 @@ from typing import Any
 import torch
 
 from windlass.assemble.resolve import resolve_cadence
-from windlass.callbacks.printer import PrinterCallback
+from windlass.callbacks.progress import PrinterCallback
 from windlass.checkpoint.remote import check_remote
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import Recipe
+from windlass.cli.command_line import in_words
+from windlass.cli.recipe import run_folder, training_arguments
+from windlass.cli.schema import Recipe, RecipeParts
 from windlass.cli.screen import describe_run, duration
-from windlass.cli.sizes import in_words
 from windlass.cli.tasks import TASKS
-from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
+from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.config.plan import CadencePlan
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
 from windlass.core.world import world_from_environment
 from windlass.trainer.run_folder import check_writable
@@ -43,20 +42,14 @@ class StepClock(TrainerCallback):
         self.save = 0.0
         self._since = 0.0
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self._since = _now()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self.steps.append(_now() - self._since)
         self._since = _now()
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self.save = _now() - self._since
 
 

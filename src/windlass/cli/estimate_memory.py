@@ -8,8 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windlass.cli.command_line import CommandParser
-from windlass.cli.sizes import in_words
+from windlass.cli.command_line import CommandParser, in_words
 from windlass.cli.training_choice import Training
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require

@@ -15,9 +15,8 @@ from windlass.cli.estimate_memory import print_table
 from windlass.cli.generate_command import add_model_options
 from windlass.cli.quiet import hide_loading_bars
 from windlass.cli.status_command import as_json
-from windlass.config.refusal import refuse
 from windlass.core.activity import Activity
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.optional import check_installed, version_of
 from windlass.core.output import one_line, say
 from windlass.core.whole_file import write_whole

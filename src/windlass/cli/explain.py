@@ -2,42 +2,81 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from windlass.cli.argument_table import Argument, all_arguments, find_arguments
 from windlass.cli.command_line import CommandParser
-from windlass.cli.explanation import Explanation, as_text
 from windlass.cli.launching.launch import launch_settings
 from windlass.cli.launching.launch_flags import add_setting_flags
-from windlass.cli.recipe import check_draft, read_draft
+from windlass.cli.recipe import check_draft, read_draft, training_arguments
 from windlass.cli.recipe_draft import RecipeDraft
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
-from windlass.cli.training import training_arguments
+from windlass.config.accepting import OLD_NAMES
 from windlass.config.arguments import TrainingArguments, describe
 from windlass.config.deepspeed import explained
-from windlass.config.nearest import did_you_mean
-from windlass.config.parallel.from_script import from_arguments
-from windlass.config.parallel.keys import Key
+from windlass.config.parallel.keys import Key, Setting, Settings, merge
 from windlass.config.parallel.parallel_plan import dtype_plans, parallel_problems
 from windlass.config.parallel.rows_deepspeed import CONFIG
 from windlass.config.parallel.rows_launch import PROCESSES
 from windlass.config.parallel.rows_training import MESH_EXPERT, MODEL_AXES, PRECISION
-from windlass.config.parallel.settings import Setting, Settings, merge
+from windlass.config.parallel.sources import from_arguments
 from windlass.config.parallel.table import FLAGS, SPELLINGS, spellings
-from windlass.config.renamed import OLD_NAMES
 from windlass.config.sections.setting import default_of, rules_in
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, did_you_mean
 from windlass.core.mesh import AXES
 from windlass.core.output import STDOUT, is_terminal, say, say_json
 from windlass.core.world import World
 from windlass.precision.dtypes import dtypes_of
+
+
+@dataclass(slots=True)
+class Explanation:
+    """Attributes:
+    name: its dotted name.
+    value: in the recipe or settings given, else its default.
+    facts: what is said about it, in the order of the lines: a word, and a text or several.
+    """
+
+    name: str
+    value: Any
+    facts: list[tuple[str, str | list[str]]] = field(default_factory=list)
+
+    def add(self, word: str, said: str | list[str] | None) -> None:
+        """Add a fact, unless there is nothing to say."""
+        if said:
+            self.facts.append((word, said))
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that are printed."""
+        yield f"{self.name} = {as_text(self.value)}"
+        for word, said in self.facts:
+            yield f"  {word:<9} {said if isinstance(said, str) else ', '.join(said)}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for programs: a word that occurs several times has a list of texts."""
+        facts: dict[str, str | list[str]] = {}
+        for word, said in self.facts:
+            before = facts.get(word)
+            facts[word] = said if before is None else [*_listed(before), *_listed(said)]
+        return {"name": self.name, "value": self.value, "facts": facts}
+
+
+def _listed(said: str | list[str]) -> list[str]:
+    return [said] if isinstance(said, str) else said
+
+
+def as_text(value: Any) -> str:
+    """Return a value as a recipe spells it."""
+    return json.dumps(list(value) if isinstance(value, tuple) else value, default=str)
+
 
 _HELP = """\
 Print what an argument or a setting means, its value, and where the value was set: by a recipe with overrides, a flag, a

@@ -1,10 +1,10 @@
-"""Supervised fine-tuning by a recipe: the small base that is trained first, the adapter, the trainer."""
+"""Fine-tuning and preferences by a recipe: the small base that is trained first, the adapter, the trainer."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -14,10 +14,10 @@ from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
 from windlass.cli.image_tuning import image_model
 from windlass.cli.modelling import TextShape, base_config, build_model, check_model_type
-from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.samples import pack
-from windlass.cli.schema import BaseSpec, ModelSpec, Recipe
-from windlass.cli.tuning_data import first_rows, tuning_texts
+from windlass.cli.schema import BaseSpec, ModelSpec, Recipe, RecipeParts
+from windlass.cli.splits import load_records
+from windlass.cli.tuning_data import first_rows, takes_turns, tuning_rows, tuning_texts, tuning_tokenizer
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_job_logger
@@ -25,7 +25,8 @@ from windlass.core.optional import require
 from windlass.core.rng import set_seed
 from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
-from windlass.data.collate_default import default_data_collator
+from windlass.data.collate_pad import default_data_collator
+from windlass.text.forms import LocatedRows
 from windlass.trainer.instead import takes_place
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
 
     assert isinstance(args, SFTConfig)
     recipe = parts.recipe
-    name: Any = recipe.model.name
-    processing_class = parts.tokenizer
+    name, processing_class = recipe.model.name, parts.tokenizer
     check_model_type(recipe.model)
     if holds_images(parts.train):
         name, processing_class = image_model(recipe, parts.tokenizer, args.seed)
@@ -64,19 +64,25 @@ def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
             return lambda rows, name: data.prepare(rows, name, packs[name])
 
         name = base_of(parts, args, parts.train, preparation)
-    options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
-    if isinstance(name, str):
-        args.model_init_kwargs = (
-            options if "torch_dtype" in options else {"dtype": recipe.model.dtype, **options}
-        )
-    return SFTTrainer(
-        name,
-        args,
+    return tuned_trainer(SFTTrainer, name, parts, args, build_adapter(recipe), processing_class)
+
+
+def tuned_trainer(
+    kind: Any, model: Any, parts: RecipeParts, args: TuningConfig, adapter: Any, processing_class: Any
+) -> Any:
+    """Return a trainer of the class `kind` for a model or its name, which is loaded in the recipe's dtype."""
+    if isinstance(model, str):
+        options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
+        dtype = {} if "torch_dtype" in options else {"dtype": parts.recipe.model.dtype}
+        args.model_init_kwargs = {**dtype, **options}
+    return kind(
+        model,
+        args=args,
         train_dataset=parts.train,
         eval_dataset=parts.evaluation,
         processing_class=processing_class,
-        peft_config=build_adapter(recipe),
-        quantization_config=quantization_of(recipe),
+        peft_config=adapter,
+        quantization_config=quantization_of(parts.recipe),
     )
 
 
@@ -112,10 +118,7 @@ def new_base(spec: BaseSpec, tokenizer: Any) -> Any:
 
 
 def base_of(
-    parts: RecipeParts,
-    args: TuningConfig,
-    texts: Any,
-    preparation: Callable[[Any, ModelLimits], Prepare],
+    parts: RecipeParts, args: TuningConfig, texts: Any, preparation: Callable[[Any, ModelLimits], Prepare]
 ) -> Any:
     """Return the folder of a small base that is trained now, unless it was before; its config, with new weights, where
     nothing is trained.
@@ -219,3 +222,67 @@ def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArgume
         _complete_base(folder, settings)
     trainer.accelerator.wait_for_everyone()
     return folder
+
+
+def load_preferences(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> RecipeParts:
+    """Read the rows of a recipe, and load or train its tokenizer. Raises DataError, ConfigError or ModelError, with the
+    file, the line or the key.
+
+    Args:
+        seed: of what is held out.
+        saved_tokenizer: checkpoint with the tokenizer of a resumed run.
+    """
+    train, held = (
+        tuning_rows(found, recipe.data) for found in load_records(recipe.data, seed, cut_texts=False)
+    )
+    chosen = chosen_answers(train)
+    tokenizer = tuning_tokenizer(recipe, chosen, saved_tokenizer)
+    turns = takes_turns(chosen, recipe.data.text_column) if chosen else False
+    return RecipeParts(recipe, tokenizer, train, held or None, takes_turns=turns)
+
+
+def chosen_answers(rows: LocatedRows) -> LocatedRows:
+    """The chosen answers with their prompts, in the forms of fine-tuning; rows without one are left out, for their
+    trainer names them.
+    """
+    found = list(_chosen(rows))
+    return LocatedRows([row for row, _ in found], [place for _, place in found])
+
+
+def _chosen(rows: LocatedRows) -> Iterator[tuple[dict[str, Any], str]]:
+    for row, place in zip(rows, rows.places, strict=True):
+        prompt, chosen = row.get("prompt"), row.get("chosen", row.get("completion"))
+        if type(prompt) is type(chosen) and isinstance(chosen, (str, list)):
+            yield {"prompt": prompt, "completion": chosen}, place
+        elif isinstance(chosen, list):
+            yield {"messages": chosen}, place
+        elif isinstance(chosen, str):
+            yield {"prompt": "", "completion": chosen}, place
+
+
+def build_preference_trainer(
+    kind: Any, parts: RecipeParts, args: TrainingArguments, adapter_task: str
+) -> Any:
+    """Return a trainer of the class `kind` for the recipe's model, or for a base that is trained now, unless it was
+    before.
+
+    Args:
+        adapter_task: what peft calls the task of the model.
+    """
+    from windlass.finetuning.tuning_config import TuningConfig
+
+    assert isinstance(args, TuningConfig)
+    recipe = parts.recipe
+    check_model_type(recipe.model)
+    name: Any = recipe.model.name
+    if name is None:
+        name = base_of(
+            parts,
+            args,
+            chosen_answers(parts.train),
+            lambda tokenizer, limits: kind.preparation(args, tokenizer, limits).prepare,
+        )
+    adapter = build_adapter(recipe)
+    if adapter is not None and "task_type" not in (recipe.adapter or {}):
+        adapter.task_type = adapter_task
+    return tuned_trainer(kind, name, parts, args, adapter, parts.tokenizer)

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.callbacks.metrics_log import FILE_NAME
+from windlass.callbacks.metrics_log import FILE_NAME, RowTail
 from windlass.callbacks.page_data import Curves, page_events, whole_data
 from windlass.callbacks.page_file import PageRun, page_sections, telling
 from windlass.callbacks.report import summarised
-from windlass.callbacks.row_reader import RowTail
 from windlass.callbacks.rows import Row
 from windlass.callbacks.run_view import RunView
 from windlass.cli.report_command import described

@@ -14,11 +14,16 @@ from collections.abc import Sequence
 
 from windlass import __version__
 from windlass.cli.built_in_recipes import is_recipe
-from windlass.cli.command_line import EXIT_INTERRUPTED, EXIT_USER_ERROR, CommandParser, TrainOptions
+from windlass.cli.command_line import (
+    ERROR_FILE_VARIABLE,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    CommandParser,
+    TrainOptions,
+)
 from windlass.cli.quiet import quiet_libraries
-from windlass.config.nearest import nearest
 from windlass.core.activity import Activity
-from windlass.core.errors import WindlassError
+from windlass.core.errors import WindlassError, nearest
 from windlass.core.job_signals import surviving_hangup
 from windlass.core.output import flush_standard_streams, say, say_json
 from windlass.core.terminal import folded_message
@@ -48,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             return _dispatch(arguments)
     except WindlassError as error:
-        say(folded_message(f"windlass: {error}"), error=True)
+        if not _left_to_launcher(error):
+            say(folded_message(f"windlass: {error}"), error=True)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         say("windlass: interrupted", error=True)
@@ -57,6 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     finally:
         flush_standard_streams()
+
+
+def _left_to_launcher(error: WindlassError) -> bool:
+    """Write an error of a later process of a job into the file that its launcher reads: most often all have the same
+    one, and the first prints it. Return False in other processes.
+    """
+    if os.environ.get("RANK", "0") == "0" or not os.environ.get(ERROR_FILE_VARIABLE):
+        return False
+    from windlass.cli.launching.worker import record
+
+    record(error, os.environ)
+    return True
 
 
 # Commands that parse their arguments themselves: module, function, and help. A module has a `build_parser()` as well.
@@ -133,9 +151,7 @@ def parsers() -> tuple[CommandParser, CommandParser]:
     parser.add_argument("--version", action="version", version=f"windlass {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     train = commands.add_parser(
-        "train",
-        help="train a model as a recipe configures it",
-        description=TRAIN_HELP,
+        "train", help="train a model as a recipe configures it", description=TRAIN_HELP
     )
     add = train.add_argument
     recipe = "a recipe (a file, or a name that `windlass recipes` lists), and overrides of its keys"
@@ -179,7 +195,7 @@ def _train_options(
         words.append(resume)
         resume = True
     recipes = [word for word in words if "=" not in word]
-    from windlass.cli.formats import is_data
+    from windlass.cli.schema import is_data
 
     for word in recipes:
         if is_data(word) and not is_recipe(word):

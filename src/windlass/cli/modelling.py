@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.cli.schema import ModelSpec
-from windlass.config.nearest import did_you_mean
-from windlass.config.refusal import refuse
 from windlass.core.activity import looking_for
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean, refuse
 from windlass.core.locations import why_not_loaded
 from windlass.core.optional import require
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.cli.built_in_recipes import is_recipe, names
 from windlass.cli.command_line import CommandParser
-from windlass.config.nearest import did_you_mean
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean
 from windlass.core.output import say, say_json
 
 if TYPE_CHECKING:
@@ -147,8 +146,8 @@ def _recipe(path: str, overrides: list[str]) -> Start:
     check_installed("transformers", "plan a recipe", extra="train")
 
     def start() -> None:
+        from windlass.cli.recipe import training_arguments
         from windlass.cli.tasks import TASKS
-        from windlass.cli.training import training_arguments
 
         args, task = training_arguments(recipe.training, recipe.task), TASKS[recipe.task]
         task.open_trainer(task.build_parts(recipe, args), args).train()

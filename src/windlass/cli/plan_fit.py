@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from windlass.cli.sizes import in_words
+from windlass.cli.command_line import in_words
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.forecast.child import apart
 from windlass.forecast.layouts import Cost, Devices, Layout

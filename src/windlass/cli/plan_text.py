@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from windlass.cli.command_line import in_words
 from windlass.cli.screen import duration
-from windlass.cli.sizes import in_words
 from windlass.core.mesh import AXES
 from windlass.forecast.forecast import Forecast, words_of
 from windlass.forecast.meter import SAVED

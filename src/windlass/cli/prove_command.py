@@ -13,12 +13,16 @@ from windlass.cli.command_line import CommandParser
 from windlass.cli.proving.subject import Subject, find_subject
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say, say_json
-from windlass.proofs.layout import AxisLayout
 from windlass.proofs.record import SCHEMA, Claim, versions, write_record
+from windlass.proofs.small_config import AxisLayout
 
 if TYPE_CHECKING:
-    from windlass.cli.proving.proof_verdict import ProofVerdict
-    from windlass.cli.proving.proving_processes import EndedTraining, ProvingProcesses, StartedTraining
+    from windlass.cli.proving.proving_processes import (
+        EndedTraining,
+        ProofVerdict,
+        ProvingProcesses,
+        StartedTraining,
+    )
 
 EXIT_DIFFERS, EXIT_REFUSED = 1, 2
 _WRONG = ("differs", "failed")
@@ -177,7 +181,7 @@ class _ProvingTrials:
 
     def judged(self, layout: AxisLayout) -> ProofVerdict:
         """The verdict on a layout."""
-        from windlass.cli.proving.proof_verdict import judge
+        from windlass.cli.proving.proving_processes import judge
 
         joined = "ep" in layout.axes
         alone = None if joined in self._alone else self._start(AxisLayout(()), joined)

@@ -13,10 +13,9 @@ from typing import Any
 
 from windlass.cli.arranged_rows import columns_read
 from windlass.cli.digits import digit_questions
-from windlass.cli.formats import PATHLESS, format_of
-from windlass.cli.schema import DataSpec
+from windlass.cli.schema import PATHLESS, DataSpec, format_of
 from windlass.core.errors import DataError
-from windlass.core.plain_text import parse_json
+from windlass.core.whole_file import parse_json
 from windlass.text.forms import COLUMNS, has_form
 from windlass.text.image_messages import COLUMNS as OF_IMAGES
 from windlass.text.tables import StoredRows, load_hub, parquet_rows

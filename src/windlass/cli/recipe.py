@@ -1,29 +1,130 @@
-"""Read a recipe into a checked `Recipe`; all problems are found in one pass, each with place and fix."""
+"""Read a recipe into a checked `Recipe`, and its sections `training` and `parallel` into arguments; all problems are
+found in one pass, each with place and fix.
+"""
 
 from __future__ import annotations
 
+import os
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, fields, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.argument_table import all_arguments
-from windlass.cli.built_in_recipes import DEFAULT
+from windlass.cli.argument_table import Argument, all_arguments
+from windlass.cli.built_in_recipes import DEFAULT, FOLDER
 from windlass.cli.checks import ask_libraries, evaluates, find_conflicts
-from windlass.cli.formats import BUILT_IN, ENDINGS, PATHLESS
+from windlass.cli.launching.from_files import from_recipe
 from windlass.cli.recipe_draft import RecipeDraft
-from windlass.cli.schema import NESTED, Recipe, field_names
+from windlass.cli.schema import BUILT_IN, ENDINGS, NESTED, PATHLESS, Recipe, field_names
 from windlass.cli.tasks import TASKS
-from windlass.cli.training import coerced, common_fields, merge_parallel, training_problems
+from windlass.config.arguments import TrainingArguments, describe, note_sources
 from windlass.config.documents import Keys
 from windlass.config.kinds import number
-from windlass.config.nearest import nearest
-from windlass.config.refusal import refuse
+from windlass.config.parallel.keys import Setting
+from windlass.config.parallel.rows_deepspeed import CONFIG, FIELDS
+from windlass.config.parallel.rows_training import STRATEGY
+from windlass.config.parallel.table import KEYS, to_arguments
 from windlass.config.sections.setting import rules_in
-from windlass.config.values import type_fault, value_fault
-from windlass.core.errors import Problem
+from windlass.config.values import coerce, type_fault, value_fault
+from windlass.core.errors import ConfigError, Problem, nearest, refuse
+from windlass.core.locations import local_folder
 from windlass.core.optional import check_installed
+
+_ONLY_AT_LAUNCH = "is set when the processes are started: `windlass launch` with the flag or a launch file"
+
+
+def training_fields() -> list[str]:
+    """Return the keys of the `training` section of any task."""
+    kinds: list[type[TrainingArguments]] = [TrainingArguments, *(task.arguments for task in TASKS.values())]
+    return list(dict.fromkeys(item.name for kind in kinds for item in fields(kind) if item.init))
+
+
+def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values of a `training` section whose keys have the same meaning for every task, or for none."""
+    of_tasks = set(training_fields()) - {item.name for item in fields(TrainingArguments)}
+    return {name: value for name, value in values.items() if name not in of_tasks}
+
+
+def coerced(values: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """Convert text to the number or bool that a field requires."""
+    return coerce(TASKS[task].arguments, values)
+
+
+def training_arguments(values: Mapping[str, Any], task: str) -> TrainingArguments:
+    """Return the arguments of a checked recipe, of the class that the task has."""
+    return TASKS[task].arguments(**coerced(values, task))
+
+
+def run_folder(args: TrainingArguments) -> Path:
+    """Return the output folder, which a recipe always has."""
+    assert args.output_dir is not None
+    return local_folder(args.output_path)
+
+
+def training_problems(values: Mapping[str, Any], task: str, draft: RecipeDraft) -> list[Problem]:
+    """Return the problems that the task's arguments report, with the place in the recipe."""
+    foreign = values.keys() & set(training_fields()) - {item.name for item in fields(TASKS[task].arguments)}
+    if foreign:
+        fix = f"has no meaning for task {task}; leave it out"
+        return [Problem(draft.label("training", name), values[name], fix) for name in sorted(foreign)]
+    try:
+        training_arguments(values, task)
+    except ConfigError as error:
+        return [
+            Problem(draft.label("training", *problem.field.split(".")), problem.value, problem.fix)
+            for problem in error.problems
+        ]
+    return []
+
+
+def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, section by section; values of `other` replace those of `one`."""
+    found = dict(one)
+    for name, value in other.items():
+        inner = found.get(name)
+        found[name] = (
+            _merged(inner, value) if isinstance(inner, Mapping) and isinstance(value, Mapping) else value
+        )
+    return found
+
+
+def merge_parallel(
+    training: Mapping[str, Any], parallel: Mapping[str, Any], draft: RecipeDraft
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the `training` section with the settings of `parallel` added, and the problems of the latter."""
+
+    def problem(setting: Setting, fix: str) -> Problem:
+        return Problem(draft.label("parallel", *setting.key.split(".")), setting.value, fix)
+
+    settings = from_recipe(parallel, "recipe")
+    problems = [
+        Problem(draft.label(*found.field.partition(" in ")[0].split(".")), found.value, found.fix)
+        for found in settings.problems
+    ]
+    joined = dict(training)
+    if CONFIG.name in settings:
+        fix = "configures DeepSpeed as a whole: set these values there, or leave it out"
+        problems += [
+            problem(found, f"contradicts parallel.{CONFIG.name}, which {fix}")
+            for found in settings.explicit(*FIELDS)
+        ]
+    # The strategy first: what else is set of DeepSpeed replaces its defaults.
+    for setting in sorted(settings.values(), key=lambda found: found.key != STRATEGY.name):
+        if setting.key == STRATEGY.name and isinstance(joined.get("deepspeed"), str):
+            continue  # a file has it all
+        arguments = to_arguments(KEYS[setting.key], setting.value)
+        if not arguments:
+            problems.append(problem(setting, _ONLY_AT_LAUNCH))
+        for name, value in arguments.items():
+            if isinstance(value, dict):
+                value = _merged(joined.get(name) or {}, value)
+            elif joined.get(name, value) != value:
+                problems.append(
+                    problem(setting, f"contradicts training.{name}={joined[name]!r}; set only one")
+                )
+            joined[name] = value
+    return joined, problems
 
 
 def load_recipe(
@@ -186,3 +287,64 @@ def _mismatch(value: Any, hint: Any, item: Field[Any]) -> str | None:
     fault = value_fault(value, hint, rules_in(item), choices)
     is_number = hint is str and isinstance(value, int | float)
     return f"{fault}; quote it to make it text" if fault and is_number else fault
+
+
+# Of values that no key of the recipe sets: a task has defaults of its own, and a run needs a folder.
+_COMMAND, _SEARCH = "windlass train", "the search"
+
+
+def note_recipe(
+    args: TrainingArguments, recipe: Recipe, draft: RecipeDraft, *, chosen: Collection[str] = ()
+) -> None:
+    """Record in the arguments of a recipe where each was set, and which of its other keys differ from their defaults.
+
+    Args:
+        chosen: dotted keys that a search chose, which are overrides of the recipe.
+    """
+    sources = {f"training.{name}": place for name, place in _training(args, recipe, draft)}
+    others = {argument.dotted: (value, _origin(draft, argument)) for argument, value in _others(recipe)}
+    sources |= dict.fromkeys(chosen, _SEARCH)
+    others |= {name: (others[name][0], _SEARCH) for name in chosen if name in others}
+    of_training = {name.removeprefix("training."): _shown(place) for name, place in sources.items()}
+    note_sources(args, of_training, {name: (value, _shown(place)) for name, (value, place) in others.items()})
+
+
+def _shown(origin: str) -> str:
+    """A place in a built-in recipe by its name alone: `python-docs.yaml:12`."""
+    return origin.removeprefix(f"{FOLDER}{os.sep}")
+
+
+def _training(args: TrainingArguments, recipe: Recipe, draft: RecipeDraft) -> Iterator[tuple[str, str]]:
+    spread = dict(_parallel(recipe, draft))
+    of_task = TASKS[recipe.task].training_defaults(recipe)
+    for name, _, is_default in describe(args):
+        if not is_default:
+            unset = f"task {recipe.task}" if name in of_task else _COMMAND
+            yield name, draft.origin("training", name) or spread.get(name) or unset
+
+
+def _parallel(recipe: Recipe, draft: RecipeDraft) -> Iterator[tuple[str, str]]:
+    """Yield the arguments that the section `parallel` sets, and where."""
+    for setting in from_recipe(recipe.parallel, "recipe").values():
+        keys = ("parallel", *setting.key.split("."))
+        origin = draft.origin(*keys) or draft.origin("parallel")
+        if origin is not None:
+            yield from ((name, origin) for name in to_arguments(KEYS[setting.key], setting.value))
+
+
+def _others(recipe: Recipe) -> Iterator[tuple[Argument, Any]]:
+    """Yield the keys outside `training` whose values differ from their defaults."""
+    for argument in all_arguments(recipe.task):
+        if argument.is_training or argument.keys[0] == "parallel":
+            continue
+        value: Any = recipe
+        for name in argument.keys:
+            value = getattr(value, name, None)
+        if not is_dataclass(value) and value is not None and value != argument.default:
+            yield argument, value
+
+
+def _origin(draft: RecipeDraft, argument: Argument) -> str:
+    """Return where a key, or the section that it is in, was set."""
+    depths = range(len(argument.keys), 0, -1)
+    return next((found for depth in depths if (found := draft.origin(*argument.keys[:depth]))), _COMMAND)

@@ -10,15 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.cli.argument_table import all_arguments
 from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
-from windlass.cli.recipe import load_recipe, open_recipe
-from windlass.cli.recipe_sources import note_recipe
+from windlass.cli.recipe import load_recipe, note_recipe, open_recipe, run_folder, training_arguments
 from windlass.cli.tasks import TASKS
-from windlass.cli.training import run_folder, training_arguments
 from windlass.config.documents import load
-from windlass.config.nearest import did_you_mean
-from windlass.config.refusal import refuse
 from windlass.core.activity import Activity
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
 from windlass.core.output import say
 
 if TYPE_CHECKING:

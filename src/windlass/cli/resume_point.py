@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from windlass.cli.training import run_folder
+from windlass.cli.recipe import run_folder
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import is_url, shown_path

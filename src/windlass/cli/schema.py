@@ -1,12 +1,15 @@
 # ruff: noqa: RUF009 (`setting` makes a dataclass field)
-"""The keys of a recipe. Pure data: no file is opened and no heavy package imported here.
+"""The keys of a recipe, the formats of its data, and what it is trained with. No heavy package is imported here.
 
 `windlass train --print-config` prints the text of a field; `choices` and `bounds` limit its value.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from windlass.config.sections.setting import Range, at_least, between, setting
@@ -204,3 +207,60 @@ NESTED: dict[tuple[type, str], type] = {
 def field_names(kind: type) -> list[str]:
     """Return the names of a section's fields, in order."""
     return [item.name for item in fields(kind)]
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeParts:
+    """Tokenizer and data of a recipe.
+
+    Attributes:
+        tokenizer: None for images.
+        train, evaluation, test: sequences of samples; the last two are None without any.
+        labels: names of the classes, in the order of their ids; empty without classes.
+        takes_turns: samples are conversations, in the tokenizer's chat template.
+    """
+
+    recipe: Recipe
+    tokenizer: Any
+    train: Any
+    evaluation: Any
+    labels: Sequence[str] = ()
+    test: Any = None
+    takes_turns: bool = False
+
+
+ENDINGS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "txt",
+    ".text": "txt",
+    ".md": "txt",
+    ".parquet": "parquet",
+}
+# Formats whose source is not a path.
+PYTHON_DOCS, DIGITS = "python-docs", "digits"
+PATHLESS = ("hub", PYTHON_DOCS, DIGITS)
+# Formats that bring their own data.
+BUILT_IN = (PYTHON_DOCS, DIGITS)
+# Formats that are read as a stream.
+STREAMED = ("hub", "jsonl", "parquet")
+# Formats without labels or targets.
+PLAIN_TEXT = ("txt", PYTHON_DOCS)
+
+
+def format_of(source: str, data: DataSpec) -> str | None:
+    """Return the format of `source`: that of the recipe, else by the path; None if its ending is not known."""
+    if data.format != "auto":
+        return data.format
+    if os.path.isdir(source):
+        return "folder"
+    return ENDINGS.get(Path(source.lower().removesuffix(".gz")).suffix)
+
+
+def is_data(word: str) -> bool:
+    """Return True if a word in the place of a recipe names data. A `.json` file may be both, and is a recipe here."""
+    kind = format_of(word, DataSpec())
+    return kind is not None and kind != "json"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.cli.images import Images
-from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.samples import Blocks, MaskedBlocks
+from windlass.cli.schema import RecipeParts
 from windlass.cli.text_metrics import PREDICTIONS
 from windlass.core.locations import is_url, local_folder, shown_path
 from windlass.core.output import STDOUT

@@ -9,7 +9,7 @@ from pathlib import Path
 from windlass.cli.command_line import CommandParser
 from windlass.cli.launch_command import launch_command
 from windlass.core.output import say, say_json
-from windlass.core.plain_text import parse_json
+from windlass.core.whole_file import parse_json
 
 SCHEMA = "windlass-test/1"
 

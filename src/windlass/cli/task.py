@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from windlass.cli.built_in_recipes import ROWS
 from windlass.cli.quiet import hide_loading_bars
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import Recipe
+from windlass.cli.schema import Recipe, RecipeParts
 from windlass.config.arguments import TrainingArguments
-from windlass.config.support_rows import REPORT
+from windlass.config.enums import REPORT
 from windlass.core.output import shown
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class Task(ABC):
 
     def collator(self, parts: RecipeParts, model: Any) -> Any:
         """Return the function that makes a batch of a list of samples."""
-        from windlass.data.collate_default import default_data_collator
+        from windlass.data.collate_pad import default_data_collator
 
         return default_data_collator
 

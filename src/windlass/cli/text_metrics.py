@@ -1,4 +1,4 @@
-"""Metrics of generated text, by the packages that define them."""
+"""Metrics of what a recipe's model predicts: accuracy of classes, and scores of generated text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from windlass.core.types import EvalPrediction
 from windlass.metrics.answer_scores import corpus_bleu, scores_of_set
@@ -36,3 +37,18 @@ def of_predictions(tokenizer: Any, score: Score) -> Callable[[EvalPrediction], d
         return score(decoded(tokenizer, prediction.predictions), decoded(tokenizer, prediction.label_ids))
 
     return compute_metrics
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """Return the share of correct predictions."""
+    return {"accuracy": float(np.mean(prediction.predictions == prediction.label_ids))}
+
+
+def predicted_class(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
+    """Reduce logits to the predicted class on the device."""
+    first = logits[0] if isinstance(logits, tuple) else logits
+    return first.argmax(dim=-1)
+
+
+# What a trainer needs for it.
+ACCURACY: dict[str, Any] = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": predicted_class}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.text.located_rows import LocatedRows
+from windlass.text.forms import LocatedRows
 from windlass.text.text_options import TextOptions
 
 

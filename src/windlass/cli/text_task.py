@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from windlass.cli.formats import PLAIN_TEXT
 from windlass.cli.modelling import TextShape, build_model
 from windlass.cli.readers import Record, read_records, texts
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import DataSpec, Recipe
+from windlass.cli.schema import PLAIN_TEXT, DataSpec, Recipe, RecipeParts
 from windlass.cli.task import Task
 from windlass.cli.tokenizing import TokenizerKind, build_tokenizer
 from windlass.config.arguments import TrainingArguments

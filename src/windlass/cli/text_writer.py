@@ -11,11 +11,13 @@ import torch
 
 from windlass.cli.command_line import DTYPES
 from windlass.cli.quiet import hide_loading_bars
-from windlass.config.refusal import refuse
+from windlass.cli.schema import RecipeParts
+from windlass.cli.tuning_data import ended_prompt
 from windlass.config.sections.setting import Range, at_least
-from windlass.core.errors import DataError, Problem
+from windlass.core.errors import DataError, Problem, refuse
 from windlass.core.optional import require
 from windlass.core.output import STDOUT, escaped, say
+from windlass.core.rng import preserved_rng
 from windlass.finetuning.text_generation import generate
 from windlass.finetuning.trained_model import find_model, open_trained
 
@@ -132,3 +134,40 @@ def _printer(tokenizer: Any, *, skip_prompt: bool) -> Any:
 
     made: Any = Printer
     return made(tokenizer, skip_prompt=skip_prompt, skip_special_tokens=True)
+
+
+# Of both texts, so that only the training differs.
+SEED = 0
+
+
+def continue_prompt(parts: RecipeParts, trainer: Any) -> str | None:
+    """Return `sample.prompt` continued by the model, or its answer to it, on one line; None if there is no prompt."""
+    sample, tokenizer, model = parts.recipe.sample, parts.tokenizer, trainer.model
+    if not sample.prompt:
+        return None
+    answers = parts.takes_turns and tokenizer.chat_template is not None
+    if answers:
+        prompt = chat_tokens(tokenizer, [{"role": "user", "content": sample.prompt}])
+    else:
+        text = ended_prompt(sample.prompt, parts.recipe.data)
+        prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    device = next(model.parameters()).device
+    length = prompt["input_ids"].shape[1]
+    most = min(sample.max_new_tokens, positions_left(model.config, length))
+    if most < 1:
+        return None
+    choice: dict[str, Any] = {"do_sample": False}
+    if sample.temperature:
+        choice = {"do_sample": True, "temperature": sample.temperature, "top_k": 0}
+    was_training = model.training
+    model.eval()
+    # In mixed precision as it is trained: a base of few bits has layers of two dtypes.
+    with preserved_rng(device), torch.no_grad(), trainer.compute_loss_context_manager():
+        torch.manual_seed(SEED)
+        ids = generate(
+            model, prompt.to(device), max_new_tokens=most, pad_token_id=tokenizer.pad_token_id, **choice
+        )[0]
+    model.train(was_training)
+    # Of a text all of it, because the blank before a word is decoded with the word before it.
+    text = tokenizer.decode(ids[length:] if answers else ids, skip_special_tokens=True)
+    return " ".join((f"{sample.prompt} {text}" if answers else text).split())

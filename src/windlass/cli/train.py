@@ -10,19 +10,17 @@ from windlass.callbacks.early_stopping import EarlyStoppingCallback
 from windlass.callbacks.tracker_registry import check_trackers
 from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
 from windlass.cli.print_config import render_config
-from windlass.cli.recipe import open_recipe
-from windlass.cli.recipe_sources import note_recipe
+from windlass.cli.recipe import note_recipe, open_recipe, run_folder, training_arguments
 from windlass.cli.resume_point import check_folder, find_resume_point, past_the_end
 from windlass.cli.resume_words import resume_command, start_command
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.tokenizing import saved_tokenizer
-from windlass.cli.training import run_folder, training_arguments
 from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
+from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.activity import Activity
 from windlass.core.errors import EXIT_PREEMPTED, Preempted
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import TrainerState
 from windlass.core.locations import shown_path
 from windlass.core.optional import check_installed
 from windlass.core.output import STDERR, say, say_json
@@ -31,7 +29,7 @@ from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
 
 if TYPE_CHECKING:
-    from windlass.cli.recipe_parts import RecipeParts
+    from windlass.cli.schema import RecipeParts
 
 
 def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
@@ -84,16 +82,12 @@ class RunEnds(TrainerCallback):
     def __init__(self, early: EarlyStoppingCallback | None) -> None:
         self._early = early
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         self.first_step = state.global_step
         if state.global_step > state.max_steps:
             raise past_the_end(args, state.max_steps, state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         stopped = control.should_training_stop and state.global_step < state.max_steps
         self.interrupted = stopped and not (self._early and self._early.has_stopped)
 
@@ -129,8 +123,8 @@ def _train(
     if point is not None:
         say(f"Continuing from {shown_path(point.path)}, step {point.step:,}")
     with Activity("importing libraries"):
-        from windlass.cli.continuation import continue_prompt
         from windlass.cli.screen import RunOutcome, describe_run, render_screen
+        from windlass.cli.text_writer import continue_prompt
     task, early = TASKS[recipe.task], early_stopping(recipe)
     ends = RunEnds(early)
     saved = saved_tokenizer(run_folder(args), resume if point is None else str(point.path))

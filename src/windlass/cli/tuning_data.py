@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from windlass.cli.arranged_rows import arranged
-from windlass.cli.formats import format_of
 from windlass.cli.readers import Record, read_records, texts
-from windlass.cli.schema import DataSpec, Recipe, TokenizerTraining
+from windlass.cli.schema import DataSpec, Recipe, RecipeParts, TokenizerTraining, format_of
 from windlass.cli.splits import load_records
 from windlass.cli.text_source import DataSource, SourceSplit
 from windlass.cli.tokenizing import WRITER, build_tokenizer
@@ -20,9 +19,8 @@ from windlass.finetuning.prepared_text import text_options
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.sft_data import holds_images, trains_on_completions
 from windlass.finetuning.templates import take_over_template
-from windlass.text.forms import is_conversational_row, recognise_form, standardised
+from windlass.text.forms import LocatedRows, RowError, is_conversational_row, recognise_form, standardised
 from windlass.text.image_messages import COLUMNS as IMAGES
-from windlass.text.located_rows import LocatedRows, RowError
 from windlass.text.mixture import DatasetMixture
 from windlass.text.tables import is_stream, open_stream
 
@@ -36,20 +34,9 @@ _CHAT_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TuningData:
-    """The rows to tune on (`Rows`, or a stream) and to evaluate on, as `SFTTrainer` takes them; `evaluation` is None
-    without any.
-    """
-
-    tokenizer: Any
-    train: Any
-    evaluation: LocatedRows | None
-
-
-def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> TuningData:
-    """Read the data of a recipe for task sft, and load or train its tokenizer. Raises DataError, ConfigError or
-    ModelError, with the file, the line or the key.
+def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> RecipeParts:
+    """Read the data of a recipe for task sft as `SFTTrainer` takes it, and load or train its tokenizer. Raises
+    DataError, ConfigError or ModelError, with the file, the line or the key.
 
     Args:
         seed: of what is held out, and of the order of a mixture.
@@ -76,10 +63,10 @@ def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = N
     # A list has no weights: an epoch is all rows of all sources, once.
     weights = data.mixture if isinstance(data.mixture, dict) else None
     train = DatasetMixture(sources, weights, seed) if data.mixture else sources[data.train]
-    return TuningData(tuning_tokenizer(recipe, train, saved_tokenizer), train, held or None)
+    return RecipeParts(recipe, tuning_tokenizer(recipe, train, saved_tokenizer), train, held or None)
 
 
-def _open_stream(recipe: Recipe, saved_tokenizer: Path | None) -> TuningData:
+def _open_stream(recipe: Recipe, saved_tokenizer: Path | None) -> RecipeParts:
     data = recipe.data
     rows = open_stream(data.train, format_of(data.train, data) or "", data.subset, data.split)
     held = LocatedRows([], [])
@@ -92,7 +79,7 @@ def _open_stream(recipe: Recipe, saved_tokenizer: Path | None) -> TuningData:
         rows = rows.skip(data.eval_rows)
     if data.max_samples is not None:
         rows = rows.take(data.max_samples)
-    return TuningData(tuning_tokenizer(recipe, rows, saved_tokenizer), rows, held or None)
+    return RecipeParts(recipe, tuning_tokenizer(recipe, rows, saved_tokenizer), rows, held or None)
 
 
 def first_rows(rows: Any) -> Any:

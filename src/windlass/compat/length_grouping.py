@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler, Sampler
 
 from windlass.core.errors import DataError
-from windlass.data.lengths import sample_lengths
+from windlass.data.order import sample_lengths
 
 
 def get_length_grouped_indices(

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from windlass.config.deepspeed import AUTO, for_frozen, stage_of, value_at
-from windlass.config.described import described
 from windlass.config.loop_options import Plugin
+from windlass.config.parallel.rows_compute import MS_AMP, TRANSFORMER_ENGINE
 from windlass.config.parallel.rows_deepspeed import CONFIG, FIELDS, config_of
-from windlass.config.parallel.rows_float8 import MS_AMP, TRANSFORMER_ENGINE
 from windlass.config.parallel.table import SECTIONS
-from windlass.config.strategy_plans import ZeroPlan
+from windlass.config.plan import ZeroPlan
+from windlass.config.sections.setting import described
 from windlass.core.errors import ConfigError, Problem
 
 _NOT_SETTINGS = ("hf_ds_config", "is_train_batch_min", "enable_msamp", "msamp_opt_level")

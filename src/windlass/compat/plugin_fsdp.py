@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.config import kinds
-from windlass.config.described import described
 from windlass.config.loop_options import Plugin
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.table import SECTIONS
-from windlass.config.refusal import refuse
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import ShardPlan
+from windlass.config.sections.setting import described
 from windlass.config.values import stated
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.logs import warn_of_argument
 
 _KEYS = SECTIONS["fsdp_config"]

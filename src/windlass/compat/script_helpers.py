@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from windlass.callbacks.flow import DefaultFlowCallback
-from windlass.callbacks.notebook import NotebookProgressCallback
-from windlass.callbacks.progress import ProgressCallback
+from windlass.callbacks.progress import NotebookProgressCallback, ProgressCallback
 from windlass.config.callback_interface import TrainerCallback
 from windlass.config.enums import Choice
 from windlass.config.kinds import flag
@@ -27,8 +26,7 @@ from windlass.core.logs import get_logger, log_levels
 from windlass.core.optional import is_imported
 from windlass.core.output import in_notebook
 from windlass.core.rng import set_seed
-from windlass.data.collate_default import default_data_collator
-from windlass.data.collate_pad import Framework, pad_quietly
+from windlass.data.collate_pad import Framework, default_data_collator, pad_quietly
 from windlass.data.columns import ColumnCollator
 
 _logger = get_logger(__name__)

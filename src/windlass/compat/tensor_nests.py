@@ -16,7 +16,7 @@ from torch import Tensor
 
 from windlass.config.enums import ParallelMode
 from windlass.core.trees import detach, honor_type, leaves, map_leaves, recursively_apply
-from windlass.metrics.joining import PADDING, as_rows, pad_concat, to_numpy
+from windlass.metrics.kept_rows import PADDING, as_rows, pad_concat, to_numpy
 
 Array = np.ndarray[Any, Any]
 

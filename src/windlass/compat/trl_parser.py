@@ -11,8 +11,8 @@ from typing import Any
 
 from windlass.compat.parser import HfArgumentParser, places_in
 from windlass.config import documents
-from windlass.core.plain_text import read_text
 from windlass.core.script_command import note_flags
+from windlass.core.whole_file import read_text
 
 _FLAG = "--config"
 

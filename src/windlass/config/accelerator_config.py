@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from windlass.config.loop_options import DataLoaderConfiguration, GradientAccumulationPlugin
-from windlass.config.nearest import did_you_mean
 from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
-from windlass.config.refusal import refuse
 from windlass.config.sections.setting import setting
-from windlass.core.errors import ConfigError, Problem
-from windlass.core.plain_text import parse_json
+from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
+from windlass.core.whole_file import parse_json
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The metaclass that lets a dataclass, and each dataclass derived from it, accept old names.
+"""Old names of arguments, what each means now, and the metaclass that lets a dataclass accept them.
 
 A dataclass generates `__init__` again in each subclass, so only the call of the class sees all constructions.
 """
@@ -8,17 +8,221 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from windlass.config.nearest import did_you_mean
-from windlass.config.refusal import refuse
-from windlass.config.renamed import OLD_NAMES, TWINS, translate, twin_problems
 from windlass.config.sections.setting import default_of, rules_of
 from windlass.config.values import hints
-from windlass.core.errors import ConfigError, Problem
+from windlass.core import xla
+from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
 from windlass.core.logs import warn_of_argument
+
+Given = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Old:
+    """One old name."""
+
+    new: str | None  # the field that replaced it; None if there is none
+    kind: type = str  # its type on a command line
+    neutral: tuple[Any, ...] = (None,)  # values that request nothing; the first was its default
+    # (value, all arguments) -> value of the new field
+    carry: Callable[[Any, Given], Any] = lambda value, _: value
+    back: Callable[[Any], Any] = lambda value: value  # value of the new field -> value of the old name
+    note: str = ""  # why it was removed, or what to do instead, as the end of the sentence "NAME ..."
+    refused: bool = False  # a value that is not neutral is an error
+
+    @property
+    def default(self) -> Any:
+        """Its former default."""
+        return self.neutral[0]
+
+    def says_nothing(self, value: Any) -> bool:
+        return any(
+            value is neutral or (type(value) is type(neutral) and value == neutral)
+            for neutral in self.neutral
+        )
+
+
+def _switch(new: str, value: object) -> Old:
+    """An old flag that selected one value of a field."""
+    return Old(new, bool, (False, None), carry=lambda _, __: value, back=lambda now: now == value)
+
+
+def _same(new: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
+    return Old(new, kind, neutral)
+
+
+def _gone(note: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
+    """A name without effect; setting it logs a warning."""
+    return Old(None, kind, neutral, note=note)
+
+
+def _refused(note: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
+    return Old(None, kind, neutral, note=note, refused=True)
+
+
+def _with_inputs(_: Any, given: Given) -> list[str]:
+    return list(dict.fromkeys([*(given.get("include_for_metrics") or []), "inputs"]))
+
+
+def _hub_id(organization: Any, given: Given) -> str:
+    name = (
+        given.get("hub_model_id")
+        or given.get("push_to_hub_model_id")
+        or given.get("output_dir")
+        or "trainer_output"
+    )
+    return f"{organization}/{os.path.basename(os.path.normpath(str(name)))}"
+
+
+def _into(field: str, key: str) -> Callable[[Any, Given], Any]:
+    def carry(value: Any, given: Given) -> Any:
+        config = given.get(field)
+        return {**config, key: value} if isinstance(config, dict) else {key: value}
+
+    return carry
+
+
+def _agree(present: Any, carried: Any) -> bool:
+    """Return True if the value of the new name (of a dict, each item) does not change."""
+    if isinstance(present, dict) and isinstance(carried, dict):
+        return {**carried, **present} == carried
+    return bool(present == carried)
+
+
+def _option_of(field: str, key: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
+    """An old argument that is now an item of a dict."""
+    return Old(field, kind, neutral, _into(field, key), back=lambda now: (now or {}).get(key, neutral[0]))
+
+
+def _debug(_: Any, given: Given) -> str:
+    return " ".join(filter(None, [str(given.get("debug") or ""), "tpu_metrics_debug"]))
+
+
+_APEX = "chose between Apex and PyTorch mixed precision; there is only PyTorch's, enabled by fp16 or bf16"
+
+OLD_NAMES: dict[str, Old] = {
+    "evaluation_strategy": _same("eval_strategy"),
+    "warmup_ratio": Old("warmup_steps", float, (0.0, 0, None), back=lambda now: now if now < 1 else 0.0),
+    "group_by_length": _switch("train_sampling_strategy", "group_by_length"),
+    "no_cuda": _same("use_cpu", bool, (False, None)),
+    "adafactor": _switch("optim", "adafactor"),
+    "torchdynamo": _same("torch_compile_backend"),
+    "include_tokens_per_second": Old(
+        "include_num_input_tokens_seen", bool, (False, None), lambda _, __: "all", lambda now: now not in ("no", False)
+    ),
+    "include_inputs_for_metrics": Old(
+        "include_for_metrics", bool, (False, None), carry=_with_inputs, back=lambda now: "inputs" in now
+    ),
+    "per_gpu_train_batch_size": _same("per_device_train_batch_size", int),
+    "per_gpu_eval_batch_size": _same("per_device_eval_batch_size", int),
+    "push_to_hub_token": _same("hub_token"),
+    "push_to_hub_model_id": _same("hub_model_id"),
+    "push_to_hub_organization": Old(
+        "hub_model_id", carry=_hub_id, back=lambda now: now.rpartition("/")[0] or None if now else None
+    ),
+    "fsdp_min_num_params": _option_of("fsdp_config", "min_num_params", int, (0, None)),
+    "fsdp_transformer_layer_cls_to_wrap": _option_of("fsdp_config", "transformer_layer_cls_to_wrap"),
+    "tpu_metrics_debug": Old("debug", bool, (False, None), carry=_debug, back=lambda now: "tpu_metrics_debug" in now),
+    "xpu_backend": _same("ddp_backend"),
+    "split_batches": Old("accelerator_config", bool, (None,), carry=_into("accelerator_config", "split_batches")),
+    "dispatch_batches": Old(
+        "accelerator_config", bool, (None,), carry=_into("accelerator_config", "dispatch_batches")
+    ),
+    "logging_dir": _gone(
+        "has no effect: the folder of TensorBoard is now set by the environment (TENSORBOARD_LOGGING_DIR); "
+        "metrics.jsonl and report.html are in output_dir"
+    ),
+    "overwrite_output_dir": _gone(
+        "has no effect: an output folder is never emptied, and training resumes only if train() is asked to",
+        bool,
+        (False, None)
+    ),
+    "use_mps_device": _gone("is not needed: Apple's GPU is selected automatically", bool, (False, None)),
+    "fp16_opt_level": _gone(_APEX, str, ("O1", None)),
+    "fp16_backend": _gone(_APEX, str, ("auto", "amp", "cuda_amp", "cpu_amp", None)),
+    "half_precision_backend": _gone(_APEX, str, ("auto", "amp", "cuda_amp", "cpu_amp", None)),
+    "save_safetensors": _gone(
+        "has no effect: weights are always written as safetensors, never as pickle", bool, (True, None)
+    ),
+    "jit_mode_eval": _refused("is gone with TorchScript; use torch_compile", bool, (False, None)),
+    "use_ipex": _refused("is gone; PyTorch's own CPU and XPU kernels are used", bool, (False, None)),
+    "past_index": _refused("is gone: no state is carried from batch to batch", int, (-1, None)),
+    "mp_parameters": _refused("belonged to SageMaker's model parallelism, which is not built", str, ("", None)),
+    "_n_gpu": _refused("is gone: one process drives one device; start one process per GPU", int, (-1, 0, 1, None)),
+    "use_legacy_prediction_loop": _refused("is gone: there is one evaluation loop", bool, (False, None)),
+    "tpu_num_cores": _gone("is not needed: one process drives all devices of PyTorch/XLA", int, (None,)),
+    "ray_scope": _refused("belongs to the schedulers of Ray Tune, which are not used", str, ("last", None)),
+}  # fmt: skip
+
+# Two names of one choice: setting either sets both, and the newer decides.
+TWINS = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+BOTH_WAYS = {**TWINS, **{new: old for old, new in TWINS.items()}}
+
+
+def announce(name: str) -> None:
+    """Log once what replaced an old name."""
+    old = OLD_NAMES[name]
+    if old.new:
+        warn_of_argument(f"the argument {name!r} is now {old.new!r}; using that")
+    else:
+        warn_of_argument(f"the argument {name!r} {old.note}")
+
+
+def translate(given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return `given` with new names only, and problems: contradictions, and what cannot be honoured."""
+    arguments = {name: value for name, value in given.items() if name not in OLD_NAMES}
+    problems: list[Problem] = []
+    for name in (n for n in OLD_NAMES if n in given):
+        value, old = given[name], OLD_NAMES[name]
+        if value is not None:
+            announce(name)
+        if old.says_nothing(value):
+            continue
+        problem = _objection(name, value, given)
+        if problem is not None:
+            problems.append(problem)
+        elif old.new is not None:
+            arguments[old.new] = old.carry(value, {**given, **arguments})
+    return arguments, problems
+
+
+# Old names that add to their new field, and so never contradict it.
+_MERGED = ("include_inputs_for_metrics", "tpu_metrics_debug", "push_to_hub_organization")
+
+
+def _objection(name: str, value: Any, given: Given) -> Problem | None:
+    """The problem if old `name` cannot have this value, or contradicts its new name."""
+    old = OLD_NAMES[name]
+    if old.refused:
+        return Problem(name, value, old.note)
+    if name == "tpu_num_cores" and not xla.is_selected():
+        return Problem(name, value, xla.NEEDED)
+    if name == "warmup_ratio" and not (isinstance(value, (int, float)) and 0 <= value < 1):
+        return Problem(name, value, "must be a share of all updates, at least 0 and below 1")
+    present = given.get(old.new) if old.new else None
+    if name in _MERGED or present is None or _agree(present, old.carry(value, given)):
+        return None
+    if name.endswith("_token"):
+        value = present = "***"
+    return Problem(name, value, f"contradicts {old.new}={present!r}; give {old.new} alone")
+
+
+def twin_problems(given: Given) -> list[Problem]:
+    """Both names of one choice, given with different values."""
+    return [
+        Problem(old, given[old], f"contradicts {new}={given[new]!r}; give {new} alone")
+        for old, new in TWINS.items()
+        if given.get(old) is not None and given.get(new) is not None and given[old] != given[new]
+    ]
+
 
 # Names of other libraries, which are not similar to the right ones.
 HABITS = {
@@ -42,7 +246,7 @@ _ANSWERS = (
 _ELSEWHERE = dict.fromkeys(
     ("predict_with_generate", "eval_prompts", "eval_prompts_limit", "eval_metrics", "generation_max_new_tokens",
      "generation_max_length", "generation_num_beams", "generation_do_sample"),
-    _ANSWERS,
+    _ANSWERS
 )  # fmt: skip
 
 

@@ -7,21 +7,246 @@ It makes no folder, touches no device and does not write the environment. Script
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
+import json
+import logging
+import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from windlass.config.accepting import AcceptsOldNames
-from windlass.config.described import described
-from windlass.config.helpers import Helpers
-from windlass.config.json_document import mapping
-from windlass.config.refusal import refuse
-from windlass.config.renamed import BOTH_WAYS, OLD_NAMES, announce, translate
-from windlass.config.sections.setting import default_of, rules_of
+from windlass.config import accelerator_config
+from windlass.config.accepting import BOTH_WAYS, OLD_NAMES, AcceptsOldNames, announce, translate
+from windlass.config.enums import ParallelMode
+from windlass.config.kinds import mapping
+from windlass.config.parallel.keys import merge
+from windlass.config.parallel.parallel_plan import dtype_plans
+from windlass.config.parallel.rows_training import PRECISION
+from windlass.config.parallel.sources import OWN_VARIABLE, from_arguments, from_environment
+from windlass.config.plan import SchedulePlan
+from windlass.config.sections.fields import Fields
+from windlass.config.sections.setting import default_of, described, rules_of
 from windlass.config.setters import Setters
 from windlass.config.validate import check
-from windlass.core.locations import working_folder
+from windlass.core.errors import refuse
+from windlass.core.locations import anchored, is_url, lies_in, working_folder
+from windlass.core.logs import get_verbosity, log_levels
+from windlass.core.outside import load_outside
+from windlass.core.process_count import process_count
+from windlass.core.redact import is_secret_name, redact_text
+from windlass.core.turns import main_process_first
+from windlass.core.world import World, world_from_environment
+
+if TYPE_CHECKING:
+    import torch
+
+# Named only, since it is of a higher floor: imported once arguments ask for a stage of DeepSpeed that divides models.
+_BUILDING = "windlass.zero.building"
+
+
+class Helpers(Fields):
+    """All fields, and these methods. Each process drives one device."""
+
+    # A run reads `deepspeed` itself. Scripts look if there is one.
+    hf_deepspeed_config: ClassVar[None] = None
+
+    @property
+    def _world(self) -> World:
+        return world_from_environment()
+
+    @property
+    def mixed_precision(self) -> str:
+        """The type that forwards compute in: "no", "fp16", "bf16" or "fp8"."""
+        return next((word for word in PRECISION.fields if getattr(self, word)), "no")
+
+    @property
+    def output_path(self) -> str:
+        """`output_dir` as an absolute path or URL; a relative one is in the directory in which it was set."""
+        return anchored(str(self.output_dir), self.__dict__.get("_base", ""))
+
+    def resolve_path(self, path: str) -> str:
+        """Return `path`, as a script gives it, as an absolute path or URL.
+
+        A relative path in `output_dir` is resolved as that is. Others are relative to the working directory, or to the
+        directory in which `output_dir` was set if they exist only there.
+        """
+        base, here = self.__dict__.get("_base", ""), anchored(path, working_folder())
+        there = anchored(path, base)
+        in_output = lies_in(path, str(self.output_dir)) and not is_url(path)
+        return there if in_output or (not os.path.exists(here) and os.path.exists(there)) else here
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of a training loader's batch: of each process; with `split_batches`, of all together."""
+        return self.per_device_train_batch_size
+
+    def train_batch_size_of(self, ranks: int) -> int:
+        """Samples per process in one forward and backward, of `ranks` with different samples."""
+        size, field = self.per_device_train_batch_size, "per_device_train_batch_size"
+        return accelerator_config.read(self.accelerator_config).batch_size(field, size, ranks)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of an evaluation loader's batch: of each process; with `split_batches`, of all together."""
+        return self.per_device_eval_batch_size
+
+    def eval_batch_size_of(self, ranks: int) -> int:
+        """Samples per process in one evaluation batch, of `ranks` with different samples."""
+        size, field = self.per_device_eval_batch_size, "per_device_eval_batch_size"
+        return accelerator_config.read(self.accelerator_config).batch_size(field, size, ranks)
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        """`ddp_timeout`, which is in seconds."""
+        return timedelta(seconds=self.ddp_timeout)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process (imports torch). Raises ConfigError if there are fewer accelerators than processes
+        on this machine.
+        """
+        from windlass.core.device import choose_device
+
+        said = from_environment(os.environ).get("cpu")
+        return choose_device(self.use_cpu or (said is not None and said.value), self._world.local_rank)
+
+    @property
+    def n_gpu(self) -> int:
+        """Accelerators that this process drives: 0 or 1 (imports torch)."""
+        return 0 if self.device.type == "cpu" else 1
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """DISTRIBUTED if the job has several processes, else NOT_PARALLEL."""
+        return ParallelMode.DISTRIBUTED if self._world.is_distributed else ParallelMode.NOT_PARALLEL
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job."""
+        return process_count(self._world.size)
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process in the job, from 0."""
+        return self._world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its machine, from 0."""
+        return self._world.local_rank
+
+    @property
+    def should_log(self) -> bool:
+        """True if this process logs: the first of its machine, or of the job with log_on_each_node=False."""
+        return self._world.is_local_main if self.log_on_each_node else self._world.is_main
+
+    @property
+    def should_save(self) -> bool:
+        """True if this process writes the files that all share."""
+        return self._world.is_local_main if self.save_on_each_node else self._world.is_main
+
+    @property
+    def distributed_state(self) -> Any:
+        """The `PartialState` of this process; the first call joins the process group (imports torch)."""
+        state = load_outside("the state singletons")
+        options = {"timeout": self.ddp_timeout_delta, "backend": self.ddp_backend}
+        return state.PartialState(cpu=self.use_cpu, **options)
+
+    @property
+    def _names_deepspeed(self) -> bool:
+        launched = "deepspeed" in os.environ.get(OWN_VARIABLE, "")
+        return bool(self.deepspeed or launched or "ACCELERATE_USE_DEEPSPEED" in os.environ)
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """How DeepSpeed divides the model, for scripts that look; None if it does not."""
+        if not self._names_deepspeed:
+            return None
+        settings = merge(from_arguments(self), from_environment(os.environ))
+        precision, dist = dtype_plans(settings)
+        if settings.problems or dist.zero is None:
+            return None
+        return load_outside("plugins of DeepSpeed").plugin_of(dist.zero, precision.compute)
+
+    def _divide_new_models(self) -> Any:
+        """Let models of transformers be divided while they are built, for as long as the returned object lives; None
+        if nothing asks for it.
+        """
+        if not self._names_deepspeed:
+            return None
+        return importlib.import_module(_BUILDING).of_arguments(self)
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """None: the Trainer decides. A subclass may override it."""
+        return None
+
+    def get_process_log_level(self) -> int:
+        """The logging level of this process; by default the present one on the main process, WARNING on the others."""
+        if self.should_log:
+            return log_levels.get(self.log_level, get_verbosity())
+        return log_levels.get(self.log_level_replica, logging.WARNING)
+
+    def main_process_first(self, local: bool = True, desc: str = "work") -> AbstractContextManager[None]:
+        """Context: run the block on the main process first, then on the others.
+
+        Args:
+            local: the first process of each machine goes first; otherwise only the first of all.
+            desc: names the work in error messages.
+        """
+        return main_process_first(self._world, local, desc, self.ddp_timeout_delta)
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Return the updates of warm-up in a run of `num_training_steps` updates."""
+        return SchedulePlan(warmup=self.warmup_steps).warmup_steps(num_training_steps)
+
+    # --- as plain data ---
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON values, with `<NAME>` for secrets; `cls(**args.to_dict())` makes equal arguments."""
+        fields = dataclasses.fields(self)
+        return {f.name: _plain(f.name, getattr(self, f.name)) for f in fields if f.init}
+
+    def to_json_string(self) -> str:
+        """`to_dict` as indented JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """All fields as numbers, bools and text, for trackers."""
+        values = {
+            **self.to_dict(),
+            "train_batch_size": self.train_batch_size,
+            "eval_batch_size": self.eval_batch_size,
+        }
+        return {k: v if type(v) in (bool, int, float, str) else str(v) for k, v in values.items()}
+
+
+def placeholder(name: str) -> str:
+    """What replaces the secret `name` in written arguments."""
+    return f"<{name.upper()}>"
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, Enum):  # one of text, too
+        return value.value
+    if isinstance(value, str):
+        return placeholder(name) if is_secret_name(name) else redact_text(value)
+    if isinstance(value, PurePath):
+        return redact_text(str(value))
+    if isinstance(value, (list, tuple)):
+        return [_plain(name, item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(str(key), item) for key, item in value.items()}
+    if hasattr(value, "to_dict") and not isinstance(value, type):
+        return _plain("", value.to_dict())
+    if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
+        return str(value).removeprefix("torch.")
+    return value
 
 
 @described()

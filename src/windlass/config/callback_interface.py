@@ -41,87 +41,52 @@ class TrainerCallback:
         on_train_end
     """
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_init_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """The Trainer is constructed. Callbacks that are added later do not receive it."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """Training begins: `model`, optimizer and schedule are built, and a checkpoint, if any, is restored."""
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_train_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """Training ended or was stopped; with `load_best_model_at_end` the model has the best weights."""
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_epoch_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """A pass over the training data begins."""
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_epoch_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """A pass over the training data ended."""
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_step_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """An update begins, before its first micro-batch."""
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_substep_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """A micro-batch ended that is not the last one of its update."""
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_pre_optimizer_step(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """Gradients are complete and clipped; the weights are not updated yet."""
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_optimizer_step(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """The weights were updated, or the update was skipped as not finite; gradients are not cleared yet."""
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """An update ended; `state.global_step` counts it. Flags that are set here act at once."""
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_evaluate(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """An evaluation ended; `metrics` holds its results by name."""
 
     def on_predict(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Any,
-        **kwargs: Any,
+        self, args: Args, state: TrainerState, control: Control, metrics: Any, **kwargs: Any
     ) -> Any:
         """`predict` ended; `metrics` holds its results by name."""
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_prediction_step(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """A batch of an evaluation or a prediction was computed."""
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_save(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """A checkpoint is committed. `state` is as the checkpoint has it, and may be some updates old."""
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_log(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """Values were added to `state.log_history`; `logs` holds them by name."""
 
-    def on_push_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> Any:
+    def on_push_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> Any:
         """`push_to_hub` wrote the model, and uploads it next."""

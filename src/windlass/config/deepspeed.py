@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.config.nearest import did_you_mean
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, did_you_mean
 from windlass.core.lazy import reverse
 
 AUTO = "auto"

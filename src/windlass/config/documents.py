@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.plain_text import parse_json, read_text
+from windlass.core.whole_file import parse_json, read_text
 
 Keys = tuple[str, ...]
 

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
+
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.whole_file import parse_json, read_text
 
 Reader = Callable[[Any], Any]
 TRUE = ("true", "yes", "y", "t", "on", "1")
@@ -61,7 +66,7 @@ def _bounded(read: Reader, holds: Callable[[Any], bool], fix: str) -> Reader:
 positive = _bounded(whole, lambda n: n >= 1, "must be at least 1")
 natural = _bounded(whole, lambda n: n >= 0, "must not be negative")
 port = _bounded(whole, lambda n: 0 <= n <= 65535, "must be a port between 0 (choose a free one) and 65535")
-seconds = _bounded(number, lambda n: 0 < n < float("inf"), "must be a number of seconds above 0")
+positive_seconds = _bounded(number, lambda n: 0 < n < float("inf"), "must be a number of seconds above 0")
 
 
 def text(raw: Any) -> str:
@@ -180,7 +185,7 @@ _SHAPES: dict[Reader, str] = {
     flag: "{true,false}",
     **dict.fromkeys((whole, positive, natural, port), "N"),
     number: "X",
-    seconds: "SECONDS",
+    positive_seconds: "SECONDS",
     text: "TEXT",
     words: "NAME,NAME",
     names_or_pattern: "NAME,NAME",
@@ -246,3 +251,99 @@ def typed_words(value: Any) -> Any:
         except ValueError:
             continue
     return value
+
+
+def read_document(text: str) -> dict[str, Any]:
+    """Return the dict in JSON text, or in the JSON file whose path is `text`. Raises ValueError, with the reason, if it
+    is neither.
+    """
+    source = text if text.lstrip().startswith("{") else None
+    try:
+        value = parse_json(read_text(Path(text).expanduser()) if source is None else source)
+    except OSError as error:
+        raise ValueError(f"is neither JSON nor a readable file ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"holds JSON of type {type(value).__name__}, not an object")
+    # A command line cannot quote types inside JSON easily, so words that look like numbers become numbers.
+    return {key: typed_words(item) for key, item in value.items()} if source is not None else value
+
+
+def mapping(value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """A copy of an argument that may be given as JSON; `check` has read its text by now."""
+    assert not isinstance(value, str), "`check` refuses text that cannot be read"
+    return dict(value or {})
+
+
+_SECONDS = {
+    word: length
+    for words, length in (
+        ("s sec secs", 1),
+        ("m min mins", 60),
+        ("h hour hours", 3600),
+        ("d day days", 86400),
+    )
+    for word in words.split()
+}
+_BYTES = {"b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _BYTES |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]+)\s*")
+
+
+def seconds(value: str | float) -> float:
+    """Return the seconds of a time such as `"5min"`, `"90s"` or `"1.5h"`; a number is seconds already. Raises
+    ValueError if it is not a time above 0.
+    """
+    return _quantity(
+        value, _SECONDS, "a time above 0: seconds as a number, or text such as '90s', '5min', '2h'"
+    )
+
+
+def size_in_bytes(value: str | float) -> int:
+    """Return the bytes of a size such as `"8GB"` or `"512MiB"`; a number is bytes already. Raises ValueError if it is
+    not a size above 0.
+    """
+    return int(_quantity(value, _BYTES, "a size above 0: bytes as a number, or text such as '8GB', '512MiB'"))
+
+
+def _quantity(value: str | float, units: dict[str, int], words: str) -> float:
+    if isinstance(value, str):
+        match = _TEXT.fullmatch(value)
+        unit = match and units.get(match[2].lower())
+        number = float(match[1]) * unit if match and unit else 0.0
+    else:
+        number = float(value)
+    if not 0 < number < float("inf"):
+        raise ValueError(f"must be {words}")
+    return number
+
+
+def options_from(text: str) -> dict[str, str]:
+    """Return {"rank": "64", "scale": "0.10"} for `"rank=64, scale=0.10"`. Raises ValueError if a part is not
+    `key=value`.
+    """
+    options = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip() or not value.strip():
+            raise ValueError(f"must be 'name=value, name=value'; {part!r} is not such a pair")
+        options[key.strip()] = value.strip()
+    return options
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Bytes of the size of a weight file, such as `"1GiB"` or `"500MB"`; a number is bytes already.
+
+    As in accelerate, a lower-case `b` in a decimal unit (`"8Gb"`) means bits. Raises ConfigError if it is not a size.
+    """
+    if isinstance(size, int) and size >= 0:
+        return size
+    match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:e\d+)?)\s*([KMGT]I?B)\s*", str(size), re.IGNORECASE)
+    if match is None:
+        fix = "give bytes as a number, or a text with a unit such as '5GB' or '512MiB'"
+        raise ConfigError(Problem("size", size, fix))
+    unit = match[2].lower()
+    count = int(float(match[1]) * _BYTES[unit])
+    return count // 8 if match[2].endswith("b") and "i" not in unit else count

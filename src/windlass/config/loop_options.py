@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
-from windlass.config.described import described
 from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.parallel.rows_training import ACCUMULATION
-from windlass.config.sections.setting import Range, above, at_least, rules_in, setting
+from windlass.config.sections.setting import Range, above, at_least, described, rules_in, setting
 from windlass.config.values import hints, value_fault
 from windlass.core.errors import Problem
 

@@ -16,19 +16,22 @@ from enum import Enum
 from typing import Any
 
 from windlass.config import accelerator_config
-from windlass.config.enums import METRIC_DRIVEN, DebugOption
-from windlass.config.json_document import mapping, read_document
-from windlass.config.kinds import as_declared
-from windlass.config.parallel.from_script import FIELDS, from_arguments
+from windlass.config.accepting import TWINS
+from windlass.config.enums import (
+    METRIC_DRIVEN,
+    PROJECTING_OPTIMIZERS,
+    DebugOption,
+    unbuilt_optimizer,
+    unbuilt_trackers,
+)
+from windlass.config.kinds import as_declared, mapping, read_document
+from windlass.config.parallel.sources import FIELDS, from_arguments
 from windlass.config.parallel.xla_checks import absent_xla
-from windlass.config.refusal import refuse
-from windlass.config.renamed import TWINS
 from windlass.config.sections.fields import Fields
 from windlass.config.sections.setting import STRIDE, Rules, default_of, rules_of
-from windlass.config.support_rows import PROJECTING_OPTIMIZERS, unbuilt_optimizer, unbuilt_trackers
 from windlass.config.values import hints, members, value_fault
 from windlass.core import xla
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.locations import is_url
 from windlass.core.logs import get_verbosity
 from windlass.core.redact import is_secret_name

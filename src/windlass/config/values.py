@@ -10,8 +10,8 @@ from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from windlass.config.kinds import from_text
-from windlass.config.nearest import did_you_mean
 from windlass.config.sections.setting import Rules, Truth
+from windlass.core.errors import did_you_mean
 
 _TYPE_WORDS = {
     int: "a whole number",

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from windlass.core.metric_values import plain_metrics
-from windlass.core.plain_text import parse_json
-from windlass.core.whole_file import write_whole
+from windlass.core.whole_file import parse_json, write_whole
 
 EVENTS = (
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin",

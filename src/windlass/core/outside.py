@@ -22,8 +22,8 @@ OUTSIDE = {
     "options of float8": "windlass.compat.plugins",
     "refused names": "windlass.compat.refused_names",
     "the state singletons": "windlass.compat.state",
-    "models without data": "windlass.compat.big_models.meta",
-    "sizes of modules": "windlass.compat.big_models.module_sizes",
+    "models without data": "windlass.compat.big_models.big_model",
+    "sizes of modules": "windlass.compat.big_models.device_memory",
     "configurations of other programs": "windlass.compat.conversion.programs",
     "imports of other libraries": "windlass.compat.import_hook",
 }

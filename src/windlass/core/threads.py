@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +13,8 @@ from windlass.core.world import world_from_environment
 
 logger = get_logger(__name__)
 
-# The name under which a checkpoint's manifest has the number of threads.
-META_NAME = "threads"
+# The name under which a checkpoint's manifest has the number of threads that split one operation on the CPU.
+THREADS = "threads"
 
 
 def usable_cores() -> int:
@@ -27,19 +29,13 @@ def processes_and_threads(workers: int) -> int:
     return world_from_environment().local_size * (torch.get_num_threads() + workers)
 
 
-def thread_count() -> dict[str, int]:
-    """Number of threads that split one operation on the CPU, for a checkpoint's manifest."""
-    import torch
-
-    return {META_NAME: torch.get_num_threads()}
-
-
 def warn_of_other_threads(meta: Mapping[str, Any], device_type: str, folder: object) -> None:
     """Warn if a checkpoint was saved by a process with another number of threads: sums on the CPU are then split
     differently, so the last bits of a resumed run differ.
     """
-    saved = meta.get(META_NAME)
-    here = thread_count()[META_NAME]
+    import torch
+
+    saved, here = meta.get(THREADS), torch.get_num_threads()
     if device_type == "cpu" and saved is not None and saved != here:
         logger.warning(
             "%s was saved with %s thread(s) per process, this process has %d: sums are split differently, so results "
@@ -78,3 +74,49 @@ class LoadWatch:
             load,
             cores,
         )
+
+
+_TASKS = "/proc/self/task"
+_RUNNING = ord("R")
+_TICK = 0.0005
+
+
+def wait_for_foreign_threads(patience: float = 0.05) -> bool:
+    """Wait until every thread that Python did not start sleeps, at most `patience` seconds; return True if all do.
+
+    To be called right before a fork. A thread of a process group that frees a tensor enters Python; if the fork comes
+    between, the child inherits a lock that no thread will release. (CPython before 3.11.10 takes it in `os.fork`.)
+    Such a thread sleeps before a collective and again once it has freed what belonged to it.
+
+    Where the system has no list of threads (no `/proc`), returns True at once.
+    """
+    deadline = time.monotonic() + patience
+    while _foreign_thread_runs():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_TICK)  # it may need the interpreter to get done
+    return True
+
+
+def _foreign_thread_runs() -> bool:
+    pythons = {thread.native_id for thread in threading.enumerate()}
+    pythons.add(threading.get_native_id())
+    try:
+        tasks = os.listdir(_TASKS)
+    except OSError:
+        return False
+    return any(int(task) not in pythons and _state(task) == _RUNNING for task in tasks)
+
+
+def _state(task: str) -> int:
+    try:
+        descriptor = os.open(f"{_TASKS}/{task}/stat", os.O_RDONLY)
+    except OSError:
+        return 0  # it has ended
+    try:
+        content = os.read(descriptor, 128)
+    except OSError:
+        return 0
+    finally:
+        os.close(descriptor)
+    return content[content.rindex(b")") + 2]  # behind the name, which may contain anything

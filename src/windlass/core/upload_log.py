@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from windlass.core.clock import LATEST
-from windlass.core.plain_text import parse_json
-from windlass.core.whole_file import BINARY, NO_FOLLOW
+from windlass.core.run_clock import LATEST
+from windlass.core.whole_file import BINARY, NO_FOLLOW, parse_json
 
 UPLOADS = ".windlass-uploads.jsonl"
 _MOST_BYTES = 1 << 20

@@ -1,11 +1,18 @@
-"""Small files that are replaced as a whole: none is ever partly written, and no link is followed to another file."""
+"""Small files: replaced as a whole, so that none is ever partly written and no link is followed to another file; or
+read as text that anybody may have written: bounded in size, and JSON with one kind of error.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import secrets
 from pathlib import Path
+from typing import Any
+
+from windlass.core.logs import get_logger
 
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 BINARY = getattr(os, "O_BINARY", 0)  # Windows alone has it, and would translate line ends without
@@ -35,3 +42,86 @@ def write_whole(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(new)
         raise
+
+
+MAX_BYTES = 1 << 19  # of a file of settings; a parser takes some thousand times that in memory at worst
+
+
+def read_text(path: Path) -> str:
+    """A file of settings as text.
+
+    Raises:
+        OSError: it cannot be read, or is too large for what it should hold. UnicodeDecodeError: it is not UTF-8.
+    """
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {MAX_BYTES:,} bytes, too many for settings", str(path))
+    return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse_json(text: str | bytes, **hooks: Any) -> Any:
+    """`json.loads(text, **hooks)`.
+
+    Raises:
+        json.JSONDecodeError: also where it is nested too deeply, holds a number of absurdly many digits, or is not
+            UTF-8.
+    """
+    try:
+        return json.loads(text, **hooks)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+    except UnicodeDecodeError:
+        raise json.JSONDecodeError("not UTF-8 text", "", 0) from None
+    except ValueError as error:
+        if hooks:
+            raise  # a hook's own
+        raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+_logger = get_logger(__name__)
+
+
+class OutputFolder:
+    """Says whether a folder still lies on the disk that it was on when this object was made.
+
+    A folder that was removed or moved may be made again there. With its disk unmounted, the same path leads to the disk
+    below, usually the system's own: nothing must be written there.
+
+    Args:
+        path: may be made later; its disk is that of the nearest folder above it until then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        found = _status(path)
+        self._device = (found or _nearest(path)).st_dev
+        self._inode = None if found is None else found.st_ino
+
+    def check(self) -> None:
+        """Call it before the folder is made or written to. Raises OSError if its disk is not there."""
+        found = _status(self.path)
+        # A share that is mounted again may have another device number; its folder is the same inode.
+        is_same = found is not None and found.st_ino == self._inode
+        if not is_same and (found or _nearest(self.path)).st_dev != self._device:
+            problem = "its path leads to another device than when the run began: the disk is not mounted"
+            raise OSError(errno.ENODEV, problem, str(self.path))
+        if found is None and self._inode is not None:
+            _logger.warning("%s was removed while the run goes on: it is made again", self.path)
+        self._inode = None if found is None else found.st_ino
+        self._device = self._device if found is None else found.st_dev
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _nearest(path: Path) -> os.stat_result:
+    """Of the nearest folder above that exists."""
+    above = (_status(parent) for parent in path.absolute().parents)
+    return next(status for status in above if status is not None)

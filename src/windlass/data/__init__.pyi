@@ -4,7 +4,7 @@ from windlass.compat.script_helpers import (
     pad_without_fast_tokenizer_warning as pad_without_fast_tokenizer_warning, to_numpy as to_numpy,
     torch_default_data_collator as torch_default_data_collator,
 )
-from windlass.data.collate_default import (
+from windlass.data.collate_pad import (
     DefaultDataCollator as DefaultDataCollator, default_data_collator as default_data_collator,
 )
 from windlass.data.collate_flatten import DataCollatorWithFlattening as DataCollatorWithFlattening
@@ -15,4 +15,4 @@ from windlass.data.collate_pad import (
     DataCollatorForTokenClassification as DataCollatorForTokenClassification,
     DataCollatorWithPadding as DataCollatorWithPadding,
 )
-from windlass.data.collate_permutation import DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling
+from windlass.data.collate_mlm import DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling

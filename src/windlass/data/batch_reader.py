@@ -1,4 +1,4 @@
-"""One batch of this rank, and the protocol of everything that reads such batches from a position on."""
+"""One batch of this rank, pinned if asked for, and the protocol of what reads such batches from a position on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
+from windlass.core.device import has_accelerator
+from windlass.core.trees import map_leaves
 from windlass.data.bookmark import Bookmark
-from windlass.data.pin import pin
 
 
 @dataclass(slots=True)
@@ -80,3 +83,22 @@ class BatchReader(Protocol):
 
     def reseed(self, seed: int) -> None:
         """Use another seed from now on."""
+
+
+def wants_pinning(asked: bool) -> bool:
+    """Return True if pinning was requested and there is an accelerator with its own memory."""
+    if not asked or not has_accelerator():
+        return False
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type != "mps"
+
+
+def pin(batch: Any) -> Any:
+    """The same batch with its CPU tensors page-locked; containers are rebuilt, everything else is unchanged."""
+    return map_leaves(_pinned, batch, lambda part: hasattr(part, "pin_memory"))
+
+
+def _pinned(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value
+    return value.pin_memory()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import (
@@ -19,23 +19,70 @@ from torch.utils.data import (
 from windlass.config.plan import DataPlan
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_logger
+from windlass.core.trees import batch_size_of
 from windlass.data.agreed_stream import AgreedStream
-from windlass.data.batch_reader import BatchReader
-from windlass.data.checksum import checksum
-from windlass.data.collate_default import plain_collate
+from windlass.data.batch_reader import BatchReader, DealtBatch, PassRequest
+from windlass.data.bookmark import checksum
+from windlass.data.collate_pad import plain_collate
 from windlass.data.dealt_rows import BatchRows, Rows, SampleRows
 from windlass.data.dispatch import Dispatched
 from windlass.data.fetch import Fetch, FetchItem
+from windlass.data.foreign_loader import loader_length
 from windlass.data.lockstep_reader import LockstepReader
 from windlass.data.map_reader import MapReader
 from windlass.data.order import Order, RandomOrder, SamplerOrder, SequentialOrder
-from windlass.data.passthrough_reader import PassthroughReader
 from windlass.data.same_stream import splits_itself
 from windlass.data.samplers import SeedableOrder
+from windlass.data.seeding import set_epochs
 from windlass.data.source import Source
 from windlass.data.stream import RowCutter, SharedStream
-from windlass.data.workers import START_TIMEOUT
+from windlass.data.workers import START_TIMEOUT, Reader, read_batches
 from windlass.dist.gang import Gang
+
+
+class PassthroughReader:
+    """One rank's batches, read one ahead to detect the last. A position is reached by reading up to it."""
+
+    unit = "batches"
+
+    def __init__(self, loader: Any, start_timeout: float = START_TIMEOUT) -> None:
+        self._loader = loader
+        self._reader = Reader(f"a prepared {type(loader).__name__}", start_timeout)
+
+    @property
+    def total_batch_size(self) -> int | None:
+        return getattr(self._loader, "batch_size", None)
+
+    def read(self, wanted: PassRequest) -> Iterator[DealtBatch]:
+        start = wanted.start
+        if start:
+            name = type(self._loader).__name__
+            logger.warning(f"reading {start} batches of {name} again, to continue after them")
+        set_epochs(wanted.epoch, self._loader, getattr(self._loader, "sampler", None))
+        batches, done = read_batches(self._loader, self._reader), 0
+        batch = next(batches, _END)
+        while batch is not _END:
+            following, done = next(batches, _END), done + 1
+            if done > start:
+                yield DealtBatch(batch, (batch_size_of(batch) or 1,), done, following is _END)
+            batch = following
+
+    def accepts(self, unit: str) -> bool:
+        return unit == self.unit
+
+    def count(self, epoch: int, start: int = 0) -> int | None:
+        whole = loader_length(self._loader)
+        return None if whole is None else max(whole - start, 0)
+
+    def position(self, epoch: int, batches: int) -> int:
+        return batches
+
+    def reseed(self, seed: int) -> None:
+        """Does nothing: the loader seeds itself."""
+
+
+_END = object()
+
 
 logger = get_logger(__name__)
 

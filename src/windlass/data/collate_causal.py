@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.data.collate_default import Batch, Features
-from windlass.data.collate_pad import framed, pad_rows
+from windlass.data.collate_pad import Batch, Features, framed, pad_rows
 
 IGNORED = -100
 

@@ -6,8 +6,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from windlass.data.collate_default import Batch, DefaultDataCollator, Features
-from windlass.data.collate_pad import framed
+from windlass.data.collate_pad import Batch, DefaultDataCollator, Features, framed
 
 
 class DataCollatorWithFlattening(DefaultDataCollator):

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from windlass.core.errors import ConfigError, Problem
-from windlass.data.collate_default import Batch, Features
-from windlass.data.collate_pad import framed, pad_rows
+from windlass.data.collate_pad import Batch, Features, framed, pad_rows
 
 ANSWERS = ("chosen_ids", "rejected_ids")
 # Columns of numbers, one for each pair.

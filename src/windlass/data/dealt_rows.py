@@ -44,11 +44,15 @@ class SampleRows:
 
     def batches(self, epoch: int, start: int, rank: int) -> Iterator[DealtBatch]:
         order, length, size = self._order.of(epoch), self.length(epoch), self.total_batch_size
+        shares, (low, high) = shares_of(size, self._ranks), share(size, self._ranks, rank)
         for first in range(start, length, size * _ROWS_AT_ONCE):
             ids = order[first : min(first + size * _ROWS_AT_ONCE, length)].tolist()
             for begin in range(0, len(ids), size):
-                end = min(first + begin + size, length)
-                yield batch_of(dealt(ids[begin : begin + size], self._ranks), rank, end, end == length)
+                row, end = ids[begin : begin + size], min(first + begin + size, length)
+                if len(row) == size and low < high:  # all but the last one: every rank has as many of each
+                    yield DealtBatch(None, shares, end, end == length, row[low:high])
+                else:
+                    yield batch_of(dealt(row, self._ranks), rank, end, end == length)
 
     def count(self, epoch: int, start: int = 0) -> int:
         return max(-(-(self.length(epoch) - start) // self.total_batch_size), 0)

@@ -15,8 +15,7 @@ from numpy.random.mtrand import get_bit_generator
 from windlass.core.errors import DataError
 from windlass.core.rng import STREAM_COLLATE, STREAM_SAMPLE, derive_seed, seed_generators
 from windlass.core.types import Collator
-from windlass.data.batch_reader import DealtBatch
-from windlass.data.pin import pin
+from windlass.data.batch_reader import DealtBatch, pin
 from windlass.data.seeding import Sandbox, collator_reseeder, fingerprint, set_epochs
 
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]

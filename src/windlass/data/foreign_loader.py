@@ -12,8 +12,7 @@ from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_ORDER, STREAM_SAMPLE, derive_seed
 from windlass.core.trees import tensors_in
 from windlass.core.types import State
-from windlass.data.bookmark import plain_copy
-from windlass.data.checksum import checksum
+from windlass.data.bookmark import checksum, plain_copy
 from windlass.data.order import own_generators
 from windlass.data.seeding import Sandbox, rewind, set_epochs
 from windlass.data.skip import skips_unread, with_batch_sampler

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from windlass.config.plan import BatchPlan, DataPlan
 from windlass.core.errors import DataError
 from windlass.core.types import Collator
-from windlass.data.collate_default import auto_collate
+from windlass.data.collate_pad import auto_collate
 from windlass.data.loader import Loader, MapLoader
 from windlass.data.order import SequentialOrder, as_order, build_order, refuse_order_of_stream
 from windlass.data.stream_loader import StreamLoader

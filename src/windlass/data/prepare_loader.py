@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.core.errors import DataError
+from windlass.data.batch_reader import wants_pinning
 from windlass.data.choice import ReaderChoice
 from windlass.data.order import own_generators
-from windlass.data.pin import wants_pinning
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.data.workers import START_TIMEOUT
 from windlass.dist.gang import Gang

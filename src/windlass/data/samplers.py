@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, Sampler
 
-from windlass.data.order import SamplerOrder
+from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.data.order import LengthGroupedOrder, RandomOrder, SamplerOrder
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -53,3 +54,60 @@ class SeedableOrder(SamplerOrder):
     def _order(self, epoch: int) -> np.ndarray[Any, Any]:
         self.sampler.initial_seed = self.seed  # which a checkpoint may have brought
         return super()._order(epoch)
+
+
+class TokenBudgetSampler(Sampler[list[int]]):
+    """A batch sampler: samples of similar length, as many as fit into `max_tokens` once they are padded.
+
+    The batches of an epoch are a function of (seed, epoch): the samples are in the order of `group_by_length`, cut into
+    batches, whose order is random. So an epoch can be entered at any batch.
+
+    Args:
+        lengths: tokens of each sample, shape (samples,).
+        max_tokens: of a padded batch: its samples times its longest one.
+
+    Raises:
+        DataError: a sample is longer than `max_tokens`.
+    """
+
+    def __init__(self, lengths: Any, max_tokens: int, seed: int = 42) -> None:
+        self.lengths, self.max_tokens, self.seed, self.epoch = np.asarray(lengths), max_tokens, seed, 0
+        if max_tokens < 1:
+            raise ConfigError(Problem("max_tokens", max_tokens, "use at least 1"))
+        if len(self.lengths) and self.lengths.max() > max_tokens:
+            index = int(self.lengths.argmax())
+            raise DataError(
+                f"sample {index} has {self.lengths[index]} tokens, and max_tokens={max_tokens}: raise it, or truncate."
+            )
+        self._cached: tuple[tuple[int, int], list[list[int]]] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.of(self.epoch))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.of(self.epoch))
+
+    def of(self, epoch: int) -> list[list[int]]:
+        """The batches of `epoch`: positions of samples."""
+        key = (self.seed, epoch)
+        if self._cached is None or self._cached[0] != key:
+            self._cached = (key, self._batches(epoch))
+        return self._cached[1]
+
+    def _batches(self, epoch: int) -> list[list[int]]:
+        if not len(self.lengths):
+            return []
+        typical = max(1, int(self.max_tokens // max(self.lengths.mean(), 1)))
+        order = LengthGroupedOrder(self.lengths, typical, self.seed).of(epoch)
+        batches: list[list[int]] = []
+        longest = 0
+        for position, length in zip(order.tolist(), self.lengths[order].tolist(), strict=True):
+            longest = max(longest, length)
+            if not batches or longest * (len(batches[-1]) + 1) > self.max_tokens:
+                batches.append([])
+                longest = length
+            batches[-1].append(position)
+        return [batches[index] for index in RandomOrder(len(batches), self.seed).of(epoch)]

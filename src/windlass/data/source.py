@@ -10,9 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from windlass.config.plan import DataPlan
-from windlass.data.batch_reader import DealtBatch
+from windlass.data.batch_reader import DealtBatch, wants_pinning
 from windlass.data.fetch import Fetching, read_here
-from windlass.data.pin import wants_pinning
 from windlass.data.workers import Reader, TaskBoard, read_batches
 
 _SHOWN = 8  # samples that a message lists

@@ -14,10 +14,9 @@ from windlass.config.plan import DataPlan
 from windlass.core.logs import get_logger
 from windlass.core.rng import STREAM_COLLATE, derive_seed
 from windlass.core.types import Collator
-from windlass.data.batch_reader import DealtBatch, PassRequest
+from windlass.data.batch_reader import DealtBatch, PassRequest, wants_pinning
 from windlass.data.bookmark import WITNESSES, Bookmark, StreamPlace, belongs, marks_of, why_read_again
 from windlass.data.dealt_rows import share, shares_of
-from windlass.data.pin import wants_pinning
 from windlass.data.reading import Reading, open_reading
 from windlass.data.same_stream import NoSampleError
 from windlass.data.seeding import Sandbox, collator_reseeder

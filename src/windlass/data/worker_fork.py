@@ -11,9 +11,9 @@ from multiprocessing.context import ForkProcess
 from typing import Any, NamedTuple
 
 from windlass.core.errors import WorkerError
-from windlass.core.foreign_threads import wait_for_foreign_threads
 from windlass.core.job_signals import signal_name
 from windlass.core.logs import get_logger
+from windlass.core.threads import wait_for_foreign_threads
 from windlass.dist.beacon import beacon
 
 logger = get_logger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from windlass.core.errors import WindlassError
-from windlass.core.plain_text import parse_json
+from windlass.core.whole_file import parse_json
 from windlass.dist.signed_store import ForgedValueError, SignedStore
 
 LOOK_SECONDS = 0.1

@@ -115,14 +115,12 @@ class Beacon:
         self._count, self._step, self._call = 1, _NO_STEP, START
         self._looks, self._collectives = 0, -1
 
-    def step(self, number: int) -> None:
-        """Record that `number` updates are done."""
-        self._step = number
-        self._count += 1
-
-    def call(self, name: str) -> None:
-        """Record the next operation. The launcher reads the first 64 bytes of its name in UTF-8."""
+    def call(self, name: str, step: int | None = None) -> None:
+        """Record the next operation, and that `step` updates are done, if it is given. The launcher reads the first 64
+        bytes of the name in UTF-8.
+        """
         self._call = name
+        self._step = self._step if step is None else step
         self._count += 1
 
     def note(self, name: str) -> None:
@@ -155,12 +153,8 @@ class LitBeacon(Beacon):
         self._write_life()
         self._write_mark()
 
-    def step(self, number: int) -> None:
-        super().step(number)
-        self._write_mark()
-
-    def call(self, name: str) -> None:
-        super().call(name)
+    def call(self, name: str, step: int | None = None) -> None:
+        super().call(name, step)
         self._write_mark()
 
     def note(self, name: str) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from windlass.core.device import backend_for
 from windlass.core.errors import ConfigError, DataError, Problem
-from windlass.core.foreign_threads import wait_for_foreign_threads
 from windlass.core.mesh import VIEWS, Mesh, View
+from windlass.core.threads import wait_for_foreign_threads
 from windlass.core.world import World, world_from_environment
 from windlass.dist.beacon import MEETING, beacon, waiting
 from windlass.dist.listening import ONE_ATTEMPT, is_loopback, keep_gloo_on_loopback, open_store
@@ -39,15 +39,14 @@ class Pending(Protocol):
 class _Done(list[float]):
     """The sums over a gang of one."""
 
-    def wait(self) -> list[float]:
-        return self
+    wait = list[float].copy
 
 
 class _Buffer:
     """Numbers that a sum under way reads and writes; kept and used again for the life of the process.
 
     The thread that ends the sum drops its reference to the tensor. Were it the last but Python's, it would enter Python
-    to do so, and take locks there: a data worker forked at that instant would never run (see `core.foreign_threads`). A
+    to do so, and take locks there: a data worker forked at that instant would never run (see `core.threads`). A
     view holds the tensor from the side of C++ as long as this object lives.
     """
 

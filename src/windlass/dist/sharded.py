@@ -9,19 +9,37 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import add, sub
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.dist.flat import FlatParts, InParts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+class Absent(nn.Parameter):
+    """The shape, dtype and device of a parameter that another rank holds, in the memory of one element.
+
+    It never has a gradient, and writing to it is an error.
+    """
+
+
+def absent_like(parameter: nn.Parameter, device: torch.device) -> Absent:
+    """Stand-in for `parameter` on a rank that does not hold it."""
+    one = torch.zeros((), dtype=parameter.dtype, device=device)
+    return Absent(one.expand(parameter.shape), parameter.requires_grad)
+
+
+def present(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters that this rank holds, or holds a part of."""
+    return [parameter for parameter in parameters if not isinstance(parameter, Absent)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from windlass.core.types import EvalLoopOutput, EvalPrediction, LossTerms
 from windlass.dist.gang import Gang
 from windlass.dist.lockstep import exchange_messages, telling_others
 from windlass.metrics.evaluation import MeanLoss, checked_metrics, mean_of, named_metrics
-from windlass.metrics.joining import pad_concat, take_apart
-from windlass.metrics.kept_rows import OrderLog, RowStore
+from windlass.metrics.kept_rows import OrderLog, RowStore, pad_concat, take_apart
 from windlass.transforms.strategy import Strategy
 
 logger, job_logger = get_logger(__name__), get_job_logger(__name__)

@@ -85,9 +85,6 @@ class Executor(Protocol):
     def model(self) -> torch.nn.Module:
         """The module that forwards run through."""
 
-    def micro(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Around one forward and backward: gradients are reduced over ranks only in the last one."""
-
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients of `loss`, this rank's share. The only owner of loss-scaler and reduction factors.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,7 @@ class Feed:
         self._inspected, self._clock = False, run_clock()
         self._position: State = {}
         self._groups: Iterator[UpdateBatch] = iter(())
+        self._epoch: int | None = None  # the one that is read
         # The update that was fetched ahead, and the sums of its counts over ranks.
         self._ahead: tuple[UpdateBatch, Pending] | None = None
         # The source's position before and after the last update.
@@ -83,15 +84,11 @@ class Feed:
         if position:
             self._source.load_state_dict(position)
 
-    def epoch(self, number: int) -> Generator[UpdateBatch, None, None]:
-        """The updates that are left of epoch `number`."""
-        self._fetch(self._open(number))
-        try:
-            while self._ahead is not None:
-                yield self._take(*self._ahead)
-        finally:
-            self._end_sum()  # the epoch may be left early, on all ranks
-            self._groups = iter(())  # workers that read for this epoch alone end with it
+    def close(self) -> None:
+        """End the epoch, with or without data left, on all ranks."""
+        self._end_sum()
+        self._groups = iter(())  # workers that read for this epoch alone end with it
+        self._epoch = None
 
     def again(self, accumulation: int) -> UpdateBatch:
         """Read the last update again, in this many micro-batches, as the source cuts them now. In a world of one."""
@@ -99,12 +96,21 @@ class Feed:
         self._position_after = self._position_before
         self._reopen(accumulation)
         self._fetch(None)
-        assert self._ahead is not None, "the same samples come again"
-        return self._take(*self._ahead)
+        assert self._epoch is not None
+        same = self.take(self._epoch)
+        assert same is not None, "the same samples come again"
+        return same
 
-    def _take(self, group: UpdateBatch, counts: Pending) -> UpdateBatch:
-        """Return the update that was fetched ahead, with its sums over all ranks, and fetch the next one."""
-        self._ahead = None
+    def take(self, epoch: int) -> UpdateBatch | None:
+        """Return the next update of those that are left of `epoch`, with its sums over all ranks, and fetch the one
+        after it; None if there is none. `close` ends the epoch.
+        """
+        if self._epoch is None:
+            self._epoch = epoch
+            self._fetch(self._open(epoch))
+        if self._ahead is None:
+            return None
+        (group, counts), self._ahead = self._ahead, None
         before = self._clock.enter(EXCHANGE) if self._all_ranks.size > 1 else None
         sums = counts.wait()
         if before is not None:

@@ -8,9 +8,8 @@ case; then only the last backward updates, or the update follows it.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -58,7 +57,7 @@ class FusedExecutor(NativeExecutor):
     ) -> None:
         super().__init__(strategy, optimizer, device, scaler, parameters)
         self._per_parameter = optimizer
-        self._pass, self._last = Pass.KEEP, True
+        self._pass = Pass.KEEP
         self._update: UpdateBatch | None = None
         self._hooks: StepHooks | None = None
         self._max_norm: float | None = None
@@ -72,12 +71,6 @@ class FusedExecutor(NativeExecutor):
         self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._parameters]  # type: ignore[no-untyped-call]
 
     # --- the backward -------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def micro(self, *, last: bool) -> Iterator[None]:
-        self._last = last
-        with super().micro(last=last):
-            yield
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         _refuse(options)

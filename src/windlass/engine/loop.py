@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -62,8 +62,8 @@ class LoopHooks:
         """Called before update `step`, counted from 0: set its learning rate."""
 
     def step_end(self, batch: UpdateBatch, applied: bool) -> None:
-        """Called after the update of this data was applied or skipped, and not rolled back. Log, evaluate and save, as
-        the control flags request.
+        """Called after the update of this data was applied or skipped, and not rolled back. Apply the signals of all
+        ranks; log, evaluate and save, as the control flags request.
         """
 
     def epoch_end(self, complete: bool) -> None:
@@ -74,16 +74,14 @@ class LoopHooks:
     def update_refused(self, suspect: Suspect, result: StepResult) -> bool:
         """Called on every rank after an update was refused because its gradients were not finite.
 
-        Return True if the run was rolled back to a checkpoint: its progress is then that of the checkpoint.
+        Return True if the run was rolled back to a checkpoint: its progress is then that of the checkpoint, and the
+        signals of all ranks were applied.
         """
         return False
 
     def explain_nonfinite(self, suspect: Suspect) -> str:
         """Describe the source of the non-finite values of an update on all ranks. Every rank calls it."""
         return nonfinite_at(suspect.step, suspect.data.ids)
-
-    def signals_received(self, signals: Sequence[float]) -> None:
-        """Called with the summed signals of all ranks, at the same update on each."""
 
 
 @dataclass(slots=True)
@@ -144,31 +142,22 @@ class Loop:
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch
         self._beacon.call("read data")
-        with contextlib.closing(self._batches()) as batches:
-            for batch in batches:
-                self._update(batch)
-                if self._leaves_epoch():
+        with contextlib.closing(self._feed):
+            # A run that was resumed after the last update of an epoch, or after a stop, makes no update in it.
+            while not (self._data_spent or self._leaves_epoch()):
+                self.waits_for_data = True
+                try:
+                    self._hooks.data_ahead()
+                    batch = self._feed.take(self._epoch)
+                finally:
+                    self.waits_for_data = False
+                if batch is None:
                     break
+                self._update(batch)
         if self._updates_in_epoch == before == 0:
             self._progress.control.should_training_stop = True
             logger.warning("epoch %d has no data for an update: training stops", self._epoch)
         self._close_epoch()
-
-    def _batches(self) -> Generator[UpdateBatch, None, None]:
-        """The remaining data of the epoch."""
-        if self._data_spent or self._leaves_epoch():
-            return  # resumed after the last update of an epoch or the run, or after a stop: closing events are left
-        with contextlib.closing(self._feed.epoch(self._epoch)) as batches:
-            while True:
-                self.waits_for_data = True
-                try:
-                    self._hooks.data_ahead()
-                    batch = next(batches, None)
-                finally:
-                    self.waits_for_data = False
-                if batch is None:
-                    return
-                yield batch
 
     # True while nothing would be lost if the process exited.
     waits_for_data = False
@@ -187,20 +176,25 @@ class Loop:
 
     def _update(self, batch: UpdateBatch) -> None:
         """One optimizer update: group -> gradients -> update -> ledger -> events."""
-        step, hooks = self._state.global_step, self._hooks
+        state, hooks = self._state, self._hooks
+        step = state.global_step
         if self._clock.kind != COMPUTE:  # the first one; the update before ended in it
             self._clock.enter(COMPUTE)
+        self._beacon.call("forward and backward", step)
         self._seed_step(step)
-        self._beacon.step(step)
         hooks.step_begin(step)
         batch, result = self._compute(batch)
-        self._advance(batch)
-        self._ledger.add(result.loss, result.norm, result.parts, result.applied)
+        state.global_step += 1
+        self._updates_in_epoch += 1
+        self._position, self._data_spent = batch.position, batch.last
+        # Of a stream of unknown length the run as a whole counts as one pass.
+        per_epoch = self._updates_per_epoch or state.max_steps
+        state.epoch = self._epoch + (1.0 if batch.last else self._updates_in_epoch / per_epoch)
+        loss = self._ledger.add(result.loss, result.norm, result.parts, result.applied)
         if self._executor.dispatch is not None:
             self._executor.dispatch()
-        hooks.signals_received(batch.signals)
-        rolled_back = self._rolled_back(batch, result)
-        self._clock.update_ends(self._state.global_step, result.applied and not rolled_back)
+        rolled_back = self._rolled_back(batch, result, loss)
+        self._clock.update_ends(state.global_step, result.applied and not rolled_back)
         if rolled_back:
             return
         hooks.step_end(batch, result.applied)
@@ -221,16 +215,6 @@ class Loop:
             # Outside the handler, whose traceback keeps the memory of the failed attempt alive.
             batch = self._feed.again(self._hooks.shrink())
             self._seed_step(self._state.global_step)
-
-    def _advance(self, batch: UpdateBatch) -> None:
-        self._state.global_step += 1
-        self._updates_in_epoch += 1
-        self._position = batch.position
-        self._data_spent = batch.last
-        # Of a stream of unknown length the run as a whole counts as one pass.
-        per_epoch = self._updates_per_epoch or self._state.max_steps
-        passed = 1.0 if batch.last else self._updates_in_epoch / per_epoch
-        self._state.epoch = self._epoch + passed
 
     # --- when to stop -----------------------------------------------------------------------------------------------
 
@@ -261,8 +245,10 @@ class Loop:
 
     # --- non-finite values ------------------------------------------------------------------------------------------
 
-    def _rolled_back(self, batch: UpdateBatch, result: StepResult) -> bool:
-        """Check the update for non-finite values; return True if the run was rolled back because of them."""
+    def _rolled_back(self, batch: UpdateBatch, result: StepResult, loss: Tensor | float) -> bool:
+        """Check the update for non-finite values; return True if the run was rolled back because of them. `loss` is
+        what the ledger added.
+        """
         suspect = Suspect(self._state.global_step, batch, result.losses, result.applied)
         if not result.applied and not batch.denominator:
             warn_once(
@@ -275,7 +261,7 @@ class Loop:
             # The data continues after the refused update, so the undone updates need more data at the end.
             self._extra_epochs += 1
             return True
-        found = self._watch.add(result.loss, result.norm if result.applied else result.loss, suspect)
+        found = self._watch.add(loss, result.norm if result.applied else result.loss, suspect)
         if found is not None:
             self._raise(found)
         return False

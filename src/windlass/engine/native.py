@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -50,6 +49,7 @@ class NativeExecutor:
         reduce_each: bool = False,
     ) -> None:
         self.strategy, self._module, self._reduce_each = strategy, strategy.module, reduce_each
+        self._alone = not (strategy.reduces or strategy.sharded)  # no backward waits for other ranks
         self.optimizer = optimizer
         update_singly(optimizer)
         self._scaler = scaler or UnitScaler(device)
@@ -57,6 +57,7 @@ class NativeExecutor:
         self._aux_gradients: dict[nn.Parameter, Tensor] = {}
         self._overflow: Tensor | None = None
         self._skip = False
+        self._last = True  # the micro-batch under way is the last one of its update
         self._overflowed = self._applying = False
         self._beacon, self._waiting, self._clock = beacon(), thread_waiting(), run_clock()
         self._averages: list[WeightAverage] = []
@@ -69,14 +70,14 @@ class NativeExecutor:
 
     # --- primitives -------------------------------------------------------------------------------------------------
 
-    def micro(self, *, last: bool) -> AbstractContextManager[Any]:
-        return self.strategy.micro(last or self._reduce_each)
-
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Compute gradients of `loss`: this rank's share times the number of ranks, because ranks are averaged."""
+        scaled = self._scaler.scale(loss) if self._scaler.active else loss
+        if self._alone:
+            scaled.backward(**options)  # type: ignore[no-untyped-call]
+            return
         before = self._clock.enter(BACKWARD)
         try:
-            scaled = self._scaler.scale(loss) if self._scaler.active else loss
             scaled.backward(**options)  # type: ignore[no-untyped-call]
         finally:
             self._clock.enter(before)
@@ -222,9 +223,9 @@ class NativeExecutor:
         loss: Tensor | None = None
         losses: list[Tensor] = []
         last = len(update.batches) - 1
-        self._beacon.call("forward and backward")
         for index in range(last + 1):
-            with self.micro(last=index == last):
+            self._last = index == last
+            with self.strategy.micro(self._last or self._reduce_each):
                 share = hooks.micro_step(update, index)
             losses.append(share)
             loss = share if loss is None else loss + share

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from windlass.core.errors import ModelError
 from windlass.core.types import LossTerms, State
+from windlass.data.update_batch import UpdateBatch
 from windlass.engine.executor import Executor
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -82,12 +83,15 @@ class Normaliser:
 class UpdateNormaliser(Normaliser):
     """The mode of a run, whose updates are counted before their first backward; sums this rank's shares.
 
-    `begin` starts an update, `scope` a micro-batch; `apply` maps the loss that the user's code passes to backward.
+    `scope` starts a micro-batch, `apply` maps the loss that the user's code passes to backward.
 
     Attributes:
         meaning: of a plain loss.
         watchers: called with each loss that is passed to `backward`.
-        targets, last: of the present micro-batch.
+        denominator: targets of the update over all ranks; 1 without any, because it is a divisor.
+        targets: of the present micro-batch.
+        last, filler: the present micro-batch is the last one of its update; it has no weight.
+        share: this rank's share of the loss that the present micro-batch has passed to `backward`; None before it has.
         parts: named auxiliary losses of the update, this rank's share.
     """
 
@@ -100,32 +104,27 @@ class UpdateNormaliser(Normaliser):
         super().__init__(ranks, sum_on_device)
         self.meaning = meaning
         self.watchers: tuple[Callable[[Any], None], ...] = ()
-        self.denominator, self.targets, self.share_of_samples = 1.0, 0.0, 0.0
-        self.last, self._filler, self._empty = True, False, False
+        self.denominator, self.targets, self._share_of_samples = 1.0, 0.0, 0.0
+        self.last, self.filler, self._empty = True, False, False
+        self.share: Tensor | None = None
         self.parts: dict[str, Tensor] = {}
         self._plain_seen = False
-        self._loss: Tensor | None = None
         self._aux_loss: Tensor | None = None
         self._waiting: Tensor | None = None
         self._total: Tensor | None = None
 
-    def begin(self, denominator: float, filler: bool) -> None:
-        """Start an update: `denominator` is its weight over all ranks; a `filler` has no weight."""
-        self.denominator, self._filler = max(denominator, 1e-30), filler
-        self._aux_loss = self._waiting = self._total = self.weight = None
-        self._plain_seen = False
-        if self.parts:
-            self.parts = {}
-
-    def scope(
-        self, targets: float, share_of_samples: float, last: bool = True, filler: bool | None = None
-    ) -> None:
-        """Start a micro-batch with this many targets, and this fraction of the update's samples. `filler` is that of
-        the update unless it is given.
-        """
-        self.targets, self.share_of_samples, self.last = targets, share_of_samples, last
-        self._filler = self._filler if filler is None else filler
-        self._loss, self._empty = None, not targets
+    def scope(self, update: UpdateBatch, index: int) -> None:
+        """Start micro-batch `index` of an update, and with the first one the update."""
+        if index == 0:
+            self.denominator = update.denominator or 1.0
+            self._aux_loss = self._waiting = self._total = self.weight = None
+            self._plain_seen = False
+            if self.parts:
+                self.parts = {}
+        samples, total = update.samples[index], update.total_samples
+        self.filler, self._share_of_samples = total > 0 and samples == 0, samples / max(total, 1.0)
+        self.targets, self.last = update.targets[index], index == len(update.batches) - 1
+        self.share, self._empty = None, not self.targets
 
     def backward(self, loss: Tensor | LossTerms, executor: Executor, **options: Any) -> None:
         """Compute the gradients of a micro-batch's loss; `options` are those of `Tensor.backward`."""
@@ -146,22 +145,21 @@ class UpdateNormaliser(Normaliser):
         share = _account(scaled, self.ranks)
         if self.last and self._waiting is not None:
             share, self._waiting = share + self._waiting * self.correction, None
-        self._loss = share if self._loss is None else self._loss + share
+        self.share = share if self.share is None else self.share + share
         return scaled
 
     def _plain(self, loss: Tensor) -> Tensor:
         if self.weight is not None:
             raise ModelError(_MIXED)
         self._plain_seen = True
-        if self._filler:
-            return _weigh(loss, 0.0)
-        if self.meaning is Meaning.MICRO_MEAN:
+        factor = float(self.ranks) if self.meaning is Meaning.SHARE else 1.0
+        if self.filler:
+            factor = 0.0
+        elif self.meaning is Meaning.MICRO_MEAN:
             # A micro-batch without targets may still have a sum over other positions; a mean over targets is NaN.
-            own = _finite(loss) if self._empty else loss
-            return _weigh(own, self.targets / self.denominator * self.ranks)
-        if self.meaning is Meaning.SHARE:
-            return loss * self.ranks if self.ranks > 1 else loss
-        return loss
+            loss = _finite(loss) if self._empty else loss
+            factor = self.targets / self.denominator * self.ranks
+        return loss if factor == 1.0 else _weigh(loss, factor)
 
     def _terms(self, terms: LossTerms) -> Tensor:
         if self._plain_seen:
@@ -171,8 +169,8 @@ class UpdateNormaliser(Normaliser):
                 "a training step passed LossTerms to `self.accelerator.backward` again after auxiliary terms: add up "
                 "the sums, the weights and the terms, and pass them once"
             )
-        total = _weigh(terms.sum, 0.0 if self._filler else self.ranks / self.denominator)
-        self._add_weight(terms, self._filler)
+        total = _weigh(terms.sum, 0.0 if self.filler else self.ranks / self.denominator)
+        self._add_weight(terms, self.filler)
         return total + self._auxiliary(terms.aux) if terms.aux else total
 
     def _auxiliary(self, terms: dict[str, Tensor]) -> Tensor | float:
@@ -184,7 +182,7 @@ class UpdateNormaliser(Normaliser):
         """
         mean: Tensor | float = 0.0
         for name, value in terms.items():
-            scaled = _weigh(value, 0.0 if self._filler else self.share_of_samples * self.ranks)
+            scaled = _weigh(value, 0.0 if self.filler else self._share_of_samples * self.ranks)
             mean = mean + scaled
             share = _account(scaled, self.ranks)
             self.parts[name] = self.parts[name] + share if name in self.parts else share
@@ -210,20 +208,6 @@ class UpdateNormaliser(Normaliser):
         total = self.total
         assert total is not None, "only LossTerms have auxiliary terms"
         return total / self.denominator
-
-    def take(self) -> Tensor:
-        """This rank's share of the loss of the micro-batch that has just run.
-
-        Raises:
-            ModelError: nothing was passed to backward.
-        """
-        if self._loss is None:
-            raise ModelError(
-                "the training step returned without calling `self.accelerator.backward(loss)`. A raw "
-                "`loss.backward()` bypasses accumulation, loss scaling and the reduction over ranks: replace it, or "
-                "call `super().training_step(...)`"
-            )
-        return self._loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +330,6 @@ def _account(scaled: Tensor, ranks: int) -> Tensor:
 
 def _weigh(loss: Tensor, factor: float) -> Tensor:
     """`loss * factor`, where a factor of zero gives zero even for a mean over no targets, which is NaN."""
-    if factor == 1.0:
-        return loss
     return _finite(loss) * 0.0 if factor == 0.0 else loss * factor
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.config.strategy_plans import PipelinePlan
+from windlass.config.plan import PipelinePlan
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.run_clock import BACKWARD
@@ -80,7 +80,6 @@ class PipelineExecutor(NativeExecutor):
         """All micro-batches through the pipeline, then one norm and one update as on any strategy."""
         if not self._module.training:
             self.model.train()
-        self._beacon.call("forward and backward")
         before = self._clock.enter(BACKWARD)
         with self._pipeline.accumulating():
             done = self._pipelined(update, hooks)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from windlass.config.strategy_plans import PipelinePlan
+from windlass.config.plan import PipelinePlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.transforms.pipeline_stage import PipelineStage
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from windlass.config.described import described
-from windlass.config.sections.setting import Range, above, setting
+from windlass.config.sections.setting import Range, above, described, setting
 from windlass.core.errors import Problem
 from windlass.finetuning.reference_config import SHARE, ReferenceConfig
 from windlass.text.text_options import TRUNCATION_MODES

@@ -1,15 +1,187 @@
-"""The loss and the figures of one batch of pairs, for any split of an update into micro-batches and ranks."""
+"""The losses of pairs, and the figures of one batch of them, for any split of an update into batches and ranks."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.finetuning.answer_log_probabilities import AnswerLogProbabilities, chosen_tokens_in, pairs_in
 from windlass.finetuning.dpo_config import DPOConfig
-from windlass.finetuning.dpo_losses import PairTerms, pair_loss
+
+# The losses of direct preference optimisation, each a pure function of the log-probabilities of pairs.
+#
+# All of them are those of TRL 1.16 under the same names. Tensors are of shape (pairs,).
+
+# Above these, exp leaves the range of the type.
+_MOST_EXPONENT = {torch.float16: 11.0, torch.float64: 700.0}
+
+
+@dataclass(frozen=True, slots=True)
+class PairTerms:
+    """The log-probabilities of the answers of pairs.
+
+    Attributes:
+        chosen, rejected: of the model.
+        ref_chosen, ref_rejected: of the reference.
+        chosen_tokens, rejected_tokens: how many tokens each answer has.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+
+    @property
+    def ratios(self) -> tuple[Tensor, Tensor]:
+        """log(model / reference) of the chosen and of the rejected answers."""
+        return self.chosen - self.ref_chosen, self.rejected - self.ref_rejected
+
+
+def scores(ratios: Tensor, args: DPOConfig) -> Tensor:
+    """Return f'(t) for t = exp(ratios), of the divergence that holds the model to its reference (arXiv:2309.16240)."""
+    if args.f_divergence_type == "forward_kl":
+        return 1 - torch.exp(-ratios)
+    if args.f_divergence_type == "js_divergence":
+        return math.log(2) + F.logsigmoid(ratios)
+    power = args.f_alpha_divergence_coef - 1.0
+    if args.f_divergence_type == "reverse_kl" or abs(power) < 1e-6:  # the limit of alpha -> 1
+        return ratios
+    exponent = (power * ratios).clamp(max=_MOST_EXPONENT.get(ratios.dtype, 80.0))
+    precise = torch.promote_types(ratios.dtype, torch.float32)
+    return (torch.exp(exponent.to(precise)) - 1.0).to(ratios.dtype) / power
+
+
+def pair_loss(kind: str, terms: PairTerms, args: DPOConfig) -> Tensor:
+    """The loss of each pair; `kind` is one of `LOSS_TYPES` other than "sft"."""
+    return _LOSSES[kind](terms, args)
+
+
+def _delta(terms: PairTerms, args: DPOConfig) -> Tensor:
+    chosen, rejected = terms.ratios
+    return scores(chosen, args) - scores(rejected, args)
+
+
+def _sigmoid(terms: PairTerms, args: DPOConfig) -> Tensor:
+    """arXiv:2305.18290, equation 7."""
+    return -F.logsigmoid(args.beta * _delta(terms, args))
+
+
+def _hinge(terms: PairTerms, args: DPOConfig) -> Tensor:
+    """arXiv:2305.10425 (SLiC)."""
+    return torch.relu(1 - args.beta * _delta(terms, args))
+
+
+def _per_token(terms: PairTerms, args: DPOConfig) -> Tensor:
+    """The difference of scores, each divided by the tokens of its answer."""
+    chosen, rejected = terms.ratios
+    return scores(chosen, args) / terms.chosen_tokens.clamp(min=1) - scores(
+        rejected, args
+    ) / terms.rejected_tokens.clamp(min=1)
+
+
+def _ipo(terms: PairTerms, args: DPOConfig) -> Tensor:
+    """arXiv:2310.12036, equation 17, on means over tokens; beta is its tau."""
+    return (_per_token(terms, args) - 1 / (2 * args.beta)) ** 2
+
+
+def _sigmoid_norm(terms: PairTerms, args: DPOConfig) -> Tensor:
+    return -F.logsigmoid(args.beta * _per_token(terms, args))
+
+
+def _exo_pair(terms: PairTerms, args: DPOConfig) -> Tensor:
+    """arXiv:2402.00856, equation 16: the divergence of the model's choice from the smoothed preference."""
+    logits, epsilon = args.beta * _delta(terms, args), args.label_smoothing
+    won, lost = F.logsigmoid(logits), F.logsigmoid(-logits)
+    return torch.sigmoid(logits) * (won - math.log1p(-epsilon)) + torch.sigmoid(-logits) * (
+        lost - math.log(epsilon)
+    )
+
+
+def _nca_pair(terms: PairTerms, args: DPOConfig) -> Tensor:
+    """arXiv:2402.05369."""
+    chosen, rejected = (args.beta * ratios for ratios in terms.ratios)
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def _robust(terms: PairTerms, args: DPOConfig) -> Tensor:
+    """arXiv:2403.00409: unbiased if a share `label_smoothing` of the preferences is flipped."""
+    logits, epsilon = args.beta * _delta(terms, args), args.label_smoothing
+    return (-(1 - epsilon) * F.logsigmoid(logits) + epsilon * F.logsigmoid(-logits)) / (1 - 2 * epsilon)
+
+
+def _bco_pair(terms: PairTerms, args: DPOConfig) -> Tensor:
+    """arXiv:2404.04656, without its moving mean of rewards."""
+    chosen, rejected = (args.beta * ratios for ratios in terms.ratios)
+    return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
+
+
+def _sppo_hard(terms: PairTerms, args: DPOConfig) -> Tensor:
+    """arXiv:2405.00675, equation 4.7, with probabilities of 1 and 0."""
+    chosen, rejected = terms.ratios
+    return (chosen - 0.5 / args.beta) ** 2 + (rejected + 0.5 / args.beta) ** 2
+
+
+def _smoothed(delta: Tensor, args: DPOConfig) -> Tensor:
+    logits, epsilon = args.beta * delta, args.label_smoothing
+    return -F.logsigmoid(logits) * (1 - epsilon) - F.logsigmoid(-logits) * epsilon
+
+
+def _aot(terms: PairTerms, args: DPOConfig) -> Tensor:
+    """arXiv:2406.05882, paired: the sorted margins of a micro-batch against those of the reference."""
+    own = (terms.chosen - terms.rejected).sort(dim=0).values
+    reference = (terms.ref_chosen - terms.ref_rejected).sort(dim=0).values
+    return _smoothed(own - reference, args)
+
+
+def _aot_unpaired(terms: PairTerms, args: DPOConfig) -> Tensor:
+    chosen, rejected = (ratios.sort(dim=0).values for ratios in terms.ratios)
+    return _smoothed(chosen - rejected, args)
+
+
+def _apo_zero(terms: PairTerms, args: DPOConfig) -> Tensor:
+    """arXiv:2408.06266, equation 7."""
+    chosen, rejected = terms.ratios
+    return 1 - torch.sigmoid(args.beta * chosen) + torch.sigmoid(args.beta * rejected)
+
+
+def _apo_down(terms: PairTerms, args: DPOConfig) -> Tensor:
+    """arXiv:2408.06266, equation 8."""
+    chosen, rejected = terms.ratios
+    return torch.sigmoid(args.beta * chosen) + 1 - torch.sigmoid(args.beta * (chosen - rejected))
+
+
+def _discopop(terms: PairTerms, args: DPOConfig) -> Tensor:
+    """arXiv:2406.08414, equation 5."""
+    logits = args.beta * _delta(terms, args)
+    share = torch.sigmoid(logits / args.discopop_tau)
+    return -F.logsigmoid(logits) * (1 - share) + torch.exp(-logits) * share
+
+
+_LOSSES: dict[str, Callable[[PairTerms, DPOConfig], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "robust": _robust,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    "sigmoid_norm": _sigmoid_norm,
+}
+
 
 # Two counts in one number, which the engine adds up over an update: pairs times this, and tokens. The sum is exact for
 # 67 million pairs and as many tokens.

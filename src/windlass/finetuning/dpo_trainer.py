@@ -19,13 +19,11 @@ from windlass.finetuning.answer_log_probabilities import (
     model_inputs,
 )
 from windlass.finetuning.dpo_config import DPOConfig
-from windlass.finetuning.dpo_losses import PairTerms
-from windlass.finetuning.dpo_objective import UpdateLoss, figures_of, loss_sums
+from windlass.finetuning.dpo_objective import PairTerms, UpdateLoss, figures_of, loss_sums
 from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_trainer import ReferenceTrainer
-from windlass.finetuning.tuned_model import open_tuned_model
-from windlass.finetuning.tuning_arguments import begin_tuning
+from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
 from windlass.text.pair_encoder import PairOptions
 from windlass.transforms.branched_check import refuse_unbranched
 from windlass.transforms.document_attention import documents_apart

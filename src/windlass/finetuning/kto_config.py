@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from windlass.config.described import described
 from windlass.config.sections.fields import SAMPLING_STRATEGIES
-from windlass.config.sections.setting import at_least, setting
+from windlass.config.sections.setting import at_least, described, setting
 from windlass.core.errors import Problem
 from windlass.finetuning.reference_config import ReferenceConfig
 
@@ -55,6 +54,16 @@ class KTOConfig(ReferenceConfig):
                 "with the answers of other rows"
             )
             yield Problem("per_device_train_batch_size", self.per_device_train_batch_size, fix)
+
+    def stage_problems(self) -> Iterator[Problem]:
+        if self.estimates_divergence:
+            fix = (
+                "estimates a divergence by a second forward of each training step, and a pipeline computes one: use "
+                "loss_type='apo_zero_unpaired' with precompute_ref_log_probs=True, or set pp_size=1"
+            )
+            yield Problem("loss_type", self.loss_type, fix)
+        else:
+            yield from super().stage_problems()
 
     @property
     def estimates_divergence(self) -> bool:

@@ -5,26 +5,91 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import ConfigError, Problem
-from windlass.data.collate_unpaired import MISMATCHED, DataCollatorForUnpairedPreference
+from windlass.core.errors import DataError
+from windlass.core.logs import get_job_logger
+from windlass.data.collate_branches import MISMATCHED, DataCollatorForUnpairedPreference
 from windlass.finetuning.answer_log_probabilities import (
     AnswerLogProbabilities,
     answer_log_probabilities,
     model_inputs,
 )
-from windlass.finetuning.judged_rows import as_judged_rows, warn_of_balance
 from windlass.finetuning.kto_config import KTOConfig
 from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reference_trainer import ReferenceTrainer
-from windlass.finetuning.tuned_model import open_tuned_model
-from windlass.finetuning.tuning_arguments import begin_tuning
-from windlass.text.pair_encoder import COMPLETION, PairOptions
+from windlass.finetuning.sft_data import columns_of
+from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
+from windlass.text.forms import LocatedRows, RowError
+from windlass.text.pair_encoder import CHOSEN, COMPLETION, REJECTED, PairOptions, PairRows, split_prompt
+from windlass.text.tables import is_stream
 from windlass.transforms.model_limits import ModelLimits
+
+logger = get_job_logger(__name__)
+# The weights that arXiv:2402.01306 recommends: the ratio of the weighted counts, equation 8.
+_LEAST, _MOST = 1.0, 1.33
+
+
+def as_judged_rows(dataset: Any) -> Any:
+    """Return rows with "prompt", "completion" and "label"; of pairs, the chosen answers and then the rejected ones.
+
+    Raises:
+        DataError: a pair is invalid, a stream has pairs, or the dataset has neither form.
+    """
+    columns = columns_of(dataset)
+    if {COMPLETION, "label"} <= columns:
+        return dataset
+    if not {CHOSEN, REJECTED} <= columns:
+        have = ", ".join(sorted(columns)) or "none"
+        raise DataError(f"a row needs prompt, completion and label, or chosen and rejected; found: {have}")
+    if is_stream(dataset):
+        raise DataError("a stream of pairs is not made into single answers; load it, or make its rows before")
+    places = dataset.places if isinstance(dataset, LocatedRows) else None
+    made: dict[str, list[dict[str, Any]]] = {CHOSEN: [], REJECTED: []}
+    try:
+        for number, row in enumerate(dataset):
+            for name, answer in _answers(row, number).items():
+                made[name].append({**answer, "label": name == CHOSEN})
+    except RowError as error:
+        raise error.located(dataset) from None
+    origins = places or [f"row {at}" for at in range(len(made[CHOSEN]))]
+    return LocatedRows([*made[CHOSEN], *made[REJECTED]], [*origins, *origins])
+
+
+def _answers(row: Mapping[str, Any], number: int) -> dict[str, dict[str, Any]]:
+    for name in (CHOSEN, REJECTED):
+        if row.get(name) is None:
+            raise RowError(number, f"column {name!r} is missing or null")
+    prompt, answers = split_prompt(row.get("prompt"), [row[CHOSEN], row[REJECTED]], number)
+    extras = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name)}
+    return {
+        name: {"prompt": prompt, COMPLETION: answer, **extras}
+        for name, answer in zip((CHOSEN, REJECTED), answers, strict=True)
+    }
+
+
+def warn_of_balance(rows: Any, args: KTOConfig) -> None:
+    """Warn if neither weight is within what the paper recommends for the counts of the two kinds of answers."""
+    if not isinstance(rows, PairRows):
+        return
+    labels = rows.numbers["label"][rows.kept].astype(bool)
+    desirable, undesirable = max(int(np.sum(labels)), 1), max(int(np.sum(~labels)), 1)
+    ratio = desirable * args.desirable_weight / max(undesirable * args.undesirable_weight, 1e-30)
+    if desirable != undesirable and not (_LEAST <= round(ratio, 2) <= _MOST):
+        low = undesirable * args.undesirable_weight / desirable
+        logger.warning(
+            "%d answers are desirable and %d are not, and their weights do not make up for it: set desirable_weight "
+            "between %.2f and %.2f (arXiv:2402.01306, equation 8)",
+            desirable,
+            undesirable,
+            low * _LEAST,
+            low * _MOST,
+        )
+
 
 _MEANS = (
     "kl", "entropy", "logits/chosen", "logits/rejected", "logps/chosen", "logps/rejected", "rewards/chosen",
@@ -111,15 +176,6 @@ class KTOTrainer(ReferenceTrainer):
         return len(batch["input_ids"])
 
     # --- loss -------------------------------------------------------------------------------------------------------
-
-    def _refuse_unfit_for_stages(self) -> None:
-        if self.args.estimates_divergence:
-            fix = (
-                "estimates a divergence by a second forward of each training step, and a pipeline computes one: use "
-                "loss_type='apo_zero_unpaired' with precompute_ref_log_probs=True, or set pp_size=1"
-            )
-            raise ConfigError(Problem("loss_type", self.args.loss_type, fix))
-        super()._refuse_unfit_for_stages()
 
     def compute_loss(
         self,

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from windlass.text.located_rows import place_of
-from windlass.text.pair_encoder import PairOptions
-from windlass.text.pair_rows import PairRows
+from windlass.text.forms import place_of
+from windlass.text.pair_encoder import PairOptions, PairRows
 from windlass.text.prepare_pairs import prepare_pairs, within
 from windlass.text.summary import TextSummary
 from windlass.text.tables import is_stream

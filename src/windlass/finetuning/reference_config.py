@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from windlass.config.described import described
-from windlass.config.refusal import refuse
-from windlass.config.sections.setting import Range, above, at_least, setting
-from windlass.core.errors import Problem
+from windlass.config.sections.setting import Range, above, at_least, described, setting
+from windlass.core.errors import Problem, refuse
 from windlass.finetuning.tuning_config import TuningConfig
 
 SHARE = Range(lambda v: 0 <= v <= 1, "must be between 0 and 1")
@@ -61,6 +59,12 @@ class ReferenceConfig(TuningConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse(self._loss_problems())
+
+    def stage_problems(self) -> Iterator[Problem]:
+        """What a pipeline cannot compute: it has one forward in a training step."""
+        if not self.precompute_ref_log_probs:
+            fix = "a pipeline computes one forward in a training step: set it to True, or pp_size=1"
+            yield Problem("precompute_ref_log_probs", False, fix)
 
     def _loss_problems(self) -> Iterator[Problem]:
         if self.sync_ref_model and self.precompute_ref_log_probs:

@@ -9,18 +9,62 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from windlass.core.errors import ConfigError, Problem
+from windlass.config.callback_interface import Args, Control, TrainerCallback
+from windlass.core.errors import ConfigError, ModelError, Problem, refuse
+from windlass.core.events import TrainerState
 from windlass.core.types import State
 from windlass.finetuning.fine_tuner import FineTuner
-from windlass.finetuning.frozen_reference import FirstModel, SecondModel, choose_reference
-from windlass.finetuning.precomputed_reference import ReferencePass, weights_hash
+from windlass.finetuning.frozen_reference import (
+    FirstModel,
+    ReferencePass,
+    SecondModel,
+    choose_reference,
+    weights_hash,
+)
 from windlass.finetuning.reference_config import ReferenceConfig
 from windlass.finetuning.sft_checks import router_coefficient
-from windlass.finetuning.sync_reference import SyncRefModelCallback
 from windlass.finetuning.tuned_model import TunedModel
-from windlass.text.pair_rows import PairRows
+from windlass.text.pair_encoder import PairRows
 from windlass.trainer.services import spread_in_stages
 from windlass.transforms.staged_model import staged_of
+
+
+class SyncRefModelCallback(TrainerCallback):
+    """After every `ref_model_sync_steps` updates the reference becomes `alpha * model + (1 - alpha) * reference`, with
+    `ref_model_mixup_alpha`.
+
+    Args:
+        ref_model: the reference, which is divided over ranks as the model is.
+        accelerator: unwraps the model.
+    """
+
+    def __init__(self, ref_model: nn.Module, accelerator: Any) -> None:
+        self.ref_model, self.accelerator = ref_model, accelerator
+
+    def on_step_end(
+        self, args: Args, state: TrainerState, control: Control, model: Any = None, **kwargs: Any
+    ) -> None:
+        steps, alpha = getattr(args, "ref_model_sync_steps", 512), getattr(args, "ref_model_mixup_alpha", 0.6)
+        if state.global_step % steps == 0:
+            move_towards(
+                self.accelerator.unwrap_model(self.ref_model), self.accelerator.unwrap_model(model), alpha
+            )
+
+
+@torch.no_grad()
+def move_towards(reference: nn.Module, model: nn.Module, alpha: float) -> None:
+    """Mix a share `alpha` of the parameters of `model` into those of `reference`.
+
+    Raises:
+        ModelError: they are divided over ranks in different ways.
+    """
+    for own, other in zip(reference.parameters(), model.parameters(), strict=True):
+        if own.shape != other.shape or type(own.data) is not type(other.data):
+            raise ModelError(
+                "sync_ref_model=True: the reference is not divided over ranks as the model is, so it cannot be moved; "
+                "train without it, or without sharding"
+            )
+        own.data.mul_(1.0 - alpha).add_(other.data.to(own.dtype), alpha=alpha)
 
 
 class ReferenceTrainer(FineTuner):
@@ -48,7 +92,7 @@ class ReferenceTrainer(FineTuner):
         self.can_return_loss, self.label_names = True, []
         choice, self._key = self._choice, None if own_collator else self._settings_key()
         if self._engine.dist.pipeline is not None:
-            self._refuse_unfit_for_stages()
+            refuse(self.args.stage_problems())
         self._weights = self._weights_hash(choice.source) if self.args.precompute_ref_log_probs else ""
         divided = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self._divide_in_stages()
@@ -62,12 +106,6 @@ class ReferenceTrainer(FineTuner):
             assert self.ref_model is not None  # checked before
             self.accelerator.register_for_checkpointing(ReferenceState(self.ref_model))
             self.add_callback(SyncRefModelCallback(self.ref_model, self.accelerator))
-
-    def _refuse_unfit_for_stages(self) -> None:
-        """Raise ConfigError for a training step of several forwards, which a pipeline cannot compute."""
-        if not self.args.precompute_ref_log_probs:
-            fix = "a pipeline computes one forward in a training step: set it to True, or pp_size=1"
-            raise ConfigError(Problem("precompute_ref_log_probs", False, fix))
 
     def _in_stages(self, model: nn.Module) -> bool:
         """Divide a reference into stages if the model is; return False if it is not. Collective."""

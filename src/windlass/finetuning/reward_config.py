@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windlass.config.described import described
-from windlass.config.sections.setting import at_least, setting
+from windlass.config.sections.setting import at_least, described, setting
 from windlass.finetuning.tuning_config import TuningConfig
 
 

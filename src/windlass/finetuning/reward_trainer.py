@@ -17,8 +17,7 @@ from windlass.finetuning.fine_tuner import FineTuner
 from windlass.finetuning.frozen_reference import without_dropout
 from windlass.finetuning.preference_data import PreferenceData
 from windlass.finetuning.reward_config import RewardConfig
-from windlass.finetuning.tuned_model import open_tuned_model
-from windlass.finetuning.tuning_arguments import begin_tuning
+from windlass.finetuning.tuned_model import begin_tuning, open_tuned_model
 from windlass.text.pair_encoder import PairOptions
 from windlass.transforms.model_limits import ModelLimits
 

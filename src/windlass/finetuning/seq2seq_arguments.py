@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.config.arguments import TrainingArguments
-from windlass.config.described import described
-from windlass.config.sections.setting import at_least, setting
+from windlass.config.sections.setting import at_least, described, setting
 from windlass.core.errors import ConfigError, Problem
 
 _BY_LENGTH = "group_by_length"

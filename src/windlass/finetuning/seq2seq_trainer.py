@@ -19,7 +19,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.core.types import PredictionOutput
 from windlass.data.collate_pad import DataCollatorForSeq2Seq
-from windlass.data.lengths import sample_lengths
+from windlass.data.order import sample_lengths
 from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments
 from windlass.finetuning.text_generation import generate
 from windlass.trainer.trainer import Trainer

@@ -6,8 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from windlass.config.refusal import refuse
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.sft_config import SFTConfig
 

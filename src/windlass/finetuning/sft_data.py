@@ -11,9 +11,9 @@ from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_job_logger
 from windlass.finetuning.prepared_text import prepare_kept, text_options
 from windlass.finetuning.sft_config import SFTConfig
+from windlass.text.forms import place_of
 from windlass.text.image_messages import COLUMNS, has_image_parts
 from windlass.text.image_processing import ImageProcessing
-from windlass.text.located_rows import place_of
 from windlass.text.mixture import DatasetMixture
 from windlass.text.summary import TextSummary
 from windlass.text.tables import is_stream, is_table

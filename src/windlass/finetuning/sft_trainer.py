@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
-from windlass.finetuning.answer_checks import answers_anything
-from windlass.finetuning.answering import AnsweringModel
+from windlass.finetuning.answers import AnsweringModel, answers_anything
 from windlass.finetuning.fine_tuner import FineTuner
 from windlass.finetuning.peft_adapters import predicts_first_labels
 from windlass.finetuning.sft_config import SFTConfig
-from windlass.finetuning.sft_images import refuse_unequal
-from windlass.finetuning.sft_parts import Given, build_sft_parts
+from windlass.finetuning.sft_parts import Given, build_sft_parts, refuse_unequal
 from windlass.metrics.tokens import TargetCounter
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.document_attention import OwnAttention, documents_apart, refuse_leaks

@@ -11,9 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from windlass.config.nearest import did_you_mean
-from windlass.config.refusal import refuse
-from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.errors import ConfigError, DataError, Problem, did_you_mean, refuse
 from windlass.core.optional import require
 
 _PURPOSE = "evaluate a model on tasks"

@@ -10,7 +10,7 @@ from torch import nn
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
-from windlass.core.plain_text import read_text
+from windlass.core.whole_file import read_text
 
 _ENDINGS = (".jinja", ".j2")
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from windlass.config.arguments import TrainingArguments
-from windlass.config.described import described
-from windlass.config.sections.setting import STRIDE, above, at_least, setting
+from windlass.config.sections.setting import STRIDE, above, at_least, described, setting
 from windlass.core.errors import ConfigError, Problem
 
 LORA_B = r"\.lora_B\."  # in names of the matrices of LoRA that begin as zeros

@@ -20,7 +20,7 @@ from windlass.config.plan import RunPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.trees import map_leaves, tensors_in
 from windlass.data.update_batch import UpdateBatch
-from windlass.dist.absent import Absent
+from windlass.dist.sharded import Absent
 from windlass.engine.splitting import Kind
 from windlass.forecast.devices import few_chunks, finite_gradients, kernels_of_devices
 from windlass.forecast.fake_weights import known_values, take_memory, with_values

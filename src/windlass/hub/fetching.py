@@ -13,7 +13,7 @@ from urllib.parse import unquote
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, CheckpointInfo, parse_manifest
 from windlass.core.errors import CheckpointError, ConfigError, Problem
-from windlass.core.plain_text import parse_json
+from windlass.core.whole_file import parse_json
 from windlass.hub.client import HubClient, HubError
 from windlass.hub.publisher import LAST
 from windlass.hub.staging import STAGING, StagedFiles, remove_stale

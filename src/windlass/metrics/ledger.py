@@ -44,18 +44,24 @@ class Ledger:
         self.skipped = 0
         self.shared: list[float] = []
 
-    def add(self, loss: Tensor, norm: Tensor, parts: dict[str, Tensor], applied: bool) -> None:
-        """Add one update. `loss` and `parts` are the shares of this rank, `norm` is global. No host sync."""
+    def add(self, loss: Tensor, norm: Tensor, parts: dict[str, Tensor], applied: bool) -> Tensor | float:
+        """Add one update. `loss` and `parts` are the shares of this rank, `norm` is global. No host sync.
+
+        Returns:
+            The loss as it was added: a number on the CPU, a tensor on a device.
+        """
         self._last_norm = norm
+        taken: Tensor | float = host.read(loss) if self._on_host else self._taken(loss)
         if not applied:
             self._skips += 1
             self.skipped += 1
-            self._skipped_loss = self._skipped_loss + self._taken(loss)
-            return
+            self._skipped_loss = self._skipped_loss + taken
+            return taken
         self._updates += 1
-        self._loss = self._loss + (host.read(loss) if self._on_host else self._taken(loss))
+        self._loss = self._loss + taken
         for name, value in parts.items():
             self._parts[name] = self._parts.get(name, 0.0) + self._taken(value)
+        return taken
 
     def _taken(self, value: Tensor | float) -> Any:
         """A value in the form of the sums: a number on the CPU, a scalar tensor on a device."""
@@ -139,13 +145,15 @@ class FiniteWatch:
         self._recorded = device.type == "xla"
         self._pending: tuple[Any, Any, Any] | None = None
 
-    def add(self, loss: Tensor, norm: Tensor, tag: Any) -> tuple[Any, float, float] | None:
-        """Add one update; return `(tag, loss, norm)` of an update that was not finite, if any."""
+    def add(self, loss: Tensor | float, norm: Tensor, tag: Any) -> tuple[Any, float, float] | None:
+        """Add one update; return `(tag, loss, norm)` of an update that was not finite, if any. `loss` is what
+        `Ledger.add` returned.
+        """
         if not self._asynchronous:
             # The memory of mps is shared, and cannot be pinned.
-            read = host.read if loss.is_cpu else float
-            values = read(loss), read(norm)
+            values = float(loss), host.read(norm) if norm.is_cpu else float(norm)
             return None if math.isfinite(values[0]) and math.isfinite(values[1]) else (tag, *values)
+        assert isinstance(loss, Tensor)
         earlier = self.flush()
         if self._recorded:
             self._pending = ((loss.detach(), norm.detach()), None, tag)

@@ -24,9 +24,8 @@ from windlass.config.plan import RunPlan
 from windlass.core.locations import home_folder
 from windlass.core.mesh import Mesh
 from windlass.core.optional import version_of
-from windlass.core.plain_text import parse_json, read_text
 from windlass.core.trees import tensors_in
-from windlass.core.whole_file import write_whole
+from windlass.core.whole_file import parse_json, read_text, write_whole
 
 SCHEMA = "windlass-prediction/1"
 _KEPT = 20

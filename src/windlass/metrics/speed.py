@@ -1,8 +1,13 @@
-"""Runtime and throughput of a run."""
+"""Runtime and throughput of a run, and the floating-point operations of a model."""
 
 from __future__ import annotations
 
-from windlass.core.clock import seconds_since
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from windlass.core.run_clock import seconds_since
 
 
 def speed_metrics(
@@ -26,3 +31,65 @@ def speed_metrics(
         if count is not None:
             metrics[f"{split}_{name}_per_second"] = round(count / runtime, 3)
     return metrics
+
+
+# The floating-point operations that a model needs for an update, counted once from its parameters and configuration.
+#
+# For each position: 2 for each parameter that is multiplied with it in the forward, 2 more to pass the gradient on,
+# and 2 more if the parameter is trained (6 N of Kaplan et al. 2020, section 2.1). Embedding tables are looked up and
+# do not count, unless they are the weight of a layer too. Attention adds 12 x layers x width x length of the row
+# (Chowdhery et al. 2022, "PaLM", appendix B), without a discount for the causal mask.
+#
+# What is computed again to save memory is not counted: this is utilisation of the model's FLOPs, not of the
+# hardware's.
+#
+# The length of a row is the mean one, padding included. The count of a frozen part below which nothing is trained is
+# too high, because no gradient passes it. Attention in an encoder with a decoder, and in models whose configuration
+# does not have layers and width, is left out.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """FLOPs for each position."""
+
+    position: float  # of the parameters
+    attention: float  # for each further position of the same row
+
+    def of(self, positions: float, rows: float) -> float:
+        """Return the FLOPs of so many positions in so many rows."""
+        length = positions / rows if rows else 0.0
+        return positions * (self.position + self.attention * length)
+
+
+def count_flops(model: nn.Module) -> ModelFlops | None:
+    """Return what the model needs for each position; None if its parameters do not show it."""
+    config = getattr(model, "config", None)
+    # Experts take part in some positions only, and convolutions in many products for each value of their input.
+    chosen = getattr(getattr(config, "text_config", None) or config, "num_experts_per_tok", None)
+    if chosen is not None or getattr(model, "main_input_name", "input_ids") != "input_ids":
+        return None
+    heads = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - heads
+    multiplied = [p for p in model.parameters() if id(p) not in tables]
+    if not all(p.is_floating_point() for p in multiplied):  # several weights are packed into one number
+        return None
+    trained = sum(p.numel() for p in multiplied if p.requires_grad)
+    frozen = sum(p.numel() for p in multiplied if not p.requires_grad)
+    return ModelFlops(6.0 * trained + 4.0 * frozen, _attention(config))
+
+
+def _attention(config: Any) -> float:
+    if config is None or getattr(config, "is_encoder_decoder", False):
+        return 0.0
+    text = getattr(config, "text_config", None) or config
+    layers = getattr(text, "num_hidden_layers", None)
+    heads, size = getattr(text, "num_attention_heads", None), getattr(text, "head_dim", None)
+    if _is_count(heads) and _is_count(size):
+        width: Any = heads * size
+    else:
+        width = getattr(text, "hidden_size", None)
+    return 12.0 * layers * width if _is_count(layers) and _is_count(width) else 0.0
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and value > 0

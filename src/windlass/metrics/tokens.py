@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from windlass.core import host
-
 IGNORE_INDEX = -100
 
 
@@ -49,7 +47,7 @@ class TargetCounter:
         if not labels.is_cpu:  # `count_nonzero` of PyTorch/XLA counts a mask as 1
             return float((labels[..., first:] != IGNORE_INDEX).sum())
         if labels.ndim == 1 and labels.numel() <= 64:  # one label a row: too few for array arithmetic to pay
-            values = host.read(labels)[first:]
+            values = labels.numpy()[first:].tolist()
             return float(len(values) - values.count(IGNORE_INDEX))
         # NumPy reads the same memory: no tensor operation, hence nothing that could wait for a device. Labels are
         # compared before they are cut, because it compares what is not contiguous at half the speed.

@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from windlass.config.nearest import did_you_mean
 from windlass.config.plan import OptimizerPlan
-from windlass.config.refusal import refuse
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
 
 # By name as well as by type: models have norm classes of their own (LlamaRMSNorm, T5LayerNorm, ...).
 _KEPT_NAMES = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")

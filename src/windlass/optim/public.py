@@ -9,9 +9,9 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.optim.schedule import build_factor, build_metric_driven, peak_lr
-from windlass.optim.schedules.base import Span
 from windlass.optim.schedules.greedy import GreedyLR
 from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, WITHOUT_WARMUP
+from windlass.optim.schedules.simple import Span
 
 
 def get_scheduler(

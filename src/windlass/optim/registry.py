@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from windlass.config.enums import OptimizerNames
+from windlass.config.enums import GONE_OPTIMIZERS, OptimizerNames, unbuilt_optimizer
 from windlass.config.plan import OptimizerPlan
-from windlass.config.support_rows import GONE_OPTIMIZERS, unbuilt_optimizer
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.optim.optimizers.adafactor import adafactor

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from windlass import __version__
 from windlass.core.locations import home_folder
-from windlass.core.plain_text import parse_json, read_text
-from windlass.core.whole_file import write_whole
-from windlass.proofs.layout import AxisLayout
-from windlass.proofs.small_config import shrink
+from windlass.core.whole_file import parse_json, read_text, write_whole
+from windlass.proofs.small_config import AxisLayout, shrink
 
 if TYPE_CHECKING:
     from windlass.config.arguments import TrainingArguments

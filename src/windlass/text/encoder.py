@@ -11,8 +11,7 @@ from typing import Any
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.text.chat_template import ChatTemplate, Spans
-from windlass.text.forms import Form, Row, is_conversational_row, standardised
-from windlass.text.located_rows import RowError
+from windlass.text.forms import Form, Row, RowError, is_conversational_row, standardised
 from windlass.text.word_tokens import WordTokens
 
 IGNORED = -100

@@ -8,10 +8,9 @@ from typing import Any
 
 from windlass.core.errors import DataError
 from windlass.text.encoder import IGNORED, EncodedRows, RowEncoder, token_ranges
-from windlass.text.forms import Form, Row, standardised
+from windlass.text.forms import Form, Row, RowError, standardised
 from windlass.text.image_messages import images_of, take_images
 from windlass.text.image_processing import Expanded, ImageProcessing
-from windlass.text.located_rows import RowError
 
 _IMAGES = "images"
 _PLACE = "<image>"  # of conversations in LLaVA's form

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from windlass.data.collate_default import Batch, Features
+from windlass.data.collate_pad import Batch, Features
 from windlass.text.encoder import IGNORED
 from windlass.text.image_processing import ImageProcessing
 from windlass.text.token_rows import PLACES, TokenRows

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.config.refusal import refuse
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, refuse
 from windlass.core.rng import STREAM_ORDER, derive_seed
 
 STOPPING = ("first_exhausted", "all_exhausted")

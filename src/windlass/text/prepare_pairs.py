@@ -11,9 +11,8 @@ from torch.utils.data import get_worker_info
 
 from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
-from windlass.text.located_rows import RowError, shown_places
-from windlass.text.pair_encoder import PairEncoder, PairOptions
-from windlass.text.pair_rows import PROMPT, PairRows
+from windlass.text.forms import RowError, shown_places
+from windlass.text.pair_encoder import PROMPT, PairEncoder, PairOptions, PairRows
 from windlass.text.prepare_text import content_key
 from windlass.text.summary import TextSummary
 from windlass.text.tables import is_stream, is_table
@@ -91,10 +90,7 @@ def within(
         return rows, rows.summary(most, 0)
     if options.truncation_mode == "error" and (longest > most).any():
         at = int(np.flatnonzero(longest > most)[0])
-        raise RowError(
-            int(rows.kept[at]),
-            _too_long(int(longest[at]), most),
-        ).located(dataset)
+        raise RowError(int(rows.kept[at]), _too_long(int(longest[at]), most)).located(dataset)
     if options.truncation_mode == "keep_end":
         return rows, rows.summary(most, 0)
     fits = longest <= most if whole_sequences else lengths[:, 0] < most

@@ -18,11 +18,10 @@ from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import version_of
 from windlass.text.encoder import IGNORED, RowEncoder
-from windlass.text.forms import Form, recognise_form
+from windlass.text.forms import Form, RowError, recognise_form, shown_places
 from windlass.text.image_encoder import ImageRowEncoder
 from windlass.text.image_processing import ImageProcessing
 from windlass.text.image_rows import ImageRows
-from windlass.text.located_rows import RowError, shown_places
 from windlass.text.packing import pack_dataset, pack_rows
 from windlass.text.summary import TextSummary
 from windlass.text.tables import StoredRows, is_stream, is_table, table_bytes, table_of

@@ -9,8 +9,7 @@ from typing import Any
 from windlass.core.errors import DataError
 from windlass.text.chat_template import ChatTemplate
 from windlass.text.encoder import IGNORED
-from windlass.text.forms import Form, checked_messages, recognise_form, standardised
-from windlass.text.located_rows import RowError
+from windlass.text.forms import Form, RowError, checked_messages, recognise_form, standardised
 
 _NO_PROMPT = (
     "has no prompt: an answer needs rows with prompt and completion, or a conversation whose last message is the "

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from windlass.text.encoder import IGNORED
-from windlass.text.located_rows import SHOWN
+from windlass.text.forms import SHOWN
 from windlass.text.token_rows import TokenRows
 
 _ROWS = 10_000

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from windlass.config.refusal import refuse
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, refuse
 
 # Here and not beside the code that packs, which needs torch: worker processes read these options, and start faster.
 STRATEGIES = ("bfd", "bfd_split", "wrapped")

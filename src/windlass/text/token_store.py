@@ -22,7 +22,7 @@ from windlass.checkpoint.files import FileEntry, Files, digest_of
 from windlass.checkpoint.run_lock import FolderInUse, RunLock
 from windlass.core.locations import home_folder
 from windlass.core.logs import get_logger
-from windlass.core.plain_text import parse_json
+from windlass.core.whole_file import parse_json
 from windlass.text.summary import TextSummary
 from windlass.text.token_rows import LENGTHS, TokenRows
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from windlass.core.logs import get_logger
 from windlass.text.encoder import RowEncoder
-from windlass.text.located_rows import RowError
+from windlass.text.forms import RowError
 from windlass.text.tables import has_records, is_table, unfilled
 from windlass.text.token_rows import TokenRows
 

@@ -1,7 +1,7 @@
 from windlass.accelerator.accelerator import Accelerator as Accelerator
 from windlass.callbacks.flow import DefaultFlowCallback as DefaultFlowCallback
 from windlass.callbacks.handler import CallbackHandler as CallbackHandler
-from windlass.callbacks.printer import PrinterCallback as PrinterCallback
+from windlass.callbacks.progress import PrinterCallback as PrinterCallback
 from windlass.callbacks.progress import ProgressCallback as ProgressCallback
 from windlass.compat.checkpoint_folders import (
     PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME as TRAINER_STATE_NAME,
@@ -19,7 +19,7 @@ from windlass.compat.model_queries import (
     unwrap_peft_model as unwrap_peft_model,
     validate_quantization_for_training as validate_quantization_for_training,
 )
-from windlass.compat.rank_samplers import (
+from windlass.compat.loaders import (
     BatchRebalanceSampler as BatchRebalanceSampler, IterableDatasetShard as IterableDatasetShard,
 )
 from windlass.compat.script_helpers import (

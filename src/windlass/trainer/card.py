@@ -11,15 +11,14 @@ import yaml
 from torch import nn
 
 from windlass.callbacks.charts import text_chart
-from windlass.callbacks.report_page import curve
+from windlass.callbacks.page_tables import curve
 from windlass.callbacks.run_record import package_versions
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.manifest import read_manifest
 from windlass.config.documents import load_yaml
 from windlass.core.events import TrainerState
 from windlass.core.output import shown
-from windlass.core.plain_text import parse_json, read_text
-from windlass.core.whole_file import write_whole
+from windlass.core.whole_file import parse_json, read_text, write_whole
 from windlass.trainer import card_facts
 
 CARD = "README.md"

@@ -13,7 +13,7 @@ from torch import nn
 
 from windlass.checkpoint.adapters import ADAPTER_CONFIG
 from windlass.core.module_state import bare
-from windlass.core.plain_text import parse_json
+from windlass.core.whole_file import parse_json
 
 History = list[dict[str, Any]]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.config.arguments import TrainingArguments, shared_arguments
 from windlass.config.plan import RunPlan
 from windlass.core.errors import RankMismatchError
-from windlass.data.checksum import checksum
+from windlass.data.bookmark import checksum
 from windlass.data.prepare import is_stream
 from windlass.data.seeding import Sandbox
 from windlass.dist.alike import check_alike, differences, model_facts

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from windlass.assemble.facts import Progress
+from windlass.assemble.rules import Progress
 from windlass.checkpoint.foreign import ForeignCheckpoint, find_foreign, open_foreign
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError

@@ -13,9 +13,7 @@ from torch import nn
 from windlass.callbacks.alerts import read_rules
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.callbacks.metrics_log import MetricsLogCallback
-from windlass.callbacks.notebook import NotebookProgressCallback
-from windlass.callbacks.printer import PrinterCallback
-from windlass.callbacks.progress import ProgressCallback
+from windlass.callbacks.progress import NotebookProgressCallback, PrinterCallback, ProgressCallback
 from windlass.callbacks.report import ReportCallback
 from windlass.callbacks.samples_log import Samples, SamplesLog
 from windlass.callbacks.tracking import TrackingCallback
@@ -23,12 +21,10 @@ from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import TrainerCallback
-from windlass.config.plan import SavePlan
-from windlass.config.refusal import refuse
-from windlass.config.strategy_plans import ZeroPlan
-from windlass.config.support_rows import REPORT
+from windlass.config.enums import REPORT
+from windlass.config.plan import SavePlan, ZeroPlan
 from windlass.core.device import visible_devices
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.lazy import LazyModule
 from windlass.core.locations import is_url
 from windlass.core.logs import get_logger
@@ -36,8 +32,7 @@ from windlass.core.output import in_notebook
 from windlass.core.redact import has_hidden
 from windlass.core.rng import enable_full_determinism, set_seed
 from windlass.core.world import World
-from windlass.data.collate_default import auto_collate
-from windlass.data.collate_pad import DataCollatorWithPadding
+from windlass.data.collate_pad import DataCollatorWithPadding, auto_collate
 from windlass.transforms.first_rank import has_weights
 from windlass.transforms.placing import to_device
 from windlass.transforms.quantization_aware import apply_qat as apply_qat

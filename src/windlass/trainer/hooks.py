@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from windlass.assemble.rules import NEVER_CALLED
 from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import EvaluationPlan
-from windlass.core.clock import Moment
 from windlass.core.logs import get_logger, warn_once
+from windlass.core.run_clock import Moment
 from windlass.engine.evaluate import Evaluation
 from windlass.trainer.evaluator import Evaluator
 from windlass.trainer.loss_policy import LossHooks

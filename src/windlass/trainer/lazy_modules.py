@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from windlass.trainer import model_writer as model_writer
     from windlass.trainer import optimization as optimization
     from windlass.trainer import overview as overview
-    from windlass.trainer import plans as plans
     from windlass.trainer import preparation as preparation
     from windlass.trainer import publishing as publishing
     from windlass.trainer import reports as reports

@@ -28,7 +28,7 @@ Collate = Callable[[list[Any]], Any]
 
 def training_loader(
     plan: CallPlan, given: Any, dataset: Any, collate: Collate, make_sampler: Callable[..., Any] | None,
-    batch_size: int,
+    batch_size: int
 ) -> Any:  # fmt: skip
     """The loader of a training dataset, in batches of `batch_size` samples.
 
@@ -54,7 +54,7 @@ class EvaluationLoaders:
 
     def loader(
         self, plan: CallPlan, given: tuple[Any, ...], used: tuple[Any, Collate],
-        make_sampler: Callable[..., Any] | None, batch_size: int, largest: int | None, name: str | None,
+        make_sampler: Callable[..., Any] | None, batch_size: int, largest: int | None, name: str | None
     ) -> Loader:  # fmt: skip
         """The loader of an evaluation or test dataset, in batches of `batch_size`, or of `largest` if that is known to
         be less.

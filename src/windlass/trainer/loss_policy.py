@@ -172,25 +172,6 @@ class LossPolicy:
             # targets is NaN, and adds nothing.
             self.normaliser.targets = 1.0
 
-    def _loss_of_outputs(
-        self, model: nn.Module, inputs: Any, count: Tensor | int | None, function: Callable[..., Any] | None
-    ) -> tuple[Any, Any]:
-        """Run a batch through the model; return its loss and its outputs."""
-        labels = None
-        if (self.hooks.smoothing or function is not None) and "labels" in inputs:
-            inputs = dict(inputs)
-            labels = inputs.pop("labels")
-        if self.gets_count and count is not None and labels is None:
-            inputs = {**inputs, "num_items_in_batch": count}
-        outputs = call_model(model, inputs)
-        if function is not None:
-            loss = function(outputs, labels, num_items_in_batch=count)
-        elif labels is not None:
-            loss = smoothed_loss(outputs, labels, self.hooks.smoothing, self.counter.shifted, count)
-        else:
-            loss = loss_of(outputs, inputs)
-        return loss, outputs
-
     def default_loss(
         self,
         model: nn.Module,
@@ -209,12 +190,23 @@ class LossPolicy:
         Raises:
             NoLossError: the model returned no loss.
         """
-        hooks, loss, outputs = self.hooks, None, None
+        hooks, loss, outputs, labels = self.hooks, None, None, None
         if self.without_logits.used and function is None and not needs_outputs:
             divisor = count if self.gets_count or hooks.smoothing else None
             loss = self.without_logits.loss(model, inputs, divisor, hooks.smoothing)
         if loss is None:
-            loss, outputs = self._loss_of_outputs(model, inputs, count, function)
+            if (hooks.smoothing or function is not None) and "labels" in inputs:
+                inputs = dict(inputs)
+                labels = inputs.pop("labels")
+            if self.gets_count and count is not None and labels is None:
+                inputs = {**inputs, "num_items_in_batch": count}
+            outputs = call_model(model, inputs)
+            if function is not None:
+                loss = function(outputs, labels, num_items_in_batch=count)
+            elif labels is not None:
+                loss = smoothed_loss(outputs, labels, hooks.smoothing, self.counter.shifted, count)
+            else:
+                loss = loss_of(outputs, inputs)
         # A function that is not declared multiplies by itself, and a model that does not read the count returns a mean.
         divides = (self.gets_count or bool(hooks.smoothing)) and function is None and self.script.read_count
         if hooks.declared or (divides and not (hooks.default_loss and hooks.default_step)):

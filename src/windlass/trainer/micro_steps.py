@@ -48,27 +48,19 @@ class MicroSteps(StepHooks):
 
     def _discarded(self, batch: Any) -> Tensor:
         targets = self._loss.hooks.count_targets(batch)
-        self._normaliser.begin(targets, filler=False)
         update = UpdateBatch(
             [batch], [[]], 0, 0, False,
-            targets=[targets], samples=[1], denominator=max(targets, 1.0), total_samples=1.0,
+            targets=[targets], samples=[1], denominator=max(targets, 1.0), total_samples=1.0
         )  # fmt: skip
         return self.micro_step(update, 0)
 
     def micro_step(self, update: UpdateBatch, index: int) -> Tensor:
         """Run micro-batch `index` of an update; return this rank's share of the update's loss, detached."""
-        normaliser, batch = self._normaliser, update.batches[index]
-        filler = update.total_samples > 0 and update.samples[index] == 0
-        divisor = update.denominator or 1.0  # without targets 0 / 0 would be NaN
-        if index == 0:
-            normaliser.begin(divisor, filler)
-            self._accumulation.micro_batches = len(update.batches)
-        last = index == len(update.batches) - 1
-        share = update.samples[index] / max(update.total_samples, 1.0)
-        self._executor.strategy.filling = filler
-        normaliser.scope(update.targets[index], share, last, filler)
-        self._accumulation.sync_gradients = last
-        count = self._loss.count(divisor) if self._needs_count else None
+        normaliser, batch, accumulation = self._normaliser, update.batches[index], self._accumulation
+        normaliser.scope(update, index)
+        self._executor.strategy.filling = normaliser.filler
+        accumulation.micro_batches, accumulation.sync_gradients = len(update.batches), normaliser.last
+        count = self._loss.count(normaliser.denominator) if self._needs_count else None
         try:
             if self._check is None:
                 self._run_step(batch, count)
@@ -77,7 +69,13 @@ class MicroSteps(StepHooks):
         except Exception as error:
             self._faults.explain(error, Fed("training", batch, update.ids[index]))
             raise
-        return normaliser.take()
+        if normaliser.share is None:
+            raise ModelError(
+                "the training step returned without calling `self.accelerator.backward(loss)`. A raw "
+                "`loss.backward()` bypasses accumulation, loss scaling and the reduction over ranks: replace it, or "
+                "call `super().training_step(...)`"
+            )
+        return normaliser.share
 
     def _watched_step(self, batch: Any, count: Tensor | None) -> None:
         with self._loss.script.watching():

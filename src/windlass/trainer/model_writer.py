@@ -20,8 +20,8 @@ from windlass.checkpoint.pretrained import (
     overrides_saving,
     write_configurations,
 )
-from windlass.checkpoint.split import LARGEST_FILE, save_split
-from windlass.checkpoint.weights import WEIGHTS_NAME, save_weights
+from windlass.checkpoint.split import save_split
+from windlass.checkpoint.weights import LARGEST_FILE, WEIGHTS_NAME, save_weights
 from windlass.core.locations import local_folder
 from windlass.core.logs import showing_place
 from windlass.core.module_state import bare, state_of

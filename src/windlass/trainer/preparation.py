@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import nn
 
 from windlass.assemble.batch import update_size
 from windlass.assemble.build import Built, build
-from windlass.assemble.facts import Facts
 from windlass.assemble.resolve import resolve_run
+from windlass.assemble.rules import Facts
 from windlass.callbacks.run_record import RunRecord
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
@@ -20,14 +21,17 @@ from windlass.checkpoint.optimizer_state import check_nameable
 from windlass.checkpoint.restorable import check_restorable
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
-from windlass.config.plan import CallPlan, RunPlan, SavePlan
+from windlass.config.plan import CallPlan, DistPlan, RunPlan, SavePlan
 from windlass.core.errors import CheckpointError, ConfigError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_job_logger
+from windlass.core.mesh import Axis, Mesh
 from windlass.data.loader import Loader
 from windlass.data.update_batch import GroupSource
 from windlass.dist.alike import check_alike, optimizer_facts
 from windlass.dist.gang import Gang
+from windlass.proofs.record import Claim, arguments_that_matter, describe
+from windlass.proofs.small_config import AxisLayout
 from windlass.trainer.batch_fitter import MemoryNote
 from windlass.trainer.column_checks import check_columns, given_datasets
 from windlass.trainer.compare_ranks import check_call_alike, check_plan_alike
@@ -38,7 +42,6 @@ from windlass.trainer.instead import RunRequest
 from windlass.trainer.interruption import Interruption
 from windlass.trainer.loading import group_source
 from windlass.trainer.model_writer import ModelWriter
-from windlass.trainer.proven import report_proof
 from windlass.trainer.publishing import fetched
 from windlass.trainer.resuming import (
     CheckpointSource,
@@ -56,6 +59,53 @@ from windlass.transforms.strategy import Strategy
 
 if TYPE_CHECKING:
     from windlass.trainer.trainer import Trainer
+
+logger = get_job_logger(__name__)
+
+# Names of the axes where layouts are written.
+_NAMES: dict[Axis, str] = {
+    "replicate": "dp",
+    "shard": "dp_shard",
+    "expert": "ep",
+    "tensor": "tp",
+    "context": "cp",
+    "sequence": "sp",
+    "pipeline": "pp",
+}
+_OF_SAMPLES = ("dp", "dp_shard")
+
+
+def layout_of(mesh: Mesh) -> AxisLayout:
+    """The axes of a run as `windlass prove` names them."""
+    return AxisLayout.of({name: mesh.along(axis) for axis, name in _NAMES.items()})
+
+
+def report_proof(args: TrainingArguments, model: Any, all_ranks: Gang, dist: DistPlan) -> None:
+    """Log on the main process whether the layout is proven for a model of this kind. Nothing is logged for a model that
+    has no configuration of transformers, and for ranks that differ in their samples alone, unless it is proven.
+    """
+    if all_ranks.size == 1 or not all_ranks.world.is_main:
+        return
+    layout, config = layout_of(all_ranks.mesh), getattr(model, "config", None)
+    if not layout.axes or dist.strategy == "deepspeed" or not hasattr(config, "attribute_map"):
+        return
+    divides = any(axis not in _OF_SAMPLES for axis in layout.axes)
+    sizes = ",".join(f"{axis}={size}" for axis, size in layout.sizes)
+    name = str(getattr(config, "_name_or_path", ""))
+    command = (
+        f"windlass prove {name if name and Path(name).is_dir() else 'RECIPE_OR_CONFIG.JSON'} --layout {sizes}"
+        f"{' parallel.tp_sequence_parallel=true' * dist.tensor_positions}"
+    )
+    try:
+        adapted = hasattr(model, "peft_config")
+        facts = arguments_that_matter(args, adapted, dist.tensor_positions)
+        proven, line = describe(Claim.of(config, layout, facts), layout, command)
+    except ModelError as error:
+        proven, line = False, f"layout {layout}: not proven equal to one process: {error}"
+    if proven:
+        logger.info("%s", line)
+    elif divides:
+        logger.warning("%s", line)
 
 
 def begin_call(
@@ -83,7 +133,7 @@ def begin_call(
         services.plans.begin(args, trainer.optimizer)
     note = MemoryNote(
         args.per_device_train_batch_size, args.gradient_accumulation_steps, args.per_device_eval_batch_size,
-        None, None,
+        None, None
     )  # fmt: skip
     services.fitter.begin(bool(args.auto_find_batch_size), local_folder(args.output_path), note)
 
@@ -134,7 +184,7 @@ def prepare_run(
     services.engine.attach(services.loss.normaliser, built.executor)
     events.show(
         model=hooks.model, optimizer=created[0], lr_scheduler=created[1], train_dataloader=loader,
-        processing_class=tokenizer,
+        processing_class=tokenizer
     )  # fmt: skip
     warn_of_spare_devices(session.world, session.device)
     report_proof(args, hooks.model, session.all_ranks, plan.dist)
@@ -166,7 +216,7 @@ def plan_run(
     per_epoch = source.groups_per_epoch(size.accumulation)
     facts = Facts(
         per_epoch, has_evaluation_data=hooks.has_evaluation_data, overridden=hooks.overridden, resumed=progress,
-        size=size, hidden_size=_width(hooks.model),
+        size=size, hidden_size=_width(hooks.model)
     )  # fmt: skip
     plan = resolve_run(args, call, facts)
     check_plan_alike(session.all_ranks, plan)

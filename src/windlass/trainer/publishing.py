@@ -9,7 +9,7 @@ from typing import Any
 from windlass.checkpoint.export import model_files
 from windlass.checkpoint.stored import open_folder
 from windlass.config.arguments import TrainingArguments
-from windlass.config.quantities import seconds
+from windlass.config.kinds import seconds
 from windlass.core.errors import ConfigError, Problem, WindlassError
 from windlass.dist.gang import Gang
 from windlass.hub.fetching import SCHEME, fetch

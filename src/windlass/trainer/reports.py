@@ -10,12 +10,12 @@ from typing import Any
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.files import Files
 from windlass.config.arguments import TrainingArguments
-from windlass.core.clock import Moment
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerState
 from windlass.core.logs import get_logger
 from windlass.core.metric_values import plain_metrics
 from windlass.core.output import say
+from windlass.core.run_clock import Moment
 from windlass.core.types import EvalLoopOutput
 from windlass.core.whole_file import write_whole
 from windlass.metrics.speed import speed_metrics

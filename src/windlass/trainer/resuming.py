@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from windlass.accelerator.saved_parts import reading
-from windlass.assemble.facts import Progress
+from windlass.assemble.rules import Progress
 from windlass.checkpoint import strict_json
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint, CheckpointManager

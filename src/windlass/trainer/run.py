@@ -16,12 +16,11 @@ from windlass.callbacks.run_record import RunRecord, status_of
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
 from windlass.config.plan import UpdateSize
-from windlass.core.clock import Moment
 from windlass.core.events import TrainerState
 from windlass.core.logs import SCRIPT_HINTS, get_job_logger, get_logger
 from windlass.core.mesh import Mesh
 from windlass.core.rng import StepSeeder
-from windlass.core.run_clock import SAVE, UPLOAD, run_clock
+from windlass.core.run_clock import SAVE, UPLOAD, Moment, run_clock
 from windlass.core.script_command import resume_hint
 from windlass.core.types import State, Stateful, TrainOutput
 from windlass.core.world import World
@@ -37,7 +36,7 @@ from windlass.trainer.best_tracker import find_metric
 from windlass.trainer.blame import find_nonfinite_samples, overflow_alone
 from windlass.trainer.continuing import ForeignPlace, restore_foreign
 from windlass.trainer.defaults import retention_of
-from windlass.trainer.due_work import DueWork
+from windlass.trainer.due_work import DueWork, SignalExchange
 from windlass.trainer.interruption import Interruptible, WaitBrokenOff
 from windlass.trainer.micro_steps import MicroSteps
 from windlass.trainer.publishing import end_waits
@@ -47,7 +46,6 @@ from windlass.trainer.run_context import RunContext
 from windlass.trainer.run_reports import RunReports
 from windlass.trainer.run_restorer import RunRestorer
 from windlass.trainer.session import together
-from windlass.trainer.signal_exchange import SignalExchange
 from windlass.transforms.neftune import noisy_embeddings
 from windlass.transforms.overflow_watch import watching
 
@@ -407,15 +405,17 @@ class Run(LoopHooks, Interruptible):
 
     def step_begin(self, step: int) -> None:
         events = self._events
-        events.control.new_step()
+        heard = events.handler.begin_step(events.control)
         self.schedule.set(step)
-        if events.handler.listens("on_step_begin"):
+        if "on_step_begin" in heard:
             events.fire("on_step_begin")
-        heard = events.handler.heard
+            heard = events.handler.heard
         self.steps.heard = heard | {"on_optimizer_step"} if self.schedule.counts_steps else heard
 
     def step_end(self, batch: UpdateBatch, applied: bool) -> None:
-        """Count the data, fire `on_step_end`, and do the work that is due."""
+        """Apply signals, count the data, fire `on_step_end`, and do the work that is due."""
+        if self._signals.clock_asks or any(batch.signals):
+            self._receive(batch.signals)
         self._reports.count(batch)
         self._context.services.engine.step_was_skipped = not applied
         if self._empty_cache_every and self.progress.state.global_step % self._empty_cache_every == 0:
@@ -450,6 +450,7 @@ class Run(LoopHooks, Interruptible):
             return False
         what = self.explain_nonfinite(suspect)
         if self._context.plan.stability.nonfinite == "rollback":
+            self._receive(suspect.data.signals)
             self._context.hooks.log(self.restorer.roll_back(what, self.loop.position), None)
             self.executor.begin()
             return True
@@ -459,11 +460,9 @@ class Run(LoopHooks, Interruptible):
 
     # --- signals of other ranks ---------------------------------------------------------------------------------------
 
-    def signals_received(self, signals: Sequence[float]) -> None:
-        if self._signals.clock_asks or any(signals):
-            received = self._signals.apply(signals, self.progress.state.global_step)
-            if received.stop:
-                self.stop()
+    def _receive(self, signals: Sequence[float]) -> None:
+        if self._signals.apply(signals, self.progress.state.global_step).stop:
+            self.stop()
 
 
 class Position:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from windlass.accelerator.saved_parts import ModelState, SavedPart, saved_optimizer, states_of
 from windlass.checkpoint.adapters import BASE_STATE
@@ -25,7 +28,7 @@ from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerState
 from windlass.core.logs import get_job_logger, showing_place
 from windlass.core.run_clock import SAVE, run_clock
-from windlass.core.threads import thread_count
+from windlass.core.threads import THREADS
 from windlass.trainer.best_tracker import BestTracker
 from windlass.trainer.hooks import WriteModel
 from windlass.trainer.resuming import CheckpointSource
@@ -102,7 +105,9 @@ class RunCheckpoints:
         state, best = self._events.state, self.best
         step, previous_best = state.global_step, best.begin_save()
         content = self._content_on_all_ranks(step)
-        ended = partial(self._ended, replace(state, log_history=list(state.log_history)), previous_best)
+        as_saved = copy.copy(state)
+        as_saved.log_history = list(state.log_history)
+        ended = partial(self._ended, as_saved, previous_best)
         if content is None:
             ended(None)
             return
@@ -113,7 +118,7 @@ class RunCheckpoints:
             "metric": best.metric_at(step),
             "best_metric": None if state.best_metric is None else float(state.best_metric),
             "ephemeral": self.ephemeral,
-            **thread_count(),
+            THREADS: torch.get_num_threads(),
         }
         self._saved_at = time.monotonic()
         self._set_clock()

@@ -16,8 +16,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.locations import is_url, local_folder
 from windlass.core.logs import get_logger
-from windlass.core.output_folder import OutputFolder
-from windlass.core.whole_file import write_whole
+from windlass.core.whole_file import OutputFolder, write_whole
 from windlass.dist.gang import Gang
 
 logger = get_logger(__name__)

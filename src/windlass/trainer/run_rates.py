@@ -10,7 +10,7 @@ import torch
 
 from windlass.core.run_clock import Interval, run_clock
 from windlass.metrics.device_peaks import device_peak
-from windlass.metrics.model_flops import count_flops
+from windlass.metrics.speed import count_flops
 from windlass.metrics.stage_memory import (
     device_bytes,
     device_peak_bytes,

@@ -9,9 +9,8 @@ from typing import Any
 
 from windlass.accelerator.saved_parts import RankPart, SavedPart
 from windlass.callbacks.run_record import RunRecord, Trained, has_counts
-from windlass.core.clock import Moment
 from windlass.core.logs import get_logger
-from windlass.core.run_clock import run_clock
+from windlass.core.run_clock import Moment, run_clock
 from windlass.core.threads import LoadWatch, processes_and_threads
 from windlass.core.types import State
 from windlass.data.update_batch import UpdateBatch

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.clock import Moment
 from windlass.core.errors import ConfigError, DataError, ModelError, Problem
 from windlass.core.locations import local_folder
 from windlass.core.logs import set_verbosity
-from windlass.core.run_clock import run_clock
+from windlass.core.run_clock import Moment, run_clock
 from windlass.core.trees import detach
 from windlass.core.types import EvalLoopOutput, PredictionOutput, TrainOutput
 from windlass.trainer.lazy_modules import (
@@ -34,7 +33,6 @@ from windlass.trainer.lazy_modules import (
     model_writer,
     optimization,
     overview,
-    plans,
     preparation,
     publishing,
     reports,
@@ -134,7 +132,7 @@ class Trainer:
         defaults.seed_all(self.args)
         set_verbosity(self.args.get_process_log_level())
         self._session = session.Session.open(self.args)
-        self._plans = plans.Plans(self._session.world)
+        self._plans = services.Plans(self._session.world)
         self.create_accelerator_and_postprocess()
         self.model_init, self.is_in_train = model_init, False
         self.place_model_on_device = getattr(self.args, "place_model_on_device", None) is not False
@@ -631,13 +629,7 @@ class Trainer:
             return loading.training_loader(plan, dataset, used, collate, sampler_fn, batch_size)
         given = dataset, self.data_collator, self._signature_columns
         return self._services.eval_loaders.loader(
-            plan,
-            given,
-            (used, collate),
-            sampler_fn,
-            batch_size,
-            self._services.fitter.eval,
-            dataloader_key,
+            plan, given, (used, collate), sampler_fn, batch_size, self._services.fitter.eval, dataloader_key
         )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:

@@ -1,1 +1,1 @@
-"""What is done to a model before it trains, one file for each; `apply.py` holds the order."""
+"""What is done to a model before it trains, one file for each; `assemble/build.py` holds the order."""

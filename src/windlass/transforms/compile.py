@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.config.nearest import did_you_mean
 from windlass.config.plan import CompilePlan
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, did_you_mean
 from windlass.transforms.blocks import repeated_blocks
 from windlass.transforms.strategy import device_of
 

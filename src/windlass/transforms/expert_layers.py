@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from windlass.dist.absent import Absent, present
 from windlass.dist.device_mesh import expert_device_mesh, part_along
 from windlass.dist.gang import Gang
+from windlass.dist.sharded import Absent, present
 from windlass.transforms.expert_parts import computing_with
 from windlass.transforms.expert_plan import chosen_experts
 from windlass.transforms.first_rank import FirstRank

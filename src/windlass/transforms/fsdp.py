@@ -21,15 +21,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from windlass.config.plan import DistPlan
-from windlass.config.refusal import refuse
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import DistPlan, ShardPlan
 from windlass.core import host
-from windlass.core.errors import ConfigError, ModelError, Problem
-from windlass.dist.absent import Absent, present
+from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.dist.device_mesh import fsdp_device_meshes
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import copies_among, is_sharded, locals_of
+from windlass.dist.sharded import Absent, copies_among, is_sharded, locals_of, present
 from windlass.transforms.averaging import AfterBackward
 from windlass.transforms.buffers import check_sparse
 from windlass.transforms.expert_layers import divide_experts, expert_parameters

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from windlass.config.nearest import did_you_mean
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, did_you_mean
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.optional import require
 from windlass.transforms.strategy import device_of

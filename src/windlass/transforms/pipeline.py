@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.config.strategy_plans import PipelinePlan
+from windlass.config.plan import PipelinePlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import keep_elsewhere, state_of
 from windlass.core.trees import send_to_device
-from windlass.dist.absent import Absent, present
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import from_part, is_sharded, local
+from windlass.dist.sharded import Absent, from_part, is_sharded, local, present
 from windlass.transforms.averaging import average_gradients
 from windlass.transforms.buffers import broadcast, check_sparse
 from windlass.transforms.context import division_of

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan
-from windlass.config.refusal import refuse
-from windlass.core.errors import ModelError
+from windlass.core.errors import ModelError, refuse
 from windlass.core.rng import preserved_rng
 from windlass.dist.gang import Gang
 from windlass.transforms.buffers import ForwardState, broadcast

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import ShardPlan
 from windlass.core import xla
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.trees import tensors_in

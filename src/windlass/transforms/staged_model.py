@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from windlass.core.errors import ModelError
 from windlass.core.module_state import ElsewhereState, kept_elsewhere
 from windlass.core.rng import PlacedRandomness
-from windlass.dist.absent import Absent, absent_like
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import (
+    Absent,
     Blocks,
     Held,
+    absent_like,
     all_holders,
     blocks_as_lists,
     blocks_of_lists,

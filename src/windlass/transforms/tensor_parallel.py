@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from windlass.core.errors import ConfigError, Problem
-from windlass.dist.absent import Absent, present
 from windlass.dist.device_mesh import tensor_device_mesh
 from windlass.dist.gang import Gang
-from windlass.dist.sharded import is_sharded
+from windlass.dist.sharded import Absent, is_sharded, present
 from windlass.transforms.averaging import AfterBackward, average_gradients
 from windlass.transforms.buffers import broadcast, check_sparse
 from windlass.transforms.expert_layers import divide_experts, expert_parameters, layers_of

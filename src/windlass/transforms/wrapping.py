@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import ShardPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
 from windlass.transforms.blocks import repeated_blocks

@@ -22,14 +22,14 @@ from windlass.compat.big_models.auto_device_map import infer_auto_device_map as 
 from windlass.compat.big_models.checkpoint_loading import (
     load_checkpoint_in_model as load_checkpoint_in_model, load_state_dict as load_state_dict,
 )
-from windlass.compat.big_models.device_map import (
+from windlass.compat.big_models.auto_device_map import (
     check_device_map as check_device_map,
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
 )
 from windlass.compat.big_models.device_memory import (
     get_balanced_memory as get_balanced_memory, get_max_memory as get_max_memory,
 )
-from windlass.compat.big_models.module_sizes import (
+from windlass.compat.big_models.device_memory import (
     calculate_maximum_sizes as calculate_maximum_sizes, compute_module_sizes as compute_module_sizes,
     dtype_byte_size as dtype_byte_size, get_max_layer_size as get_max_layer_size,
 )
@@ -38,7 +38,7 @@ from windlass.compat.big_models.module_tensors import (
     named_module_tensors as named_module_tensors, retie_parameters as retie_parameters,
     set_module_tensor_to_device as set_module_tensor_to_device,
 )
-from windlass.compat.big_models.moving import align_module_device as align_module_device
+from windlass.compat.big_models.module_tensors import align_module_device as align_module_device
 from windlass.compat.big_models.offloaded import (
     OffloadedWeightsLoader as OffloadedWeightsLoader, offload_state_dict as offload_state_dict,
     offload_weight as offload_weight, save_offload_index as save_offload_index,
@@ -53,14 +53,14 @@ from windlass.compat.plugin_engines import (
     MegatronLMPlugin as MegatronLMPlugin, TERecipeKwargs as TERecipeKwargs,
 )
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from windlass.compat.plugin_parallelism import (
+from windlass.compat.plugins import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
     ParallelismConfig as ParallelismConfig, PipelineParallelConfig as PipelineParallelConfig,
     TorchContextParallelConfig as TorchContextParallelConfig,
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
-from windlass.compat.plugin_words import (
+from windlass.compat.plugins import (
     ComputeEnvironment as ComputeEnvironment, CustomDtype as CustomDtype,
     DDPCommunicationHookType as DDPCommunicationHookType, DynamoBackend as DynamoBackend,
     PrecisionType as PrecisionType, SageMakerDistributedType as SageMakerDistributedType,
@@ -69,7 +69,7 @@ from windlass.compat.plugins import (
     AORecipeKwargs as AORecipeKwargs, DistributedDataParallelKwargs as DistributedDataParallelKwargs,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
-from windlass.compat.seeds import (
+from windlass.compat.loaders import (
     set_seed as set_seed, synchronize_rng_state as synchronize_rng_state,
     synchronize_rng_states as synchronize_rng_states,
 )
@@ -84,7 +84,7 @@ from windlass.config.loop_options import (
     ProjectConfiguration as ProjectConfiguration,
 )
 from windlass.config.loop_options import KwargsHandler as KwargsHandler
-from windlass.config.quantities import convert_file_size_to_int as convert_file_size_to_int
+from windlass.config.kinds import convert_file_size_to_int as convert_file_size_to_int
 from windlass.core.trees import (
     TensorInformation as TensorInformation, concatenate as concatenate, convert_to_fp32 as convert_to_fp32,
     find_batch_size as find_batch_size, find_device as find_device,

@@ -4,14 +4,14 @@ from windlass.compat.plugin_engines import (
     MegatronLMPlugin as MegatronLMPlugin, TERecipeKwargs as TERecipeKwargs,
 )
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from windlass.compat.plugin_parallelism import (
+from windlass.compat.plugins import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
     ParallelismConfig as ParallelismConfig, PipelineParallelConfig as PipelineParallelConfig,
     TorchContextParallelConfig as TorchContextParallelConfig,
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
-from windlass.compat.plugin_words import (
+from windlass.compat.plugins import (
     ComputeEnvironment as ComputeEnvironment, CustomDtype as CustomDtype,
     DDPCommunicationHookType as DDPCommunicationHookType, DynamoBackend as DynamoBackend,
     PrecisionType as PrecisionType, SageMakerDistributedType as SageMakerDistributedType,

@@ -1,1 +1,1 @@
-from windlass.callbacks.notebook import NotebookProgressCallback as NotebookProgressCallback
+from windlass.callbacks.progress import NotebookProgressCallback as NotebookProgressCallback

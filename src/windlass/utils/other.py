@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.value_files import load_values, save_values
-from windlass.cli.launching.launch_file import basic_settings, default_file, write_file
+from windlass.cli.launching.from_files import basic_settings, default_file, write_file
 from windlass.compat.state import PartialState
 from windlass.core.device import visible_devices
 from windlass.core.optional import require

@@ -14,12 +14,10 @@ import torch
 
 from windlass.config.arguments import TrainingArguments
 from windlass.config.deepspeed import for_frozen
-from windlass.config.parallel.from_launcher import from_environment
-from windlass.config.parallel.from_script import from_arguments
+from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import dtype_plans, parallel_problems
-from windlass.config.parallel.settings import merge
-from windlass.config.plan import PrecisionPlan
-from windlass.config.strategy_plans import ZeroPlan
+from windlass.config.parallel.sources import from_arguments, from_environment
+from windlass.config.plan import PrecisionPlan, ZeroPlan
 from windlass.core.optional import is_available, is_imported, require
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join

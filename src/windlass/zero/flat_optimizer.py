@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.deferred import Deferred, read_run
 from windlass.checkpoint.names import canonical_names, shorten
 from windlass.checkpoint.optimizer_state import (
     IMPLEMENTATION,
@@ -17,6 +16,7 @@ from windlass.checkpoint.optimizer_state import (
     match_groups,
     part_mark,
 )
+from windlass.checkpoint.tensor_file import Deferred, read_run
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.types import State
 from windlass.dist.flat import FlatParts

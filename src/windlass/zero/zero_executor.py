@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint.names import shorten
-from windlass.config.strategy_plans import ZeroPlan
+from windlass.config.plan import ZeroPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.module_state import bare, customizes_state, let_go
 from windlass.core.run_clock import COMPUTE, UPDATE, run_clock
@@ -76,9 +76,6 @@ class ZeroExecutor:
         return self.strategy.model
 
     # --- primitives -------------------------------------------------------------------------------------------------
-
-    def micro(self, *, last: bool) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         unknown = sorted(options.keys() - {"retain_graph"})
@@ -157,7 +154,6 @@ class ZeroExecutor:
             self.model.train()
         losses: list[Tensor] = []
         last = len(update.batches) - 1
-        self._beacon.call("forward and backward")
         for index in range(last + 1):
             losses.append(hooks.micro_step(update, index))
             if index != last and "on_substep_end" in hooks.heard:

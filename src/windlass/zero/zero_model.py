@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.deepspeed import for_frozen
-from windlass.config.strategy_plans import ZeroPlan
+from windlass.config.plan import ZeroPlan
 from windlass.core.module_state import ElsewhereState, bare, keep_elsewhere
 from windlass.dist.gang import Gang
 from windlass.transforms.alone import Alone

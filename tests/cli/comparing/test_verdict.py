@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from windlass.cli.comparing.verdict import (
+from windlass.cli.compare_command import (
     ScriptRecord,
     differences,
     farthest_weight,

@@ -13,8 +13,7 @@ from windlass.dist.beacon import beacon
 
 
 def round_of(step: int, how: str, rank: int) -> None:
-    beacon().step(step)
-    beacon().call("sum")
+    beacon().call("sum", step)
     dist.all_reduce(torch.ones(1))
     beacon().call("data")
     if step != 2 or rank != 1:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.launching.watch import Watch
+from windlass.cli.launching.failure_report import Watch
 from windlass.cli.main import main
 
 _deserted, _preempted = Watch.deserted, Watch.preempted

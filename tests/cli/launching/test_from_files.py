@@ -13,7 +13,7 @@ import yaml
 
 from windlass.cli.launching.from_files import from_document, from_file, from_recipe
 from windlass.config.parallel.parallel_plan import plan_parallel
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.plan import ShardPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 
@@ -174,7 +174,7 @@ def test_a_file_that_accelerate_config_wrote_is_read_whole(tmp_path: Path) -> No
 def test_the_real_accelerate_reads_what_we_write(tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
-    from windlass.cli.launching.launch_file import write_file
+    from windlass.cli.launching.from_files import write_file
 
     path = tmp_path / "ours.yaml"
     write_file(from_document(yaml.safe_load(SHARDED), "guide.yaml"), path)

@@ -21,8 +21,7 @@ class Mute(Exception):
     def __str__(self):
         raise RuntimeError("no text")
 rank = os.environ["RANK"]
-beacon().step(7)
-beacon().call("data")
+beacon().call("data", 7)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == "1":
     for what in sys.argv[1:]:
         if what == "remove":

@@ -1,10 +1,12 @@
+"""What a watch of processes sees: which ended, which stall, which deserted, and the facts of an incident."""
+
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
 
-from windlass.cli.launching.watch import Watch, Watched
+from windlass.cli.launching.failure_report import Watch, Watched
 from windlass.dist.beacon import Lookout
 
 

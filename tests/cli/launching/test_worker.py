@@ -113,8 +113,7 @@ def test_the_path_of_modules_is_the_one_that_python_gives_a_script(
 FAILS = """
 from windlass.dist.beacon import beacon
 def deep():
-    beacon().step(4)
-    beacon().call("backward")
+    beacon().call("backward", 4)
     raise KeyError("weight")
 deep()
 """
@@ -131,6 +130,15 @@ def test_an_exception_is_written_down_with_step_and_call(tmp_path: Path) -> None
     assert extra["py_callstack"] in done.stderr  # printed as well, once
     assert "runpy" not in done.stderr
     assert done.stderr.count("KeyError: 'weight'") == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mistake_in_a_command_is_printed_by_the_first_process_alone(tmp_path: Path, rank: int) -> None:
+    done = run(tmp_path, "-m", "windlass", "train", "absent.yaml", RANK=str(rank), WORLD_SIZE="2")
+    assert done.returncode == 2
+    recorded = tmp_path / "error.json"
+    assert ("absent.yaml" in done.stderr, recorded.exists()) == (rank == 0, rank == 1)
+    assert rank == 0 or "absent.yaml" in json.loads(recorded.read_text())["message"]["message"]
 
 
 @pytest.mark.parametrize(("code", "expected"), [("0", 0), ("7", 7), ("'no licence'", 1)])

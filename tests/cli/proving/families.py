@@ -55,12 +55,11 @@ def config_of(family: str) -> Any:
 
 
 def main() -> None:
-    from windlass.cli.proving.proof_verdict import judge
-    from windlass.cli.proving.proving_processes import EndedTraining, ProvingProcesses
+    from windlass.cli.proving.proving_processes import EndedTraining, ProvingProcesses, judge
     from windlass.cli.proving.subject import Subject
     from windlass.core.errors import ModelError
-    from windlass.proofs.layout import AxisLayout
     from windlass.proofs.record import Claim
+    from windlass.proofs.small_config import AxisLayout
 
     folder, layouts = Path(sys.argv[1]), [AxisLayout.parse(text) for text in sys.argv[2].split(";")]
     found: dict[str, dict[str, list[Any]]] = {}

@@ -1,9 +1,11 @@
+"""In double precision no tensor of float64 is rounded to fewer bits, in layers that are computed again too."""
+
 from __future__ import annotations
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from windlass.cli.proving.double import double_precision
+from windlass.cli.proving.proving_rank import double_precision
 
 
 def test_float64_is_not_rounded_and_other_dtypes_are_cast() -> None:

@@ -21,8 +21,7 @@ from windlass.cli.main import main
 from windlass.cli.print_config import render_config
 from windlass.cli.readers import Record, texts
 from windlass.cli.recipe import load_recipe
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import DataSpec, Recipe
+from windlass.cli.schema import DataSpec, Recipe, RecipeParts
 from windlass.cli.tasks import TASKS
 from windlass.cli.text_task import TextTask
 from windlass.cli.tokenizing import WRITER

@@ -55,6 +55,25 @@ def test_a_row_without_a_rejected_answer_is_named_by_file_and_line(
     assert "prefs.jsonl:7: column 'rejected' is missing or null" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("recipe", "named"), [("dpo", "precompute_ref_log_probs=False"), ("kto", "loss_type='kto'")]
+)
+def test_what_a_pipeline_cannot_compute_is_refused_before_a_base_is_trained(
+    recipe: str,
+    named: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    words = ["--tiny", "parallel.pp=2", f"training.output_dir={tmp_path / 'run'}"]
+    assert main(["train", recipe, *words]) == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert "training a small base" not in said
+
+
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("dpo", {"rejected": None}, "column 'rejected' is missing or null"),
     ("reward", {"rejected": "one", "chosen": "one"}, "are equal, so the row states no preference"),

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from windlass import TrainingArguments
-from windlass.config.parallel.from_launcher import from_environment, from_flags, to_environment
-from windlass.config.parallel.from_script import from_arguments
+from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import plan_parallel
-from windlass.config.parallel.settings import merge
-from windlass.config.plan import CompilePlan
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.parallel.sources import from_arguments, from_environment, from_flags, to_environment
+from windlass.config.plan import CompilePlan, ShardPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin
-from windlass.compat.plugin_parallelism import ParallelismConfig
-from windlass.compat.plugins import DistributedDataParallelKwargs, TorchDynamoPlugin
-from windlass.config.parallel.from_launcher import from_environment
-from windlass.config.parallel.from_script import from_plugins
+from windlass.compat.plugins import DistributedDataParallelKwargs, ParallelismConfig, TorchDynamoPlugin
+from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import plan_parallel
-from windlass.config.parallel.settings import merge
-from windlass.config.plan import CompilePlan
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.parallel.sources import from_environment, from_plugins
+from windlass.config.plan import CompilePlan, ShardPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 

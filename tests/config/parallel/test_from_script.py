@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from windlass import TrainingArguments
-from windlass.config.parallel.from_script import from_arguments, shard_options
 from windlass.config.parallel.parallel_plan import plan_parallel
-from windlass.config.strategy_plans import ShardPlan
+from windlass.config.parallel.sources import from_arguments, shard_options
+from windlass.config.plan import ShardPlan
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
 

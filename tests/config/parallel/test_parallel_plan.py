@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from windlass.cli.launching.from_files import from_document
-from windlass.config.parallel.from_launcher import from_flags
+from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import plan_parallel
-from windlass.config.parallel.settings import merge
+from windlass.config.parallel.sources import from_flags
 from windlass.core.errors import ConfigError
 from windlass.core.mesh import Mesh
 from windlass.core.world import World

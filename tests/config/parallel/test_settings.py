@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.config.parallel.settings import Settings, Source, merge
+from windlass.config.parallel.keys import Settings, Source, merge
 from windlass.config.parallel.table import KEYS
 
 PRECISION, OFFLOAD, RAM = KEYS["precision"], KEYS["fsdp.cpu_offload"], KEYS["fsdp.cpu_ram_efficient_loading"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from windlass import TrainingArguments
-from windlass.config.parallel.from_script import from_arguments
+from windlass.config.parallel.sources import from_arguments
 from windlass.config.parallel.table import FLAGS, KEYS, VARIABLES, spellings, to_arguments
 
 VALUES: dict[str, Any] = {

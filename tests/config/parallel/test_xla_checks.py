@@ -13,9 +13,9 @@ from windlass import TrainingArguments
 from windlass.cli.launching.from_files import from_document
 from windlass.cli.launching.launch import resolve_launch
 from windlass.cli.launching.launch_flags import add_launch_flags
-from windlass.config.parallel.from_script import from_arguments
+from windlass.config.parallel.keys import Settings, merge
 from windlass.config.parallel.parallel_plan import plan_parallel
-from windlass.config.parallel.settings import Settings, merge
+from windlass.config.parallel.sources import from_arguments
 from windlass.core import xla
 from windlass.core.errors import ConfigError
 from windlass.core.world import World

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from windlass import TrainerCallback
-from windlass.dist.absent import Absent
-from windlass.dist.sharded import local
+from windlass.dist.sharded import Absent, local
 
 
 def held(parameter: Tensor) -> Tensor:

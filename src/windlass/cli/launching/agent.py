@@ -16,9 +16,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, SignalException
 
-from windlass.cli.launching.failure_report import Incident, Kind, describe, say
+from windlass.cli.launching.failure_report import Incident, Kind, Watch, Watched, describe, say
 from windlass.cli.launching.peers import OtherMachines, Peers
-from windlass.cli.launching.watch import Watch, Watched
 from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
 from windlass.dist.rendezvous import Machines
 

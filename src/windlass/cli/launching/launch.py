@@ -6,18 +6,23 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from windlass.cli.launching.from_files import from_file
-from windlass.cli.launching.launch_checks import Machine, launch_problems, misplaced_flags, requeue_problems
-from windlass.cli.launching.launch_file import find_file
+from windlass.cli.launching.from_files import find_file, from_file
+from windlass.cli.launching.launch_checks import (
+    Machine,
+    launch_problems,
+    misplaced_flags,
+    requeue_problems,
+    token_notes,
+    token_problems,
+)
 from windlass.cli.launching.launch_plan import LaunchPlan
-from windlass.cli.launching.launch_token import token_notes, token_problems
 from windlass.config.parallel import rows_launch as rows
 from windlass.config.parallel import rows_training
-from windlass.config.parallel.from_launcher import OWN_VARIABLE, from_environment, from_flags, to_environment
+from windlass.config.parallel.keys import Settings, merge
 from windlass.config.parallel.parallel_plan import parallel_problems
-from windlass.config.parallel.settings import Settings, merge
+from windlass.config.parallel.sources import OWN_VARIABLE, from_environment, from_flags, to_environment
 from windlass.config.parallel.table import values_for
-from windlass.config.refusal import refuse
+from windlass.core.errors import refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.world import World
 

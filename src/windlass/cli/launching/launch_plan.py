@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from windlass.config.parallel.settings import Settings
+from windlass.config.parallel.keys import Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 
 from windlass.cli.launching.agent import Limits, OptionalLogs, WatchingAgent
 from windlass.cli.launching.failure_report import EXIT_UNREACHABLE, exit_code, say
-from windlass.cli.launching.launch_checks import SLURM_JOB_VARIABLE
-from windlass.cli.launching.launch_token import TOKEN_VARIABLE, read_token
+from windlass.cli.launching.launch_checks import SLURM_JOB_VARIABLE, TOKEN_VARIABLE, read_token
 from windlass.cli.launching.worker import LAUNCHER_VARIABLE
 from windlass.cli.launching.worker_environment import worker_environment
-from windlass.config.refusal import refuse
-from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem
+from windlass.core.errors import EXIT_PREEMPTED, ConfigError, Problem, refuse
 from windlass.core.redact import redact_command, redact_value
 from windlass.dist.arrivals import MeetingError
 from windlass.dist.elastic import quiet_elastic

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.cli.launching.engines import from_text, to_text
-from windlass.cli.launching.failure_report import Incident, describe, exit_code, say
-from windlass.cli.launching.launch_token import TOKEN_VARIABLE
+from windlass.cli.launching.failure_report import Incident, Watch, Watched, describe, exit_code, say
+from windlass.cli.launching.launch_checks import TOKEN_VARIABLE
 from windlass.cli.launching.local import command
-from windlass.cli.launching.watch import Watch, Watched
 from windlass.cli.launching.worker_environment import worker_environment
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.cli.launching.engines import from_text, to_text
-from windlass.cli.launching.launch_token import read_token
-from windlass.config.nearest import did_you_mean
-from windlass.config.refusal import refuse
-from windlass.core.errors import Problem
+from windlass.cli.launching.launch_checks import read_token
+from windlass.core.errors import Problem, did_you_mean, refuse
 from windlass.core.optional import require
 from windlass.core.output import say
 

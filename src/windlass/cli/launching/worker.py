@@ -22,12 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from windlass.cli.command_line import EXIT_INTERRUPTED
+from windlass.cli.command_line import ERROR_FILE_VARIABLE, EXIT_INTERRUPTED
 from windlass.core.activity import Opening
 from windlass.core.errors import Preempted
+from windlass.core.job_signals import end_with_parent
 from windlass.core.output import say, shown
 from windlass.core.package_remarks import mute_import_remarks
-from windlass.core.parent import end_with_parent
 from windlass.core.tracebacks import calls_of, printed, report_uncaught
 from windlass.core.world import world_from_environment
 from windlass.dist.beacon import END, END_ALONE, LEFT, beacon
@@ -37,7 +37,6 @@ from windlass.dist.watchdog import watch
 BIND_VARIABLE = "WINDLASS_BIND_CORES"
 # Set by the launcher: its process id.
 LAUNCHER_VARIABLE = "WINDLASS_LAUNCHER"
-_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def main(words: Sequence[str]) -> None:
@@ -62,8 +61,7 @@ def main(words: Sequence[str]) -> None:
             else:
                 runpy.run_path(script, run_name="__main__")
     except Preempted as leaving:
-        beacon().step(leaving.step)
-        beacon().call(LEFT)
+        beacon().call(LEFT, leaving.step)
         raise
     except KeyboardInterrupt:
         if world_from_environment().is_main:
@@ -128,7 +126,7 @@ def record(error: Exception, environ: Mapping[str, str]) -> None:
 
     A failure to write is ignored: the traceback is printed in any case.
     """
-    path = environ.get(_ERROR_FILE_VARIABLE)
+    path = environ.get(ERROR_FILE_VARIABLE)
     if not path:
         return
     mark = beacon().mark()

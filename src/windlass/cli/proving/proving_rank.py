@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from torch import Tensor, nn
 from windlass.checkpoint.adapters import peft_library
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.tensor_file import write_tensors
-from windlass.cli.proving.double import double_precision
 from windlass.cli.proving.small_training import (
     ACCUMULATION,
     MAX_NORM,
@@ -30,14 +31,70 @@ from windlass.cli.proving.small_training import (
 from windlass.cli.schema import TokenizerTraining
 from windlass.cli.tokenizing import WRITER, train_tokenizer
 from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
+from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import ConfigError, ModelError
-from windlass.core.events import TrainerControl, TrainerState
+from windlass.core.events import TrainerState
 from windlass.core.optional import require
-from windlass.dist.absent import Absent
 from windlass.dist.gang import leave
-from windlass.dist.sharded import whole
+from windlass.dist.sharded import Absent, whole
 from windlass.trainer.trainer import Trainer
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_TO_ONE_DTYPE = ("float", "half", "bfloat16")
+_WITH_DTYPE = ("to", "type", "softmax", "log_softmax", "sum", "mean", "cumsum")
+
+
+@contextlib.contextmanager
+def double_precision() -> Iterator[None]:
+    """Within it, a float64 tensor is not rounded to fewer bits: norms, softmax and losses of models cast to float32.
+    Whole numbers become float64 where a model has them as floats: it may multiply positions by a matrix in float64. So
+    do zeros to which it adds: the balancing loss of experts counts tokens in float32.
+
+    Two layouts add in different orders. In float64 that differs by 1e-16, and a fault by far more; after a cast to
+    float32 the two could not be told apart. Methods are replaced, since a mode of PyTorch is off in the backward, where
+    layers are computed again.
+    """
+    owners: tuple[Any, ...] = (Tensor, torch)
+    kept = {
+        (owner, name): getattr(owner, name)
+        for owner in owners
+        for name in (*_TO_ONE_DTYPE, *_WITH_DTYPE)
+        if callable(getattr(owner, name, None))
+    }
+    for (owner, name), real in kept.items():
+        setattr(owner, name, _wide(real, name in _TO_ONE_DTYPE))
+    kept[torch, "zeros"] = zeros = torch.zeros
+    torch.zeros = _wide_options(zeros)
+    try:
+        yield
+    finally:
+        for (owner, name), real in kept.items():
+            setattr(owner, name, real)
+
+
+def _wide(real: Callable[..., Any], always: bool) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def call(*args: Any, **options: Any) -> Any:
+        if not args or not isinstance(args[0], Tensor) or args[0].dtype not in (torch.float64, torch.int64):
+            return real(*args, **options)
+        return args[0].double() if always else wide(*args, **options)
+
+    wide = _wide_options(real)
+    return call
+
+
+def _wide_options(real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        args = tuple(torch.float64 if _is_narrow(value) else value for value in args)
+        options = {name: torch.float64 if _is_narrow(value) else value for name, value in options.items()}
+        return real(*args, **options)
+
+    return call
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in _NARROW
+
 
 # What a launcher or a user has set for other jobs.
 _FOREIGN = (
@@ -212,26 +269,20 @@ class _Noted(TrainerCallback):
         self.reported: list[dict[str, float]] = []
         self._max_norm, self._clipped = max_norm, dict[str, Tensor]()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         model: nn.Module = kwargs["model"]
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self._clipped[name] = parameter.grad.detach().clone()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         model: nn.Module = kwargs["model"]
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, value in model.state_dict().items():
             if not isinstance(parameters.get(name), Absent):  # of another stage of a pipeline
                 self._keep(f"weight/{state.global_step}/{name}", value)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
         found = {name: float(kwargs["logs"][name]) for name in _LOGGED if name in kwargs["logs"]}
         if "grad_norm" in found:
             self._undo_clipping(state.global_step, found["grad_norm"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.proofs.layout import AxisLayout
+from windlass.proofs.small_config import AxisLayout
 
 UPDATES, ROWS, ACCUMULATION, MAX_NORM = 4, 2, 3, 0.3
 TOLERANCE = 1e-10  # the largest difference, as a share of the values, that is rounding

@@ -9,19 +9,18 @@ from typing import Any
 
 from windlass.cli.modelling import config_of
 from windlass.cli.proving.small_training import ACCUMULATION, SmallTraining
-from windlass.cli.recipe import check_draft, read_draft
+from windlass.cli.recipe import check_draft, read_draft, training_arguments
 from windlass.cli.schema import Recipe
 from windlass.cli.tasks import TASKS
-from windlass.cli.training import training_arguments
 from windlass.config import kinds
 from windlass.config.arguments import TrainingArguments
 from windlass.config.parallel import rows_training as rows
-from windlass.config.parallel.from_script import from_arguments
 from windlass.config.parallel.parallel_plan import is_sharded, uses_deepspeed
+from windlass.config.parallel.sources import from_arguments
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
-from windlass.proofs.layout import AxisLayout
 from windlass.proofs.record import Claim, arguments_that_matter
+from windlass.proofs.small_config import AxisLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.tasks.preference_tuning import PreferenceTuning
-from windlass.config.arguments import TrainingArguments
 from windlass.finetuning.kto_config import KTOConfig
 
 
@@ -16,8 +14,7 @@ class AnswerJudging(PreferenceTuning):
     name = "kto"
     arguments = KTOConfig
 
-    def build_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
-        from windlass.cli.preference_rows import build_preference_trainer
+    def trainer_class(self) -> Any:
         from windlass.finetuning.kto_trainer import KTOTrainer
 
-        return build_preference_trainer(KTOTrainer, parts, args)
+        return KTOTrainer

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.formats import PLAIN_TEXT, PYTHON_DOCS
 from windlass.cli.readers import Record, texts
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import DataSpec
+from windlass.cli.schema import PLAIN_TEXT, PYTHON_DOCS, DataSpec, RecipeParts
 from windlass.cli.text_task import TextTask
 from windlass.cli.tokenizing import WRITER
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from windlass.cli.readers import Record, texts
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import DataSpec
+from windlass.cli.schema import DataSpec, RecipeParts
 from windlass.cli.text_task import TextTask
 from windlass.cli.tokenizing import CLASSIFIER
 from windlass.config.arguments import TrainingArguments
@@ -43,7 +42,7 @@ class Classification(TextTask):
         return DataCollatorWithPadding(parts.tokenizer)
 
     def trainer_options(self, parts: RecipeParts, args: TrainingArguments) -> dict[str, Any]:
-        from windlass.cli.accuracy import ACCURACY
+        from windlass.cli.text_metrics import ACCURACY
 
         return ACCURACY
 

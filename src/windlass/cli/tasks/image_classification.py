@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.formats import DIGITS
 from windlass.cli.modelling import build_model
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import Recipe, TokenizerSpec
+from windlass.cli.schema import DIGITS, Recipe, RecipeParts, TokenizerSpec
 from windlass.cli.task import Conflict, Task, model_conflicts
 from windlass.config.arguments import TrainingArguments
 from windlass.core.output import shown
@@ -60,6 +58,6 @@ class ImageClassification(Task):
         return build_model(parts.recipe.model, "AutoModelForImageClassification", parts.labels, implied)
 
     def trainer_options(self, parts: RecipeParts, args: TrainingArguments) -> dict[str, Any]:
-        from windlass.cli.accuracy import ACCURACY
+        from windlass.cli.text_metrics import ACCURACY
 
         return ACCURACY

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from windlass.cli.built_in_recipes import PREFERENCES
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import Recipe
+from windlass.cli.schema import Recipe, RecipeParts
 from windlass.cli.task import Conflict, Task, tuning_conflicts
 from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import refuse
+from windlass.core.world import world_from_environment
 from windlass.finetuning.dpo_config import DPOConfig
+from windlass.finetuning.reference_config import ReferenceConfig
 
 
 class PreferenceTuning(Task):
@@ -21,6 +23,7 @@ class PreferenceTuning(Task):
     own_keys: ClassVar[tuple[str, ...]] = ("data.rename", "base", "adapter", "quantization", "sample")
     arguments: ClassVar[type[TrainingArguments]] = DPOConfig
     new_model = "base"
+    adapter_task: ClassVar[str] = "CAUSAL_LM"  # what peft calls the task of the model
 
     def stand_in(self, data: Mapping[str, Any]) -> dict[str, Any]:
         return {"train": str(PREFERENCES)}
@@ -36,17 +39,22 @@ class PreferenceTuning(Task):
     def build_parts(
         self, recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None
     ) -> RecipeParts:
-        from windlass.cli.fine_tuning import build_adapter
-        from windlass.cli.preference_rows import load_preferences
+        from windlass.assemble.resolve import resolve_parallel
+        from windlass.cli.fine_tuning import build_adapter, load_preferences
 
-        build_adapter(recipe)  # its errors come before the data is read and a base is trained
-        found = load_preferences(recipe, args.seed, saved_tokenizer)
-        return RecipeParts(
-            recipe, found.tokenizer, found.train, found.evaluation, takes_turns=found.takes_turns
-        )
+        # Their errors come before the data is read and a base is trained.
+        build_adapter(recipe)
+        parallel = resolve_parallel(args, world_from_environment())
+        if isinstance(args, ReferenceConfig) and parallel.dist.pipeline is not None:
+            refuse(args.stage_problems())
+        return load_preferences(recipe, args.seed, saved_tokenizer)
 
-    def build_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
-        from windlass.cli.preference_rows import build_preference_trainer
+    def trainer_class(self) -> Any:
         from windlass.finetuning.dpo_trainer import DPOTrainer
 
-        return build_preference_trainer(DPOTrainer, parts, args)
+        return DPOTrainer
+
+    def build_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
+        from windlass.cli.fine_tuning import build_preference_trainer
+
+        return build_preference_trainer(self.trainer_class(), parts, args, adapter_task=self.adapter_task)

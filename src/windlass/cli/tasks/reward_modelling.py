@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.cli.recipe_parts import RecipeParts
 from windlass.cli.tasks.preference_tuning import PreferenceTuning
-from windlass.config.arguments import TrainingArguments
 from windlass.finetuning.reward_config import RewardConfig
 
 
@@ -16,9 +14,9 @@ class RewardModelling(PreferenceTuning):
     name = "reward"
     own_keys = ("data.rename", "base", "adapter", "quantization")
     arguments = RewardConfig
+    adapter_task = "SEQ_CLS"
 
-    def build_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
-        from windlass.cli.preference_rows import build_preference_trainer
+    def trainer_class(self) -> Any:
         from windlass.finetuning.reward_trainer import RewardTrainer
 
-        return build_preference_trainer(RewardTrainer, parts, args, adapter_task="SEQ_CLS")
+        return RewardTrainer

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from windlass.cli.readers import Record, texts
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import DataSpec, Recipe
+from windlass.cli.schema import DataSpec, Recipe, RecipeParts
 from windlass.cli.task import Conflict
 from windlass.cli.text_task import TextTask
 from windlass.cli.tokenizing import TRANSLATOR

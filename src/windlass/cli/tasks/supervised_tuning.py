@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.cli.arranged_rows import columns_of, formats_of
 from windlass.cli.built_in_recipes import CHAT, ROWS
-from windlass.cli.formats import DIGITS, PLAIN_TEXT, STREAMED, format_of
-from windlass.cli.recipe_parts import RecipeParts
-from windlass.cli.schema import Recipe
+from windlass.cli.schema import DIGITS, PLAIN_TEXT, STREAMED, Recipe, RecipeParts, format_of
 from windlass.cli.task import Conflict, Task, tuning_conflicts
 from windlass.config.arguments import TrainingArguments
 from windlass.finetuning.sft_config import SFTConfig
@@ -88,8 +87,7 @@ class SupervisedTuning(Task):
 
         build_adapter(recipe)  # its errors come before the data is read and a base is trained
         found = load_tuning_data(recipe, args.seed, saved_tokenizer)
-        turns = takes_turns(found.train, recipe.data.text_column)
-        return RecipeParts(recipe, found.tokenizer, found.train, found.evaluation, takes_turns=turns)
+        return replace(found, takes_turns=takes_turns(found.train, recipe.data.text_column))
 
     def build_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
         from windlass.cli.fine_tuning import build_sft_trainer

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from windlass.checkpoint.names import shorten
 from windlass.compat.big_models.attach_hooks import (
@@ -25,29 +28,96 @@ from windlass.compat.big_models.attach_hooks import (
     extract_submodules_state_dict,
     shared_weights,
 )
-from windlass.compat.big_models.auto_device_map import infer_auto_device_map
-from windlass.compat.big_models.checkpoint_loading import load_checkpoint_in_model
-from windlass.compat.big_models.device_map import (
+from windlass.compat.big_models.auto_device_map import (
     DeviceMap,
     check_and_set_device_map,
     check_device_map,
+    infer_auto_device_map,
     without_nesting,
 )
-from windlass.compat.big_models.device_memory import Limits, get_balanced_memory
+from windlass.compat.big_models.checkpoint_loading import load_checkpoint_in_model
+from windlass.compat.big_models.device_memory import Dtype, Limits, get_balanced_memory
 from windlass.compat.big_models.model_hooks import GUARDED, add_hook_to_module
-from windlass.compat.big_models.module_sizes import Dtype
-from windlass.compat.big_models.module_tensors import Place, find_tied_parameters
-from windlass.compat.big_models.moving import CpuOffload, UserCpuOffloadHook
-from windlass.compat.big_models.offload import AlignDevicesHook, Weights
+from windlass.compat.big_models.module_tensors import (
+    META,
+    CpuOffload,
+    Place,
+    UserCpuOffloadHook,
+    find_tied_parameters,
+    renewed,
+)
 from windlass.compat.big_models.offloaded import (
     INDEX_NAME,
+    AlignDevicesHook,
     OffloadedWeightsLoader,
+    Weights,
     offload_state_dict,
     read_offload_index,
 )
+from windlass.config.kinds import TRUE
 from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger
+
+# Models without data: parameters that are created on the meta device (or any other) while the constructor runs.
+#
+# A tensor on the meta device has a shape and a dtype but no data, so a model that is larger than the machine's memory
+# can be built, measured, and filled one tensor at a time (`load_checkpoint_and_dispatch`).
+
+INCLUDE_BUFFERS_VARIABLE = "ACCELERATE_INIT_INCLUDE_BUFFERS"
+
+
+def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
+    """Context: modules are built with all their parameters on the meta device.
+
+    Weights that the constructor ties stay tied. Such a model cannot be moved with `.to(device)`: load its weights with
+    `load_checkpoint_and_dispatch`.
+
+    Args:
+        include_buffers: create buffers on the meta device too. None: False, unless the environment variable
+            ACCELERATE_INIT_INCLUDE_BUFFERS is true.
+    """
+    return init_on_device(META, include_buffers)
+
+
+@contextmanager
+def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
+    """Context: modules are built with all their parameters on `device`.
+
+    Without buffers, each parameter is moved when it is registered, so at most one of them is in host memory at a time.
+    With buffers, every tensor that the constructor creates is created on `device`. Raises ModelError for a lazy module,
+    whose parameters have no shape yet.
+    """
+    device = torch.device(device)
+    if include_buffers is None:
+        include_buffers = os.environ.get(INCLUDE_BUFFERS_VARIABLE, "").lower() in TRUE
+    if include_buffers:
+        with device:
+            yield
+        return
+    register = nn.Module.register_parameter
+    # A parameter that is registered under two names must become one parameter on `device`.
+    moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def register_on_device(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is None or param.device == device:
+            return
+        if is_lazy(param):
+            raise ModelError(
+                f"{type(module).__name__}.{name} is lazy: it has no shape before the first forward and cannot be "
+                f"created on {device}; build the module with explicit sizes"
+            )
+        if param not in moved:
+            moved[param] = renewed(param, param.detach().to(device))
+        module._parameters[name] = moved[param]
+
+    nn.Module.register_parameter = register_on_device  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
 
 Folder = str | os.PathLike[str]
 _logger = get_logger(__name__)

@@ -19,7 +19,7 @@ from windlass.checkpoint.files import Files
 from windlass.checkpoint.names import shorten
 from windlass.checkpoint.stored import PICKLED, Folder, StoredTensors, open_weights
 from windlass.checkpoint.weights import WEIGHTS_NAME
-from windlass.compat.big_models.device_map import DeviceMap, check_tied_parameters_on_same_device, lookup
+from windlass.compat.big_models.auto_device_map import DeviceMap, check_tied_parameters_on_same_device, lookup
 from windlass.compat.big_models.module_tensors import (
     META,
     Place,

@@ -16,8 +16,9 @@ from windlass.compat.conversion.datasets import (
     put_evaluation_data,
     put_training_data,
 )
-from windlass.compat.conversion.made import Conversion, ForeignConfig
 from windlass.compat.conversion.shared import (
+    Conversion,
+    ForeignConfig,
     put_adapter,
     put_early_stopping,
     put_fraction,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from windlass.compat.conversion.made import Conversion, ForeignConfig
+from windlass.compat.conversion.shared import Conversion, ForeignConfig
 from windlass.text.conversations import is_conversational, is_conversational_from_value
 
 

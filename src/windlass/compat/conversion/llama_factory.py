@@ -19,15 +19,16 @@ from windlass.compat.conversion.datasets import (
     put_streaming,
     put_training_data,
 )
-from windlass.compat.conversion.made import Conversion, ForeignConfig
 from windlass.compat.conversion.shared import (
+    Conversion,
+    ForeignConfig,
     put_adapter,
     put_early_stopping,
     put_fraction,
     put_model_options,
     put_old_training_keys,
 )
-from windlass.core.plain_text import read_text
+from windlass.core.whole_file import read_text
 
 SIGNS = ("stage", "finetuning_type", "cutoff_len", "lora_rank", "dataset_dir")
 # key of the file -> key of the recipe, and the program's default; None = that of a recipe

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.compat.conversion import axolotl, llama_factory, trl
-from windlass.compat.conversion.made import Conversion, ForeignConfig
+from windlass.compat.conversion.shared import Conversion, ForeignConfig
 from windlass.core.errors import ConfigError, Problem
 
 # In this order: `model_name_or_path` is a key of the last two.

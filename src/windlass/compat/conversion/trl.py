@@ -12,8 +12,9 @@ from windlass.compat.conversion.datasets import (
     put_streaming,
     put_training_data,
 )
-from windlass.compat.conversion.made import Conversion, ForeignConfig
 from windlass.compat.conversion.shared import (
+    Conversion,
+    ForeignConfig,
     put_adapter,
     put_dtype,
     put_model_options,

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.checkpoint.deferred import Shaped, TensorSource, empty_host
 from windlass.checkpoint.files import Files
-from windlass.compat.readers.stored_tensor import StoredTensor
-from windlass.compat.readers.torch_file import TorchFile, open_torch_file
+from windlass.checkpoint.tensor_file import Shaped, TensorSource, empty_host
+from windlass.compat.readers.torch_file import StoredTensor, TorchFile, open_torch_file
 from windlass.core.errors import CheckpointError
 from windlass.dist.sharded import Part
 

@@ -25,8 +25,7 @@ from windlass.checkpoint.history import checked_state
 from windlass.checkpoint.names import canonical_names, shorten
 from windlass.checkpoint.optimizer_state import IMPLEMENTATION, load_optimizer_state
 from windlass.checkpoint.stored import open_folder, open_weights
-from windlass.compat.readers.stored_tensor import StoredTensor
-from windlass.compat.readers.torch_file import open_torch_file
+from windlass.compat.readers.torch_file import StoredTensor, open_torch_file
 from windlass.core.errors import CheckpointError
 from windlass.core.logs import get_logger
 from windlass.core.types import State

@@ -8,25 +8,26 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from windlass.config.deepspeed import precision_of, stage_of, unfit, without_effect
-from windlass.config.parallel import rows_compile, rows_pipeline
+from windlass.config.parallel import rows_compute
 from windlass.config.parallel import rows_deepspeed as deepspeed
-from windlass.config.parallel import rows_float8 as float8
 from windlass.config.parallel import rows_training as rows
-from windlass.config.parallel.settings import Setting, Settings, contradiction
+from windlass.config.parallel.keys import Key, Setting, Settings, contradiction
 from windlass.config.parallel.table import values_for
 from windlass.config.parallel.xla_checks import xla_problems
-from windlass.config.plan import CompilePlan, DistPlan, Float8Plan, PrecisionPlan
-from windlass.config.refusal import refuse
-from windlass.config.strategy_plans import (
+from windlass.config.plan import (
     SCHEDULES,
+    CompilePlan,
+    DistPlan,
+    Float8Plan,
     PipelinePlan,
+    PrecisionPlan,
     Schedule,
     ShardPlan,
     ZeroPlan,
     unfit_stages,
     usual_stages,
 )
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.mesh import Mesh
 from windlass.core.world import World
@@ -110,7 +111,6 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
     yield from _axes_objections(settings)
     yield from _tensor_objections(settings)
     yield from _pipeline_objections(settings)
-    yield from _expert_objections(settings)
     yield from _mesh_fits(settings, world, settings.value(rows.MESH_SHARDS) if sharded else 1)
     yield from xla_problems(settings, world, sharded)
     if not sharded:
@@ -139,7 +139,7 @@ def _float8_objections(settings: Settings) -> Iterator[Problem]:
     precision = settings.get(rows.PRECISION.name)
     if precision is None or precision.value != "fp8":
         fix = "has no effect, for float8 is off; set fp8=True or --mixed_precision fp8, or leave it out"
-        yield from settings.without_effect(fix, *float8.OPTIONS)
+        yield from settings.without_effect(fix, *rows_compute.FP8_OPTIONS)
     elif _asks_for_deepspeed(settings):
         fix = "is not built under DeepSpeed, whose engine casts the weights itself; use bf16, or FSDP"
         yield Problem(precision.origin, "fp8", fix)
@@ -190,25 +190,17 @@ def _contradictions(settings: Settings) -> Iterator[tuple[Setting, Setting]]:
         yield layers, wrap[0]
 
 
-def _axes(settings: Settings) -> list[Setting]:
-    """The axes in use along which processes compute the same samples together."""
-    found = (settings.get(key.name) for key in rows.MODEL_AXES)
+def _axes(settings: Settings, keys: tuple[Key, ...] = rows.MODEL_AXES) -> list[Setting]:
+    """The axes in use; by default those along which processes compute the same samples together."""
+    found = (settings.get(key.name) for key in keys)
     return [setting for setting in found if setting is not None and setting.value > 1]
 
 
 def _axes_objections(settings: Settings) -> Iterator[Problem]:
     """Combinations of those axes with other settings that are not built."""
-    for axis in _axes(settings):
+    for axis in _axes(settings, (*rows.MODEL_AXES, rows.MESH_EXPERT)):
         for what in _apart_from_axes(settings):
             yield axis.problem(f"is not built together with {what}, or set it to 1")
-
-
-def _expert_objections(settings: Settings) -> Iterator[Problem]:
-    expert = settings.get(rows.MESH_EXPERT.name)
-    if expert is None or expert.value == 1:
-        return
-    for what in _apart_from_axes(settings):
-        yield expert.problem(f"is not built together with {what}, or set it to 1")
 
 
 def _apart_from_axes(settings: Settings) -> Iterator[str]:
@@ -234,13 +226,13 @@ def _pipeline_objections(settings: Settings) -> Iterator[Problem]:
     size = settings.get(rows.MESH_PIPELINE.name)
     if size is None or size.value == 1:
         fix = "has no effect without a pipeline: set pp_size, or leave it out"
-        options = rows_pipeline.PP_SCHEDULE, rows_pipeline.PP_STAGES, rows_pipeline.PP_SPLIT_POINTS
+        options = rows.PP_SCHEDULE, rows.PP_STAGES, rows.PP_SPLIT_POINTS
         yield from settings.without_effect(fix, *options)
         return
     if is_sharded(settings) and settings.value(rows.FSDP_RAM_EFFICIENT):
         fix = "is not built for pipelines, which are cut on each process: set it to false, and load the model on all"
         yield settings[rows.FSDP_RAM_EFFICIENT.name].problem(fix)
-    stages = settings.get(rows_pipeline.PP_STAGES.name)
+    stages = settings.get(rows.PP_STAGES.name)
     if stages is not None and (fix := unfit_stages(_schedule(settings), stages.value)):
         yield stages.problem(fix)
 
@@ -318,21 +310,23 @@ def _compute(settings: Settings) -> Literal["fp32", "bf16", "fp16"]:
 def _precision(settings: Settings) -> PrecisionPlan:
     if settings.value(rows.PRECISION) != "fp8":
         return PrecisionPlan(_compute(settings))
-    recipe, emulate, pad = map(settings.value, (float8.RECIPE, float8.EMULATE, float8.PAD))
+    recipe, emulate, pad = map(
+        settings.value, (rows_compute.FP8_RECIPE, rows_compute.FP8_EMULATE, rows_compute.FP8_PAD)
+    )
     return PrecisionPlan(_compute(settings), float8=Float8Plan(recipe, emulate, pad))
 
 
 def _compiled(settings: Settings) -> CompilePlan | None:
-    backend, mode = settings.value(rows_compile.COMPILE_BACKEND), settings.value(rows_compile.COMPILE_MODE)
-    if backend == "no" or settings.value(rows_compile.COMPILE_DISABLED):
+    backend, mode = settings.value(rows_compute.COMPILE_BACKEND), settings.value(rows_compute.COMPILE_MODE)
+    if backend == "no" or settings.value(rows_compute.COMPILE_DISABLED):
         return None
     return CompilePlan(
         backend,
         None if mode == "default" else mode,
-        settings.value(rows_compile.COMPILE_BLOCKS),
-        fullgraph=settings.value(rows_compile.COMPILE_FULLGRAPH),
-        dynamic=settings.value(rows_compile.COMPILE_DYNAMIC),
-        options=settings.value(rows_compile.COMPILE_OPTIONS),
+        settings.value(rows_compute.COMPILE_BLOCKS),
+        fullgraph=settings.value(rows_compute.COMPILE_FULLGRAPH),
+        dynamic=settings.value(rows_compute.COMPILE_DYNAMIC),
+        options=settings.value(rows_compute.COMPILE_OPTIONS),
     )
 
 
@@ -358,12 +352,12 @@ def _pipeline(settings: Settings) -> PipelinePlan | None:
     if size == 1:
         return None
     schedule = _schedule(settings)
-    stages = settings.value(rows_pipeline.PP_STAGES) or usual_stages(schedule)
-    return PipelinePlan(size, schedule, stages, tuple(settings.value(rows_pipeline.PP_SPLIT_POINTS)))
+    stages = settings.value(rows.PP_STAGES) or usual_stages(schedule)
+    return PipelinePlan(size, schedule, stages, tuple(settings.value(rows.PP_SPLIT_POINTS)))
 
 
 def _schedule(settings: Settings) -> Schedule:
-    word = settings.value(rows_pipeline.PP_SCHEDULE)
+    word = settings.value(rows.PP_SCHEDULE)
     return next(name for name in SCHEDULES if name.lower() == word)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.config import kinds
-from windlass.config.json_document import read_document
+from windlass.config.kinds import read_document
 from windlass.config.parallel.keys import Rows
 
 
@@ -81,15 +81,13 @@ INIT = _row(
     "Divide models of transformers while they are built; by default at stage 3.",
     exported=("ACCELERATE_DEEPSPEED_ZERO3_INIT",),
 )
-SAVE_16BIT = _row(
+SAVE_16BIT = _row.switch(
     "zero3_save_16bit_model",
-    kinds.flag,
-    False,
     "Save whole weights in stage 3.",
     idle="is not needed: save_model always gathers whole weights",
 )
 FIELDS = (STAGE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, OPTIMIZER_FILES, PARAM_FILES, CLIPPING, MOE)
-USED = Rows("run", "deepspeed.")("used", kinds.flag, False, "Train with DeepSpeed.", "use_deepspeed")
+USED = Rows("run", "deepspeed.").switch("used", "Train with DeepSpeed.", "use_deepspeed")
 DEEPSPEED = (USED, *_row)
 
 

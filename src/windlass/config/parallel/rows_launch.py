@@ -51,7 +51,9 @@ TOKEN_FILE = _row(
     "rdzv_token_file",
 )
 MAX_RESTARTS = _row("max_restarts", kinds.natural, 0, "How often a failed job is restarted.")
-MONITOR_INTERVAL = _row("monitor_interval", kinds.seconds, 0.1, "Seconds between checks of the processes.")
+MONITOR_INTERVAL = _row(
+    "monitor_interval", kinds.positive_seconds, 0.1, "Seconds between checks of the processes."
+)
 LOG_DIR = _row("log_dir", kinds.text, None, "Folder for the output of the processes.")
 TEE = _row("tee", kinds.text, "0", "Streams that go to both the console and the folder (0-3, or RANK:N,...).")
 THREADS = _row(
@@ -65,31 +67,26 @@ DEVICES = _row(
     "gpu_ids",
     "devices",
 )
-AFFINITY = _row(
-    "affinity", kinds.flag, False, "Bind each process to its own CPU cores.", "enable_cpu_affinity"
-)
+AFFINITY = _row.switch("affinity", "Bind each process to its own CPU cores.", "enable_cpu_affinity")
 ENGINE = _row("engine", kinds.choice("local", "slurm", "ray"), "local", "What starts the processes.")
 ENGINE_OPTIONS = _row("engine_options", kinds.options, {}, "Options of the engine.")
 STALL_TIMEOUT = _row(
     "stall_timeout",
-    kinds.seconds,
+    kinds.positive_seconds,
     None,
     "Seconds without progress after which the job is stopped and reported.",
 )
 MACHINE_TIMEOUT = _row(
     "machine_timeout",
-    kinds.seconds,
+    kinds.positive_seconds,
     30.0,
     "Seconds without a message from another machine after which it is considered lost.",
 )
 PREEMPTION_GRACE = _row(
     "preemption_grace", kinds.positive, 120, "Seconds that processes have to save after a request to exit."
 )
-REQUEUE = _row(
-    "requeue",
-    kinds.flag,
-    False,
-    "After exit code 75 requeue the job in Slurm, or restart it if there is no Slurm.",
+REQUEUE = _row.switch(
+    "requeue", "After exit code 75 requeue the job in Slurm, or restart it if there is no Slurm."
 )
 MAX_REQUEUES = _row("max_requeues", kinds.natural, None, "How often at most; by default without a limit.")
 ROLE = _row("role", kinds.text, "default", "Name of the processes in the logs.")
@@ -101,21 +98,19 @@ ENVIRONMENT = _row(
     "environment",
     "env",
 )
-TPU = _row("tpu", kinds.flag, False, "Train on the devices of PyTorch/XLA, and fail if there are none.")
+TPU = _row.switch("tpu", "Train on the devices of PyTorch/XLA, and fail if there are none.")
 
-MULTI_GPU = _row(
+MULTI_GPU = _row.switch(
     "multi_gpu",
-    kinds.flag,
-    False,
     "Several accelerators.",
     idle="is not needed: num_processes decides, and all accelerators are used",
 )
 _WITHOUT_EFFECT = (
-    _row("same_network", kinds.flag, False, "The machines share a network.", written=True,
+    _row.switch("same_network", "The machines share a network.", written=True,
          idle="has no effect: the machines connect to main_process_ip in any case"),
-    _row("quiet", kinds.flag, False, "Short reports of failures.",
+    _row.switch("quiet", "Short reports of failures.",
          idle="has no effect: reports of failures are always short"),
-    _row("no_tpu_cluster", kinds.flag, False, "No pod of TPUs.",
+    _row.switch("no_tpu_cluster", "No pod of TPUs.",
          idle="is not needed: jobs on pods of TPUs are not started"),
     _row("main_training_function", kinds.text, "main", "Name of a function for TPU pods.",
          idle="has no effect: scripts are started as a whole"),
@@ -143,7 +138,7 @@ _refuse(
     _file, _AWS,
     "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version",
     "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args",
-    "use_sagemaker",
+    "use_sagemaker"
 )  # fmt: skip
 _refuse(_file, _MPI, "mpirun_ccl")
 _refuse(
@@ -162,6 +157,6 @@ _refuse(
     "recompute_num_layers", "attention_backend", "expert_model_parallel_size", "context_parallel_size",
     "attention_dropout", "hidden_dropout", "attention_softmax_in_fp32", "expert_tensor_parallel_size",
     "calculate_per_token_loss", "use_rotary_position_embeddings",
-    tp_degree=1, pp_degree=1, use_custom_fsdp=False, gradient_clipping=1.0,
+    tp_degree=1, pp_degree=1, use_custom_fsdp=False, gradient_clipping=1.0
 )  # fmt: skip
 LAUNCH, DEEPSPEED, MEGATRON = (*_row, *_file), tuple(_deepspeed), tuple(_megatron)

@@ -9,11 +9,8 @@ from windlass.config import kinds
 from windlass.config.parallel.keys import Rows
 
 _loop = Rows("loop")
-SPLIT_BATCHES = _loop(
-    "split_batches",
-    kinds.flag,
-    False,
-    "Batch sizes of loaders are those of all processes together, not of each one.",
+SPLIT_BATCHES = _loop.switch(
+    "split_batches", "Batch sizes of loaders are those of all processes together, not of each one."
 )
 DISPATCH_BATCHES = _loop(
     "dispatch_batches",
@@ -27,10 +24,8 @@ EVEN_BATCHES = _loop(
     True,
     "Pad the last batch by repeating samples. Both values distribute it as it is, so no sample counts twice.",
 )
-SEEDABLE_SAMPLER = _loop(
+SEEDABLE_SAMPLER = _loop.switch(
     "use_seedable_sampler",
-    kinds.flag,
-    False,
     "Shuffle in the order of accelerate's SeedableRandomSampler. The order follows from a seed in any case.",
 )
 DATA_SEED = _loop(
@@ -39,15 +34,10 @@ DATA_SEED = _loop(
     None,
     "Seed of that order; by default drawn from torch's generator at prepare().",
 )
-NON_BLOCKING = _loop(
-    "non_blocking",
-    kinds.flag,
-    False,
-    "Copy batches to the device without waiting; always done from pinned memory.",
+NON_BLOCKING = _loop.switch(
+    "non_blocking", "Copy batches to the device without waiting; always done from pinned memory."
 )
-STATEFUL = _loop(
-    "use_stateful_dataloader", kinds.flag, False, "Save the position of a loader in its `state_dict`."
-)
+STATEFUL = _loop.switch("use_stateful_dataloader", "Save the position of a loader in its `state_dict`.")
 ADJUST_SCHEDULER = _loop(
     "adjust_scheduler",
     kinds.flag,
@@ -55,10 +45,8 @@ ADJUST_SCHEDULER = _loop(
     "Prepared schedules count micro-batches, as those of a plain loop do.",
 )
 SYNC_AT_END = _loop("sync_with_dataloader", kinds.flag, True, "The end of a loader completes an update.")
-SYNC_EACH_BATCH = _loop(
+SYNC_EACH_BATCH = _loop.switch(
     "sync_each_batch",
-    kinds.flag,
-    False,
     "Reduce gradients after each micro-batch: less memory under FSDP, more time. Under DeepSpeed its stage decides it.",
 )
 LOOP = tuple(_loop)

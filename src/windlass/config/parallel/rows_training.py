@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.config import kinds
-from windlass.config.parallel.keys import NO_MEGATRON, Rows
+from windlass.config.parallel.keys import NO_MEGATRON, Key, Rows
+from windlass.config.plan import SCHEDULES
 
 _DTYPES = kinds.choice(
     "bf16",
@@ -68,14 +69,8 @@ PRECISION = _run(
     "mixed_precision",
     fields=("bf16", "fp16", "fp8"),
 )
-CPU = _run(
-    "cpu",
-    kinds.flag,
-    False,
-    "Train on the CPU even if there is an accelerator.",
-    "use_cpu",
-    "cpu",
-    fields=("use_cpu",),
+CPU = _run.switch(
+    "cpu", "Train on the CPU even if there is an accelerator.", "use_cpu", "cpu", fields=("use_cpu",)
 )
 ACCUMULATION = _run(
     "accumulation",
@@ -85,10 +80,8 @@ ACCUMULATION = _run(
     "gradient_accumulation_steps",
     fields=("gradient_accumulation_steps",),
 )
-DEBUG = _run(
+DEBUG = _run.switch(
     "debug",
-    kinds.flag,
-    False,
     "Check before each collective operation that all ranks have tensors of the same shape.",
     "debug",
     "debug_mode",
@@ -257,23 +250,17 @@ FSDP_BACKWARD_PREFETCH = _fsdp(
 FSDP_FORWARD_PREFETCH = _fsdp(
     "forward_prefetch", _ahead, False, "How many layers ahead the forward gathers; true is one."
 )
-FSDP_RAM_EFFICIENT = _fsdp(
+FSDP_RAM_EFFICIENT = _fsdp.switch(
     "cpu_ram_efficient_loading",
-    kinds.flag,
-    False,
     "Only the first rank of each machine loads the weights into host memory, and sends them to the others.",
     written=True,
 )
-FSDP_RECOMPUTE = _fsdp(
+FSDP_RECOMPUTE = _fsdp.switch(
     "activation_checkpointing",
-    kinds.flag,
-    False,
     "Recompute the activations of each wrapped layer in the backward instead of keeping them.",
 )
-FSDP_RECOMPUTE_OFFLOAD = _fsdp(
+FSDP_RECOMPUTE_OFFLOAD = _fsdp.switch(
     "activation_checkpointing_offload",
-    kinds.flag,
-    False,
     "With activation_checkpointing, keep the inputs of the layers in host memory.",
 )
 FSDP_IGNORED = _fsdp(
@@ -289,23 +276,19 @@ FSDP_REDUCE_DTYPE = _fsdp(
     "reduce_dtype", _DTYPES, None, "Dtype in which gradients are averaged; by default that of the parameters."
 )
 FSDP_OUTPUT_DTYPE = _fsdp("output_dtype", _DTYPES, None, "Dtype to which outputs are cast.")
-FSDP_XLA = _fsdp(
-    "xla", kinds.flag, False, "Shard over the devices of PyTorch/XLA, and fail if there are none."
-)
+FSDP_XLA = _fsdp.switch("xla", "Shard over the devices of PyTorch/XLA, and fail if there are none.")
 FSDP_XLA_SETTINGS = _fsdp(
     "xla_fsdp_settings",
     kinds.options,
     {},
     "Options of PyTorch/XLA's wrapper for one process per device; most have no effect on its compiler.",
 )
-FSDP_XLA_RECOMPUTE = _fsdp(
+FSDP_XLA_RECOMPUTE = _fsdp.switch(
     "xla_fsdp_grad_ckpt",
-    kinds.flag,
-    False,
     "Recompute the activations of each wrapped layer in the backward, under PyTorch/XLA.",
 )
 _WITHOUT_EFFECT = (
-    _fsdp("xla_fsdp_v2", kinds.flag, False, "Shard by SPMD under PyTorch/XLA.",
+    _fsdp.switch("xla_fsdp_v2", "Shard by SPMD under PyTorch/XLA.",
           idle="is not needed: under PyTorch/XLA the compiler always shards (SPMD)"),
     _fsdp("use_orig_params", kinds.flag, True, "FSDP1: expose the original parameters.",
           idle="has no effect in FSDP2, which always keeps the original parameters"),
@@ -321,6 +304,13 @@ FSDP = tuple(_fsdp)
 # --- the mesh -------------------------------------------------------------------------------------------------------
 
 _mesh = Rows("mesh")
+
+
+def _axis(name: str, doc: str) -> Key:
+    """Add the size of an axis along which processes divide a model or its batches."""
+    return _mesh(name, kinds.positive, 1, doc, f"{name}_size", name, written=1)
+
+
 MESH_REPLICAS = _mesh(
     "replicas",
     kinds.positive,
@@ -337,61 +327,43 @@ MESH_SHARDS = _mesh(
     "dp_shard_size",
     "dp_shard",
 )
-MESH_TENSOR = _mesh(
-    "tp",
-    kinds.positive,
-    1,
-    "Processes that divide the layers of one model, by the plan that it carries.",
-    "tp_size",
-    "tp",
-    written=1,
-)
-TENSOR_POSITIONS = _mesh(
+MESH_TENSOR = _axis("tp", "Processes that divide the layers of one model, by the plan that it carries.")
+TENSOR_POSITIONS = _mesh.switch(
     "tp_sequence_parallel",
-    kinds.flag,
-    False,
     "Between the layers that tp_size processes divide, each computes some positions: norms, residuals, dropout.",
     "tp_sequence_parallel",
     "enable_sequence_parallel",
 )
-MESH_CONTEXT = _mesh(
-    "cp",
-    kinds.positive,
-    1,
-    "Processes that divide the sequences of a batch; keys and values travel round a ring of them.",
-    "cp_size",
-    "cp",
-    written=1,
+MESH_CONTEXT = _axis(
+    "cp", "Processes that divide the sequences of a batch; keys and values travel round a ring of them."
 )
-MESH_SEQUENCE = _mesh(
-    "sp",
-    kinds.positive,
-    1,
-    "Processes that divide the sequences of a batch, and exchange heads for the attention (Ulysses).",
-    "sp_size",
-    "sp",
-    written=1,
+MESH_SEQUENCE = _axis(
+    "sp", "Processes that divide the sequences of a batch, and exchange heads for the attention (Ulysses)."
 )
-MESH_PIPELINE = _mesh(
-    "pp",
-    kinds.positive,
-    1,
-    "Processes that divide the layers of a model; micro-batches pass from one to the next (pipeline).",
-    "pp_size",
-    "pp",
-    written=1,
+MESH_PIPELINE = _axis(
+    "pp", "Processes that divide the layers of a model; micro-batches pass from one to the next (pipeline)."
 )
-MESH_EXPERT = _mesh(
-    "ep",
-    kinds.positive,
-    1,
-    "Processes that divide the experts of a mixture; they train on different samples.",
-    "ep_size",
-    "ep",
-    written=1,
-)
+MESH_EXPERT = _axis("ep", "Processes that divide the experts of a mixture; they train on different samples.")
 # The axes whose processes compute the same samples together.
 MODEL_AXES = (MESH_TENSOR, MESH_CONTEXT, MESH_SEQUENCE, MESH_PIPELINE)
+PP_SCHEDULE = _mesh(
+    "pp_schedule",
+    kinds.choice(*map(str.lower, SCHEDULES)),
+    "1f1b",
+    "The order of forwards and backwards in a pipeline, by its name in torch.distributed.pipelining.",
+)
+PP_STAGES = _mesh(
+    "pp_stages_per_process",
+    kinds.positive,
+    None,
+    "Stages of the pipeline that each process computes; by default 2 with a schedule that needs several, else 1.",
+)
+PP_SPLIT_POINTS = _mesh(
+    "pp_split_points",
+    kinds.words,
+    (),
+    "Names of the modules with which the second and later stages begin; by default layers are shared out evenly.",
+)
 _RING = "does not change the exchange: keys and values travel round a ring, with the same results"
 _ROWS = "has no effect: rows of any length are padded and divided"
 _mesh("cp_backend", kinds.choice("torch"), "torch", "Implementation of context parallelism.")
@@ -424,22 +396,16 @@ for _word in HANDLERS:
     _mesh(_word, _nothing, None, "An object of options.")
 MESH = (
     *_mesh,
-    Rows("run", "mesh.")(
-        "used",
-        kinds.flag,
-        False,
-        "Lay out the processes by dp_replicate_size and dp_shard_size.",
-        "use_parallelism_config",
+    Rows("run", "mesh.").switch(
+        "used", "Lay out the processes by dp_replicate_size and dp_shard_size.", "use_parallelism_config"
     ),
 )
 
 # --- DDP ------------------------------------------------------------------------------------------------------------
 
 _ddp = Rows("ddp")
-DDP_FIND_UNUSED = _ddp(
+DDP_FIND_UNUSED = _ddp.switch(
     "find_unused_parameters",
-    kinds.flag,
-    False,
     "Search each forward for parameters that it does not use; a Trainer does unless set.",
     fields=("ddp_find_unused_parameters",),
 )
@@ -457,12 +423,8 @@ DDP_BUFFERS = _ddp(
     "Broadcast the buffers of the first rank before each forward.",
     fields=("ddp_broadcast_buffers",),
 )
-DDP_STATIC = _ddp(
-    "static_graph",
-    kinds.flag,
-    False,
-    "Assert that each step uses the same parameters.",
-    fields=("ddp_static_graph",),
+DDP_STATIC = _ddp.switch(
+    "static_graph", "Assert that each step uses the same parameters.", fields=("ddp_static_graph",)
 )
 DDP_TIMEOUT = _ddp(
     "timeout",

@@ -7,25 +7,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from windlass.config.parallel import (
-    rows_compile,
+    rows_compute,
     rows_deepspeed,
-    rows_float8,
     rows_launch,
-    rows_pipeline,
     rows_training,
 )
-from windlass.config.parallel.keys import FAMILIES, Key
+from windlass.config.parallel.keys import FAMILIES, Key, Settings
 from windlass.config.parallel.rows_deepspeed import FIELDS, config_of, fields_in_config
-from windlass.config.parallel.settings import Settings
 
 TRAINING = (
     *rows_training.RUN,
     *rows_training.FSDP,
     *rows_training.MESH,
-    *rows_pipeline.PIPELINE,
     *rows_training.DDP,
-    *rows_compile.COMPILE,
-    *rows_float8.FLOAT8,
+    *rows_compute.COMPILE,
+    *rows_compute.FLOAT8,
     *rows_deepspeed.DEEPSPEED,
 )
 # Families that are refused as a whole, because what they configure is not built.

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from windlass.config.nearest import did_you_mean
 from windlass.config.parallel import rows_launch
 from windlass.config.parallel import rows_training as rows
-from windlass.config.parallel.settings import Setting, Settings
+from windlass.config.parallel.keys import Setting, Settings
 from windlass.core import xla
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, did_you_mean
 from windlass.core.world import World
 
 # Options of PyTorch/XLA's wrapper for one process per device. These leave to the compiler what they would decide.

@@ -15,10 +15,10 @@ from windlass.config.enums import (
     SaveStrategy,
     SchedulerType,
 )
-from windlass.config.parallel import rows_compile
+from windlass.config.kinds import options_from, seconds, size_in_bytes
+from windlass.config.parallel import rows_compute
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.keys import setting_of
-from windlass.config.quantities import options_from, seconds, size_in_bytes
 from windlass.config.sections.setting import (
     FINITE,
     OWN_DISK,
@@ -98,9 +98,7 @@ class OptimisationSection:
     # --- update ---
     gradient_accumulation_steps: int = setting_of(rows.ACCUMULATION, 1, bounds=at_least(1))
     average_tokens_across_devices: bool = setting(
-        True,
-        "Normalise the loss by the targets of all processes.",
-        mapped="is always on; False is refused",
+        True, "Normalise the loss by the targets of all processes.", mapped="is always on; False is refused"
     )
     max_grad_norm: float = setting(
         1.0,
@@ -145,9 +143,9 @@ class ComputeSection:
 
     # --- compilation ---
     torch_compile: bool = setting(False, "Compile the model with torch.compile.")
-    torch_compile_backend: str | None = setting_of(rows_compile.COMPILE_BACKEND, None)
+    torch_compile_backend: str | None = setting_of(rows_compute.COMPILE_BACKEND, None)
     torch_compile_mode: str | None = setting(
-        None, "Mode of torch.compile; setting it enables compilation.", words=rows_compile.COMPILE_MODES
+        None, "Mode of torch.compile; setting it enables compilation.", words=rows_compute.COMPILE_MODES
     )
 
     # --- kernels ---
@@ -306,8 +304,7 @@ class SavingSection:
 
     # --- resuming ---
     ignore_data_skip: bool = setting(
-        False,
-        "A resumed run begins its epoch again, instead of continuing in it where the checkpoint was.",
+        False, "A resumed run begins its epoch again, instead of continuing in it where the checkpoint was."
     )
     restore_callback_states_from_checkpoint: bool = setting(False, "Also restore the settings of callbacks.")
 
@@ -367,9 +364,7 @@ class RunningSection:
         None, "Options of sharding: a dict, JSON, or a JSON file.", document=True
     )
     deepspeed: dict[str, Any] | str | None = setting(
-        None,
-        "DeepSpeed configuration: a dict, JSON, or a JSON file.",
-        document=True,
+        None, "DeepSpeed configuration: a dict, JSON, or a JSON file.", document=True
     )
 
     # --- debugging ---
@@ -418,7 +413,7 @@ class RunningSection:
         "The learning rate of a layer is that of the layer above times this.",
         bounds=Range(lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
     )
-    torch_compile_blocks: bool = setting_of(rows_compile.COMPILE_BLOCKS)
+    torch_compile_blocks: bool = setting_of(rows_compute.COMPILE_BLOCKS)
     fp8: bool = setting(
         False, "Multiply in float8 in linear layers, through torchao, and compute in bfloat16 elsewhere."
     )
@@ -438,9 +433,7 @@ class RunningSection:
         read=seconds,
     )
     dataloader_start_timeout: float = setting(
-        30.0,
-        "Seconds after which a forked worker process that has not started is replaced.",
-        bounds=above(0),
+        30.0, "Seconds after which a forked worker process that has not started is replaced.", bounds=above(0)
     )
     keep_last: int | None = setting(None, "Newest checkpoints to keep, besides the best.", bounds=at_least(1))
     keep_best: int | None = setting(
@@ -454,8 +447,7 @@ class RunningSection:
         read=seconds,
     )
     max_save_failures: int | None = setting(
-        10,
-        "Consecutive failed saves, each after a longer pause, that end training; None: no limit.",
+        10, "Consecutive failed saves, each after a longer pause, that end training; None: no limit."
     )
     save_in_background: bool = setting(True, "Write checkpoints while training continues.")
     save_host_memory: float | str | None = setting(

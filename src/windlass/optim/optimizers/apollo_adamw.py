@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from windlass.config.plan import OptimizerPlan
-from windlass.config.refusal import refuse
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, refuse
 from windlass.core.rng import new_generator
 from windlass.dist.sharded import whole
 from windlass.optim.optimizers.galore_adamw import adam_direction

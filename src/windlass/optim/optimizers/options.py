@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from windlass.config.kinds import flag
-from windlass.config.nearest import did_you_mean
 from windlass.config.plan import OptimizerPlan
-from windlass.config.refusal import refuse
-from windlass.core.errors import Problem
+from windlass.core.errors import Problem, did_you_mean, refuse
 
 # The class of an optimizer, and its keyword arguments without the parameters.
 Recipe = tuple[type[torch.optim.Optimizer], dict[str, Any]]

@@ -7,15 +7,19 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from windlass.optim.schedules.base import Factor
-from windlass.optim.schedules.cosine import (
+from windlass.optim.schedules.greedy import GreedyLR
+from windlass.optim.schedules.simple import (
+    Factor,
+    constant,
+    constant_with_warmup,
     cosine,
     cosine_warmup_with_min_lr,
     cosine_with_min_lr,
     cosine_with_restarts,
+    inverse_sqrt,
+    linear,
+    polynomial,
 )
-from windlass.optim.schedules.greedy import GreedyLR
-from windlass.optim.schedules.simple import constant, constant_with_warmup, inverse_sqrt, linear, polynomial
 from windlass.optim.schedules.warmup_stable_decay import warmup_stable_decay
 
 # Functions of the step alone: (Span, **options) -> Factor.

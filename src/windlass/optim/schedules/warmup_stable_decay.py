@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
-from windlass.optim.schedules.base import Factor, Span
+from windlass.optim.schedules.simple import Factor, Span
 
 _log = get_logger(__name__)
 _TYPES = ("linear", "cosine", "1-sqrt")

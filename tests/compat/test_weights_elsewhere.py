@@ -27,7 +27,7 @@ from windlass.compat.big_models.model_hooks import (
     remove_hook_from_submodules,
 )
 from windlass.compat.big_models.module_tensors import find_tied_parameters
-from windlass.compat.big_models.offload import AlignDevicesHook
+from windlass.compat.big_models.offloaded import AlignDevicesHook
 from windlass.core.errors import ModelError
 
 

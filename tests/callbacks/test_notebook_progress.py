@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.callbacks.notebook_cells import execute
 
-from windlass.callbacks.notebook import NotebookProgressCallback, progress_html
+from windlass.callbacks.progress import NotebookProgressCallback, progress_html
 from windlass.core.errors import MissingDependencyError
 from windlass.core.events import TrainerControl, TrainerState
 
