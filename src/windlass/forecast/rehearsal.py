@@ -144,7 +144,8 @@ class Rehearsal:
 
         def ready() -> torch.optim.Optimizer:
             take_memory(self._request.hooks.model, self._mode)
-            found: torch.optim.Optimizer = create(steps)[0]
+            found, _ = create(steps)
+            assert found is not None, "a run refuses to train without one"
             return found
 
         return held_by_updates(self._request.hooks.model, ready, lambda: _on_fakes(self._mode))
