@@ -44,7 +44,7 @@ def test_every_trainer_trains_to_the_bits_of_the_original() -> None:
             ours["steps"] == theirs["steps"] == len([row for row in ours["rows"] if "grad_norm" in row]) > 1
         )
         for ours_row, theirs_row in zip(ours["rows"], theirs["rows"], strict=True):
-            # The losses of batches are equal. An evaluation has their mean: here in float64, there over rows in float32.
+            # Losses of batches are equal. An evaluation has their mean: in float64, there over rows in float32.
             assert ours_row == pytest.approx(theirs_row, rel=5e-6)
             if not any(key.startswith("eval_") for key in ours_row):
                 assert ours_row == theirs_row
