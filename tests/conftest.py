@@ -138,7 +138,7 @@ def _put_back(environment: dict[str, str], dtype: torch.dtype) -> None:
 
 def _forget_the_accelerator() -> None:
     """Every Accelerator publishes its state in the process; the next test is another script."""
-    state = sys.modules.get("windlass.accelerator.process_state")
+    state = sys.modules.get("windlass.accelerator.ranks")
     if state is not None:
         for published in (state.PROCESS, state.LOOP, state.GRADIENTS):
             published.clear()

@@ -7,19 +7,22 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.dist.launch import end_of
 
+from windlass.cli import plan_fit
 from windlass.cli.main import main
-from windlass.cli.plan_fit import Looks, find_layout
+from windlass.cli.plan_command import plan_command
+from windlass.cli.plan_fit import Looks, Tried, find_layout
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.mesh import Mesh
-from windlass.forecast.child import Child
+from windlass.forecast.child import Child, apart
 from windlass.forecast.forecast import SCHEMA
 from windlass.forecast.layouts import Cost, Devices, Layout, layouts
 from windlass.forecast.meter import Instant, Owner, Peak
-from windlass.forecast.rehearsal import Size
+from windlass.forecast.size import Size
 from windlass.forecast.trace import Trace
 
 RECIPE = """\
@@ -106,7 +109,7 @@ def test_what_does_not_fit_is_told_with_the_least(
     )
 
 
-SIZE = Size(1, 0, 0, 1, 1, 1, 4)
+SIZE = Size(1, 0, 0, 1, 1, 1, 4, 0)
 
 
 def priced(*layouts: Layout) -> list[tuple[Cost, Layout]]:
@@ -176,13 +179,75 @@ def test_what_cannot_fit_is_not_planned() -> None:
         return held(1200, "weights") if layout.mesh.shard == 2 else held(100)
 
     find_layout(
-        Looks(trace, lambda layout: None), order, SIZE._replace(weights=1000), Devices(8, 1000), lines.append
+        Looks(trace, lambda layout: None), order, SIZE._replace(held=1000), Devices(8, 1000), lines.append
     )
     assert [" ".join(line.split()) for line in lines] == [
         "replicas 4 x shards 2 2.00 1.172 KiB does not fit",
         "shards 8 3.00 100 B fits",
         "1 more need above 900 B by what those took",
     ]
+
+
+def test_what_one_layout_says_of_another() -> None:
+    """Recomputation saves activations, and those of one number of stages have other layers than of another."""
+    tried = Tried(Layout(Mesh(tensor=2)), 100, held={"state": 60, "activations": 30, "gathered": 10})
+    assert tried.least(Layout(Mesh(tensor=4))) == 50
+    assert tried.least(Layout(Mesh(tensor=4), recomputed=True)) == 30
+    assert tried.least(Layout(Mesh(tensor=2, shard=2), sharded=True)) == 60
+    assert tried.least(Layout(Mesh(pipeline=4))) == 55
+    stages = Tried(Layout(Mesh(pipeline=4)), 100, held={"state": 60, "activations": 40})
+    assert stages.least(Layout(Mesh(tensor=4))) == stages.least(Layout(Mesh(pipeline=8))) == 0
+    assert stages.least(Layout(Mesh(pipeline=4, tensor=2))) == 50
+
+
+def test_temporaries_of_an_optimizer_are_divided_as_its_parameters_are() -> None:
+    order = priced(Layout(Mesh(shard=2), sharded=True), Layout(Mesh(shard=8), sharded=True))
+
+    def trace(layout: Layout) -> Trace:
+        return held(1200, "temporary") if layout.mesh.shard == 2 else held(300)
+
+    found, _ = find_layout(
+        Looks(trace, lambda layout: None), order, SIZE, Devices(8, 1000), lambda line: None
+    )
+    assert found.mesh.shard == 8
+
+
+@pytest.mark.slow
+def test_what_is_passed_over_does_not_change_what_is_found(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With every layout planned until one fits, in devices of each size that separates two of them."""
+    peaks: dict[str, int] = {}
+    looks: list[tuple[Looks, Any, Size]] = []
+
+    def every(given: Looks, priced: Any, size: Size, devices: Devices, say: Any) -> Any:
+        looks.append((given, priced, size))
+        raise ModelError("looked at")
+
+    monkeypatch.setattr(plan_fit, "find_layout", every)
+    with pytest.raises(ModelError):
+        plan_command([recipe, "--fit", "2x1GB", "training.gradient_accumulation_steps=2"])
+    (own, priced, size) = looks[0]
+    known: dict[str, dict[str, Any] | Exception] = {}
+
+    def trace(layout: Layout) -> Trace:
+        found = known[layout.name]
+        if isinstance(found, Exception):
+            raise found
+        return Trace.from_dict(found)
+
+    for _, layout in priced:
+        try:
+            known[layout.name] = apart(lambda layout=layout: own.trace(layout).to_dict())  # type: ignore[misc]
+            peaks[layout.name] = trace(layout).peak[1].total
+        except (ConfigError, ModelError) as error:
+            known[layout.name] = error
+    assert len(peaks) > 8
+    for room in sorted(peaks.values()):
+        monkeypatch.setattr(Devices, "room", room)
+        cheapest = next(layout.name for _, layout in priced if peaks.get(layout.name, room + 1) <= room)
+        found, _ = find_layout(Looks(trace, own.check), priced, size, Devices(2, 1), lambda line: None)
+        assert found.name == cheapest, room
 
 
 def held(nbytes: int, kind: str = "batch") -> Trace:

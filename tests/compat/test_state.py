@@ -17,7 +17,7 @@ from tests.dist.same import assert_same
 
 from windlass.accelerator.accelerator import Accelerator
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.process_state import LoopState, publish
+from windlass.accelerator.ranks import LoopState, publish
 from windlass.accelerator.setup import Handlers, LoopSettings, Setup
 from windlass.compat.state import AcceleratorState, GradientState, PartialState
 from windlass.config.loop_options import (

@@ -30,7 +30,12 @@ CASES: dict[str, dict[str, Any]] = {
 PREFERENCES: dict[str, dict[str, Any]] = {
     "reference": {"precompute_ref_log_probs": True, "ld_alpha": 0.5},
     "adapter": {"precompute_ref_log_probs": True, "lora": True, "loss_type": ["ipo"]},
-    "another model": {"precompute_ref_log_probs": True, "given": True, "tied": True},
+    "another model": {
+        "precompute_ref_log_probs": True,
+        "given": True,
+        "tied": True,
+        "loss_type": ["sigmoid", "sft"],
+    },
 }
 _JUDGED = {"kind": "kto", "loss_type": "apo_zero_unpaired", "precompute_ref_log_probs": True}
 SINGLE: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from windlass.dist.imagined import MACHINE
 from windlass.forecast.child import apart
 from windlass.forecast.forecast import Forecast
 from windlass.forecast.layouts import Devices, Layout, cost_of, exchanged, layouts
-from windlass.forecast.rehearsal import Size
+from windlass.forecast.size import Size
 from windlass.forecast.tracing import size_of, trace_of
 from windlass.metrics.device_peaks import BOARDS
 
@@ -72,7 +72,7 @@ def test_overrides_set_what_a_recipe_sets_otherwise(
     assert layout.overrides(recipe) == overrides
 
 
-SIZE = Size(8 * 10**9, 16 * 10**9, 16 * 10**9, 32, 8192, 4, 2)
+SIZE = Size(8 * 10**9, 16 * 10**9, 16 * 10**9, 32, 8192, 4, 2, 64 * 10**9)
 H100 = BOARDS["NVIDIA H100 80GB HBM3"]
 
 
@@ -87,6 +87,16 @@ def test_what_exchanges_or_computes_more_costs_more() -> None:
     assert cost(shard=8, sharded=True) < cost(shard=16, sharded=True), "the network of machines is slower"
     waits = [cost(SIZE._replace(micro_batches=count), replicate=4, pipeline=2) for count in (1, 2, 8)]
     assert waits == sorted(waits, reverse=True)
+
+
+def test_what_an_update_holds_is_known_before_it_is_laid_out(tmp_path: Path) -> None:
+    def start() -> None:
+        trainer(tmp_path, layers=9).train()
+
+    found = trace_of(start)
+    kinds = ("weights", "gradients", "optimizer state")
+    most = (found.at_most(lambda owner, kind=kind: owner.kind == kind) for kind in kinds)  # type: ignore[misc]
+    assert size_of(start).held == sum(most)
 
 
 def test_what_a_rank_sends_by_estimate_is_what_a_trace_counts(tmp_path: Path) -> None:

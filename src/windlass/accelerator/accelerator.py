@@ -32,9 +32,8 @@ from windlass.accelerator.optimizer import PreparedOptimizer
 from windlass.accelerator.prepared import Prepared, PreparedModels
 from windlass.accelerator.prepared_schedule import PreparedSchedule
 from windlass.accelerator.preparing import Preparer, has_device_map
-from windlass.accelerator.process_state import PROCESS, LoopState, publish
 from windlass.accelerator.profiling import profile
-from windlass.accelerator.ranks import Ranks, select_device
+from windlass.accelerator.ranks import PROCESS, LoopState, Ranks, publish, select_device
 from windlass.accelerator.setup import Handlers, LoopSettings, Setup, resolve_settings
 from windlass.accelerator.value_files import on_this_machine, save_values, warn_if_unsafe
 from windlass.callbacks.tracker import GeneralTracker

@@ -31,7 +31,7 @@ def export_command(options: argparse.Namespace) -> int:
         return 0
     source = open_folder(local_path(options.checkpoint))
     if options.quantize:
-        from windlass.finetuning.quantized_export import export_quantized
+        from windlass.finetuning.merging import export_quantized
 
         scheme = export_quantized(source, target, options.quantize, how)
         if not options.json:

@@ -13,7 +13,7 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.forecast.child import apart
 from windlass.forecast.layouts import Cost, Devices, Layout
 from windlass.forecast.meter import ACTIVATIONS, BUCKETS, COPIES, GRADIENTS, LOGITS, STATE, TEMPORARY, WEIGHTS
-from windlass.forecast.rehearsal import Size
+from windlass.forecast.size import Size
 from windlass.forecast.trace import Trace
 
 _DIVIDED = {
@@ -51,9 +51,17 @@ class Tried:
     held: dict[str, int] = field(default_factory=dict)
 
     def least(self, other: Layout) -> int:
-        """What `other` needs at least: no more of this one's memory than it divides further is saved."""
-        same = self.layout.sharded == other.sharded and self.layout.recomputed >= other.recomputed
-        return sum(self._part(kind, other) for kind in (self.held if same else ("state",)))
+        """What `other` needs at least: no more of this one's memory than it divides further is saved.
+
+        The largest of some stages says nothing of another number of stages, whose layers are others.
+        """
+        mine = self.layout
+        if mine.mesh.pipeline not in (1, other.mesh.pipeline):
+            return 0
+        kinds = ["state"]
+        if mine.recomputed >= other.recomputed:
+            kinds += ["activations", "gathered"] if mine.sharded == other.sharded else ["activations"]
+        return sum(self._part(kind, other) for kind in kinds)
 
     def _part(self, kind: str, other: Layout) -> int:
         mine, its = self.layout.divisors[kind], other.divisors[kind]
@@ -95,10 +103,23 @@ def find_layout(
     raise ConfigError(Problem("--fit", f"{devices.number}x{devices.memory // 10**9}GB", search.least()))
 
 
+def _held(trace: Trace) -> dict[str, int]:
+    """Bytes at the peak, by what divides them."""
+    moment, peak = trace.peak
+    held: Counter[str] = Counter()
+    for owner, nbytes in peak.owners.items():
+        kind = _DIVIDED.get(owner.kind, "")
+        if owner.kind == TEMPORARY and "micro-batch" not in moment.stage:
+            kind = "state"  # an optimizer's, of as many parameters as a rank updates
+        held[kind] += nbytes
+    del held[""]
+    return dict(held)
+
+
 class _Search:
     def __init__(self, looks: Looks, size: Size, devices: Devices, say: Callable[[str], None]) -> None:
         self._looks, self._devices, self._say = looks, devices, say
-        self._tried = [Tried(Layout(), None, held={"state": size.weights + size.trained})]
+        self._tried = [Tried(Layout(), None, held={"state": size.held})]
         # What a run refuses whatever else a layout asks for, and why.
         self._refused: dict[frozenset[str], str] = {}
         self._skipped: Counter[frozenset[str]] = Counter()
@@ -120,11 +141,7 @@ class _Search:
             found = Tried(layout, None, _reason(error))
             self._blame(layout, error)
         else:
-            held: Counter[str] = Counter()
-            for owner, nbytes in trace.peak[1].owners.items():
-                held[_DIVIDED.get(owner.kind, "")] += nbytes
-            del held[""]
-            found = Tried(layout, trace.peak[1].total, held=dict(held))
+            found = Tried(layout, trace.peak[1].total, held=_held(trace))
             self._tried.append(found)
         for line in found.lines(cost, self._devices.room):
             self._say(line)

@@ -17,8 +17,12 @@ from windlass.proofs.record import SCHEMA, Claim, versions, write_record
 from windlass.proofs.small_config import AxisLayout
 
 if TYPE_CHECKING:
-    from windlass.cli.proving.proof_verdict import ProofVerdict
-    from windlass.cli.proving.proving_processes import EndedTraining, ProvingProcesses, StartedTraining
+    from windlass.cli.proving.proving_processes import (
+        EndedTraining,
+        ProofVerdict,
+        ProvingProcesses,
+        StartedTraining,
+    )
 
 EXIT_DIFFERS, EXIT_REFUSED = 1, 2
 _WRONG = ("differs", "failed")
@@ -177,7 +181,7 @@ class _ProvingTrials:
 
     def judged(self, layout: AxisLayout) -> ProofVerdict:
         """The verdict on a layout."""
-        from windlass.cli.proving.proof_verdict import judge
+        from windlass.cli.proving.proving_processes import judge
 
         joined = "ep" in layout.axes
         alone = None if joined in self._alone else self._start(AxisLayout(()), joined)

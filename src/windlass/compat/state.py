@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from windlass.accelerator.accumulation import AccumulationState
-from windlass.accelerator.process_state import GRADIENTS, LOOP, PROCESS, LoopState, ProcessState
-from windlass.accelerator.ranks import select_device
+from windlass.accelerator.ranks import GRADIENTS, LOOP, PROCESS, LoopState, ProcessState, select_device
 from windlass.config.loop_options import GradientAccumulationPlugin
 from windlass.config.parallel.sources import from_environment
 from windlass.core.errors import ConfigError, ModelError, Problem

@@ -100,7 +100,7 @@ class DPOTrainer(ReferenceTrainer):
         )
         self._objective = UpdateLoss(self.args)
         self._begin_reports((*_MEANS, *(_PARTS if self._objective.counts_tokens else ())))
-        self.loss_is_scaled_for_ga = self._objective.is_scaled
+        self.loss_is_scaled_for_ga = self._services.loss.asks_for_factor = self._objective.is_scaled
         if args.padding_free:
             self._check_branches()
         self._begin_reference(own_collator=data_collator is not None)

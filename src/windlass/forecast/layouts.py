@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.mesh import AXES, Axis, Mesh
 from windlass.dist.imagined import MACHINE
-from windlass.forecast.rehearsal import Size
+from windlass.forecast.size import Size
 from windlass.metrics.device_peaks import NETWORK, Board
 
 _FORM = re.compile(r"(\d+)x(\d+)GB", re.IGNORECASE)

@@ -7,7 +7,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from windlass.forecast.meter import (
     local_part,
 )
 from windlass.forecast.places import ModulePlaces
+from windlass.forecast.size import Size, held_by_updates
 from windlass.forecast.stack import find_stack
 from windlass.forecast.trace import Trace
 from windlass.metrics.predictions import key_of
@@ -57,26 +58,6 @@ from windlass.transforms.tensor_split import split_of
 _MEASURED = {"over": Kind.TARGETS.name, "shifted": True, "without_logits": True}
 _READ = 64
 """Micro-batches that are read to find the largest one."""
-
-
-class Size(NamedTuple):
-    """What an estimate of its cost needs to know of a run, whatever its layout is.
-
-    Attributes:
-        weights, trained: bytes of all parameters, and of those that are trained.
-        layers: repeated blocks of the model.
-        positions: of a micro-batch.
-        micro_batches: of an update.
-        element: bytes of a number of what a layer passes on.
-    """
-
-    parameters: int
-    weights: int
-    trained: int
-    layers: int
-    positions: int
-    micro_batches: int
-    element: int
 
 
 class SomeValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -152,7 +133,22 @@ class Rehearsal:
             _positions(self.update.batches[0]),
             plan.batch.accumulation,
             2 if half else 4,
+            sum(nbytes for _, nbytes, _ in sizes) + self._of_updates,
         )
+
+    @property
+    def _of_updates(self) -> int:
+        if self._plan.optimizer.in_backward:  # it frees gradients there
+            return 0
+        create, steps = self._request.hooks.create_optimizer, self._plan.duration.steps
+
+        def ready() -> torch.optim.Optimizer:
+            take_memory(self._request.hooks.model, self._mode)
+            found, _ = create(steps)
+            assert found is not None, "a run refuses to train without one"
+            return found
+
+        return held_by_updates(self._request.hooks.model, ready, lambda: _on_fakes(self._mode))
 
     def build(self, layers: int | None = None) -> Built:
         """Make what the run trains with, of so many layers of the stack; None: of all. Raises what the run would."""

@@ -15,7 +15,8 @@ from windlass.core.mesh import Mesh
 from windlass.dist.imagined import imagined_job
 from windlass.forecast.child import Child, apart
 from windlass.forecast.fake_weights import fake_weights, new_mode
-from windlass.forecast.rehearsal import Rehearsal, Size
+from windlass.forecast.rehearsal import Rehearsal
+from windlass.forecast.size import Size
 from windlass.forecast.trace import Trace
 from windlass.precision.dtypes import for_any_device
 from windlass.trainer.instead import RunRequest, instead_of_runs

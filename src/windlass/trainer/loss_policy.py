@@ -87,7 +87,10 @@ class LossPolicy:
         takes_count, step_takes_count: `compute_loss` and `training_step` accept `num_items_in_batch`.
         measured: the first batch of this run was measured.
         is_unreported: `report_script_loss` is to be called after an update.
+        asks_for_factor: an overridden `compute_loss` has its loss `multiplied`.
     """
+
+    asks_for_factor = False
 
     def __init__(self, session: Session, accelerator: Accelerator) -> None:
         self._device, self._data_ranks, self._accelerator = session.device, session.data_ranks, accelerator
@@ -306,11 +309,11 @@ class LossPolicy:
     def _use_as_it_is(self) -> None:
         """Raise ModelError if a script cannot know the number by which its loss is to be multiplied."""
         self.normaliser.meaning = Meaning.SCALED
-        if self._model_ranks.size > 1 and self.hooks.of_script:
+        if self._model_ranks.size > 1 and self.hooks.of_script and not self.asks_for_factor:
             raise ModelError(
                 "the loss of the script is multiplied by the number of processes, of which "
-                f"{self._model_ranks.size} compute the same samples together (cp_size, sp_size). Return the mean over "
-                "this batch, or LossTerms(sum, weight)"
+                f"{self._model_ranks.size} compute the same samples together (cp_size, sp_size, tp_size, pp_size). "
+                "Return the mean over this batch, or LossTerms(sum, weight)"
             )
 
     def _counting_functions(self) -> list[Callable[..., Any]]:

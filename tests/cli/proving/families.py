@@ -55,8 +55,7 @@ def config_of(family: str) -> Any:
 
 
 def main() -> None:
-    from windlass.cli.proving.proof_verdict import judge
-    from windlass.cli.proving.proving_processes import EndedTraining, ProvingProcesses
+    from windlass.cli.proving.proving_processes import EndedTraining, ProvingProcesses, judge
     from windlass.cli.proving.subject import Subject
     from windlass.core.errors import ModelError
     from windlass.proofs.record import Claim

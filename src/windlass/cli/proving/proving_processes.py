@@ -1,21 +1,27 @@
-"""The processes of trials: forked from one process that has imported everything, and ended with the command."""
+"""The processes of trials, forked from one that has imported everything, and the verdict on what they report."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
-import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.proving.small_training import OUTPUT, REPORT, SmallTraining
+import numpy as np
+
+from windlass.cli.proving.small_training import OUTPUT, REPORT, TOLERANCE, UPDATES, VALUES, SmallTraining
+from windlass.core.errors import ModelError
+from windlass.core.optional import require
+from windlass.dist.listening import free_port
 
 _PRELOADED = (
     "windlass.cli.proving.proving_rank",
@@ -91,7 +97,7 @@ class StartedTraining:
     def __init__(self, context: Any, trial: SmallTraining, folder: Path) -> None:
         folder.mkdir()
         self._trial, self._folder = trial, folder
-        port = _free_port()
+        port = free_port()
         self.processes: list[BaseProcess] = [
             context.Process(target=_run, args=(trial, rank, port, str(folder)), daemon=True)
             for rank in range(trial.layout.processes)
@@ -197,7 +203,168 @@ def _quiet_errors(path: Path) -> Iterator[None]:
         os.close(before)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+# A tensor whose values should be 0 has rounding of the others in it: it is compared with their size.
+_SHARE = 1e-2
+# Figures that are compared after the gradients of an update, if it has them.
+_FIGURES = {
+    "norm": "grad_norm",
+    "entropy": "entropy",
+    "token accuracy": "mean_token_accuracy",
+    "targets": "num_tokens",
+}
+Tensors = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A value that differs."""
+
+    update: int  # in which it was computed, from 1; 0 for the evaluation after training
+    what: str  # "tokens", "loss", "gradient", "norm", "weight" or "evaluation"
+    name: str  # of the tensor; empty for a figure
+    rank: int  # the process that has it
+    # `expected`, `found`: the values of one process and of the layout, of the element that differs most; None for a
+    # tensor that one of them lacks
+    expected: float | None
+    found: float | None
+    relative: float  # the difference as a share of the largest value
+
+    def __str__(self) -> str:
+        named = f"{self.what} of {self.name}" if self.name else self.what
+        when = f"in update {self.update}" if self.update else "after training"
+        where = f"{named} {when}, rank {self.rank}"
+        if self.found is None or self.expected is None:
+            return f"{where}: only {'one process has' if self.found is None else 'the layout has'} it"
+        return f"{where}: {self.found:.10g}, and {self.expected:.10g} on one process"
+
+
+@dataclass(frozen=True, slots=True)
+class ProofVerdict:
+    """What came of one layout."""
+
+    layout: str
+    status: str  # "equal", "differs", "refused" or "failed"
+    detail: str = ""  # the reason of the last two
+    compared: int = 0  # tensors and figures, over all ranks
+    largest: float = 0.0  # of their relative differences
+    first: Mismatch | None = None  # the first difference beyond the tolerance; None if there is none
+    differing: int = 0  # how many tensors and figures differ
+
+    @property
+    def is_equal(self) -> bool:
+        return self.status == "equal"
+
+    def facts(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+def judge(expected: EndedTraining, found: EndedTraining) -> ProofVerdict:
+    """Compare what each rank of a layout has with what one process has. Raises ModelError if that could not train."""
+    layout = str(found.trial.layout)
+    if reason := expected.refused or expected.failed:
+        raise ModelError(f"the small model cannot be trained on one process: {reason}")
+    for status, detail in (("refused", found.refused), ("failed", found.failed)):
+        if detail:
+            return ProofVerdict(layout, status, detail)
+    differences = list(_differences(expected, found))
+    beyond = [one for one in differences if not one.relative <= TOLERANCE]
+    largest = max((one.relative for one in differences), default=0.0)
+    status = "differs" if beyond else "equal"
+    first = beyond[0] if beyond else None
+    return ProofVerdict(layout, status, "", len(differences), largest, first, len(beyond))
+
+
+def _differences(expected: EndedTraining, found: EndedTraining) -> Iterator[Mismatch]:
+    """Every comparison, in the order in which the values are computed."""
+    one = _RankValues(expected, 0)
+    others = [_RankValues(found, rank) for rank in range(found.trial.layout.processes)]
+    divided = found.trial.layout.along("pp") > 1  # ranks have some of the layers each
+    for update in range(1, UPDATES + 1):
+        for what, key in (("tokens", "num_input_tokens_seen"), ("loss", "loss")):
+            yield from _figures(one, others, update, what, key)
+        yield from _tensors(one, others, update, "gradient", divided)
+        for what, key in _FIGURES.items():
+            yield from _figures(one, others, update, what, key)
+        yield from _tensors(one, others, update, "weight", divided)
+    yield from _figures(one, others, 0, "evaluation", "eval_loss")
+
+
+class _RankValues:
+    """What one rank reported and wrote."""
+
+    def __init__(self, outcome: EndedTraining, rank: int) -> None:
+        self.reported: list[dict[str, float]] = outcome.reports[rank]["reported"]
+        values = _load(outcome.folder / VALUES.format(rank))
+        self._values: Tensors = {name: values[name] for name in outcome.reports[rank]["order"]}
+
+    def figure(self, update: int, key: str) -> float:
+        """What was logged after an update; NaN if it was not."""
+        row = self.reported[update - 1] if update else self.reported[-1]
+        return row.get(key, math.nan)
+
+    def tensors(self, what: str, update: int) -> dict[str, Any]:
+        """Tensors by name, from the head of the model to its embedding, as gradients are computed."""
+        prefix = f"{what}/{update}/"
+        found = {
+            name.removeprefix(prefix): value
+            for name, value in self._values.items()
+            if name.startswith(prefix)
+        }
+        return dict(reversed(found.items()))
+
+
+def _load(path: Path) -> Tensors:
+    library = require("safetensors.numpy", "compare what was trained")
+    return {name: value.astype(np.float64) for name, value in library.load_file(path).items()}
+
+
+def _figures(
+    one: _RankValues, others: list[_RankValues], update: int, what: str, key: str
+) -> Iterator[Mismatch]:
+    expected = one.figure(update, key)
+    for rank, other in enumerate(others if not math.isnan(expected) else ()):
+        found = other.figure(update, key)
+        relative = abs(found - expected) / max(abs(expected), 1e-300) if found != expected else 0.0
+        yield Mismatch(update, what, "", rank, expected, found, _finite(relative))
+
+
+def _tensors(
+    one: _RankValues, others: list[_RankValues], update: int, what: str, divided: bool
+) -> Iterator[Mismatch]:
+    expected = one.tensors(what, update)
+    per_rank = [other.tensors(what, update) for other in others]
+    scale = max((float(np.abs(value).max(initial=0.0)) for value in expected.values()), default=0.0)
+    for name, value in expected.items():
+        having = [rank for rank, found in enumerate(per_rank) if name in found]
+        for rank, found in enumerate(per_rank):
+            if rank in having:
+                yield _worst(update, what, name, rank, value, found[name], scale)
+            elif not (divided and having):
+                yield Mismatch(update, what, name, rank, 0.0, None, math.inf)
+    for rank, found in enumerate(per_rank):
+        for name in found.keys() - expected.keys():
+            yield Mismatch(update, what, name, rank, None, 0.0, math.inf)
+
+
+def _worst(update: int, what: str, name: str, rank: int, expected: Any, found: Any, scale: float) -> Mismatch:
+    if expected.shape != found.shape:
+        return Mismatch(update, what, f"{name} (shape {found.shape})", rank, 0.0, None, math.inf)
+    if not expected.size:
+        return Mismatch(update, what, name, rank, 0.0, 0.0, 0.0)
+    apart = np.abs(found - expected)
+    at = int(np.argmax(np.where(np.isnan(apart), np.inf, apart)))
+    size = max(float(np.abs(expected).max()), _SHARE * scale, 1e-300)
+    return Mismatch(
+        update,
+        what,
+        name,
+        rank,
+        float(expected.flat[at]),
+        float(found.flat[at]),
+        _finite(float(apart.flat[at]) / size),
+    )
+
+
+def _finite(relative: float) -> float:
+    return math.inf if math.isnan(relative) else relative
