@@ -124,7 +124,8 @@ def test_other_processes_have_no_memory_for_the_base(bases: Path, tmp_path: Path
     for case in LARGE:
         each, sent = second[case]["each"], second[case]["first"]
         assert sent["made_with"] < size / 8, case
-        assert each["made_with"] - sent["made_with"] > size * (0.9 if case == "large" else 0.1), case
+        # Memory that was freed before is taken first: it does not add to the peak.
+        assert each["made_with"] - sent["made_with"] > size * (0.5 if case == "large" else 0.1), case
         assert first[case]["first"]["made_with"] > sent["made_with"]
 
 

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests.forecast.models import BATCH, LENGTH, llama, mixture, trainer
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from windlass import ParallelismConfig
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.tensors import is_fake
 from windlass.forecast.forecast import Forecast
+from windlass.forecast.rehearsal import SomeValues
 from windlass.forecast.trace import Trace
 from windlass.forecast.tracing import trace_of
 
@@ -239,3 +241,14 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
     assert not torch.distributed.is_initialized()
     assert not is_fake(llama().lm_head.weight)
     assert trainer(tmp_path).train().global_step == 2
+
+
+def test_experts_without_memory_are_multiplied_with_rows_that_have_some() -> None:
+    """As while a run is built: a check of divided rows runs a model of which only some weights have memory."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        experts = torch.empty(2, 4, 8)
+    rows, ends = torch.zeros(6, 4), torch.tensor([3, 6], dtype=torch.int32)
+    with SomeValues():  # type: ignore[no-untyped-call]
+        found = torch.ops.aten._grouped_mm.default(rows, experts, ends)
+    assert is_fake(found)
+    assert (found.shape, found.dtype) == ((6, 8), torch.float32)

@@ -177,19 +177,22 @@ def test_packed_rows_are_trained_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "extra",
+    ("extra", "apart"),
     [
-        {"gradient_checkpointing": True},
-        pytest.param({"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.slow),
+        ({"gradient_checkpointing": True}, 1e-5),
+        # Compiled operations round otherwise: a weight between two levels may then go to the other one.
+        pytest.param(
+            {"torch_compile": True, "torch_compile_backend": "aot_eager"}, 2e-4, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_other_transforms_compute_the_same(extra: dict[str, Any], tmp_path: Path) -> None:
+def test_other_transforms_compute_the_same(extra: dict[str, Any], apart: float, tmp_path: Path) -> None:
     found = []
     for name, options in (("plain", {}), ("both", extra)):
         run = trainer(tmp_path / name, save_strategy="no", max_steps=2, **options)
         run.train()
         found.append(losses(run))
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[1] == pytest.approx(found[0], rel=apart)
 
 
 @pytest.mark.dist

@@ -13,7 +13,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from windlass.cli.command_line import CommandParser
 from windlass.cli.estimate_memory import print_table
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, Problem, WindlassError
+from windlass.core.optional import version_of
 from windlass.core.output import say, say_json
 from windlass.core.outside import load_outside
 
@@ -187,7 +187,7 @@ def compare_command(words: Sequence[str]) -> int:
     if options.json:
         say_json({"schema": SCHEMA, "script": options.script, **_facts(own, ours, found, why, farthest)})
         return 0
-    versions = ", ".join(_versions())
+    versions = ", ".join(f"{name} {version}" for name in PEERS if (version := version_of(name)) is not None)
     updates = min(len(own.updates), len(ours.updates))
     say(f"{updates} updates of {options.script}\nown: {versions}; Windlass {__version__}\n")
     print_table([("", "own", "Windlass", "difference"), *_rows(own, ours, found, farthest)], str.ljust)
@@ -253,14 +253,6 @@ def _run(
             "which it trains"
         )
     return ScriptRecord(**record, weights=folder / "weights.safetensors")
-
-
-def _versions() -> Iterator[str]:
-    for name in PEERS:
-        try:
-            yield f"{name} {version(name)}"
-        except PackageNotFoundError:
-            continue
 
 
 def _rows(

@@ -17,12 +17,11 @@ from windlass.cli.recipe import load_recipe, training_arguments
 from windlass.cli.schema import DataSpec, Recipe
 from windlass.cli.tasks import TASKS
 from windlass.cli.text_source import DataSource, SourceSplit
+from windlass.cli.tokenizing import load_tokenizer
 from windlass.cli.tuning_data import tuning_rows
 from windlass.config.documents import parse_override
 from windlass.config.values import coerce
-from windlass.core.errors import ConfigError, DataError, ModelError, Problem, nearest, refuse
-from windlass.core.locations import why_not_loaded
-from windlass.core.optional import require
+from windlass.core.errors import ConfigError, DataError, Problem, nearest, refuse
 from windlass.core.output import STDOUT, say, say_json
 from windlass.finetuning.prepared_text import prepare_kept
 from windlass.text.forms import Form, LocatedRows, RowError, recognise_form, standardised
@@ -69,7 +68,8 @@ def _of_file(path: str, overrides: Sequence[str]) -> DataSource:
         raise ConfigError(Problem("file", path, "no such file; name a recipe (*.yaml) or a file with data"))
     spec = DataSpec(**{"train": path, **data})
     rows = tuning_rows(read_records(path, spec), spec)
-    return DataSource({"train": SourceSplit(rows, TextOptions(**options))}, _tokenizer(name))
+    tokenizer = None if name is None else load_tokenizer(name)
+    return DataSource({"train": SourceSplit(rows, TextOptions(**options))}, tokenizer)
 
 
 def _checked(kind: type, values: Mapping[str, Any], known: Sequence[str], prefix: str) -> dict[str, Any]:
@@ -81,16 +81,6 @@ def _checked(kind: type, values: Mapping[str, Any], known: Sequence[str], prefix
             problems.append(Problem(prefix + name, values[name], f"is not an option; {fix}"))
     refuse(problems)
     return coerce(kind, values)
-
-
-def _tokenizer(name: str | None) -> Any:
-    if name is None:
-        return None
-    transformers = require("transformers", "load a tokenizer")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the tokenizer {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
 
 
 _BAR = 40

@@ -71,9 +71,12 @@ def tuned_trainer(
     kind: Any, model: Any, parts: RecipeParts, args: TuningConfig, adapter: Any, processing_class: Any
 ) -> Any:
     """Return a trainer of the class `kind` for a model or its name, which is loaded in the recipe's dtype."""
+    from windlass.finetuning.base_model import few_bits
+
+    recipe = parts.recipe
     if isinstance(model, str):
         options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
-        dtype = {} if "torch_dtype" in options else {"dtype": parts.recipe.model.dtype}
+        dtype = {} if "torch_dtype" in options else {"dtype": recipe.model.dtype}
         args.model_init_kwargs = {**dtype, **options}
     return kind(
         model,
@@ -82,7 +85,7 @@ def tuned_trainer(
         eval_dataset=parts.evaluation,
         processing_class=processing_class,
         peft_config=adapter,
-        quantization_config=quantization_of(parts.recipe),
+        quantization_config=recipe.quantization and few_bits(recipe.quantization, recipe.model.dtype),
     )
 
 
@@ -95,17 +98,6 @@ def build_adapter(recipe: Recipe) -> Any:
         return peft.LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": "all-linear", **recipe.adapter})
     except (TypeError, ValueError) as error:
         raise ConfigError(Problem("adapter", recipe.adapter, str(error))) from error
-
-
-def quantization_of(recipe: Recipe) -> Any:
-    if recipe.quantization is None:
-        return None
-    transformers = require("transformers", "quantize a model")
-    if recipe.quantization == "int8":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=recipe.quantization, bnb_4bit_compute_dtype=recipe.model.dtype
-    )
 
 
 def new_base(spec: BaseSpec, tokenizer: Any) -> Any:

@@ -25,21 +25,22 @@ def ps_command(words: list[str]) -> int:
     options = build_parser().parse_args(words)
     if not options.folder.is_dir():
         raise ConfigError(Problem("DIR", str(options.folder), "is not a folder"))
-    found = [(path, status_of_run(read_folder(path))) for path in runs_below(options.folder)]
+    found = [(name, status_of_run(read_folder(path))) for name, path in runs_below(options.folder)]
     if options.json:
         say(as_json({"schema": SCHEMA, "runs": [status for _, status in found]}))
     elif found:
-        print_table([HEADERS, *(_cells(options.folder, *one) for one in found)], str.ljust)
+        print_table([HEADERS, *(_cells(*one) for one in found)], str.ljust)
     else:
         say(f"no runs below {options.folder}")
     return 0
 
 
-def runs_below(folder: Path) -> Iterator[Path]:
-    """Yield the folders of runs, sorted; hidden folders and those of checkpoints are not searched."""
-    for place, folders, _ in os.walk(folder):
-        if is_run(Path(place)):
-            yield Path(place)
+def runs_below(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the names and folders of runs, sorted; hidden folders and those of checkpoints are not searched."""
+    for place, folders, _ in os.walk(root):
+        path = Path(place)
+        if is_run(path):
+            yield str(path.relative_to(root)) if path != root else path.absolute().name, path
         folders[:] = sorted(
             name for name in folders if not name.startswith((".", "checkpoint-", "replaced-"))
         )
@@ -57,11 +58,11 @@ def build_parser() -> CommandParser:
     return parser
 
 
-def _cells(root: Path, path: Path, found: dict[str, Any]) -> tuple[str, ...]:
+def _cells(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     loss, one, goodput = found["loss"], found["checkpoint"], found["goodput"]
     step = f"{found['step']:,}" + (f" / {found['max_steps']:,}" if found["max_steps"] else "")
     cells = (
-        str(path.relative_to(root)) if path != root else path.absolute().name,
+        name,
         found["state"] + ("" if found["sureness"] == "certain" else "?"),
         step,
         "-" if loss is None else f"{loss['value']:.4g}",

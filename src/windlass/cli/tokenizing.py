@@ -57,20 +57,24 @@ def build_tokenizer(
             is trained.
         saved: checkpoint with the tokenizer of this run, used instead of training a new one.
     """
-    transformers = require("transformers", "run a recipe")
     training = recipe.tokenizer.train
     if training is not None and saved is not None:
-        return transformers.AutoTokenizer.from_pretrained(str(saved))
+        return load_tokenizer(str(saved))
     if training is not None:
         return train_tokenizer(training, kind, list(texts))
     name = recipe.tokenizer.name or recipe.model.name
     assert name is not None  # `checks.py` asks for one of the two
+    return _with_padding(load_tokenizer(name))
+
+
+def load_tokenizer(name: str) -> Any:
+    """Return the tokenizer of a name or folder. Raises ModelError if it cannot be loaded."""
+    transformers = require("transformers", "load a tokenizer")
     try:
         with looking_for(name):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+            return transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ModelError(f"the tokenizer {name!r} cannot be loaded: {why_not_loaded(name, error)}") from error
-    return _with_padding(tokenizer)
 
 
 def saved_tokenizer(folder: Path, resume: bool | str | None) -> Path | None:

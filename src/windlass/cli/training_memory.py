@@ -11,7 +11,6 @@ from torch import Tensor
 
 from windlass.checkpoint.adapters import peft_library
 from windlass.cli.training_choice import Training
-from windlass.core.optional import require
 
 if TYPE_CHECKING:
     from windlass.forecast.forecast import Forecast
@@ -73,6 +72,7 @@ def _trainer(model: Any, training: Training, folder: str) -> Any:
 
 
 def _prepared(model: Any, training: Training) -> Any:
+    from windlass.finetuning.base_model import few_bits
     from windlass.finetuning.peft_adapters import add_adapter
 
     dtype = getattr(torch, training.weights)
@@ -80,18 +80,9 @@ def _prepared(model: Any, training: Training) -> Any:
     if training.quantization is not None:
         from windlass.forecast.packed_layers import pack
 
-        pack(model, _quantization(training, dtype))
+        compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(training.precision, dtype)
+        pack(model, few_bits(training.quantization, compute))
     if training.lora_r is None:
         return model
     lora = peft_library("count an adapter").LoraConfig(r=training.lora_r, target_modules="all-linear")
     return add_adapter(model, lora, [])
-
-
-def _quantization(training: Training, dtype: torch.dtype) -> Any:
-    config = require("transformers", "quantize a model").BitsAndBytesConfig
-    if training.quantization == "int8":
-        return config(load_in_8bit=True)
-    compute = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(training.precision, dtype)
-    return config(
-        load_in_4bit=True, bnb_4bit_quant_type=training.quantization, bnb_4bit_compute_dtype=compute
-    )

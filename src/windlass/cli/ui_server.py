@@ -143,16 +143,9 @@ def _guarded(token: str, responses: Any) -> Callable[[Answer], Answer]:
 # --- what is served ---------------------------------------------------------------------------------------------------
 
 
-def _names(folder: Path) -> dict[str, Path]:
-    return {
-        str(path.relative_to(folder)) if path != folder else folder.absolute().name: path
-        for path in runs_below(folder)
-    }
-
-
 def _chosen(folder: Path, wanted: Sequence[str]) -> dict[str, Path]:
     """The runs of these names, as far as there are any."""
-    found = _names(folder)
+    found = dict(runs_below(folder))
     return {name: found[name] for name in wanted[:_MOST_RUNS] if name in found}
 
 
@@ -165,7 +158,7 @@ def _page(runs: Mapping[str, RunHistory]) -> str:
 
 def _index(folder: Path, histories: RunHistories) -> str:
     rows = ""
-    for name, path in _names(folder).items():
+    for name, path in dict(runs_below(folder)).items():
         status = status_of_run(histories.of(path).view())
         link = in_html(f"page?{urlencode({'run': name})}")
         loss = "" if status["loss"] is None else f"{status['loss']['value']:.4g}"

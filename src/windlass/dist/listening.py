@@ -93,6 +93,13 @@ def can_listen(address: str, port: int) -> bool:
     return True
 
 
+def free_port(address: str = LOOPBACK) -> int:
+    """Return a port of this machine at which no process listens now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
 def address_towards(address: str, port: int) -> str:
     """The address of this machine on the way to `address`. Nothing is sent."""
     family, kind, _, _, target = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]

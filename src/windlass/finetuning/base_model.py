@@ -130,6 +130,16 @@ def load_options(args: TuningConfig, quantization_config: Any) -> dict[str, Any]
     return options
 
 
+def few_bits(scheme: str, compute: Any, **of_four: Any) -> Any:
+    """Return the `BitsAndBytesConfig` of a scheme: "int8", or "nf4" or "fp4", which computes in the dtype `compute` and
+    has other options.
+    """
+    config = require("transformers", "quantize a model").BitsAndBytesConfig
+    if scheme == "int8":
+        return config(load_in_8bit=True)
+    return config(load_in_4bit=True, bnb_4bit_quant_type=scheme, bnb_4bit_compute_dtype=compute, **of_four)
+
+
 def _dtype(value: Any) -> Any:
     if isinstance(value, torch.dtype) or value in ("auto", None):
         return value

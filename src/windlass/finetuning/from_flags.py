@@ -10,8 +10,8 @@ from windlass.checkpoint.adapters import peft_library
 from windlass.config.sections.setting import described
 from windlass.core.device import visible_devices
 from windlass.core.errors import DataError, Problem, refuse
-from windlass.core.optional import require
 from windlass.core.world import world_from_environment
+from windlass.finetuning.base_model import few_bits
 from windlass.text.tables import datasets_library
 
 _DTYPES = ["auto", "bfloat16", "float16", "float32"]
@@ -129,13 +129,9 @@ def get_quantization_config(model_args: ModelConfig) -> Any:
     """
     if not model_args.load_in_4bit and not model_args.load_in_8bit:
         return None
-    transformers = require("transformers", "quantize a model")
-    if model_args.load_in_8bit:
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_compute_dtype=None if model_args.dtype == "auto" else model_args.dtype,
-        bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
+    return few_bits(
+        "int8" if model_args.load_in_8bit else model_args.bnb_4bit_quant_type,
+        None if model_args.dtype == "auto" else model_args.dtype,
         bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
         bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
     )

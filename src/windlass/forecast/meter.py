@@ -262,7 +262,8 @@ def answer_of(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any
     """What takes the place of an operation whose result depends on values that no memory has; None for any other. A
     mask has no padding, a norm is finite, and every position is chosen: the most that memory can be needed for.
     """
-    if not args or not isinstance(args[0], Tensor) or not is_fake(args[0]):
+    # While a run is built some weights have memory and others have none.
+    if not any(is_fake(each) for each in args):
         return None
     tensor: Any = args[0]
     if func is torch.ops.aten._local_scalar_dense.default and tensor.constant is None:

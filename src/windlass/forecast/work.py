@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from windlass.core.tensors import is_fake
+
 
 class Work(NamedTuple):
     """One kernel: floating-point operations in a dtype, and bytes of memory that it reads and writes."""
@@ -92,7 +94,8 @@ def grouped_product(
         (3, 2): (one.shape[1], other.shape[-1]),
         (3, 3): (*one.shape[:2], other.shape[-1]),
     }[one.ndim, other.ndim]
-    return torch.ops.aten.new_empty.default(one, shape, dtype=more.get("out_dtype") or one.dtype)  # type: ignore[no-any-return]
+    without = one if is_fake(one) else other
+    return torch.ops.aten.new_empty.default(without, shape, dtype=more.get("out_dtype") or one.dtype)  # type: ignore[no-any-return]
 
 
 def tensors_of(values: Iterable[Any]) -> list[Tensor]:

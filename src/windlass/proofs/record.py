@@ -11,12 +11,12 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass import __version__
 from windlass.core.locations import home_folder
+from windlass.core.optional import version_of
 from windlass.core.whole_file import parse_json, read_text, write_whole
 from windlass.proofs.small_config import AxisLayout, shrink
 
@@ -78,13 +78,8 @@ class Claim:
 
 def versions() -> dict[str, str]:
     """The versions of what computes."""
-    found = {"windlass": __version__, "python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    libraries = {name: version_of(name) or "not installed" for name in _LIBRARIES}
+    return {"windlass": __version__, "python": platform.python_version(), **libraries}
 
 
 def record_path(claim: Claim) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -20,6 +19,7 @@ from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
 from windlass.core.redact import redact_command
 from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
+from windlass.dist.listening import free_port
 
 if TYPE_CHECKING:
     from windlass.cli.launching.launch import LaunchPlan
@@ -138,9 +138,7 @@ def _place(context: Any, folder: Path) -> dict[str, str]:
 
 def _free_address() -> tuple[str, int]:
     address = require("ray.util", "run under Ray").get_node_ip_address()
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return address, probe.getsockname()[1]
+    return address, free_port(address)
 
 
 def _report(error: Exception, world: int) -> int:

@@ -7,7 +7,6 @@ import json
 import math
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ import numpy as np
 from windlass.cli.proving.small_training import OUTPUT, REPORT, TOLERANCE, UPDATES, VALUES, SmallTraining
 from windlass.core.errors import ModelError
 from windlass.core.optional import require
+from windlass.dist.listening import free_port
 
 _PRELOADED = (
     "windlass.cli.proving.proving_rank",
@@ -97,7 +97,7 @@ class StartedTraining:
     def __init__(self, context: Any, trial: SmallTraining, folder: Path) -> None:
         folder.mkdir()
         self._trial, self._folder = trial, folder
-        port = _free_port()
+        port = free_port()
         self.processes: list[BaseProcess] = [
             context.Process(target=_run, args=(trial, rank, port, str(folder)), daemon=True)
             for rank in range(trial.layout.processes)
@@ -201,12 +201,6 @@ def _quiet_errors(path: Path) -> Iterator[None]:
     finally:
         os.dup2(before, 2)
         os.close(before)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # A tensor whose values should be 0 has rounding of the others in it: it is compared with their size.
