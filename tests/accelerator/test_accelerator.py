@@ -20,6 +20,7 @@ from windlass.config.plan import DistPlan, PrecisionPlan
 from windlass.core.errors import ConfigError, ModelError
 from windlass.data.dealt_loader import DealtLoader
 from windlass.data.prepared_loader import PreparedLoader
+from windlass.data.update_batch import UpdateBatch
 from windlass.data_loader import DataLoaderShard
 from windlass.dist.gang import Gang
 from windlass.engine.native import NativeExecutor
@@ -91,8 +92,8 @@ def test_backward_belongs_to_a_run() -> None:
         accelerator.backward(torch.ones(()))
     normaliser = UpdateNormaliser(1)
     engine.attach(normaliser, executor_of(module))
-    normaliser.begin(4.0, filler=False)
-    normaliser.scope(2.0, 0.5)
+    update = UpdateBatch([None], [[]], 0, 0, False, targets=[2.0], samples=[1], denominator=4.0)
+    normaliser.scope(update, 0)
     accelerator.backward(module(torch.ones(1, 1)).sum())
     assert float(module.bias.grad) == 0.5, "its share of the update's targets"
     engine.detach()

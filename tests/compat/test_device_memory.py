@@ -10,19 +10,19 @@ import pytest
 from accelerate.utils import modeling as reference
 from tests.compat.big_models import Model
 
+from windlass.checkpoint import host_memory
 from windlass.compat.big_models.device_memory import (
     available_host_memory,
     get_balanced_memory,
     get_max_memory,
 )
-from windlass.core import memory
 from windlass.core.errors import ConfigError
 
 
 def test_what_the_system_says_is_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     available = psutil.virtual_memory().available
     assert 0 < available_host_memory() <= 1.2 * available
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
     assert available_host_memory() == pytest.approx(available, rel=0.2), "without the limits of a container"
 
 

@@ -18,7 +18,7 @@ from tests.dist.launch import launch
 from tests.trainer.small import arguments, llama, text_rows, tokenizer
 
 from windlass import Trainer
-from windlass.checkpoint import content, split
+from windlass.checkpoint import content, split, weights
 from windlass.checkpoint.weights import WEIGHTS_NAME
 from windlass.core.errors import CheckpointError
 from windlass.dist.sharded import local
@@ -77,7 +77,7 @@ class OwnWay(transformers.LlamaForCausalLM):
 
 
 def test_large_weights_are_saved_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (split, content, model_writer):
+    for module in (weights, content, model_writer):
         monkeypatch.setattr(module, "LARGEST_FILE", 5_000)
     whole = Trainer(llama(), saving(tmp_path / "whole"), train_dataset=text_rows(16))
     whole.train()
