@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from windlass import HfArgumentParser, TrainingArguments
+from windlass import TrainingArguments
 from windlass.core import script_command
 from windlass.core.locations import shown_path
 from windlass.core.script_command import needs_to_resume, resume_hint, with_flag
@@ -49,6 +49,8 @@ def test_others_need_a_line(asked: Any) -> None:
 
 
 def test_or_the_flag_that_their_parser_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from windlass import HfArgumentParser  # of `compat/`: the other tests run without it
+
     words = ["first.py", "--output_dir", str(tmp_path), "--resume_from_checkpoint", "run/checkpoint-1"]
     HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words[1:])
     assert needs_to_resume(None) == "script", "these words were not the command line's"

@@ -17,7 +17,7 @@ from tests.laws.source import PACKAGE, ROOT
 # What is left out, beside the single files at the top of the package.
 OUTSIDE = {"compat", "utils"}
 KEPT_AT_THE_TOP = {"__init__.py", "__main__.py"}
-# The tests of the core, but for three files that use readers in `compat/`, modules of names, or `utils/`.
+# The tests of the core, but for three files and a test that use readers in `compat/`, modules of names, or `utils/`.
 TESTS = (
     "tests/core", "tests/dist", "tests/optim", "tests/data", "tests/engine", "tests/checkpoint",
     "tests/metrics", "tests/precision", "tests/callbacks",
@@ -25,6 +25,7 @@ TESTS = (
     "tests/trainer/test_losses.py", "tests/trainer/test_evaluator.py",
     "--ignore=tests/checkpoint/test_malicious_places.py", "--ignore=tests/core/test_lazy.py",
     "--ignore=tests/dist/test_operations.py",
+    "--deselect=tests/core/test_script_command.py::test_or_the_flag_that_their_parser_has",
 )  # fmt: skip
 
 IMPORT_ALL = """
@@ -54,7 +55,7 @@ def make_copy(folder: Path, tests: bool = False) -> Path:
     shutil.copytree(PACKAGE, folder / "src" / "windlass", ignore=outside)
     if tests:
         shutil.copytree(ROOT / "tests", folder / "tests", ignore=outside)
-        for name in ("pyproject.toml", "README.md"):
+        for name in ("pyproject.toml", "README.md", "constraints.txt"):
             shutil.copy(ROOT / name, folder / name)
     return folder / "src"
 

@@ -161,7 +161,7 @@ def _nearly(found: Outcome, whole: Outcome, tolerance: float, by_hand: float, na
     problems = []
     for column in _COMPARED:
         ours, theirs = found.series(column), whole.series(column)
-        if ours != pytest.approx(theirs, rel=tolerance, abs=tolerance / 10):
+        if ours != pytest.approx(theirs, rel=tolerance, abs=tolerance / 10, nan_ok=True):
             problems.append(f"{name}: {column} {_shown(ours)}, not {_shown(theirs)}")
     if found.evaluated != pytest.approx(whole.evaluated, rel=max(tolerance, by_hand)):
         problems.append(f"{name}: evaluated {found.evaluated}, not {whole.evaluated}")

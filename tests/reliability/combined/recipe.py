@@ -96,7 +96,9 @@ class Outcome:
 
     def series(self, name: str) -> list[float]:
         """What was logged under this name, in order."""
-        return [row[name] for row in self.rows if name in row]
+        return [
+            float(row[name]) for row in self.rows if name in row
+        ]  # rows have "NaN" and "Infinity" as text
 
 
 @dataclass(frozen=True)
