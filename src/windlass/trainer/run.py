@@ -75,9 +75,7 @@ class Run(LoopHooks, Interruptible):
         plan, services, session = context.plan, context.services, context.session
         self._context, self._opener = context, opener
         self.progress = self._events = context.events
-        self._empty_cache_every = context.plan.reports.empty_cache_every
         self.executor, self.schedule = context.built.executor, context.built.schedule
-        self._registered = services.accelerator.registered_objects
         self._source_samples = getattr(source, "num_samples", None)
         self._fitter = UpdateFitter(
             services.fitter, session, context.files.model, source, self.executor, plan.batch
@@ -146,7 +144,7 @@ class Run(LoopHooks, Interruptible):
             RankPart("buffers", buffers, adopt=buffers.adopt),
             *(
                 RankPart(f"registered-{number}", owner, optional=True, adopt=functools.partial(self._take_over, owner))
-                for number, owner in enumerate(self._registered)
+                for number, owner in enumerate(self._context.services.accelerator.registered_objects)
             ),
             RankPart("rng", Generators(self._context.session.device), adopt=self._reseed),
         ]  # fmt: skip
@@ -242,7 +240,7 @@ class Run(LoopHooks, Interruptible):
 
         def check() -> None:
             check_savable("lr_scheduler", self.schedule.exposed, self.schedule)
-            for owner in self._registered:
+            for owner in self._context.services.accelerator.registered_objects:
                 check_savable("accelerator.register_for_checkpointing", owner, owner)
 
         together(self._context.all_ranks, check)
@@ -418,7 +416,8 @@ class Run(LoopHooks, Interruptible):
             self._receive(batch.signals)
         self._reports.count(batch)
         self._context.services.engine.step_was_skipped = not applied
-        if self._empty_cache_every and self.progress.state.global_step % self._empty_cache_every == 0:
+        every = self._context.plan.reports.empty_cache_every
+        if every and self._events.state.global_step % every == 0:
             self._context.services.accelerator.free_memory()
         if "on_step_end" in self._events.handler.heard:
             self._events.fire("on_step_end")
@@ -461,7 +460,7 @@ class Run(LoopHooks, Interruptible):
     # --- signals of other ranks ---------------------------------------------------------------------------------------
 
     def _receive(self, signals: Sequence[float]) -> None:
-        if self._signals.apply(signals, self.progress.state.global_step).stop:
+        if self._signals.apply(signals, self._events.state.global_step).stop:
             self.stop()
 
 
