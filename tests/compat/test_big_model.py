@@ -22,18 +22,14 @@ from windlass.accelerator.offloaded_weights import get_state_dict_offloaded_mode
 from windlass.checkpoint.stored import load_folder
 from windlass.checkpoint.weights import save_weights
 from windlass.compat.big_models import (
+    attach_hooks,
     auto_device_map,
     big_model,
     checkpoint_loading,
-    device_map,
     device_memory,
-    layerwise_casting,
-    meta,
     model_hooks,
-    module_sizes,
     module_tensors,
-    moving,
-    offload,
+    offloaded,
 )
 from windlass.compat.big_models.auto_device_map import infer_auto_device_map
 from windlass.compat.big_models.big_model import (
@@ -49,8 +45,8 @@ from windlass.compat.big_models.module_tensors import find_tied_parameters
 from windlass.core.errors import ConfigError, ModelError
 
 MODULES = (
-    big_model, checkpoint_loading, auto_device_map, device_map, device_memory, layerwise_casting, meta, model_hooks,
-    module_sizes, module_tensors, moving, offload,
+    big_model, checkpoint_loading, attach_hooks, auto_device_map, device_memory, model_hooks, module_tensors,
+    offloaded,
 )  # fmt: skip
 NAMES = {
     "init_empty_weights", "init_on_device", "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model",

@@ -286,7 +286,7 @@ PROCESS = """
 import sys, time
 from pathlib import Path
 from tests.text.test_token_store import KEY, never, prepared
-from windlass.text.token_rows import TokenStore
+from windlass.text.token_store import TokenStore
 folder, is_first = Path(sys.argv[1]), sys.argv[2] == "first"
 
 def wait_for(name):

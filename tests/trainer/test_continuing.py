@@ -27,7 +27,7 @@ transformers = pytest.importorskip("transformers", reason="continues what transf
 pytest.importorskip("accelerate", reason="transformers' trainer needs it")
 
 CLOSE = {"rtol": 0, "atol": 1e-6}
-CAST = "windlass.trainer.resuming"
+CAST = "windlass.trainer.continuing"
 
 
 class Normed(nn.Module):

@@ -49,7 +49,7 @@ class ProgressCallback(TrainerCallback):
         self._training.count("samples", 0.0)
         if state.global_step == 0:
             self._training.count("tokens", 0.0)
-        else:
+        elif state.global_step < state.max_steps:
             self._training.write(f"continued after step {state.global_step}")
 
     def on_step_end(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
