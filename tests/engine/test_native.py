@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from windlass.core.events import EVENTS
+from windlass.core.run_clock import BACKWARD, COMPUTE, run_clock
 from windlass.data.update_batch import UpdateBatch
 from windlass.engine.executor import StepHooks
 from windlass.engine.native import NativeExecutor
@@ -29,6 +30,21 @@ def model() -> nn.Linear:
 
 def executor_of(module: nn.Module, **options: Any) -> NativeExecutor:
     return NativeExecutor(Alone(module), torch.optim.SGD(module.parameters(), lr=0.1), CPU, **options)
+
+
+@pytest.mark.parametrize(("processes", "kind"), [(1, COMPUTE), (2, BACKWARD)])
+def test_time_in_which_others_may_be_waited_for_is_apart(
+    processes: int, kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On whatever axis the others are: those that divide layers are waited for in each backward."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    module, seen = model(), []
+    executor = executor_of(module)
+    run_clock().enter(COMPUTE)
+    module.weight.register_hook(lambda gradient: seen.append(run_clock().kind))
+    executor.backward(module(torch.ones(2, 4)).sum())
+    assert (seen, run_clock().kind) == ([kind], COMPUTE)
 
 
 class Hooks(StepHooks):

@@ -10,7 +10,7 @@ import sys
 import pytest
 from tests.laws.source import ROOT
 
-UPDATE_FILES, UPDATE_CALLS = 31, 87
+UPDATE_FILES, UPDATE_CALLS = 32, 88
 SAVE_FILES = 51
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from windlass.config.plan import PrecisionPlan
-from windlass.precision.dtypes import autocast_context
+from windlass.precision.check import autocast_context
 
 CPU = torch.device("cpu")
 

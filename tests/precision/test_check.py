@@ -9,7 +9,7 @@ import torch
 
 from windlass.config.plan import PrecisionPlan
 from windlass.core.errors import ConfigError
-from windlass.precision.dtypes import apply_tf32, check_precision, check_weights
+from windlass.precision.check import apply_tf32, check_precision, check_weights
 
 CPU = torch.device("cpu")
 

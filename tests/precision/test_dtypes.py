@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from windlass.config.plan import DistPlan, PrecisionPlan, ShardPlan
-from windlass.precision.dtypes import Dtypes, autocast_context, dtypes_of, weights_of
+from windlass.precision.check import autocast_context
+from windlass.precision.dtypes import Dtypes, dtypes_of, weights_of
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ from windlass.dist import operations
 from windlass.dist.device_mesh import loss_device_mesh
 from windlass.dist.gang import Gang, join, leave
 from windlass.dist.operations import check_operations, operations_are_checked
-from windlass.precision.dtypes import apply_tf32, check_precision
+from windlass.precision.check import apply_tf32, check_precision
 from windlass.precision.scaler import LossScaler, Scaler, UnitScaler
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from windlass.data.workers import start_timeout
 from windlass.dist.alike import check_alike, model_facts, optimizer_facts
 from windlass.dist.gang import Gang
 from windlass.optim.resolution import warn_of_lost_updates
-from windlass.precision.dtypes import check_weights
+from windlass.precision.check import check_weights
 from windlass.transforms.alone import Alone
 from windlass.transforms.compile import apply_compile
 from windlass.transforms.ddp import Replicated

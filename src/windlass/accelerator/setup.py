@@ -33,7 +33,7 @@ from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.outside import find_outside, load_outside
 from windlass.core.world import World
 from windlass.dist.gang import Gang
-from windlass.precision.dtypes import COMPUTE_DTYPES
+from windlass.precision.check import COMPUTE_DTYPES
 
 SchedulerUnit = Literal["loader_batch", "optimizer_step"]
 # The class of an argument; of a plugin, which says itself what takes it, the name.

@@ -19,7 +19,7 @@ from windlass.engine.recorded import executor_for
 from windlass.optim.per_parameter import PerParameterOptimizer
 from windlass.optim.resolution import warn_of_lost_updates
 from windlass.optim.schedule import Schedule, as_schedule
-from windlass.precision.dtypes import apply_tf32, check_precision
+from windlass.precision.check import apply_tf32, check_precision
 from windlass.precision.scaler import build_scaler
 from windlass.transforms.compile import apply_compile
 from windlass.transforms.float8 import apply_float8

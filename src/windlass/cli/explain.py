@@ -34,6 +34,7 @@ from windlass.core.errors import ConfigError, Problem, did_you_mean
 from windlass.core.mesh import AXES
 from windlass.core.output import STDOUT, is_terminal, say, say_json
 from windlass.core.world import World
+from windlass.precision.dtypes import dtypes_of
 
 
 @dataclass(slots=True)
@@ -273,8 +274,6 @@ def explain(key: Key, settings: Settings) -> Explanation:
         for path, value, source in explained(given.value):
             said.add("value", f"{path} = {as_text(value)}{source and f'  # {source}'}")
     if key is PRECISION and not settings.problems:
-        from windlass.precision.dtypes import dtypes_of  # which imports torch
-
         said.add("dtypes", str(dtypes_of(*dtype_plans(settings), "as the model is loaded")))
     for place, spelling in spellings(key):
         said.add(place, spelling)

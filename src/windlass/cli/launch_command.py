@@ -94,7 +94,7 @@ def _lacks(precision: str, cpu: bool, device: torch.device) -> str | None:
     import torch
 
     from windlass.config.plan import Float8Plan, PrecisionPlan
-    from windlass.precision.dtypes import check_precision
+    from windlass.precision.check import check_precision
 
     if precision == "no":
         return None

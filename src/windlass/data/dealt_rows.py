@@ -49,10 +49,10 @@ class SampleRows:
             ids = order[first : min(first + size * _ROWS_AT_ONCE, length)].tolist()
             for begin in range(0, len(ids), size):
                 row, end = ids[begin : begin + size], min(first + begin + size, length)
-                if len(row) == size and low < high:  # all but the last one: every rank has as many of each
-                    yield DealtBatch(None, shares, end, end == length, row[low:high])
-                else:
-                    yield batch_of(dealt(row, self._ranks), rank, end, end == length)
+                if len(row) < size:  # the last one
+                    shares, (low, high) = shares_of(len(row), self._ranks), share(len(row), self._ranks, rank)
+                own = row[low:high]
+                yield DealtBatch(None, shares, end, end == length, own or row[:1], filler=not own)
 
     def count(self, epoch: int, start: int = 0) -> int:
         return max(-(-(self.length(epoch) - start) // self.total_batch_size), 0)

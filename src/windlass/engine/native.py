@@ -15,6 +15,7 @@ from windlass.core.errors import ModelError
 from windlass.core.run_clock import BACKWARD, COMPUTE, UPDATE, run_clock
 from windlass.core.types import State
 from windlass.core.waiting import thread_waiting
+from windlass.core.world import world_from_environment
 from windlass.data.update_batch import UpdateBatch
 from windlass.dist.beacon import beacon
 from windlass.engine.executor import StepHooks, StepResult, WeightAverage
@@ -49,7 +50,7 @@ class NativeExecutor:
         reduce_each: bool = False,
     ) -> None:
         self.strategy, self._module, self._reduce_each = strategy, strategy.module, reduce_each
-        self._alone = not (strategy.reduces or strategy.sharded)  # no backward waits for other ranks
+        self._alone = world_from_environment().size == 1  # no backward waits for other ranks
         self.optimizer = optimizer
         update_singly(optimizer)
         self._scaler = scaler or UnitScaler(device)

@@ -18,7 +18,7 @@ from windlass.forecast.fake_weights import fake_weights, new_mode
 from windlass.forecast.rehearsal import Rehearsal
 from windlass.forecast.size import Size
 from windlass.forecast.trace import Trace
-from windlass.precision.dtypes import for_any_device
+from windlass.precision.check import for_any_device
 from windlass.trainer.instead import RunRequest, instead_of_runs
 
 _T = TypeVar("_T")

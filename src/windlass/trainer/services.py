@@ -17,7 +17,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.plan import CallPlan
 from windlass.core.module_state import kept_elsewhere
 from windlass.core.world import World
-from windlass.precision.dtypes import autocast_context, check_precision
+from windlass.precision.check import autocast_context, check_precision
 from windlass.trainer.batch_faults import BatchFaults
 from windlass.trainer.batch_fitter import BatchFitter
 from windlass.trainer.evaluator import Evaluator
