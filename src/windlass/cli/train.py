@@ -123,8 +123,10 @@ def _train(
     if point is not None:
         say(f"Continuing from {shown_path(point.path)}, step {point.step:,}")
     with Activity("importing libraries"):
+        from windlass.assemble.resolve import resolve_parallel
         from windlass.cli.screen import RunOutcome, describe_run, render_screen
         from windlass.cli.text_writer import continue_prompt
+    resolve_parallel(args, world_from_environment())  # refuses a layout before the data is read and a base is trained
     task, early = TASKS[recipe.task], early_stopping(recipe)
     ends = RunEnds(early)
     saved = saved_tokenizer(run_folder(args), resume if point is None else str(point.path))
