@@ -191,7 +191,8 @@ def test_dry_run_counts_epochs(windlass: Run) -> None:
         (["lm.yaml", "data.train=nowhere.txt"], ["data.train='nowhere.txt'", "no such file"]),
         (["lm.yaml", "model.config.hiden_size=3"], ["hidden_size"]),
         (["broken.yaml"], ["broken.jsonl:2", "not valid JSON"]),
-        (["broken.yaml", "parallel.tp=2"], ["tp_size=2", "the number of processes"]),  # data are read after it
+        # A layout is checked before the data is read.
+        (["broken.yaml", "parallel.tp=2"], ["tp_size=2", "the number of processes"]),
         (["lm.yaml", "--resume"], ["No valid checkpoint found in output directory"]),
         (["nothing.yaml"], ["nothing.yaml"]),
         (["lm.yaml", "--output-dir", "text.txt/run"], ["output_dir='text.txt/run'", "can't be written"]),

@@ -126,7 +126,8 @@ def _train(
         from windlass.assemble.resolve import resolve_parallel
         from windlass.cli.screen import RunOutcome, describe_run, render_screen
         from windlass.cli.text_writer import continue_prompt
-    resolve_parallel(args, world_from_environment())  # refuses a layout before the data is read and a base is trained
+    # A layout that does not fit is refused before the data is read and a base is trained.
+    resolve_parallel(args, world_from_environment())
     task, early = TASKS[recipe.task], early_stopping(recipe)
     ends = RunEnds(early)
     saved = saved_tokenizer(run_folder(args), resume if point is None else str(point.path))
