@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from windlass.cli.command_line import DTYPES, CommandParser
 from windlass.cli.estimate_memory import print_table
 from windlass.cli.generate_command import add_model_options
-from windlass.cli.quiet import hide_loading_bars
 from windlass.cli.status_command import as_json
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.optional import check_installed, version_of
 from windlass.core.output import one_line, say
 from windlass.core.whole_file import write_whole
+from windlass.recipes.quiet import hide_loading_bars
 
 if TYPE_CHECKING:
     import torch
