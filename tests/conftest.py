@@ -62,9 +62,11 @@ _FOREIGN = (
 
 @pytest.fixture(scope="session", autouse=True)
 def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Launch files and prepared text of these tests, not those of the user."""
+    """Launch files, prepared text and the size of the terminal are those of these tests, not the user's."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("WINDLASS_HOME", str(tmp_path_factory.mktemp("home")))
+        patched.setenv("COLUMNS", "80")  # whatever the width of the terminal in which the tests run
+        patched.setenv("LINES", "24")
         yield
 
 
