@@ -20,12 +20,13 @@ from windlass.cli.command_line import (
     EXIT_USER_ERROR,
     CommandParser,
     TrainOptions,
+    answer,
 )
 from windlass.cli.quiet import quiet_libraries
 from windlass.core.activity import Activity
 from windlass.core.errors import WindlassError, nearest
 from windlass.core.job_signals import surviving_hangup
-from windlass.core.output import flush_standard_streams, say, say_json
+from windlass.core.output import flush_standard_streams, say
 from windlass.core.terminal import folded_message
 
 TRAIN_HELP = """\
@@ -136,17 +137,12 @@ def _dispatch(arguments: list[str]) -> int:
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "version":
-        if options.json:
-            say_json({"version": __version__})
-        else:
-            say(f"windlass {__version__}")
-    else:
-        parser.print_help()
+        return answer(options, {"version": __version__}, [f"windlass {__version__}"])
+    parser.print_help()
     return 0
 
 
 def parsers() -> tuple[CommandParser, CommandParser]:
-    """Return the parser of `windlass`, in which other commands have a name and a help only, and that of `train`."""
     parser = CommandParser(prog="windlass", description="Train PyTorch models, and never lose a step.")
     parser.add_argument("--version", action="version", version=f"windlass {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, answer
 from windlass.cli.proving.subject import Subject, find_subject
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.output import say, say_json
+from windlass.core.output import say
 from windlass.proofs.record import SCHEMA, Claim, versions, write_record
 from windlass.proofs.small_config import AxisLayout
 
@@ -57,15 +57,10 @@ def prove_command(words: list[str]) -> int:
     proof = prove(subject, layout, quiet=options.json)
     found = {**proof.facts(subject, layout), "seconds": round(time.monotonic() - began, 1)}
     write_record(proof.claim, found)
-    if options.json:
-        say_json(found)
-    else:
-        say("\n".join(proof.lines(layout, found["seconds"])))
-    return proof.exit_code
+    return answer(options, found, proof.lines(layout, found["seconds"]), proof.exit_code)
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of `windlass prove`."""
     usage = "windlass prove RECIPE [key=value ...] [--layout tp=2,cp=2] [--json]"
     parser = CommandParser(
         prog="windlass prove", usage=usage, description=_HELP, example="windlass prove my.yaml"

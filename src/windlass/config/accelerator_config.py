@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from windlass.config.kinds import document
 from windlass.config.loop_options import DataLoaderConfiguration, GradientAccumulationPlugin
 from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
@@ -43,7 +44,7 @@ class AcceleratorConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
-        """Read the options from a JSON file. Raises ConfigError if it has an unknown key, or is not an object."""
+        """Read the options from a JSON file. Raises ValueError (ConfigError for an unknown key) if it has others."""
         return read(parse_json(Path(json_file).read_bytes()))
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,20 +98,14 @@ def share_of_batch(field: str, size: int, ranks: int) -> int:
 
 
 def read(value: Any) -> AcceleratorConfig:
-    """Return an `AcceleratorConfig` from None, a dict of some of its fields, or any dataclass with them. Raises
-    ConfigError for an unknown key, or a class instead of an instance.
+    """Return an `AcceleratorConfig` from any form of a dict of some of its fields, or any dataclass with them. Raises
+    ConfigError for an unknown key, and ValueError for what is neither.
     """
     if isinstance(value, AcceleratorConfig):
         return value
     if isinstance(value, type):
-        raise ConfigError(Problem("accelerator_config", value, "is a class; give an instance of it"))
-    given: Any = {} if value is None else value
-    if dataclasses.is_dataclass(given) and not isinstance(given, type):
-        given = dataclasses.asdict(given)
-    if not isinstance(given, dict):
-        raise ConfigError(
-            Problem("accelerator_config", value, "must be a dict, JSON, a JSON file or a dataclass")
-        )
+        raise ValueError("is a class; give an instance of it")
+    given = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else document(value) or {}
     refuse(_unknown("accelerator_config", given, AcceleratorConfig))
     return AcceleratorConfig(**given)
 

@@ -14,31 +14,21 @@ from windlass.core.lazy import reverse
 
 AUTO = "auto"
 
-_MONITOR = (
-    "is a tracker of the engine, which does not know the run's losses; set report_to, which sends them all"
-)
-_OTHER_MODEL = (
-    "changes the model or its data by DeepSpeed's own classes, which a run does not use; leave it out"
-)
-_OTHER_SPLIT = "splits a model in another way than ZeRO, with layers of DeepSpeed's own; leave it out"
 _OTHER_STEP = "updates weights later than their gradients, so the result is another; leave it out"
-_CUDA_ONLY = (
-    "sends rounded values by kernels for CUDA, so results differ from those of one process; leave it out"
-)
-_IN_GROUPS = "divides among groups of ranks, and checkpoints are of parts of one group; leave it out"
-_PRECISION = "is set by the run: bf16=True, fp16=True or mixed_precision; leave it out"
 _REASONS: dict[str, tuple[str, ...]] = {
-    _MONITOR: ("tensorboard", "wandb", "comet", "csv_monitor", "monitor_config"),
-    _OTHER_MODEL: (
+    "is a tracker of the engine, which does not know the run's losses; set report_to, which sends them all": (
+        "tensorboard", "wandb", "comet", "csv_monitor", "monitor_config",
+    ),
+    "changes the model or its data by DeepSpeed's own classes, which a run does not use; leave it out": (
         "sparse_attention", "compression_training", "data_efficiency", "curriculum_learning", "hybrid_engine",
         "quantize_training", "progressive_layer_drop", "eigenvalue", "weight_quantization",
     ),
-    _OTHER_SPLIT: (
+    "splits a model in another way than ZeRO, with layers of DeepSpeed's own; leave it out": (
         "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "pipeline", "expert_parallel",
         "use_data_before_expert_parallelism",
     ),
     _OTHER_STEP: ("zenflow", "superoffload"),
-    _PRECISION: ("torch_autocast", "data_types"),
+    "is set by the run: bf16=True, fp16=True or mixed_precision; leave it out": ("torch_autocast", "data_types"),
     "is NVIDIA's apex, which DeepSpeed does not combine with ZeRO; set bf16=True or fp16=True": ("amp",),
     "is not needed: a run continues on any number of processes, and global_batch_size keeps its updates": (
         "elasticity",
@@ -50,11 +40,13 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "is a service of Azure, and a run writes its checkpoints itself; leave it out": ("nebula",),
 }  # fmt: skip
 _ZERO_REASONS: dict[str, tuple[str, ...]] = {
-    _CUDA_ONLY: (
+    "sends rounded values by kernels for CUDA, so results differ from those of one process; leave it out": (
         "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
         "zeropp_loco_param",
     ),
-    _IN_GROUPS: ("zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather"),
+    "divides among groups of ranks, and checkpoints are of parts of one group; leave it out": (
+        "zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather",
+    ),
     _OTHER_STEP: ("zenflow",),
     "is gone from DeepSpeed; leave it out": ("legacy_stage1",),
     "is needed: a run clips by the norm, and checks that it is finite; leave it out": ("compute_grad_norm",),
