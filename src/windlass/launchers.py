@@ -27,8 +27,8 @@ from windlass.core.device import visible_devices
 from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.lazy import loader_of
 from windlass.core.logs import get_logger, warn_once
-from windlass.core.variables import environment_of
 from windlass.dist.elastic import quiet_elastic
+from windlass.dist.variables import environment_of
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass import __version__
-from windlass.cli.command_line import CommandParser, answer, table
+from windlass.cli.command_line import CommandParser, add_script, answer, check_script, table
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, Problem, WindlassError
 from windlass.core.optional import version_of
@@ -171,8 +171,7 @@ def compare_command(words: Sequence[str]) -> int:
         WindlassError: a run failed, or ended before its first update.
     """
     options = build_parser().parse_args(words)
-    if not Path(options.script).is_file():
-        raise ConfigError(Problem("SCRIPT", options.script, "there is no such file"))
+    check_script(options.script)
     if options.updates < 1:
         raise ConfigError(Problem("--updates", options.updates, "must be at least 1"))
     answered = load_outside("imports of other libraries").environment(os.environ)
@@ -209,9 +208,7 @@ def build_parser() -> CommandParser:
         "--dropout", action="store_true", help="keep dropout; each library draws it from other random numbers"
     )
     add("--json", action="store_true", help=f"as one JSON object of the form {SCHEMA}")
-    add("script", metavar="SCRIPT", help="a Python file")
-    rest = add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
-    rest.required = False  # argparse would report it as missing with the script
+    add_script(parser)
     return parser
 
 

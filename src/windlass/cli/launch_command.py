@@ -15,8 +15,8 @@ from windlass.core.errors import ConfigError
 from windlass.core.optional import require
 from windlass.core.output import say
 from windlass.core.outside import load_outside
-from windlass.core.variables import environment_of
 from windlass.core.world import LAUNCH_VARIABLE
+from windlass.dist.variables import environment_of
 
 if TYPE_CHECKING:
     import torch

@@ -21,6 +21,7 @@ from windlass.cli.command_line import (
     CommandParser,
     TrainOptions,
     answer,
+    names_and_overrides,
 )
 from windlass.cli.quiet import quiet_libraries
 from windlass.core.activity import Activity
@@ -190,7 +191,7 @@ def _train_options(
     if is_word and not os.path.isdir(resume):
         words.append(resume)
         resume = True
-    recipes = [word for word in words if "=" not in word]
+    recipes, overrides = names_and_overrides(words)
     from windlass.cli.schema import is_data
 
     for word in recipes:
@@ -204,7 +205,7 @@ def _train_options(
         train.error("--json is for --dry-run; of a run that was started: windlass status RUN --json")
     return TrainOptions(
         recipe=recipes[0] if recipes else None,
-        overrides=[word for word in words if "=" in word],
+        overrides=overrides,
         output_dir=options.output_dir,
         resume=resume,
         print_config=options.print_config or options.all,

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.cli.built_in_recipes import is_recipe, names
-from windlass.cli.command_line import CommandParser, answer
+from windlass.cli.command_line import CommandParser, answer, check_script
 from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean
 from windlass.core.output import say
-from windlass.core.variables import environment_of
+from windlass.dist.variables import environment_of
 
 if TYPE_CHECKING:
     from windlass.forecast.layouts import Devices, Layout
@@ -101,8 +101,7 @@ def _device(name: str | None) -> tuple[str, Board] | None:
 def _start(what: str, rest: list[str]) -> Start:
     """What runs the recipe or the script up to its `train()`. Raises ConfigError if there is neither."""
     if what.endswith(".py"):
-        if not Path(what).is_file():
-            raise ConfigError(Problem("SCRIPT", what, "there is no such file"))
+        check_script(what)
         from windlass.core.outside import load_outside
 
         load_outside("imports of other libraries").install()

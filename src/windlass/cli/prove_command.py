@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.command_line import CommandParser, answer
+from windlass.cli.command_line import CommandParser, answer, names_and_overrides
 from windlass.cli.proving.subject import Subject, find_subject
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
@@ -43,8 +43,7 @@ def prove_command(words: list[str]) -> int:
     """Prove one layout, print what came of it, and record it; return the exit code."""
     parser = build_parser()
     options = parser.parse_intermixed_args(words)
-    overrides = [word for word in options.words if "=" in word]
-    names = [word for word in options.words if "=" not in word]
+    names, overrides = names_and_overrides(options.words)
     if len(names) > 1:
         parser.error(f"one recipe at a time: {' '.join(names)}")
     given = None if options.layout is None else AxisLayout.parse(options.layout)

@@ -15,7 +15,7 @@ from windlass.config.loop_options import DataLoaderConfiguration, GradientAccumu
 from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.sections.setting import setting
-from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
+from windlass.core.errors import ConfigError, Problem, refuse, unknown
 from windlass.core.whole_file import parse_json
 
 
@@ -105,8 +105,9 @@ def read(value: Any) -> AcceleratorConfig:
         return value
     if isinstance(value, type):
         raise ValueError("is a class; give an instance of it")
-    given = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else document(value) or {}
-    refuse(_unknown("accelerator_config", given, AcceleratorConfig))
+    found: Any = value
+    given = dataclasses.asdict(found) if dataclasses.is_dataclass(value) else document(value) or {}
+    refuse(unknown(given, _names(AcceleratorConfig), "accelerator_config.{}".format))
     return AcceleratorConfig(**given)
 
 
@@ -114,9 +115,8 @@ def objections(config: AcceleratorConfig, accumulation: int) -> Iterator[Problem
     """What of `config` is wrong, or contradicts `gradient_accumulation_steps`."""
     options = config.gradient_accumulation_kwargs or {}
     where = "accelerator_config.gradient_accumulation_kwargs"
-    unknown = list(_unknown(where, options, GradientAccumulationPlugin))
-    yield from unknown
-    if unknown:
+    if strange := unknown(options, _names(GradientAccumulationPlugin), f"{where}.{{}}".format):
+        yield from strange
         return
     plugin = GradientAccumulationPlugin(**options)
     wrong = list(plugin.objections())
@@ -126,9 +126,5 @@ def objections(config: AcceleratorConfig, accumulation: int) -> Iterator[Problem
         yield Problem(f"{where}.num_steps", plugin.num_steps, fix)
 
 
-def _unknown(where: str, given: dict[str, Any], cls: Any) -> Iterator[Problem]:
-    known = [field.name for field in dataclasses.fields(cls)]
-    for name, value in given.items():
-        if name not in known:
-            hint = did_you_mean(str(name), known)
-            yield Problem(f"{where}.{name}", value, f"there is no such option{hint}")
+def _names(cls: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.core.errors import Problem, did_you_mean
+from windlass.core.errors import Problem, unknown
 from windlass.core.lazy import reverse
 
 AUTO = "auto"
@@ -152,11 +152,9 @@ def without_effect(config: Mapping[str, Any], origin: str) -> Iterator[str]:
 
 
 def _known(section: Mapping[str, Any], table: Mapping[str, str], origin: str) -> Iterator[Problem]:
+    yield from unknown(section, table, f"{origin}.{{}}".format, "DeepSpeed has no such key")
     for name, value in section.items():
-        if name not in table:
-            fix = f"DeepSpeed has no such key{did_you_mean(str(name), table)}"
-            yield Problem(f"{origin}.{name}", value, fix)
-        elif table[name] and value not in (None, False) and not _is_off(value):
+        if table.get(name) and value not in (None, False) and not _is_off(value):
             yield Problem(f"{origin}.{name}", value, table[name])
 
 
@@ -201,13 +199,10 @@ def _unfit_optimizer(section: Mapping[str, Any], origin: str) -> Iterator[Proble
     if section and str(kind).lower() not in ("adamw", "adam"):
         yield Problem(f"{origin}.optimizer.type", kind, _ADAMW)
         return
-    for name, value in _section(section, "params").items():
-        if name not in _OPTIONS:
-            yield Problem(
-                f"{origin}.optimizer.params.{name}", value, f"{_NO_OPTION}{did_you_mean(name, _OPTIONS)}"
-            )
-        elif name == "adam_w_mode" and not value:
-            yield Problem(f"{origin}.optimizer.params.{name}", value, _NOT_COUPLED)
+    params, where = _section(section, "params"), f"{origin}.optimizer.params"
+    yield from unknown(params, _OPTIONS, f"{where}.{{}}".format, _NO_OPTION)
+    if not params.get("adam_w_mode", True):
+        yield Problem(f"{where}.adam_w_mode", params["adam_w_mode"], _NOT_COUPLED)
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

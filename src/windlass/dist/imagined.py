@@ -17,9 +17,9 @@ from torch import Tensor
 
 from windlass.core.mesh import VIEWS, Mesh
 from windlass.core.tensors import is_fake
-from windlass.core.variables import environment_of
 from windlass.core.world import World
 from windlass.dist.gang import Gang, Pending, ProcessGang, in_place_of_joined
+from windlass.dist.variables import environment_of
 
 MACHINE = 8
 """Processes of a machine of such a job."""

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from windlass.core.variables import environment_of
+from windlass.dist.variables import environment_of
 
 LOOPBACK = "127.0.0.1"
 # A store that lives for one attempt holds this key: its processes need no prefix of their own in it.

@@ -21,8 +21,8 @@ import numpy as np
 from windlass.cli.proving.small_training import OUTPUT, REPORT, TOLERANCE, UPDATES, VALUES, SmallTraining
 from windlass.core.errors import ModelError
 from windlass.core.optional import require
-from windlass.core.variables import environment_of
 from windlass.dist.listening import free_port
+from windlass.dist.variables import environment_of
 
 _PRELOADED = (
     "windlass.cli.proving.proving_rank",

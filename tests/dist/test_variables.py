@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from windlass.core.variables import environment_of
+from windlass.dist.variables import environment_of
 
 
 def test_variables_are_as_before_after_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
