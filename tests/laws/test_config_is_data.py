@@ -16,8 +16,8 @@ ENVIRONMENT_CALLS = {"setdefault", "update", "pop", "clear", "popitem", "__setit
 # from there.
 # The last: `env` in the files of `TrlParser`.
 MAY_WRITE_ENVIRONMENT = {"windlass.core.rng", "windlass.utils.environment", "windlass.compat.trl_parser"}
-ROOMS_THAT_MAY_WRITE = {"dist", "cli", "launchers"}
 WRITER = "windlass.dist.variables"  # of those rooms
+ROOMS_THAT_MAY_WRITE = {"dist", "recipes", "cli", "launchers"}
 CONFIG = [m for m in modules() if m.room == "config"]
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from windlass import __version__
 from windlass.callbacks.run_record import environment
 from windlass.cli.command_line import CommandParser, answer
-from windlass.cli.launching.from_files import find_file, from_file
 from windlass.config.parallel.keys import merge
 from windlass.config.parallel.sources import from_environment
 from windlass.core.errors import ConfigError
 from windlass.core.optional import DISTRIBUTION, require, version_of
+from windlass.recipes.from_files import find_file, from_file
 
 
 def environment_command(words: list[str]) -> int:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 
 from windlass import __version__
-from windlass.cli.built_in_recipes import is_recipe
 from windlass.cli.command_line import (
     ERROR_FILE_VARIABLE,
     EXIT_INTERRUPTED,
@@ -23,12 +22,13 @@ from windlass.cli.command_line import (
     answer,
     names_and_overrides,
 )
-from windlass.cli.quiet import quiet_libraries
 from windlass.core.activity import Activity
 from windlass.core.errors import WindlassError, nearest
 from windlass.core.job_signals import surviving_hangup
 from windlass.core.output import flush_standard_streams, say
 from windlass.core.terminal import folded_message
+from windlass.recipes.built_in_recipes import is_recipe
+from windlass.recipes.quiet import quiet_libraries
 
 TRAIN_HELP = """\
 Train a model as a recipe configures it. Without a recipe: a small language model on English text that every Python
@@ -192,7 +192,7 @@ def _train_options(
         words.append(resume)
         resume = True
     recipes, overrides = names_and_overrides(words)
-    from windlass.cli.schema import is_data
+    from windlass.recipes.schema import is_data
 
     for word in recipes:
         if is_data(word) and not is_recipe(word):
@@ -219,7 +219,7 @@ def _train_options(
 
 def _as_keys(flags: list[str], arguments: Sequence[str], train: CommandParser) -> str:
     """Return how a recipe spells flags that are similar to its keys, to append to an error; empty for other flags."""
-    from windlass.cli.recipe import find_key
+    from windlass.recipes.recipe import find_key
 
     keys = []
     for flag in flags:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.built_in_recipes import is_recipe, names
 from windlass.cli.command_line import CommandParser, answer, check_script
 from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean
 from windlass.core.output import say
 from windlass.dist.variables import environment_of
+from windlass.recipes.built_in_recipes import is_recipe, names
 
 if TYPE_CHECKING:
     from windlass.forecast.layouts import Devices, Layout
@@ -117,15 +117,15 @@ def _start(what: str, rest: list[str]) -> Start:
 
 
 def _recipe(path: str, overrides: list[str]) -> Start:
-    from windlass.cli.recipe import load_recipe
     from windlass.core.optional import check_installed
+    from windlass.recipes.recipe import load_recipe
 
     recipe = load_recipe(path, overrides, asks_libraries=True)
     check_installed("transformers", "plan a recipe", extra="train")
 
     def start() -> None:
-        from windlass.cli.recipe import training_arguments
-        from windlass.cli.tasks import TASKS
+        from windlass.recipes.recipe import training_arguments
+        from windlass.recipes.tasks import TASKS
 
         args, task = training_arguments(recipe.training, recipe.task), TASKS[recipe.task]
         task.open_trainer(task.build_parts(recipe, args), args).train()
@@ -169,10 +169,10 @@ def _fitting(
 ) -> tuple[str, tuple[str, ...], Trace]:
     """The name of the cheapest layout that fits, the overrides that ask for it, and its trace."""
     from windlass.cli.plan_fit import Looks, find_layout
-    from windlass.cli.recipe import read_draft
     from windlass.forecast.layouts import Layout, cost_of, layouts
     from windlass.forecast.tracing import check_run, size_of
     from windlass.metrics.device_peaks import find_board
+    from windlass.recipes.recipe import read_draft
 
     values = read_draft(options.what, rest).values
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from windlass.cli.argument_table import Argument, all_arguments
-from windlass.cli.recipe import training_arguments
 from windlass.cli.recipe_schema import EDITOR_LINE
-from windlass.cli.schema import Recipe
 from windlass.config.accepting import TWINS
 from windlass.config.arguments import as_plain, describe
 from windlass.config.documents import Keys, one_line
 from windlass.config.sections.setting import rules_in
 from windlass.core.redact import is_secret_name
+from windlass.recipes.argument_table import Argument, all_arguments
+from windlass.recipes.recipe import training_arguments
+from windlass.recipes.schema import Recipe
 
 MARK = "# *"
 _WIDTH = 80

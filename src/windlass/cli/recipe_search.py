@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.argument_table import all_arguments
 from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
-from windlass.cli.recipe import load_recipe, note_recipe, open_recipe, run_folder, training_arguments
-from windlass.cli.tasks import TASKS
 from windlass.config.documents import load
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, Problem, refuse, unknown
 from windlass.core.output import say
+from windlass.recipes.argument_table import all_arguments
+from windlass.recipes.recipe import load_recipe, note_recipe, open_recipe, run_folder, training_arguments
+from windlass.recipes.tasks import TASKS
 
 if TYPE_CHECKING:
     from windlass.search.search import ChosenTrial, TrialWatch

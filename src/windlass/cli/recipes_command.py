@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from windlass.cli.built_in_recipes import described, names
 from windlass.cli.command_line import CommandParser, answer
+from windlass.recipes.built_in_recipes import described, names
 
 _COMMANDS = """
 windlass train NAME     run one; training.max_steps=100 changes a value
