@@ -54,9 +54,6 @@ from windlass.checkpoint.sharded import open_parts
 from windlass.checkpoint.stored import load_folder, open_folder, open_weights
 from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import save_weights
-from windlass.cli.launching.from_files import parse_file
-from windlass.cli.readers import read_records
-from windlass.cli.schema import DataSpec
 from windlass.compat.big_models.offloaded import OffloadedWeightsLoader
 from windlass.compat.readers.torch_file import open_torch_file
 from windlass.config import documents
@@ -68,6 +65,9 @@ from windlass.dist.signed_store import SignedStore
 from windlass.dist.wire import pack, unpack
 from windlass.hub.fetching import fetched_before
 from windlass.hub.staging import STAGING
+from windlass.recipes.from_files import parse_file
+from windlass.recipes.readers import read_records
+from windlass.recipes.schema import DataSpec
 from windlass.text.token_store import TokenStore
 from windlass.trainer.card import earlier_head
 

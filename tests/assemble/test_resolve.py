@@ -55,6 +55,14 @@ def test_each_rule_refuses_by_name(changes: dict[str, Any], facts: dict[str, Any
     assert caught.value.problems[0].fix
 
 
+@pytest.mark.parametrize("cast", ["bf16_full_eval", "fp16_full_eval"])
+def test_weights_in_stages_are_not_to_be_cast(cast: str) -> None:
+    """Also where evaluations follow the run."""
+    args = arguments(parallelism_config={"pp_size": 2}, **{cast: True})
+    with pytest.raises(ConfigError, match=f"{cast}=True: weights that are divided among the stages"):
+        resolve(args, FACTS, World(0, 2, 0, 2))
+
+
 def test_an_overridden_length_of_the_warmup_is_refused() -> None:
     class Mine(TrainingArguments):
         def get_warmup_steps(self, num_training_steps: int) -> int:

@@ -25,7 +25,6 @@ from windlass.checkpoint.foreign import open_foreign
 from windlass.checkpoint.stored import load_folder, open_folder, open_weights
 from windlass.checkpoint.tensor_file import open_tensors
 from windlass.checkpoint.weights import save_weights
-from windlass.cli.launching.from_files import parse_file
 from windlass.cli.main import main
 from windlass.compat.big_models.checkpoint_loading import load_checkpoint_in_model
 from windlass.compat.big_models.offloaded import OffloadedWeightsLoader
@@ -36,6 +35,7 @@ from windlass.config.kinds import read_document
 from windlass.core.errors import CheckpointError
 from windlass.core.events import TrainerControl, TrainerState
 from windlass.core.world import World
+from windlass.recipes.from_files import parse_file
 from windlass.trainer.batch_fitter import MemoryNote, read_note
 from windlass.trainer.card import earlier_head
 from windlass.trainer.reports import _earlier

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from windlass.cli.config_command import QUESTIONS, LinePrompter, Question, asked
-from windlass.cli.launching.from_files import from_file
 from windlass.cli.main import main
 from windlass.config.parallel.parallel_plan import plan_parallel
 from windlass.core.world import World
+from windlass.recipes.from_files import from_file
 
 
 @pytest.fixture(autouse=True)

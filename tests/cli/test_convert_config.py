@@ -11,8 +11,8 @@ import yaml
 
 from windlass.cli.convert_config import convert
 from windlass.cli.main import main
-from windlass.cli.recipe import load_recipe
 from windlass.core.errors import ConfigError
+from windlass.recipes.recipe import load_recipe
 
 TRL = """\
 model_name_or_path: MODEL

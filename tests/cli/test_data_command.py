@@ -8,7 +8,7 @@ import pytest
 from tests.text.tokenizers import CHATML, byte_tokenizer
 
 from windlass.cli.main import main
-from windlass.cli.marked_text import marked
+from windlass.recipes.marked_text import marked
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes 😀"}]
 RECIPE = """\

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from windlass.cli.argument_table import all_arguments
 from windlass.cli.explain import _PAGES, find_setting
 from windlass.cli.main import main
+from windlass.recipes.argument_table import all_arguments
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from windlass.cli.built_in_recipes import built_in, names
 from windlass.cli.main import main
 from windlass.cli.print_config import render_config
-from windlass.cli.recipe import load_recipe
 from windlass.cli.recipe_schema import EDITOR_LINE, FILE, recipe_schema
+from windlass.recipes.built_in_recipes import built_in, names
+from windlass.recipes.recipe import load_recipe
 
 
 @pytest.fixture(scope="module")

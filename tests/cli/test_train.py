@@ -22,7 +22,7 @@ pytest.importorskip("tokenizers")
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.store import Store
 from windlass.cli.main import main
-from windlass.cli.tokenizing import saved_tokenizer
+from windlass.recipes.tokenizing import saved_tokenizer
 from windlass.trainer import run_checkpoints
 
 Run = Callable[..., str]

@@ -15,10 +15,10 @@ from tests.said import said
 
 from windlass.cli.convert_config import convert
 from windlass.cli.main import main
-from windlass.cli.recipe import check_draft, load_recipe, read_draft
-from windlass.cli.tuning_data import load_tuning_data
 from windlass.config.sections.setting import default_of
 from windlass.finetuning.sft_config import SFTConfig
+from windlass.recipes.recipe import check_draft, load_recipe, read_draft
+from windlass.recipes.tuning_data import load_tuning_data
 
 __all__ = ["said"]
 pytest.importorskip("transformers")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from windlass.cli.built_in_recipes import is_recipe
 from windlass.cli.command_line import CommandParser
 from windlass.cli.main import COMMANDS, parsers
 from windlass.config.parallel.table import FLAGS
+from windlass.recipes.built_in_recipes import is_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

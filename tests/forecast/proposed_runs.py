@@ -6,11 +6,11 @@ import json
 import sys
 from pathlib import Path
 
-from windlass.cli.recipe import load_recipe, training_arguments
-from windlass.cli.tasks import TASKS
 from windlass.core.errors import WindlassError
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import leave
+from windlass.recipes.recipe import load_recipe, training_arguments
+from windlass.recipes.tasks import TASKS
 
 
 def train(path: str, overrides: list[str]) -> None:

@@ -20,6 +20,7 @@ FLOORS = [
     {"accelerator"},
     {"trainer"},
     {"compat", "finetuning", "forecast"},
+    {"recipes"},
     {"cli"},
     {
         # what scripts import by the names of their old library

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from tests.laws.source import PACKAGE, Module, classes, imports, modules
 
-from windlass.cli.tasks import TASKS
+from windlass.recipes.tasks import TASKS
 
 # Which bases make a class "one of those" that has a file of its own.
 KINDS = {
@@ -24,7 +24,7 @@ FAMILIES = {
     "windlass.optim.optimizers": "windlass.optim.registry",
     "windlass.optim.schedules": "windlass.optim",
     "windlass.callbacks.trackers": "windlass.callbacks.tracker_registry",
-    "windlass.cli.tasks": "windlass.cli.tasks",
+    "windlass.recipes.tasks": "windlass.recipes.tasks",
 }
 # The engines that stand behind the executor protocol. Above the rooms that build them no module asks which one it is.
 OWNERS = ("optim", "config", "assemble")
@@ -105,7 +105,7 @@ def test_kinds_of_task_are_known_by_name_to_their_own_files_alone() -> None:
     found = {
         m.where: names
         for m in modules()
-        if m.room == "cli" and not m.name.startswith("windlass.cli.tasks.")
+        if m.room in ("recipes", "cli") and not m.name.startswith("windlass.recipes.tasks.")
         if (names := ({*_names_compared(m)} | _names_listed(m)) & TASKS.keys())
     }
     assert not found

@@ -22,13 +22,13 @@ WORDS = {
                   rows_training.STATES.values())
     for word in words
 }  # fmt: skip
-ROOMS = ("config", "assemble", "cli")
+ROOMS = ("config", "assemble", "recipes", "cli")
 DECLARATIONS = ("windlass.config.sections.", "windlass.config.parallel.rows_")
 
 LISTS = {
     "windlass.cli.print_config": "which of them a printed recipe has even at their defaults",
     "windlass.cli.dry_run": "what a rehearsal does otherwise than the run",
-    "windlass.cli.tiny": "what the tiny form of a recipe does otherwise than the recipe",
+    "windlass.recipes.tiny": "what the tiny form of a recipe does otherwise than the recipe",
     "windlass.config.deepspeed": "keys of DeepSpeed's configuration, some of which are spelled as arguments are",
     "windlass.config.parallel.sources": "fields that hold several settings, and so belong to none",
     "windlass.config.parallel.keys": "names of families, some of which are spelled as arguments are",

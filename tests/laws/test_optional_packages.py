@@ -18,6 +18,7 @@ TRACKERS = (
 HOMES: dict[str, set[str]] = {
     "transformers": {
         "cli",
+        "recipes",
         "trainer",
         "data",
         "config",
@@ -29,7 +30,7 @@ HOMES: dict[str, set[str]] = {
         "forecast",
         "zero",
     },
-    "tokenizers": {"cli"},
+    "tokenizers": {"recipes"},
     "datasets": {"text"},
     "IPython": {"callbacks"},
     "matplotlib": {"callbacks"},
@@ -45,7 +46,7 @@ HOMES: dict[str, set[str]] = {
     "deepspeed": {"zero"},
     "sacrebleu": {"metrics"},
     "rouge_score": {"metrics"},
-    "sklearn": {"cli"},
+    "sklearn": {"recipes"},
     "PIL": {"text"},
     "shtab": {"cli"},
     "optuna": {"search"},

@@ -14,8 +14,8 @@ from tests.laws.source import ROOT, modules
 ROOMS = (
     "__main__", "accelerator", "assemble", "big_modeling", "callbacks", "checkpoint", "cli", "compat",
     "config", "core", "data", "data_loader", "dist", "engine", "finetuning", "hooks", "hub", "launchers", "local_sgd",
-    "logging", "metrics", "optim", "optimizer", "parallelism_config", "precision", "scheduler", "search", "state",
-    "tracking", "text", "trainer", "transforms", "utils", "zero",
+    "logging", "metrics", "optim", "optimizer", "parallelism_config", "precision", "recipes", "scheduler", "search",
+    "state", "tracking", "text", "trainer", "transforms", "utils", "zero",
 )  # fmt: skip
 
 # What does not belong, and what to write instead. Only what has one meaning, so that no correct sentence is found.

@@ -40,9 +40,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     files = (path for kind in ("*.py", "*.pyi", "*.schema.json") for path in PACKAGE.rglob(kind))
     sources = {f"windlass/{path.relative_to(PACKAGE).as_posix()}" for path in files}
     recipes = {
-        f"windlass/{path.relative_to(PACKAGE).as_posix()}" for path in (PACKAGE / "recipes").rglob("*.*")
+        f"windlass/{path.relative_to(PACKAGE).as_posix()}"
+        for path in (PACKAGE / "recipes" / "built_in").rglob("*.*")
     }
-    assert "windlass/recipes/python-docs.yaml" in recipes
+    assert "windlass/recipes/built_in/python-docs.yaml" in recipes
     assets = {
         f"windlass/callbacks/assets/{path.name}" for path in (PACKAGE / "callbacks" / "assets").iterdir()
     }

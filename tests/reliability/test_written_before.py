@@ -11,7 +11,7 @@ import torch
 from tests.dist.launch import launch, run_script
 
 from windlass.checkpoint.store import Store
-from windlass.cli.recipe import load_recipe
+from windlass.recipes.recipe import load_recipe
 
 KEPT = Path(__file__).parent / "written_before"
 SCRIPT = KEPT / "runs.py"

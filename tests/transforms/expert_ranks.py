@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.trainer.context_cases import collate, samples
+from tests.trainer.context_cases import model as model_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -79,6 +81,17 @@ def in_loop(accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, Tens
     return model, norm
 
 
+def generate_in_training(accelerator: Accelerator) -> None:
+    """Ranks generate different numbers of tokens with a model that balances its experts, in training mode."""
+    ids, plain, net = collate(samples(2))["input_ids"][:, :4], model_of("balanced"), model_of("balanced")
+    accelerator.prepare(net)
+    options = {"max_new_tokens": 2 + 3 * accelerator.process_index, "do_sample": False}
+    with undivided(net):
+        found = net.train().generate(ids, output_router_logits=True, **options)
+    assert torch.equal(found, plain.generate(ids, **options))
+    accelerator.free_memory()
+
+
 def main() -> None:
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=2, parallelism_config=ParallelismConfig(ep_size=2)
@@ -101,6 +114,7 @@ def main() -> None:
         accelerator.free_memory()
         with pytest.raises(ConfigError, match="was divided with ep_size above 1 and stays so"):
             spread(net, DistPlan(), current(), torch.device("cpu"))
+    generate_in_training(accelerator)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.cli.launching.test_from_files import PAGES, printed_files
 from tests.dist.launch import ROOT, launch_as, run_script
+from tests.recipes.test_from_files import PAGES, printed_files
 from tests.zero import launched_run
 from tests.zero.needed import needs_deepspeed
 

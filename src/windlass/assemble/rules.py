@@ -77,6 +77,10 @@ Condition = Callable[[TrainingArguments, CallPlan, Facts], Any]
 _LOST_WEIGHTS = (
     "it casts the trained weights; set eval_strategy='no' and evaluate afterwards, or use bf16=True"
 )
+_OF_STAGES = (
+    "weights that are divided among the stages of a pipeline are not cast: evaluate with bf16=True, or load what was "
+    "saved in one process"
+)
 # (option, the rule is broken if, fix): `name` is the option of each row.
 RULES: tuple[tuple[str, Condition, str], ...] = (
     (
@@ -120,6 +124,16 @@ RULES: tuple[tuple[str, Condition, str], ...] = (
         "fp16_full_eval",
         lambda args, plan, facts: args.fp16_full_eval and args.eval_strategy != "no",
         _LOST_WEIGHTS,
+    ),
+    (
+        "bf16_full_eval",
+        lambda args, plan, facts: args.bf16_full_eval and plan.dist.pipeline is not None,
+        _OF_STAGES,
+    ),
+    (
+        "fp16_full_eval",
+        lambda args, plan, facts: args.fp16_full_eval and plan.dist.pipeline is not None,
+        _OF_STAGES,
     ),
     (
         "ddp_find_unused_parameters",

@@ -156,7 +156,7 @@ class CallbackHandler:
         """Reset the requests of the previous step; return the events that have listeners now."""
         if len(self.callbacks) != self._known:  # scripts also edit the list itself
             self.refresh()
-        control.new_step()
+        control.should_log = control.should_evaluate = control.should_save = False
         return self.heard
 
     def listens(self, event: str) -> bool:

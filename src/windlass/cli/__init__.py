@@ -1,1 +1,1 @@
-"""Floor 7: the command line, and the recipes that `windlass train` runs."""
+"""The command line: one file for each command."""

@@ -7,12 +7,12 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from windlass.cli.argument_table import all_arguments
-from windlass.cli.built_in_recipes import names
 from windlass.cli.command_line import CommandParser
 from windlass.cli.main import COMMANDS, parsers
 from windlass.core.optional import require
 from windlass.core.output import say
+from windlass.recipes.argument_table import all_arguments
+from windlass.recipes.built_in_recipes import names
 
 _HELP = """\
 Print a script for a shell that completes commands, flags, arguments and files. Load it once for each shell:
@@ -48,7 +48,6 @@ def completion_command(words: Sequence[str]) -> int:
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     parser = CommandParser(prog="windlass completion", description=_HELP, example="windlass completion bash")
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
     return parser

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from windlass.cli.command_line import CommandParser
-from windlass.cli.launching.from_files import (
+from windlass.config.parallel import rows_launch, rows_training
+from windlass.config.parallel.keys import Key, Setting, Settings
+from windlass.core.errors import ConfigError, Problem, refuse
+from windlass.core.output import say
+from windlass.recipes.from_files import (
     basic_settings,
     default_file,
     find_file,
@@ -18,10 +22,6 @@ from windlass.cli.launching.from_files import (
     updated,
     write_file,
 )
-from windlass.config.parallel import rows_launch, rows_training
-from windlass.config.parallel.keys import Key, Setting, Settings
-from windlass.core.errors import ConfigError, Problem, refuse
-from windlass.core.output import say
 
 
 def ask_until(read: Callable[[str], Any], ask: Callable[[], str], complain: Callable[[str], None]) -> Any:

@@ -10,14 +10,14 @@ from typing import Any
 import yaml
 
 from windlass.cli.command_line import CommandParser
-from windlass.cli.recipe import training_arguments, training_fields
-from windlass.cli.schema import Recipe, field_names
 from windlass.config.documents import loads, one_line
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say, say_json
 from windlass.core.outside import load_outside
 from windlass.core.terminal import folded
 from windlass.core.whole_file import read_text
+from windlass.recipes.recipe import training_arguments, training_fields
+from windlass.recipes.schema import Recipe, field_names
 
 _HELP = """\
 Turn a configuration of TRL, Axolotl or LLaMA-Factory into a recipe, and list what it could not carry over.

@@ -10,20 +10,20 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from windlass.cli.built_in_recipes import is_recipe
-from windlass.cli.marked_text import BRACKETS, marked, terminal_marks
-from windlass.cli.readers import read_records
-from windlass.cli.recipe import load_recipe, training_arguments
-from windlass.cli.schema import DataSpec, Recipe
-from windlass.cli.tasks import TASKS
-from windlass.cli.text_source import DataSource, SourceSplit
-from windlass.cli.tokenizing import load_tokenizer
-from windlass.cli.tuning_data import tuning_rows
 from windlass.config.documents import parse_override
 from windlass.config.values import coerce
 from windlass.core.errors import ConfigError, DataError, Problem, nearest, refuse
 from windlass.core.output import STDOUT, say, say_json
 from windlass.finetuning.prepared_text import prepare_kept
+from windlass.recipes.built_in_recipes import is_recipe
+from windlass.recipes.marked_text import BRACKETS, marked, terminal_marks
+from windlass.recipes.readers import read_records
+from windlass.recipes.recipe import load_recipe, training_arguments
+from windlass.recipes.schema import DataSpec, Recipe
+from windlass.recipes.tasks import TASKS
+from windlass.recipes.text_source import DataSource, SourceSplit
+from windlass.recipes.tokenizing import load_tokenizer
+from windlass.recipes.tuning_data import tuning_rows
 from windlass.text.forms import Form, LocatedRows, RowError, recognise_form, standardised
 from windlass.text.prepare_text import prepare_text
 from windlass.text.summary import TextSummary

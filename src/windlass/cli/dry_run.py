@@ -17,16 +17,16 @@ from windlass.assemble.resolve import resolve_cadence
 from windlass.callbacks.progress import PrinterCallback
 from windlass.checkpoint.remote import check_remote
 from windlass.cli.command_line import in_words
-from windlass.cli.recipe import run_folder, training_arguments
-from windlass.cli.schema import Recipe, RecipeParts
 from windlass.cli.screen import describe_run, duration
-from windlass.cli.tasks import TASKS
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.config.plan import CadencePlan
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
 from windlass.core.world import world_from_environment
+from windlass.recipes.recipe import run_folder, training_arguments
+from windlass.recipes.schema import Recipe, RecipeParts
+from windlass.recipes.tasks import TASKS
 from windlass.trainer.run_folder import check_writable
 
 SCHEMA = "windlass-dry-run/1"

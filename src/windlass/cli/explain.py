@@ -11,14 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from windlass.cli.argument_table import Argument, all_arguments, find_arguments
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, names_and_overrides
 from windlass.cli.launching.launch import launch_settings
 from windlass.cli.launching.launch_flags import add_setting_flags
-from windlass.cli.recipe import check_draft, read_draft, training_arguments
-from windlass.cli.recipe_draft import RecipeDraft
-from windlass.cli.schema import Recipe
-from windlass.cli.tasks import TASKS
 from windlass.config.accepting import OLD_NAMES
 from windlass.config.arguments import TrainingArguments, describe
 from windlass.config.deepspeed import explained
@@ -35,6 +30,11 @@ from windlass.core.mesh import AXES
 from windlass.core.output import STDOUT, is_terminal, say, say_json
 from windlass.core.world import World
 from windlass.precision.dtypes import dtypes_of
+from windlass.recipes.argument_table import Argument, all_arguments, find_arguments
+from windlass.recipes.recipe import check_draft, read_draft, training_arguments
+from windlass.recipes.recipe_draft import RecipeDraft
+from windlass.recipes.schema import Recipe
+from windlass.recipes.tasks import TASKS
 
 
 @dataclass(slots=True)
@@ -112,8 +112,7 @@ def explain_command(words: list[str]) -> int:
     """Print one argument or setting, or all that are set; return the exit code."""
     parser = build_parser()
     options = parser.parse_intermixed_args(words)
-    overrides = [word for word in options.words if "=" in word]
-    names = [word for word in options.words if "=" not in word]
+    names, overrides = names_and_overrides(options.words)
     if len(names) > 1 or (overrides and options.recipe is None):
         parser.error(f"one name at a time: {' '.join(names)}" if names[1:] else "overrides need --recipe")
     settings, given = launch_settings(options, os.environ), None

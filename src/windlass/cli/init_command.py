@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from windlass.cli.built_in_recipes import ENDINGS, built_in
 from windlass.cli.command_line import CommandParser
 from windlass.cli.recipe_schema import EDITOR_LINE
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.output import say
+from windlass.recipes.built_in_recipes import ENDINGS, built_in
 
 
 def init_command(words: list[str]) -> int:
@@ -34,7 +34,6 @@ def init_command(words: list[str]) -> int:
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     parser = CommandParser(
         prog="windlass init",
         description="Copy a built-in recipe into a file of your own, to change it.",

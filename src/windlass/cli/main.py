@@ -13,20 +13,22 @@ import sys
 from collections.abc import Sequence
 
 from windlass import __version__
-from windlass.cli.built_in_recipes import is_recipe
 from windlass.cli.command_line import (
     ERROR_FILE_VARIABLE,
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
     CommandParser,
     TrainOptions,
+    answer,
+    names_and_overrides,
 )
-from windlass.cli.quiet import quiet_libraries
 from windlass.core.activity import Activity
 from windlass.core.errors import WindlassError, nearest
 from windlass.core.job_signals import surviving_hangup
-from windlass.core.output import flush_standard_streams, say, say_json
+from windlass.core.output import flush_standard_streams, say
 from windlass.core.terminal import folded_message
+from windlass.recipes.built_in_recipes import is_recipe
+from windlass.recipes.quiet import quiet_libraries
 
 TRAIN_HELP = """\
 Train a model as a recipe configures it. Without a recipe: a small language model on English text that every Python
@@ -136,17 +138,12 @@ def _dispatch(arguments: list[str]) -> int:
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "version":
-        if options.json:
-            say_json({"version": __version__})
-        else:
-            say(f"windlass {__version__}")
-    else:
-        parser.print_help()
+        return answer(options, {"version": __version__}, [f"windlass {__version__}"])
+    parser.print_help()
     return 0
 
 
 def parsers() -> tuple[CommandParser, CommandParser]:
-    """Return the parser of `windlass`, in which other commands have a name and a help only, and that of `train`."""
     parser = CommandParser(prog="windlass", description="Train PyTorch models, and never lose a step.")
     parser.add_argument("--version", action="version", version=f"windlass {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -194,8 +191,8 @@ def _train_options(
     if is_word and not os.path.isdir(resume):
         words.append(resume)
         resume = True
-    recipes = [word for word in words if "=" not in word]
-    from windlass.cli.schema import is_data
+    recipes, overrides = names_and_overrides(words)
+    from windlass.recipes.schema import is_data
 
     for word in recipes:
         if is_data(word) and not is_recipe(word):
@@ -208,7 +205,7 @@ def _train_options(
         train.error("--json is for --dry-run; of a run that was started: windlass status RUN --json")
     return TrainOptions(
         recipe=recipes[0] if recipes else None,
-        overrides=[word for word in words if "=" in word],
+        overrides=overrides,
         output_dir=options.output_dir,
         resume=resume,
         print_config=options.print_config or options.all,
@@ -222,7 +219,7 @@ def _train_options(
 
 def _as_keys(flags: list[str], arguments: Sequence[str], train: CommandParser) -> str:
     """Return how a recipe spells flags that are similar to its keys, to append to an error; empty for other flags."""
-    from windlass.cli.recipe import find_key
+    from windlass.recipes.recipe import find_key
 
     keys = []
     for flag in flags:

@@ -10,14 +10,14 @@ import math
 from types import NoneType
 from typing import Any
 
-from windlass.cli.argument_table import Argument, all_arguments
-from windlass.cli.built_in_recipes import FOLDER
 from windlass.cli.command_line import CommandParser
-from windlass.cli.schema import NESTED, SHORTHANDS
 from windlass.config.documents import Keys
 from windlass.core.output import STDOUT
+from windlass.recipes.argument_table import Argument, all_arguments
+from windlass.recipes.built_in_recipes import FOLDER
+from windlass.recipes.schema import NESTED, SHORTHANDS
 
-FILE = FOLDER / "recipe.schema.json"
+FILE = FOLDER.parent / "recipe.schema.json"
 EDITOR_LINE = f"# yaml-language-server: $schema={FILE.as_uri()}\n"
 """The first line of a recipe for editors: many read schemas that a file names so."""
 
@@ -44,7 +44,6 @@ def schema_command(words: list[str]) -> int:
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     return CommandParser(
         prog="windlass schema",
         description="Print the JSON schema of recipes, for editors. Recipes that `windlass init` and --print-config "

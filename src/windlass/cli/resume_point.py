@@ -7,11 +7,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from windlass.cli.recipe import run_folder
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import CheckpointError, ConfigError, Problem
 from windlass.core.locations import is_url, shown_path
 from windlass.core.world import world_from_environment
+from windlass.recipes.recipe import run_folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.built_in_recipes import is_recipe
 from windlass.cli.command_line import program
 from windlass.core.redact import HIDDEN
 from windlass.core.script_command import launch_words, torchrun, with_flag
 from windlass.core.world import world_from_environment
+from windlass.recipes.built_in_recipes import is_recipe
 
 
 def resume_command(arguments: Sequence[str]) -> str:

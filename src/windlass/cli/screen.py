@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.cli.images import Images
-from windlass.cli.samples import Blocks, MaskedBlocks
-from windlass.cli.schema import RecipeParts
-from windlass.cli.text_metrics import PREDICTIONS
 from windlass.core.locations import is_url, local_folder, shown_path
 from windlass.core.output import STDOUT
 from windlass.core.terminal import folded, folded_command
 from windlass.core.types import TrainOutput
 from windlass.finetuning.peft_adapters import count_parameters, describe_trained, is_peft_model
 from windlass.metrics.answer_scores import ROUGE
+from windlass.recipes.images import Images
+from windlass.recipes.samples import Blocks, MaskedBlocks
+from windlass.recipes.schema import RecipeParts
+from windlass.recipes.text_metrics import PREDICTIONS
 
 MARGIN = 15
 SHOWN = ("eval_loss", "eval_accuracy", "test_loss")

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 
 from windlass.cli.command_line import DTYPES
-from windlass.cli.quiet import hide_loading_bars
-from windlass.cli.schema import RecipeParts
-from windlass.cli.tuning_data import ended_prompt
 from windlass.config.sections.setting import Range, at_least
 from windlass.core.errors import DataError, Problem, refuse
 from windlass.core.optional import require
@@ -20,6 +17,9 @@ from windlass.core.output import STDOUT, escaped, say
 from windlass.core.rng import preserved_rng
 from windlass.finetuning.text_generation import generate
 from windlass.finetuning.trained_model import find_model, open_trained
+from windlass.recipes.quiet import hide_loading_bars
+from windlass.recipes.schema import RecipeParts
+from windlass.recipes.tuning_data import ended_prompt
 
 Message = dict[str, str]
 

@@ -10,12 +10,8 @@ from windlass.callbacks.early_stopping import EarlyStoppingCallback
 from windlass.callbacks.tracker_registry import check_trackers
 from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
 from windlass.cli.print_config import render_config
-from windlass.cli.recipe import note_recipe, open_recipe, run_folder, training_arguments
 from windlass.cli.resume_point import check_folder, find_resume_point, past_the_end
 from windlass.cli.resume_words import resume_command, start_command
-from windlass.cli.schema import Recipe
-from windlass.cli.tasks import TASKS
-from windlass.cli.tokenizing import saved_tokenizer
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.activity import Activity
@@ -27,9 +23,13 @@ from windlass.core.output import STDERR, say, say_json
 from windlass.core.terminal import folded, folded_command
 from windlass.core.whole_file import write_whole
 from windlass.core.world import world_from_environment
+from windlass.recipes.recipe import note_recipe, open_recipe, run_folder, training_arguments
+from windlass.recipes.schema import Recipe
+from windlass.recipes.tasks import TASKS
+from windlass.recipes.tokenizing import saved_tokenizer
 
 if TYPE_CHECKING:
-    from windlass.cli.schema import RecipeParts
+    from windlass.recipes.schema import RecipeParts
 
 
 def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
@@ -176,7 +176,7 @@ def early_stopping(recipe: Recipe) -> EarlyStoppingCallback | None:
 
 def _write_predictions(trainer: Any, parts: RecipeParts, args: TrainingArguments) -> dict[str, float]:
     """Write what the final weights generate for the test data, or else for the evaluation data; return its metrics."""
-    from windlass.cli.text_metrics import PREDICTIONS, decoded
+    from windlass.recipes.text_metrics import PREDICTIONS, decoded
 
     chosen = parts.evaluation if parts.test is None else parts.test
     if chosen is None:

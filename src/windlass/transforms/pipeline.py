@@ -223,8 +223,10 @@ class Pipeline(Strategy):
         self._inner.release()
 
     def cast(self, dtype: torch.dtype, device: torch.device) -> None:
-        fix = "is not built for pipelines: evaluate with bf16=True, or after training on one process"
-        raise ConfigError(Problem("bf16_full_eval", str(dtype), fix))
+        # Asked for after a run that began without it, which `assemble/rules.py` refuses.
+        field = "bf16_full_eval" if dtype is torch.bfloat16 else "fp16_full_eval"
+        fix = "is not built for weights in the stages of a pipeline: load what was saved in one process"
+        raise ConfigError(Problem(field, True, fix))
 
 
 def lean_head_of_whole(module: nn.Module) -> LeanHead | None:

@@ -30,8 +30,8 @@ class WholeBalance:
 
     Args:
         module: a mixture of transformers, or any other, whose forwards are left as they are.
-        loss_ranks: each training forward, and its backward, needs all of them if `everywhere`, and others those of its
-            context.
+        loss_ranks: each training forward with gradients, and its backward, needs all of them if `everywhere`, and
+            others those of its context.
         everywhere: balance the batches of all ranks that reduce gradients together, and not of each context.
         is_filling: returns True if the batch of this rank does not count.
         division: returns how the rows of the forward of a model that is under way are divided; None: they are whole.
@@ -107,8 +107,8 @@ class WholeBalance:
     def of_ranks(self, part: nn.Module, sums: Tensor) -> Tensor:
         """The loss of the sums of all ranks; of rows that are divided, an equal share of it for each rank."""
         division = self._division(part)
-        # An evaluation has one loss of each batch, on any number of ranks.
-        everywhere = self._everywhere and part.training
+        # An evaluation has one loss of each batch, on any number of ranks; ranks generate so many tokens each.
+        everywhere = self._everywhere and part.training and torch.is_grad_enabled()
         if everywhere or division is not None:
             ranks = self._ranks if everywhere else self._ranks.over("context")
             sums = _SumOverRanks.apply(sums, group_of(ranks))  # type: ignore[no-untyped-call]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from windlass.accelerator.value_files import load_values, save_values
-from windlass.cli.launching.from_files import basic_settings, default_file, write_file
 from windlass.compat.state import PartialState
 from windlass.core.device import visible_devices
 from windlass.core.optional import require
 from windlass.core.trees import convert_to_fp32, send_to_device
 from windlass.dist.sharded import is_sharded
+from windlass.recipes.from_files import basic_settings, default_file, write_file
 
 
 def model_has_dtensor(model: nn.Module) -> bool:

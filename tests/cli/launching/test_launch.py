@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from tests.dist.launch import run_script
 
-from windlass.cli.launching.from_files import default_file, find_file
 from windlass.cli.launching.launch import LaunchPlan, launch_settings, resolve_launch
 from windlass.cli.launching.launch_checks import Machine
 from windlass.cli.launching.launch_flags import add_launch_flags
@@ -19,6 +18,7 @@ from windlass.config.parallel.parallel_plan import plan_parallel
 from windlass.config.parallel.sources import from_environment
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
+from windlass.recipes.from_files import default_file, find_file
 
 TWO_DEVICES = Machine(2, "cuda")
 OLD_DEVICES = Machine(

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from windlass.cli.launching.from_files import from_document
 from windlass.config.parallel.keys import merge
 from windlass.config.parallel.parallel_plan import plan_parallel
 from windlass.config.parallel.sources import from_flags
 from windlass.core.errors import ConfigError
 from windlass.core.mesh import Mesh
 from windlass.core.world import World
+from windlass.recipes.from_files import from_document
 
 TWO = World(0, 2, 0, 2)
 FOUR_ON_TWO_MACHINES = World(0, 4, 0, 2)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from windlass import TrainingArguments
-from windlass.cli.launching.from_files import from_document
 from windlass.cli.launching.launch import resolve_launch
 from windlass.cli.launching.launch_flags import add_launch_flags
 from windlass.config.parallel.keys import Settings, merge
@@ -19,6 +18,7 @@ from windlass.config.parallel.sources import from_arguments
 from windlass.core import xla
 from windlass.core.errors import ConfigError
 from windlass.core.world import World
+from windlass.recipes.from_files import from_document
 
 absent = pytest.mark.skipif(xla.is_selected(), reason="torch_xla is installed")
 

@@ -20,7 +20,7 @@ ALL_TRAINERS = (*TRAINERS, "dpo")
 NOT_OF_PAIRS = (*TRAINERS, "loop")
 LOW_RANK = ("galore_adamw", "apollo_adamw")
 # Rounding decides about the sign of an update, or is part of the method.
-SIGNS = ("lion_32bit", "lion_8bit", "adamw_8bit", "muon", "grokadamw", "adafactor", *LOW_RANK)
+SIGNS = ("rmsprop", "lion_32bit", "lion_8bit", "adamw_8bit", "muon", "grokadamw", "adafactor", *LOW_RANK)
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
 OPTIMIZERS = (
     "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor", "muon", "lion_32bit", "ademamix", "stable_adamw",

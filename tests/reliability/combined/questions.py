@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -107,7 +108,10 @@ class Examination:
         name = f"{other.strategy} on {other.world}"
         if found.crashed or found.refused:
             return [f"{name}: {found.crashed or found.refused}"]
-        return _nearly(found, self.whole, self._recipe.tolerance, self._recipe.by_hand or 0.0, name)
+        whole = self.whole
+        if self._recipe.arguments.get("fp16"):
+            found, whole = _before_other_overflows(found, whole)
+        return _nearly(found, whole, self._recipe.tolerance, self._recipe.by_hand or 0.0, name)
 
     def _may_change_evaluations(self) -> bool:
         asked = self._recipe.arguments
@@ -155,6 +159,21 @@ def _unsaved(recipe: Recipe) -> Recipe:
     if asked.get("save_strategy") == "best" or asked.get("load_best_model_at_end"):
         return recipe
     return replace(recipe, arguments={**asked, "save_strategy": "no"})
+
+
+def _before_other_overflows(found: Outcome, whole: Outcome) -> tuple[Outcome, Outcome]:
+    """Both before the first update that one of them skips: from there on the scale of the fp16 loss differs, and with
+    it which updates are skipped.
+    """
+    norms = zip(found.series("grad_norm"), whole.series("grad_norm"), strict=False)
+    skipped = (at for at, (one, other) in enumerate(norms) if math.isfinite(one) != math.isfinite(other))
+    if (end := next(skipped, None)) is None:
+        return found, whole
+
+    def begun(outcome: Outcome) -> Outcome:
+        return replace(outcome, rows=[row for row in outcome.rows if "grad_norm" in row][:end], evaluated=0.0)
+
+    return begun(found), begun(whole)
 
 
 def _nearly(found: Outcome, whole: Outcome, tolerance: float, by_hand: float, name: str) -> list[str]:

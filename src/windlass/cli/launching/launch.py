@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from windlass.cli.launching.from_files import find_file, from_file
 from windlass.cli.launching.launch_checks import (
     Machine,
     launch_problems,
@@ -25,6 +24,7 @@ from windlass.config.parallel.table import values_for
 from windlass.core.errors import refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.world import World
+from windlass.recipes.from_files import find_file, from_file
 
 logger = get_logger(__name__)
 # Kind of accelerator -> the variable that limits which of them a process sees.

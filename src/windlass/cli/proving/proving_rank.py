@@ -28,8 +28,6 @@ from windlass.cli.proving.small_training import (
     VALUES,
     SmallTraining,
 )
-from windlass.cli.schema import TokenizerTraining
-from windlass.cli.tokenizing import WRITER, train_tokenizer
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import ConfigError, ModelError
@@ -37,6 +35,8 @@ from windlass.core.events import TrainerState
 from windlass.core.optional import require
 from windlass.dist.gang import leave
 from windlass.dist.sharded import Absent, whole
+from windlass.recipes.schema import TokenizerTraining
+from windlass.recipes.tokenizing import WRITER, train_tokenizer
 from windlass.trainer.trainer import Trainer
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.cli.modelling import config_of
 from windlass.cli.proving.small_training import ACCUMULATION, SmallTraining
-from windlass.cli.recipe import check_draft, read_draft, training_arguments
-from windlass.cli.schema import Recipe
-from windlass.cli.tasks import TASKS
 from windlass.config import kinds
 from windlass.config.arguments import TrainingArguments
 from windlass.config.parallel import rows_training as rows
@@ -21,6 +17,10 @@ from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.proofs.record import Claim, arguments_that_matter
 from windlass.proofs.small_config import AxisLayout
+from windlass.recipes.modelling import config_of
+from windlass.recipes.recipe import check_draft, read_draft, training_arguments
+from windlass.recipes.schema import Recipe
+from windlass.recipes.tasks import TASKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _config(recipe: Recipe) -> Any:
     if recipe.model.name is not None:
         return _saved_config(recipe.model.name)
     if of_recipe is None:
-        from windlass.cli.modelling import base_config
+        from windlass.recipes.modelling import base_config
 
         of_recipe = base_config(recipe.base.config if recipe.base else {})
     trained = recipe.tokenizer.train

@@ -1,0 +1,280 @@
+"""Fine-tuning and preferences by a recipe: the small base that is trained first, the adapter, the trainer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.checkpoint.adapters import peft_library
+from windlass.checkpoint.files import Files
+from windlass.config.arguments import TrainingArguments
+from windlass.core.errors import ConfigError, Problem
+from windlass.core.logs import get_job_logger
+from windlass.core.optional import require
+from windlass.core.rng import set_seed
+from windlass.core.whole_file import write_whole
+from windlass.core.world import world_from_environment
+from windlass.data.collate_pad import default_data_collator
+from windlass.recipes.image_tuning import image_model
+from windlass.recipes.modelling import TextShape, base_config, build_model, check_model_type
+from windlass.recipes.samples import pack
+from windlass.recipes.schema import BaseSpec, ModelSpec, Recipe, RecipeParts
+from windlass.recipes.splits import load_records
+from windlass.recipes.tuning_data import first_rows, takes_turns, tuning_rows, tuning_texts, tuning_tokenizer
+from windlass.text.forms import LocatedRows
+from windlass.trainer.instead import takes_place
+
+if TYPE_CHECKING:
+    from windlass.finetuning.tuning_config import TuningConfig
+    from windlass.transforms.model_limits import ModelLimits
+
+logger = get_job_logger(__name__)
+
+Prepare = Callable[[Any, str], Any]
+"""(rows, name of the dataset) -> what is trained on."""
+
+FOLDER = "base"
+_SETTINGS = "base_recipe.json"
+_BEGUN = "begun.json"
+"""The settings of a base that is being trained."""
+
+
+def build_sft_trainer(parts: RecipeParts, args: TrainingArguments) -> Any:
+    """Return an `SFTTrainer` for the recipe's model, or for a base that is trained now, unless it was before."""
+    from windlass.finetuning.sft_config import SFTConfig
+    from windlass.finetuning.sft_data import SFTData, holds_images
+    from windlass.finetuning.sft_trainer import SFTTrainer
+
+    assert isinstance(args, SFTConfig)
+    recipe = parts.recipe
+    name, processing_class = recipe.model.name, parts.tokenizer
+    check_model_type(recipe.model)
+    if holds_images(parts.train):
+        name, processing_class = image_model(recipe, parts.tokenizer, args.seed)
+    elif name is None:
+
+        def preparation(tokenizer: Any, limits: ModelLimits) -> Prepare:
+            data = SFTData(args, tokenizer, None, own_collator=False, limits=limits)
+            packs = {"train": args.packing, "eval": args.packs_evaluation}
+            return lambda rows, name: data.prepare(rows, name, packs[name])
+
+        name = base_of(parts, args, parts.train, preparation)
+    return tuned_trainer(SFTTrainer, name, parts, args, build_adapter(recipe), processing_class)
+
+
+def tuned_trainer(
+    kind: Any, model: Any, parts: RecipeParts, args: TuningConfig, adapter: Any, processing_class: Any
+) -> Any:
+    """Return a trainer of the class `kind` for a model or its name, which is loaded in the recipe's dtype."""
+    from windlass.finetuning.base_model import few_bits
+
+    recipe = parts.recipe
+    if isinstance(model, str):
+        options: Any = args.model_init_kwargs or {}  # JSON text was parsed when the arguments were made
+        dtype = {} if "torch_dtype" in options else {"dtype": recipe.model.dtype}
+        args.model_init_kwargs = {**dtype, **options}
+    return kind(
+        model,
+        args=args,
+        train_dataset=parts.train,
+        eval_dataset=parts.evaluation,
+        processing_class=processing_class,
+        peft_config=adapter,
+        quantization_config=recipe.quantization and few_bits(recipe.quantization, recipe.model.dtype),
+    )
+
+
+def build_adapter(recipe: Recipe) -> Any:
+    """The adapter's configuration; None without one. Raises ConfigError for keys and values that peft does not know."""
+    if recipe.adapter is None:
+        return None
+    peft = peft_library("train an adapter")
+    try:
+        return peft.LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": "all-linear", **recipe.adapter})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(Problem("adapter", recipe.adapter, str(error))) from error
+
+
+def new_base(spec: BaseSpec, tokenizer: Any) -> Any:
+    """The small base with new weights."""
+    text, config = TextShape(tokenizer, spec.block_size, "base.block_size"), base_config(spec.config)
+    return build_model(ModelSpec(config=config), "AutoModelForCausalLM", [], text.implied_config(), text)
+
+
+# --- the base ---------------------------------------------------------------------------------------------------------
+
+
+def base_of(
+    parts: RecipeParts, args: TuningConfig, texts: Any, preparation: Callable[[Any, ModelLimits], Prepare]
+) -> Any:
+    """Return the folder of a small base that is trained now, unless it was before; its config, with new weights, where
+    nothing is trained.
+
+    Args:
+        texts: rows that it is trained on.
+        preparation: returns what prepares the datasets of the trainer, for a tokenizer and the limits of a model.
+
+    Raises:
+        ConfigError, DataError: rows that the trainer cannot prepare, before the base is trained for them. What is
+            prepared is kept, and found by the trainer.
+    """
+    from windlass.finetuning.base_model import set_special_tokens
+    from windlass.finetuning.templates import take_over_template
+    from windlass.transforms.model_limits import ModelLimits
+
+    spec = parts.recipe.base or BaseSpec()
+    tokenizer = deepcopy(parts.tokenizer)
+    take_over_template(getattr(args, "chat_template_path", None), tokenizer)
+    set_special_tokens(tokenizer, args)
+    with require("torch", "train").device("meta"):
+        base = new_base(spec, tokenizer)
+    if takes_place():
+        return base.config
+    prepare = preparation(tokenizer, ModelLimits.of(base))
+    prepare(parts.train, "train")
+    if parts.evaluation is not None:
+        prepare(parts.evaluation, "eval")
+    return str(trained_base(parts.recipe, parts.tokenizer, texts, args))
+
+
+def _begin_base(folder: Path, settings: str) -> None:
+    """Prepare the folder of a base, with what was saved of it before; of one with other settings nothing is kept."""
+    begun = folder / _BEGUN
+    if not (begun.is_file() and begun.read_text(encoding="utf-8") == settings):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_whole(begun, settings)
+
+
+def _complete_base(folder: Path, settings: str) -> None:
+    for saved in folder.glob("checkpoint-*"):
+        shutil.rmtree(saved)
+    # Written last, so the folder is complete if this file exists.
+    Files().write(folder / _SETTINGS, [settings.encode()])
+
+
+def trained_base(recipe: Recipe, tokenizer: Any, rows: Any, args: TrainingArguments) -> Path:
+    """Return the folder of a small model that is trained on the rows' texts, unless one with these settings exists.
+
+    Raises KeyboardInterrupt if the user ends its training, which the next call continues.
+    """
+    from windlass.trainer.trainer import Trainer
+    from windlass.zero.building import DividedBuilding
+
+    spec = recipe.base or BaseSpec()
+    folder = Path(args.output_path) / FOLDER
+    settings = json.dumps(
+        {**asdict(spec), "data": asdict(recipe.data), "vocabulary": len(tokenizer)}, sort_keys=True
+    )
+    found = folder / _SETTINGS
+    if found.is_file() and found.read_text(encoding="utf-8") == settings:
+        return folder
+    is_main = world_from_environment().is_main
+    if is_main:
+        _begin_base(folder, settings)
+    logger.warning(
+        "no model is named: first training a small base on the same text, for %d updates", spec.max_steps
+    )
+    set_seed(args.seed)
+    base_args = TrainingArguments(
+        str(folder),
+        max_steps=spec.max_steps,
+        per_device_train_batch_size=spec.batch_size,
+        learning_rate=spec.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.05,
+        weight_decay=0.1,
+        logging_steps=50,
+        save_strategy="no",
+        seed=args.seed,
+        use_cpu=args.use_cpu,
+        report_to="none",
+        disable_tqdm=args.disable_tqdm,
+        log_level="warning",
+    )
+    with DividedBuilding.paused():
+        model = new_base(spec, tokenizer)
+    trainer = Trainer(
+        model,
+        base_args,
+        default_data_collator,
+        pack(list(tuning_texts(first_rows(rows), recipe.data.text_column)), tokenizer, spec.block_size),
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint="auto")
+    if trainer.state.global_step < spec.max_steps:
+        raise KeyboardInterrupt
+    trainer.save_model()
+    if is_main:
+        _complete_base(folder, settings)
+    trainer.accelerator.wait_for_everyone()
+    return folder
+
+
+def load_preferences(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> RecipeParts:
+    """Read the rows of a recipe, and load or train its tokenizer. Raises DataError, ConfigError or ModelError, with the
+    file, the line or the key.
+
+    Args:
+        seed: of what is held out.
+        saved_tokenizer: checkpoint with the tokenizer of a resumed run.
+    """
+    train, held = (
+        tuning_rows(found, recipe.data) for found in load_records(recipe.data, seed, cut_texts=False)
+    )
+    chosen = chosen_answers(train)
+    tokenizer = tuning_tokenizer(recipe, chosen, saved_tokenizer)
+    turns = takes_turns(chosen, recipe.data.text_column) if chosen else False
+    return RecipeParts(recipe, tokenizer, train, held or None, takes_turns=turns)
+
+
+def chosen_answers(rows: LocatedRows) -> LocatedRows:
+    """The chosen answers with their prompts, in the forms of fine-tuning; rows without one are left out, for their
+    trainer names them.
+    """
+    found = list(_chosen(rows))
+    return LocatedRows([row for row, _ in found], [place for _, place in found])
+
+
+def _chosen(rows: LocatedRows) -> Iterator[tuple[dict[str, Any], str]]:
+    for row, place in zip(rows, rows.places, strict=True):
+        prompt, chosen = row.get("prompt"), row.get("chosen", row.get("completion"))
+        if type(prompt) is type(chosen) and isinstance(chosen, (str, list)):
+            yield {"prompt": prompt, "completion": chosen}, place
+        elif isinstance(chosen, list):
+            yield {"messages": chosen}, place
+        elif isinstance(chosen, str):
+            yield {"prompt": "", "completion": chosen}, place
+
+
+def build_preference_trainer(
+    kind: Any, parts: RecipeParts, args: TrainingArguments, adapter_task: str
+) -> Any:
+    """Return a trainer of the class `kind` for the recipe's model, or for a base that is trained now, unless it was
+    before.
+
+    Args:
+        adapter_task: what peft calls the task of the model.
+    """
+    from windlass.finetuning.tuning_config import TuningConfig
+
+    assert isinstance(args, TuningConfig)
+    recipe = parts.recipe
+    check_model_type(recipe.model)
+    name: Any = recipe.model.name
+    if name is None:
+        name = base_of(
+            parts,
+            args,
+            chosen_answers(parts.train),
+            lambda tokenizer, limits: kind.preparation(args, tokenizer, limits).prepare,
+        )
+    adapter = build_adapter(recipe)
+    if adapter is not None and "task_type" not in (recipe.adapter or {}):
+        adapter.task_type = adapter_task
+    return tuned_trainer(kind, name, parts, args, adapter, parts.tokenizer)

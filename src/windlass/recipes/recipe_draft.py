@@ -1,0 +1,107 @@
+"""The plain values of a recipe, and where each of them was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from windlass.config.documents import Document, Keys, load, parse_override
+from windlass.core.errors import ConfigError, Problem
+from windlass.recipes.built_in_recipes import recipe_path
+from windlass.recipes.schema import SHORTHANDS
+
+# A name that is given as an override replaces what the file has in its place.
+ALTERNATIVES: dict[Keys, Keys] = {
+    ("model", "name"): ("config", "model_type"),
+    ("tokenizer", "name"): ("train",),
+}
+
+
+class RecipeDraft:
+    """The values of a recipe file with overrides applied.
+
+    Attributes:
+        values: mapping of sections, as plain Python values.
+        problems: overrides that could not be read.
+    """
+
+    def __init__(self, document: Document) -> None:
+        self.values: dict[str, Any] = document.values
+        self.problems: list[Problem] = []
+        self._source, self._lines = document.source, dict(document.lines)
+        self._overridden: set[Keys] = set()
+        self._amended: set[Keys] = set()
+        for section, key in SHORTHANDS.items():
+            if isinstance(self.values.get(section), str):
+                self.values[section] = {key: self.values[section]}
+                self._lines[section, key] = self._lines[section,]
+
+    @classmethod
+    def read(cls, path: str | Path) -> RecipeDraft:
+        """Read a recipe, or the built-in one of this name. Raises ConfigError if it is not a YAML mapping."""
+        return cls(load(recipe_path(path)))
+
+    def override(self, overrides: Sequence[str]) -> None:
+        """Apply `key=value` overrides; those that cannot be read are added to `problems`."""
+        for text in overrides:
+            try:
+                keys, value = parse_override(text)
+            except ConfigError as error:
+                self.problems += error.problems
+                continue
+            if len(keys) == 1 and isinstance(value, str) and keys[0] in SHORTHANDS:
+                keys = (*keys, SHORTHANDS[keys[0]])
+            self.put(keys, value)
+            section = self.values.get(keys[0])
+            for other in ALTERNATIVES.get(keys, ()):
+                if isinstance(section, dict) and not self.is_overridden(keys[0], other):
+                    section.pop(other, None)
+
+    def section(self, name: str) -> Any:
+        """Return the values of a section; an empty mapping if the recipe has none."""
+        return self.values.get(name) or {}
+
+    def put(self, keys: Keys, value: Any) -> None:
+        """Set one value as an override, creating its sections."""
+        self._set(keys, value)
+        self._overridden.add(keys)
+
+    def amend(self, keys: Keys, value: Any) -> None:
+        """Set one value as `--tiny` asks for it, creating its sections, unless it is an override."""
+        if not self.is_overridden(*keys):
+            self._set(keys, value)
+            self._amended.add(keys)
+
+    def _set(self, keys: Keys, value: Any) -> None:
+        node = self.values
+        for key in keys[:-1]:
+            inner = node.setdefault(key, {})
+            if inner is None:
+                inner = node[key] = {}
+            if not isinstance(inner, dict):
+                return  # not a section: reported by the check of the whole
+            node = inner
+        node[keys[-1]] = value
+
+    def origin(self, *keys: str) -> str | None:
+        """Return where a value was set: `recipe.yaml:12`, `the command line` or a flag; None if it was not."""
+        if self.is_overridden(*keys):
+            return "the command line"
+        if any(keys[:depth] in self._amended for depth in range(len(keys), 0, -1)):
+            return "--tiny"
+        return f"{self._source}:{self._lines[keys]}" if keys in self._lines else None
+
+    def is_overridden(self, *keys: str) -> bool:
+        """Return True if this value, or a section around it, was given as an override."""
+        return any(keys[:depth] in self._overridden for depth in range(1, len(keys) + 1))
+
+    def label(self, *keys: str) -> str:
+        """Return the name of a value in errors: `recipe.yaml:12: data.train`, or `data.train` of an override."""
+        if not self.is_overridden(*keys):
+            # A missing key has the line of its section.
+            for depth in range(len(keys), 0, -1):
+                line = self._lines.get(keys[:depth])
+                if line is not None:
+                    return f"{self._source}:{line}: {'.'.join(keys)}"
+        return ".".join(keys)

@@ -1,0 +1,25 @@
+"""The kinds of task that a recipe may name. Reading this costs no torch."""
+
+from windlass.recipes.task import Task
+from windlass.recipes.tasks.answer_judging import AnswerJudging
+from windlass.recipes.tasks.causal_lm import CausalLM
+from windlass.recipes.tasks.classification import Classification
+from windlass.recipes.tasks.image_classification import ImageClassification
+from windlass.recipes.tasks.masked_lm import MaskedLM
+from windlass.recipes.tasks.preference_tuning import PreferenceTuning
+from windlass.recipes.tasks.reward_modelling import RewardModelling
+from windlass.recipes.tasks.seq2seq import Seq2Seq
+from windlass.recipes.tasks.supervised_tuning import SupervisedTuning
+
+# In the order in which messages list them.
+TASKS: dict[str, Task] = {
+    CausalLM.name: CausalLM(),
+    Classification.name: Classification(),
+    MaskedLM.name: MaskedLM(),
+    Seq2Seq.name: Seq2Seq(),
+    ImageClassification.name: ImageClassification(),
+    SupervisedTuning.name: SupervisedTuning(),
+    PreferenceTuning.name: PreferenceTuning(),
+    RewardModelling.name: RewardModelling(),
+    AnswerJudging.name: AnswerJudging(),
+}

@@ -1,0 +1,45 @@
+"""Causal language modelling: the next token of running text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from windlass.recipes.readers import Record, texts
+from windlass.recipes.schema import PLAIN_TEXT, PYTHON_DOCS, DataSpec, RecipeParts
+from windlass.recipes.text_task import TextTask
+from windlass.recipes.tokenizing import WRITER
+
+if TYPE_CHECKING:
+    from windlass.recipes.marked_text import Marks
+
+
+class CausalLM(TextTask):
+    """Texts are joined and cut into blocks."""
+
+    name = "causal-lm"
+    own_keys = ("data.block_size", "sample")
+    own_formats = PLAIN_TEXT
+    model_class = "AutoModelForCausalLM"
+    tokenizer_kind = WRITER
+    length_key = "block_size"
+    provable = True
+    marked_tokens = "tokens have a label: each is predicted from those before it"
+
+    def stand_in(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        return {"format": PYTHON_DOCS}
+
+    def encode(self, records: list[Record], data: DataSpec, tokenizer: Any, labels: Sequence[str]) -> Any:
+        from windlass.recipes.samples import pack
+
+        return pack(texts(records, data.text_column), tokenizer, data.block_size)
+
+    def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
+        from windlass.recipes.marked_text import marked
+        from windlass.text.encoder import IGNORED
+
+        ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
+        end = len(labels) - labels.count(IGNORED)  # of the padding of the last block
+        padding = "" if end == len(ids) else f", then {len(ids) - end} of padding"
+        yield f"block   {end} tokens{padding}"
+        yield marked(ids[:end], labels[:end], parts.tokenizer, marks)

@@ -1,0 +1,58 @@
+"""Masked language modelling: hidden tokens of running text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from windlass.recipes.readers import Record, texts
+from windlass.recipes.schema import PLAIN_TEXT, PYTHON_DOCS, DataSpec, RecipeParts
+from windlass.recipes.text_task import TextTask
+from windlass.recipes.tokenizing import READER
+
+if TYPE_CHECKING:
+    from windlass.recipes.marked_text import Marks
+
+
+class MaskedLM(TextTask):
+    """Texts are joined and cut into blocks; the collator hides tokens of a batch."""
+
+    name = "masked-lm"
+    own_keys = ("data.block_size", "data.mlm_probability")
+    own_formats = PLAIN_TEXT
+    model_class = "AutoModelForMaskedLM"
+    tokenizer_kind = READER
+    length_key = "block_size"
+    marked_tokens = "is what was there before, and what the model predicts"
+
+    def stand_in(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        return {"format": PYTHON_DOCS}
+
+    def encode(self, records: list[Record], data: DataSpec, tokenizer: Any, labels: Sequence[str]) -> Any:
+        from windlass.recipes.samples import MaskedBlocks, pack
+
+        return MaskedBlocks(pack(texts(records, data.text_column), tokenizer, data.block_size))
+
+    def collator(self, parts: RecipeParts, model: Any) -> Any:
+        from windlass.data.collate_mlm import DataCollatorForLanguageModeling
+
+        return DataCollatorForLanguageModeling(
+            parts.tokenizer, mlm_probability=parts.recipe.data.mlm_probability
+        )
+
+    def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
+        from windlass.text.encoder import IGNORED
+        from windlass.text.trained_pieces import decoded
+
+        batch = self.collator(parts, None)([sample])
+        length = int(sample["attention_mask"].sum())
+        ids, labels = (batch[name][0, :length].tolist() for name in ("input_ids", "labels"))
+        yield f"block   {length} tokens, {length - labels.count(IGNORED)} of them to predict; each epoch draws others"
+        pairs = zip(ids, labels, strict=True)
+        pieces = []
+        for hidden, group in groupby(pairs, key=lambda pair: pair[1] != IGNORED):
+            given, wanted = zip(*group, strict=True)
+            was = f"{marks[0]}={decoded(wanted, parts.tokenizer)}{marks[1]}" if hidden else ""
+            pieces.append(decoded(given, parts.tokenizer) + was)
+        yield " ".join(pieces)

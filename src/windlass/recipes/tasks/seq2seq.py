@@ -1,0 +1,77 @@
+"""Text to text: a target is generated from a source, as in translation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from windlass.config.arguments import TrainingArguments
+from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments
+from windlass.recipes.readers import Record, texts
+from windlass.recipes.schema import DataSpec, Recipe, RecipeParts
+from windlass.recipes.task import Conflict
+from windlass.recipes.text_task import TextTask
+from windlass.recipes.tokenizing import TRANSLATOR
+
+if TYPE_CHECKING:
+    from windlass.recipes.marked_text import Marks
+
+
+class Seq2Seq(TextTask):
+    """Pairs of texts; evaluations generate, if `metric` is set."""
+
+    name = "seq2seq"
+    own_keys = ("data.target_column", "data.test", "data.max_length", "metric", "sample")
+    own_formats = ("parallel",)
+    arguments = Seq2SeqTrainingArguments
+    model_class = "AutoModelForSeq2SeqLM"
+    tokenizer_kind = TRANSLATOR
+
+    def training_defaults(self, recipe: Recipe) -> dict[str, Any]:
+        return {"predict_with_generate": recipe.metric is not None}
+
+    def conflicts(self, recipe: Recipe) -> Iterator[Conflict]:
+        yield from super().conflicts(recipe)
+        if recipe.metric is not None and not recipe.training.get("predict_with_generate"):
+            fix = "is computed from generated text; leave training.predict_with_generate out"
+            yield "metric", recipe.metric, fix
+
+    def text_columns(self, data: DataSpec) -> tuple[str, ...]:
+        return (data.text_column, data.target_column)
+
+    def encode(self, records: list[Record], data: DataSpec, tokenizer: Any, labels: Sequence[str]) -> Any:
+        from windlass.recipes.samples import encode_pairs
+
+        sources, targets = (texts(records, column) for column in self.text_columns(data))
+        return encode_pairs(sources, targets, tokenizer, data.max_length)
+
+    def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
+        from windlass.text.trained_pieces import decoded
+
+        for name, key in (("source", "input_ids"), ("target", "labels")):
+            yield f"{name}  {len(sample[key])} tokens: {decoded(sample[key], parts.tokenizer)}"
+
+    def implied_config(self, tokenizer: Any) -> dict[str, Any]:
+        return {"decoder_start_token_id": tokenizer.pad_token_id, "forced_eos_token_id": None}
+
+    def collator(self, parts: RecipeParts, model: Any) -> Any:
+        from windlass.data.collate_pad import DataCollatorForSeq2Seq
+
+        return DataCollatorForSeq2Seq(parts.tokenizer, model)
+
+    def trainer_options(self, parts: RecipeParts, args: TrainingArguments) -> dict[str, Any]:
+        from windlass.recipes.text_metrics import SCORES, of_predictions
+
+        metric = parts.recipe.metric
+        return {} if metric is None else {"compute_metrics": of_predictions(parts.tokenizer, SCORES[metric])}
+
+    def trainer_class(self) -> Any:
+        from windlass.finetuning.seq2seq_trainer import Seq2SeqTrainer
+
+        return Seq2SeqTrainer
+
+    def build_trainer(self, parts: RecipeParts, args: TrainingArguments) -> Any:
+        assert isinstance(args, Seq2SeqTrainingArguments)
+        if args.predict_with_generate and args.generation_max_length is None:
+            args.generation_max_length = parts.recipe.data.max_length  # as long as the targets may be
+        return super().build_trainer(parts, args)

@@ -1,0 +1,77 @@
+"""A task on text whose rows are encoded before training."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from windlass.config.arguments import TrainingArguments
+from windlass.recipes.modelling import TextShape, build_model
+from windlass.recipes.readers import Record, read_records, texts
+from windlass.recipes.schema import PLAIN_TEXT, DataSpec, Recipe, RecipeParts
+from windlass.recipes.task import Task
+from windlass.recipes.tokenizing import TokenizerKind, build_tokenizer
+
+
+class TextTask(Task):
+    """Reads records, trains or loads a tokenizer, and encodes the records with it."""
+
+    model_class: ClassVar[str]  # class of transformers that loads or builds the model
+    tokenizer_kind: ClassVar[TokenizerKind]  # what a tokenizer is that is trained for this task
+    length_key: ClassVar[str] = "max_length"  # key of `data` with the number of tokens in a sample
+
+    @abstractmethod
+    def encode(self, records: list[Record], data: DataSpec, tokenizer: Any, labels: Sequence[str]) -> Any:
+        """Return a dataset of the samples. Raises DataError for a record without one of the columns."""
+
+    def text_columns(self, data: DataSpec) -> tuple[str, ...]:
+        """Return the columns that a new tokenizer is trained on."""
+        return (data.text_column,)
+
+    def label_names(self, train: list[Record], data: DataSpec) -> list[str]:
+        """Return the names of the classes in the training data."""
+        return []
+
+    def implied_config(self, tokenizer: Any) -> dict[str, Any]:
+        """Return defaults of a new model's config, besides those of every language model."""
+        return {}
+
+    # --- as for every task --------------------------------------------------------------------------------------------
+
+    def file_problem(self, kind: str) -> str | None:
+        if kind != "txt" or kind in self.own_formats:
+            return None
+        also = "parallel" if "parallel" in self.own_formats else "folder"
+        return f"a txt file has no labels; {self.name} reads jsonl, csv, tsv, parquet, {also} or hub"
+
+    def build_parts(
+        self, recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None
+    ) -> RecipeParts:
+        data = recipe.data
+        train, held = self._records(data, args.seed)
+        text = [text for column in self.text_columns(data) for text in texts(train, column)]
+        tokenizer = build_tokenizer(recipe, self.tokenizer_kind, text, saved_tokenizer)
+        labels = self.label_names(train, data)
+        test = read_records(data.test, data) if data.test else []
+        samples, evaluation, tested = (
+            self.encode(records, data, tokenizer, labels) if records else None
+            for records in (train, held, test)
+        )
+        return RecipeParts(recipe, tokenizer, samples, evaluation, labels, tested)
+
+    def build_model(self, parts: RecipeParts) -> Any:
+        length = getattr(parts.recipe.data, self.length_key)
+        text = TextShape(parts.tokenizer, length, f"data.{self.length_key}")
+        implied = {**text.implied_config(), **self.implied_config(parts.tokenizer)}
+        model = build_model(parts.recipe.model, self.model_class, parts.labels, implied, text)
+        if getattr(model.config, "pad_token_id", None) is None:
+            # A head for classes finds the last token of a text before the padding.
+            model.config.pad_token_id = parts.tokenizer.pad_token_id
+        return model
+
+    def _records(self, data: DataSpec, seed: int) -> tuple[list[Record], list[Record]]:
+        from windlass.recipes.splits import load_records
+
+        return load_records(data, seed, cut_texts=PLAIN_TEXT[0] in self.own_formats)

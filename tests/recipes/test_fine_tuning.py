@@ -1,0 +1,128 @@
+"""The recipes of the task sft: a base that is trained first, an adapter, a sample before and after."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from windlass.cli.main import main
+from windlass.core.errors import ConfigError
+from windlass.recipes.recipe import load_recipe
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    path = tmp_path / "train.jsonl"
+    rows = [
+        {
+            "question": f"Tom has {n} apples and gets {n + 1} more. How many?",
+            "answer": f"{n} + {n + 1} = {2 * n + 1}",
+        }
+        for n in range(120)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def small(problems: Path, *more: str) -> list[str]:
+    return [
+        f"data.train={problems}", f"training.output_dir={problems.parent / 'run'}", "tokenizer.train.vocab_size=300",
+        "base.config.hidden_size=64", "base.config.intermediate_size=64", "base.config.num_hidden_layers=1",
+        "base.max_steps=2", "base.batch_size=2", "base.block_size=32", "training.max_steps=2", "training.save_steps=2",
+        "training.eval_steps=2", "training.per_device_train_batch_size=1", "sample.max_new_tokens=4", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sft-gsm8k", "qlora-gsm8k"])
+def test_a_newcomer_gets_an_adapter_and_a_sample(
+    name: str, problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name.startswith("qlora"):
+        pytest.importorskip("bitsandbytes")
+    assert main(["train", name, *small(problems)]) == 0
+    shown = capsys.readouterr().out
+    run = problems.parent / "run"
+    assert "Adapter     training " in shown
+    assert re.search(
+        r"  train: +118 rows, [\d,]+ tokens .* 0 truncated, 0 dropped; packed into \d+ rows", shown
+    )
+    assert "Before training, the model writes: Tom has 3 apples" in shown
+    assert "\nafter          Tom has 3 apples" in shown
+    assert (run / "base" / "model.safetensors").is_file()
+    assert (run / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    assert (run / "report.html").is_file()
+    before = (run / "base" / "model.safetensors").stat().st_mtime_ns
+    assert main(["train", name, *small(problems, "training.max_steps=3"), "--resume"]) == 0
+    assert (run / "base" / "model.safetensors").stat().st_mtime_ns == before, "the base is trained once"
+    assert (run / "metrics.jsonl").read_text().count('"base"') == 0
+
+
+def test_a_named_model_is_tuned_as_it_is(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "sft-gsm8k", *small(problems)]) == 0
+    base = problems.parent / "run" / "base"
+    recipe = problems.parent / "mine.yaml"
+    recipe.write_text(
+        f"task: sft\ndata: {{train: {problems}, prompt_column: question, completion_column: answer}}\nmodel: {base}\n"
+        f"training: {{max_steps: 1, use_cpu: true, max_length: 32, output_dir: {problems.parent / 'whole'}}}\n"
+    )
+    capsys.readouterr()
+    assert main(["train", str(recipe)]) == 0
+    assert "Adapter" not in capsys.readouterr().out
+    assert list((problems.parent / "whole").glob("**/model.safetensors"))
+
+
+def test_a_ready_recipe_tunes_a_named_model_with_its_tokenizer(problems: Path) -> None:
+    """As its first lines say; what it says of the base, and of its tokenizer, applies without a name."""
+    recipe, run = "sft-gsm8k", problems.parent / "run"
+    assert main(["train", recipe, *small(problems)]) == 0
+    base = (run / "base").rename(problems.parent / "mine")
+    options = [word for word in small(problems) if not word.startswith("base.")]
+    named = [
+        f"model.name={base}",
+        "tokenizer.train.vocab_size=300",
+        "--output-dir",
+        str(problems.parent / "named"),
+    ]
+    assert main(["train", recipe, *options, *named]) == 0
+    (tuned,) = (problems.parent / "named").glob("checkpoint-*")
+    assert (tuned / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert (tuned / "adapter_model.safetensors").is_file()
+    assert not (problems.parent / "named" / "base").exists()
+
+
+def test_rows_that_cannot_be_prepared_are_found_before_a_base_is_trained(
+    problems: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "sft-gsm8k", *small(problems, "training.assistant_only_loss=true")]) == 2
+    assert "needs conversations" in capsys.readouterr().err
+    assert not (problems.parent / "run" / "base").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("data: {train: T, prompt_column: q}", "name both or neither"),
+        ("data: T\nmodel: {config: {model_type: llama}}", "names new weights, which cannot be tuned"),
+        ("data: T\nquantization: nf4", "add an adapter"),
+        ("data: T\nquantization: 2bit\nadapter: {r: 2}", "must be one of nf4, fp4, int8"),
+        ("data: {train: T, mixture: {T: 1}}", "give either data.mixture or data.train"),
+        ("data: {mixture: {nowhere.jsonl: 1}}", "no such file or folder"),
+        ("data: T\ntraining: {packing_strategy: best}", "must be one of bfd, bfd_split, wrapped"),
+        ("task: causal-lm\ndata: T\nadapter: {r: 2}", "has no meaning for task causal-lm"),
+    ],
+)
+def test_contradictions_are_found_at_once(tmp_path: Path, body: str, message: str) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("one two\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        ("" if body.startswith("task") else "task: sft\n") + body.replace("T", str(text)) + "\n"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(recipe)

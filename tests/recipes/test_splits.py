@@ -1,0 +1,70 @@
+"""What is held out is never trained on, and is the same in every run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.core.errors import DataError
+from windlass.recipes import splits
+from windlass.recipes.readers import Record
+from windlass.recipes.schema import DataSpec
+
+
+def records(values: list[str], name: str = "text") -> list[Record]:
+    return [(f"row {index}", {name: value}) for index, value in enumerate(values)]
+
+
+@given(count=st.integers(2, 60), seed=st.integers(0, 99), fraction=st.floats(0.05, 0.9))
+def test_records_are_shared_out_without_overlap(count: int, seed: int, fraction: float) -> None:
+    if round(count * fraction) in (0, count):
+        return
+    rows = records([f"text {index}" for index in range(count)])
+    train, held = splits.hold_out(rows, "rows", fraction, seed)
+    assert sorted(train + held, key=lambda row: int(row[0].split()[1])) == rows
+    assert len(held) == round(count * fraction)
+    assert (train, held) == splits.hold_out(rows, "rows", fraction, seed)
+
+
+@given(texts=st.lists(st.lists(st.text("ab ", min_size=1), min_size=1, max_size=9), min_size=1, max_size=5))
+def test_tails_are_cut_at_line_ends_and_nothing_is_lost(texts: list[list[str]]) -> None:
+    whole = ["".join(f"{line}\n" for line in lines) for lines in texts]
+    try:
+        train, held = splits._hold_out_tails(records(whole), "text", 0.3)
+    except DataError:
+        return
+    tails = {where: values["text"] for where, values in held}
+    heads = {where: values["text"] for where, values in train}
+    for where, values in records(whole):
+        head, tail = heads[where], tails.get(where, "")
+        assert values["text"].startswith(head)
+        assert head.endswith("\n")
+        assert head + tail == values["text"] or not values["text"][len(head) :].strip()
+
+
+def test_too_little_to_share_is_said() -> None:
+    with pytest.raises(DataError, match="eval_fraction"):
+        splits.hold_out(records(["one"]), "x.jsonl: 1 records", 0.05, 1)
+    with pytest.raises(DataError, match="too short"):
+        splits._hold_out_tails(records(["one"]), "text", 0.1)
+
+
+def test_labels_are_ordered_by_value() -> None:
+    assert splits.label_names(records(["10", "9", "9"], "label"), "label") == ["9", "10"]
+    assert splits.label_names(records(["pos", "neg"], "label"), "label") == ["neg", "pos"]
+    assert splits.label_ids(records(["pos", "neg"], "label"), "label", ["neg", "pos"]) == [1, 0]
+
+
+def test_one_class_and_unknown_class_are_refused() -> None:
+    with pytest.raises(DataError, match="one class only"):
+        splits.label_names(records(["1", "1"], "label"), "label")
+    with pytest.raises(DataError, match="row 0: class '7' never occurs"):
+        splits.label_ids(records(["7"], "label"), "label", ["0", "1"])
+
+
+def test_no_evaluation_when_the_fraction_is_zero() -> None:
+    data = DataSpec(format="python-docs", eval_fraction=0.0)
+    train, held = splits.load_records(data, seed=1, cut_texts=True)
+    assert train
+    assert held == []

@@ -1,0 +1,128 @@
+"""Recipes of each task that is not text to continue or to classify, for a few steps on a slice of the real data."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tests.dist.launch import run_script
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+from windlass.core.errors import ConfigError
+from windlass.recipes.recipe import load_recipe
+
+SMALL = {
+    "translate-multi30k": "model.config.d_model=16 model.config.encoder_layers=1 model.config.decoder_layers=1 "
+    "model.config.encoder_ffn_dim=16 model.config.decoder_ffn_dim=16 training.generation_num_beams=2 "
+    "tokenizer.train.vocab_size=300 data.max_length=24",
+    "masked-shakespeare": "model.config.hidden_size=16 model.config.intermediate_size=16 "
+    "model.config.num_hidden_layers=1 tokenizer.train.vocab_size=300 data.block_size=32",
+    "digits": "model.config.hidden_size=16 model.config.intermediate_size=16 model.config.num_hidden_layers=1",
+}
+STEPS = "training.max_steps=4 training.logging_steps=2 training.eval_strategy=steps training.eval_steps=2 "
+STEPS += "training.save_strategy=steps training.save_steps=2 training.use_cpu=true training.disable_tqdm=true"
+
+
+def sliced(shared_data: Path, folder: Path) -> dict[str, str]:
+    """The first lines of the real data, and the overrides that name them."""
+    sizes = {"train": 64, "val": 12, "test_2016_flickr": 10}
+    for name, count in sizes.items():
+        for language in ("de", "en"):
+            with gzip.open(
+                shared_data / "multi30k" / f"{name}.{language}.gz", "rt", encoding="utf-8"
+            ) as file:
+                lines = [next(file) for _ in range(count)]
+            with gzip.open(folder / f"{name}.{language}.gz", "wt", encoding="utf-8") as file:
+                file.writelines(lines)
+    text = (shared_data / "tinyshakespeare" / "input.txt").read_text("utf-8")
+    (folder / "input.txt").write_text(text[:20_000], "utf-8")
+    files = ("data.train=train.de.gz", "data.eval=val.de.gz", "data.test=test_2016_flickr.de.gz")
+    return {
+        "translate-multi30k": " ".join(files),
+        "masked-shakespeare": "data.train=input.txt",
+        "digits": "data.max_samples=60",
+    }
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_few_steps(name: str, shared_data: Path, tmp_path: Path) -> None:
+    pytest.importorskip({"translate-multi30k": "sacrebleu", "digits": "sklearn"}.get(name, "torch"))
+    words = f"{sliced(shared_data, tmp_path)[name]} {SMALL[name]} {STEPS}".split()
+    said = run_script("windlass", "train", name, "--output-dir", "run", *words, cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["event"] == "evaluation" or "eval_loss" in row][:2] == [2, 4]
+    assert "eval loss" in said
+    if name == "translate-multi30k":
+        check_bleu(said, tmp_path)
+    if name == "digits":
+        assert re.search(r"eval accuracy +0\.\d{4}", said)
+        assert "48 images, 12 images held out for evaluation" in said
+
+
+def check_bleu(said: str, folder: Path) -> None:
+    """The printed figure is what sacrebleu says of the file of predictions."""
+    import sacrebleu
+
+    texts = (folder / "run" / "predictions.txt").read_text("utf-8").splitlines()
+    with gzip.open(folder / "test_2016_flickr.en.gz", "rt", encoding="utf-8") as file:
+        references = file.read().splitlines()
+    assert len(texts) == len(references) == 10
+    expected = f"{sacrebleu.corpus_bleu(texts, [references]).score:.2f}"
+    assert re.findall(r"test bleu +(\S+)", said) == [expected]
+    assert re.findall(r"predictions +(\S+)", said) == ["run/predictions.txt"]
+
+
+def complaint(tmp_path: Path, body: str, *overrides: str) -> str:
+    (tmp_path / "recipe.yaml").write_text(body)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(tmp_path / "recipe.yaml", overrides)
+    return str(caught.value)
+
+
+PAIRS = "task: seq2seq\nmodel: {config: {model_type: marian}}\ntokenizer: {train: {vocab_size: 300}}\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "match"),
+    [
+        (
+            PAIRS + "data: {train: t.txt}\n",
+            "a txt file has no labels; seq2seq reads jsonl, csv, tsv, parquet, parallel",
+        ),
+        (PAIRS + "data: {train: t.jsonl, block_size: 8}\n", "has no meaning for task seq2seq; leave it out"),
+        (
+            PAIRS + "data: {train: t.jsonl}\nmetric: bleu\ntraining: {predict_with_generate: false}\n",
+            "is computed from generated text; leave training.predict_with_generate out",
+        ),
+        (PAIRS + "data: {train: t.jsonl}\nmetric: blue\n", "must be one of bleu, rouge; did you mean 'bleu'"),
+        (
+            PAIRS.replace("seq2seq", "masked-lm") + "data: {train: t.txt}\nmetric: bleu\n",
+            "has no meaning for task masked-lm",
+        ),
+        (
+            PAIRS.replace("seq2seq", "masked-lm")
+            + "data: {train: t.txt}\ntraining: {generation_num_beams: 2}\n",
+            "training.generation_num_beams=2: has no meaning for task masked-lm",
+        ),
+        (
+            PAIRS.replace("seq2seq", "image-classification") + "data: {train: t.txt}\n",
+            "has no meaning for task image-classification",
+        ),
+        (
+            PAIRS + "data: {format: digits}\n",
+            "is for task image-classification and sft; seq2seq needs another",
+        ),
+    ],
+)
+def test_keys_of_another_task_are_refused(
+    body: str, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("t.txt", "t.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    assert match in complaint(tmp_path, body)
