@@ -28,6 +28,7 @@ from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.lazy import loader_of
 from windlass.core.logs import get_logger, warn_once
 from windlass.dist.elastic import quiet_elastic
+from windlass.dist.variables import environment_of
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -131,13 +132,8 @@ def _in_environment(settings: Settings) -> Iterator[None]:
     """Set the variable from which an `Accelerator`, here or in a process started here, reads the settings, and remove
     the job's token, which only launchers need.
     """
-    before = {name: os.environ.pop(name, None) for name in (OWN_VARIABLE, TOKEN_VARIABLE)}
-    os.environ[OWN_VARIABLE] = to_environment(settings)
-    try:
+    with environment_of(**{OWN_VARIABLE: to_environment(settings), TOKEN_VARIABLE: None}):
         yield
-    finally:
-        del os.environ[OWN_VARIABLE]
-        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 def _machine_problems(count: int, node_rank: int, num_nodes: int, backend: str) -> Iterator[Problem]:

@@ -13,7 +13,6 @@ from windlass.callbacks.page_file import render_page
 from windlass.callbacks.report import summarised
 from windlass.callbacks.run_view import read_run
 from windlass.cli.run_status import status_of_run
-from windlass.cli.status_command import as_json
 from windlass.core.run_clock import RunClock
 from windlass.core.upload_log import UPLOADS, note_upload
 from windlass.core.whole_file import OutputFolder
@@ -44,5 +43,5 @@ def killed_run(folder: Path) -> None:
 def status_of(folder: Path) -> None:
     """Read a killed run: what is damaged is left out, so any error is one too many."""
     view = read_run(folder)
-    as_json(status_of_run(view))
+    json.dumps(status_of_run(view), allow_nan=False)
     render_page([summarised(view)])

@@ -207,8 +207,8 @@ def _helpers(*mixins: type) -> Table:
 
 
 def _optimizers() -> Table:
-    known = {member.value: rows.unbuilt_optimizer(member.value) or "" for member in OptimizerNames}
-    return {name: Support(reason) for name, reason in {**known, **rows.GONE_OPTIMIZERS}.items()}
+    known = {**dict.fromkeys(map(str, OptimizerNames), ""), **rows.UNBUILT_OPTIMIZERS}
+    return {name: Support(reason) for name, reason in known.items()}
 
 
 def _flags() -> Table:

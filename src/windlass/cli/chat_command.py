@@ -73,7 +73,6 @@ def _answer(writer: Writer, messages: list[Message]) -> list[Message]:
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     parser = CommandParser(
         prog="windlass chat",
         description=f"Talk to a trained model, which answers in its chat template. {_HELP}",

@@ -13,7 +13,7 @@ from windlass.core.errors import CheckpointError
 def checkpoint_command(words: list[str]) -> int:
     """Run one of the commands, and return the exit code."""
     options = build_parser().parse_args(words)
-    module, function = _COMMANDS[options.action]
+    module, function, _ = _COMMANDS[options.action]
     try:
         return int(getattr(importlib.import_module(f"windlass.cli.{module}"), function)(options))
     except BrokenPipeError:
@@ -22,14 +22,18 @@ def checkpoint_command(words: list[str]) -> int:
         raise CheckpointError(str(error)) from error
 
 
-# Module and function of each command.
+# Module, function and help of each command.
 _COMMANDS = {
-    "ls": ("checkpoint_listing", "list_command"),
-    "verify": ("checkpoint_listing", "verify_command"),
-    "diff": ("checkpoint_listing", "diff_command"),
-    "export": ("checkpoint_export", "export_command"),
-    "push": ("checkpoint_push", "push_command"),
-    "prune": ("checkpoint_listing", "prune_command"),
+    "ls": ("checkpoint_listing", "list_command", "list the checkpoints in a run's folder"),
+    "verify": ("checkpoint_listing", "verify_command", "check every byte; exit code 1 if one is wrong"),
+    "diff": ("checkpoint_listing", "diff_command", "compare two checkpoints; exit code 1 if they differ"),
+    "export": (
+        "checkpoint_export",
+        "export_command",
+        "weights or optimizer state as plain safetensors, or for from_pretrained",
+    ),
+    "push": ("checkpoint_push", "push_command", "publish a run's newest checkpoint on the Hub"),
+    "prune": ("checkpoint_listing", "prune_command", "remove checkpoints"),
 }
 
 
@@ -39,56 +43,40 @@ def build_parser() -> CommandParser:
         example="windlass checkpoint ls runs",
         description="List, verify, compare, export, publish and remove checkpoints.",
     )
-    actions = parser.add_subparsers(
-        dest="action", required=True, metavar="ls | verify | diff | export | push | prune"
-    )
-    listing = actions.add_parser("ls", help="list the checkpoints in a run's folder")
-    listing.add_argument(
-        "folder", metavar="DIR", help="a run's output folder, a folder with runs below it, or one checkpoint"
-    )
-    listing.add_argument("--json", action="store_true", help="as one JSON list")
-    verify = actions.add_parser("verify", help="check every byte; exit code 1 if one is wrong")
-    verify.add_argument(
-        "folder", metavar="DIR", help="a run's output folder, a folder with runs below it, or one checkpoint"
-    )
-    verify.add_argument("--json", action="store_true", help="as one JSON list")
-    diff = actions.add_parser("diff", help="compare two checkpoints; exit code 1 if they differ")
-    diff.add_argument("first", metavar="A", help="a checkpoint, or a folder with a model")
-    diff.add_argument("second", metavar="B", help="another")
-    diff.add_argument("--json", action="store_true", help="as one JSON object")
-    _add_export(actions)
-    push = actions.add_parser("push", help="publish a run's newest checkpoint on the Hub")
+    actions = parser.add_subparsers(dest="action", required=True, metavar=" | ".join(_COMMANDS))
+    made = {name: actions.add_parser(name, help=text) for name, (_, _, text) in _COMMANDS.items()}
+    for name in ("ls", "verify"):
+        where = "a run's output folder, a folder with runs below it, or one checkpoint"
+        made[name].add_argument("folder", metavar="DIR", help=where)
+    made["diff"].add_argument("first", metavar="A", help="a checkpoint, or a folder with a model")
+    made["diff"].add_argument("second", metavar="B", help="another")
+    _add_export(made["export"])
+    _add_push(made["push"])
+    prune = made["prune"]
+    prune.add_argument("folder", metavar="DIR", help="a run's output folder")
+    prune.add_argument("--keep-last", type=_count, metavar="N", help="keep this many of the newest")
+    prune.add_argument("--keep-best", type=_count, metavar="N", help="keep this many of the best")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    for action in made.values():
+        action.add_argument("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def _add_push(push: CommandParser) -> None:
     push.add_argument(
         "folder", metavar="DIR", help="a run's output folder, one checkpoint, or a folder with a model"
     )
     push.add_argument("repository", metavar="REPO", help="OWNER/NAME, or NAME")
     push.add_argument("--revision", metavar="BRANCH", help="branch of the repository (default: its main one)")
     push.add_argument("--private", action="store_true", help="make a new repository private")
-    place = push.add_mutually_exclusive_group()
-    place.add_argument(
-        "--model-only",
-        action="store_true",
-        help="the model alone: that in the folder itself, else that of its newest checkpoint",
-    )
-    place.add_argument(
-        "--own-folder",
-        action="store_true",
-        help="into the folder checkpoint-N of the repository, instead of last-checkpoint",
-    )
-    push.add_argument("--json", action="store_true", help="as one JSON object")
-    prune = actions.add_parser("prune", help="remove checkpoints")
-    prune.add_argument("folder", metavar="DIR", help="a run's output folder")
-    prune.add_argument("--keep-last", type=_count, metavar="N", help="keep this many of the newest")
-    prune.add_argument("--keep-best", type=_count, metavar="N", help="keep this many of the best")
-    prune.add_argument("--dry-run", action="store_true", help="only print what would be removed")
-    prune.add_argument("--json", action="store_true", help="as one JSON object")
-    return parser
+    add = push.add_mutually_exclusive_group().add_argument
+    alone = "the model alone: that in the folder itself, else that of its newest checkpoint"
+    add("--model-only", action="store_true", help=alone)
+    own = "into the folder checkpoint-N of the repository, instead of last-checkpoint"
+    add("--own-folder", action="store_true", help=own)
 
 
-def _add_export(actions: argparse._SubParsersAction[CommandParser]) -> None:
-    export = actions.add_parser(
-        "export", help="weights or optimizer state as plain safetensors, or for from_pretrained"
-    )
+def _add_export(export: CommandParser) -> None:
     add = export.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a folder with a model")
     add("target", metavar="TARGET", help="a new file NAME.safetensors, or a new folder")
@@ -112,7 +100,6 @@ def _add_export(actions: argparse._SubParsersAction[CommandParser]) -> None:
         help="weights of few bits for from_pretrained (default: what the run trained for with qat)",
     )
     add("--force", action="store_true", help="replace an earlier result")
-    add("--json", action="store_true", help="as one JSON object")
 
 
 def _count(text: str) -> int:

@@ -10,12 +10,12 @@ import torch
 from windlass.checkpoint.export import MAX_SHARD_SIZE, ExportOptions, export_file, export_folder
 from windlass.checkpoint.stored import open_folder
 from windlass.cli.checkpoint_listing import local_path
-from windlass.cli.command_line import DTYPES, in_words
+from windlass.cli.command_line import DTYPES, answer, in_words
 from windlass.config.kinds import size_in_bytes
 from windlass.config.sections.fields import QAT_SCHEMES, TRAINED_SCHEME
 from windlass.core.errors import Problem, refuse
 from windlass.core.locations import is_url
-from windlass.core.output import one_line, say, say_json
+from windlass.core.output import one_line, say
 
 
 def export_command(options: argparse.Namespace) -> int:
@@ -27,8 +27,7 @@ def export_command(options: argparse.Namespace) -> int:
         from windlass.finetuning.merging import merge_adapter
 
         merge_adapter(local_path(options.checkpoint), target, options.base, how.dtype)
-        _say_sizes(target, options.json)
-        return 0
+        return _answer_sizes(options, target)
     source = open_folder(local_path(options.checkpoint))
     if options.quantize:
         from windlass.finetuning.merging import export_quantized
@@ -40,18 +39,14 @@ def export_command(options: argparse.Namespace) -> int:
         export_folder(source, target, how)
     else:
         export_file(source, target, how)
-    _say_sizes(target, options.json)
-    return 0
+    return _answer_sizes(options, target)
 
 
-def _say_sizes(target: Path, as_json: bool) -> None:
+def _answer_sizes(options: argparse.Namespace, target: Path) -> int:
     """Print the size of a file, or of those with weights in a folder."""
     written = [target] if target.is_file() else sorted(target.glob("*.safetensors"))
-    if as_json:
-        say_json({"written": [{"path": str(path), "bytes": path.stat().st_size} for path in written]})
-        return
-    for path in written:
-        say(f"{one_line(path)}: {in_words(path.stat().st_size)}")
+    facts = {"written": [{"path": str(path), "bytes": path.stat().st_size} for path in written]}
+    return answer(options, facts, (f"{one_line(path)}: {in_words(path.stat().st_size)}" for path in written))
 
 
 def _export_options(options: argparse.Namespace, form: str) -> ExportOptions:

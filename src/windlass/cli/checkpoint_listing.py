@@ -5,9 +5,6 @@ compare two, and remove all but the newest and the best.
 from __future__ import annotations
 
 import argparse
-import itertools
-import os
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -16,6 +13,7 @@ from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
+from windlass.callbacks.log_table import moment_text
 from windlass.checkpoint.compare import Comparison, Difference, compare
 from windlass.checkpoint.foreign import format_of
 from windlass.checkpoint.manifest import CheckpointInfo, lies_elsewhere
@@ -24,8 +22,7 @@ from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import Store, is_checkpoint
 from windlass.checkpoint.stored import open_folder
 from windlass.checkpoint.survey import Found, RunNotes, look_at, marks_of, notes_of, survey
-from windlass.cli.command_line import in_words
-from windlass.cli.estimate_memory import print_table
+from windlass.cli.command_line import answer, folders_below, in_words, table
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import is_url
 from windlass.core.output import one_line, say, say_json
@@ -45,7 +42,8 @@ def list_command(options: argparse.Namespace) -> int:
     for number, (folder, rows) in enumerate(runs.items()):
         if folder != local_path(options.folder) and not is_one_checkpoint(local_path(options.folder)):
             say(f"{chr(10) if number else ''}{one_line(str(folder))}")
-        print_table([HEADERS, *(_cells(row) for row in rows)], str.ljust)
+        for line in table([HEADERS, *(_cells(row) for row in rows)]):
+            say(line)
     return 0
 
 
@@ -59,17 +57,13 @@ def _rows(found: list[Found]) -> list[dict[str, Any]]:
 
 def verify_command(options: argparse.Namespace) -> int:
     """Verify every byte of each, and print the first damaged file; return 1 if there is one."""
-    rows = map(_verified, checkpoints_in(options.folder))
-    if options.json:
-        found = list(rows)
-        say_json(found)
-        return 1 if any(row["problem"] for row in found) else 0
-    failed = False
-    for row in rows:  # each line as soon as its bytes are read
-        whole = f"whole, {row['files']} files, {in_words(row['bytes'] or 0)}{row['note']}"
-        say(one_line(f"{row['path']}: {row['problem'] or whole}"))
-        failed = failed or row["problem"] is not None
-    return 1 if failed else 0
+    found = []
+    for one in checkpoints_in(options.folder):
+        found.append(row := _verified(one))
+        if not options.json:  # each line as soon as its bytes are read
+            whole = f"whole, {row['files']} files, {in_words(row['bytes'] or 0)}{row['note']}"
+            say(one_line(f"{row['path']}: {row['problem'] or whole}"))
+    return answer(options, found, (), code=int(any(row["problem"] for row in found)))
 
 
 def _verified(one: Found) -> dict[str, Any]:
@@ -90,19 +84,10 @@ def checkpoints_in(folder: str) -> list[Found]:
     path = local_path(folder)
     if is_one_checkpoint(path):
         return [look_at(path)]
-    found = survey(path) or [one for run in _runs_below(path) for one in survey(run)]
+    found = survey(path) or [one for folder in folders_below(path) for one in survey(folder)]
     if not found:
         raise CheckpointError(f"{path} has no checkpoints, nor has a folder below it")
     return found
-
-
-def _runs_below(path: Path) -> Iterator[Path]:
-    """Yield the folders with checkpoints, sorted; hidden folders and those of runs are not searched further."""
-    for place, folders, _ in os.walk(path):
-        if place != str(path) and Store(Path(place)).folders():
-            yield Path(place)
-            folders.clear()
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
 
 
 def local_path(word: str) -> Path:
@@ -144,10 +129,9 @@ def _foreign_note(path: Path) -> str | None:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    saved = row["saved_at"]
     cells = (
         Path(row["path"]).name if row["step"] is None else str(row["step"]),
-        "-" if saved is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved)),
+        moment_text(row["saved_at"]) or "-",
         "-" if row["bytes"] is None else in_words(row["bytes"]),
         "-" if row["world_size"] is None else str(row["world_size"]),
         "-" if row["metric"] is None else f"{row['metric']:.6g}",
@@ -183,13 +167,10 @@ def prune_command(options: argparse.Namespace) -> int:
             done = "would be removed" if dry_run else "removed"
             if not options.json:
                 say(f"{one_line(info.path)}: {done}, {in_words(info.nbytes)}")
-    if options.json:
-        named = [{"path": info.path, "step": info.step, "bytes": info.nbytes} for info in going]
-        say_json({"removed": not dry_run, "complete": len(whole), "checkpoints": named})
-        return 0
+    named = [{"path": info.path, "step": info.step, "bytes": info.nbytes} for info in going]
+    facts = {"removed": not dry_run, "complete": len(whole), "checkpoints": named}
     freed = in_words(sum(info.nbytes for info in going))
-    say(f"{len(going)} of {len(whole)} complete checkpoints, {freed}")
-    return 0
+    return answer(options, facts, [f"{len(going)} of {len(whole)} complete checkpoints, {freed}"])
 
 
 _LISTED = 5  # differences of one file; more are counted
@@ -198,21 +179,17 @@ _LISTED = 5  # differences of one file; more are counted
 def diff_command(options: argparse.Namespace) -> int:
     """Print the differences; return 0 if there are none, else 1."""
     found = compare(open_folder(local_path(options.first)), open_folder(local_path(options.second)))
-    if options.json:
-        say_json(asdict(found))
-    else:
-        _print(found)
-    return 0 if found.same else 1
+    return answer(options, asdict(found), _lines(found), code=0 if found.same else 1)
 
 
-def _print(found: Comparison) -> None:
-    for where, group in itertools.groupby(found.differences, key=lambda difference: difference.where):
+def _lines(found: Comparison) -> Iterator[str]:
+    for where, group in groupby(found.differences, key=lambda difference: difference.where):
         for line in _in_short(list(group)):
-            say(one_line(f"{where}: {line}"))
+            yield one_line(f"{where}: {line}")
     count = len(found.differences)
     result = "nothing differs" if found.same else f"{count} difference{'' if count == 1 else 's'}"
     listed = "" if count <= _LISTED else " (--json lists them)"
-    say(f"{result}{listed}; {found.equal_tensors} tensors have equal bits")
+    yield f"{result}{listed}; {found.equal_tensors} tensors have equal bits"
 
 
 def _in_short(differences: list[Difference]) -> Iterator[str]:

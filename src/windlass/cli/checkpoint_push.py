@@ -10,8 +10,8 @@ from windlass.checkpoint.export import model_files
 from windlass.checkpoint.store import Store
 from windlass.checkpoint.stored import open_folder
 from windlass.cli.checkpoint_listing import is_one_checkpoint, local_path
+from windlass.cli.command_line import answer
 from windlass.core.errors import CheckpointError
-from windlass.core.output import say, say_json
 from windlass.hub.client import HubError
 from windlass.hub.publisher import HubSettings, Publisher
 from windlass.trainer.card import CARD, of_checkpoint, write_card
@@ -38,11 +38,8 @@ def push_command(options: argparse.Namespace) -> int:
             publisher.saved(checkpoint, _card(publisher, checkpoint, Path(made)))
     if not publisher.finish():
         return 1
-    if options.json:
-        say_json({"published": str(checkpoint or folder), "repository": publisher.repository})
-    else:
-        say(f"{checkpoint or folder} is published in {publisher.repository}")
-    return 0
+    facts = {"published": str(checkpoint or folder), "repository": publisher.repository}
+    return answer(options, facts, [f"{checkpoint or folder} is published in {publisher.repository}"])
 
 
 def _connected(publisher: Publisher) -> Publisher:

@@ -8,11 +8,13 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from windlass.core.errors import did_you_mean
+from windlass.core.errors import ConfigError, Problem, did_you_mean
+from windlass.core.output import say, say_json
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -104,6 +106,52 @@ class CommandParser(argparse.ArgumentParser):
     def arguments(self) -> list[argparse.Action]:
         """Return the arguments that the help lists."""
         return [action for action in self._actions if action.help != argparse.SUPPRESS]
+
+
+def add_script(parser: CommandParser) -> None:
+    """Add a script and its arguments, the last ones of a command."""
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
+    rest = parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
+    )
+    rest.required = False  # argparse would report it as missing with the script
+
+
+def check_script(path: str) -> None:
+    """Raise ConfigError if there is no such file."""
+    if not Path(path).is_file():
+        raise ConfigError(Problem("SCRIPT", path, "there is no such file"))
+
+
+def names_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words without and with an equals sign."""
+    return [word for word in words if "=" not in word], [word for word in words if "=" in word]
+
+
+def folders_below(root: Path) -> Iterator[Path]:
+    """Yield a folder and those below it, sorted; hidden ones and those of checkpoints are not searched."""
+    for place, folders, _ in os.walk(root):
+        yield Path(place)
+        folders[:] = sorted(
+            name for name in folders if not name.startswith((".", "checkpoint-", "replaced-"))
+        )
+
+
+def answer(options: argparse.Namespace, facts: Any, lines: Iterable[str], code: int = 0) -> int:
+    """Print facts for programs if `--json` asks for them, else lines for people; return the exit code."""
+    if options.json:
+        say_json(facts)
+    else:
+        for line in lines:
+            say(line)
+    return code
+
+
+def table(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str] = str.ljust) -> Iterator[str]:
+    """Yield the lines of rows whose cells stand in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(map(justify, row, widths)).rstrip()
 
 
 def in_words(size: float) -> str:

@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from windlass import __version__
-from windlass.cli.command_line import CommandParser
-from windlass.cli.estimate_memory import print_table
+from windlass.cli.command_line import CommandParser, add_script, answer, check_script, table
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, Problem, WindlassError
 from windlass.core.optional import version_of
-from windlass.core.output import say, say_json
 from windlass.core.outside import load_outside
 
 ROUNDING = 1e-5
@@ -173,8 +171,7 @@ def compare_command(words: Sequence[str]) -> int:
         WindlassError: a run failed, or ended before its first update.
     """
     options = build_parser().parse_args(words)
-    if not Path(options.script).is_file():
-        raise ConfigError(Problem("SCRIPT", options.script, "there is no such file"))
+    check_script(options.script)
     if options.updates < 1:
         raise ConfigError(Problem("--updates", options.updates, "must be at least 1"))
     answered = load_outside("imports of other libraries").environment(os.environ)
@@ -184,24 +181,23 @@ def compare_command(words: Sequence[str]) -> int:
         found = differences(own, ours)
         why = reason(found, same_rows_otherwise(own, ours), own.sees_rows or ours.sees_rows)
         farthest = farthest_weight(own, ours)
-    if options.json:
-        say_json({"schema": SCHEMA, "script": options.script, **_facts(own, ours, found, why, farthest)})
-        return 0
     versions = ", ".join(f"{name} {version}" for name in PEERS if (version := version_of(name)) is not None)
     updates = min(len(own.updates), len(ours.updates))
-    say(f"{updates} updates of {options.script}\nown: {versions}; Windlass {__version__}\n")
-    print_table([("", "own", "Windlass", "difference"), *_rows(own, ours, found, farthest)], str.ljust)
-    say("\n" + textwrap.fill(f"First difference: {why}.", 80))
+    lines = [
+        f"{updates} updates of {options.script}\nown: {versions}; Windlass {__version__}\n",
+        *table([("", "own", "Windlass", "difference"), *_rows(own, ours, found)]),
+        "\n" + textwrap.fill(f"First difference: {why}.", 80),
+    ]
     if farthest is not None:
-        say(f"Largest difference of the weights at the end: {farthest[1]:.1e}, in {farthest[0]}")
+        lines.append(f"Largest difference of the weights at the end: {farthest[1]:.1e}, in {farthest[0]}")
     for name, record in (("its own libraries", own), ("Windlass", ours)):
         if record.unread:
-            say(f"Arguments that were set and that {name} did not read: {', '.join(record.unread)}")
-    return 0
+            lines.append(f"Arguments that were set and that {name} did not read: {', '.join(record.unread)}")
+    facts = {"schema": SCHEMA, "script": options.script, **_facts(own, ours, found, why, farthest)}
+    return answer(options, facts, lines)
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     parser = CommandParser(
         prog="windlass compare", description=_HELP, example="windlass compare train.py --learning_rate 3e-4"
     )
@@ -212,9 +208,7 @@ def build_parser() -> CommandParser:
         "--dropout", action="store_true", help="keep dropout; each library draws it from other random numbers"
     )
     add("--json", action="store_true", help=f"as one JSON object of the form {SCHEMA}")
-    add("script", metavar="SCRIPT", help="a Python file")
-    rest = add("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
-    rest.required = False  # argparse would report it as missing with the script
+    add_script(parser)
     return parser
 
 
@@ -256,10 +250,7 @@ def _run(
 
 
 def _rows(
-    own: ScriptRecord,
-    ours: ScriptRecord,
-    found: dict[str, FirstDifference],
-    farthest: tuple[str, float] | None,
+    own: ScriptRecord, ours: ScriptRecord, found: dict[str, FirstDifference]
 ) -> Iterator[tuple[str, str, str, str]]:
     """Yield the lines of the table."""
     pairs = list(zip(own.updates, ours.updates, strict=False))

@@ -48,7 +48,6 @@ def completion_command(words: Sequence[str]) -> int:
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     parser = CommandParser(prog="windlass completion", description=_HELP, example="windlass completion bash")
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
     return parser

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from windlass import __version__
 from windlass.callbacks.run_record import environment
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, answer
 from windlass.config.parallel.keys import merge
 from windlass.config.parallel.sources import from_environment
 from windlass.core.errors import ConfigError
 from windlass.core.optional import DISTRIBUTION, require, version_of
-from windlass.core.output import say, say_json
 from windlass.recipes.from_files import find_file, from_file
 
 
@@ -23,13 +22,9 @@ def environment_command(words: list[str]) -> int:
     facts: dict[str, object] = {name: value for name, value in environment().items() if name != "command"}
     facts["windlass"] = f"{__version__} ({Path(__file__).parents[1]})"
     facts |= _other_distribution() | _launch_facts()
-    if options.json:
-        say_json({name.strip(): value for name, value in facts.items()})
-        return 0
     width = max(map(len, facts))
-    for name, value in facts.items():
-        say(f"{name:<{width}}  {value}")
-    return 0
+    lines = [f"{name:<{width}}  {value}" for name, value in facts.items()]
+    return answer(options, {name.strip(): value for name, value in facts.items()}, lines)
 
 
 def build_parser() -> CommandParser:

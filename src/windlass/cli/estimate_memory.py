@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windlass.cli.command_line import CommandParser, in_words
+from windlass.cli.command_line import CommandParser, answer, in_words, table
 from windlass.cli.training_choice import Training
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
-from windlass.core.output import say, say_json
 from windlass.core.outside import load_outside
 
 # Bits of a parameter when loaded, and bytes of a parameter in training with Adam (None: not a dtype for training):
@@ -60,44 +58,26 @@ def estimate_memory_command(words: list[str]) -> int:
                 f"{type(model).__name__} cannot be run on input_ids and labels alone; `windlass plan` predicts the "
                 "memory of a script that trains it"
             )
-        _print_training(options, facts)
-        return 0
+        return _answer_training(options, facts)
     sizes = estimate(model, options.dtypes)
-    if options.json:
-        say_json({**facts, "bytes": {row.dtype: row._asdict() for row in sizes}})
-        return 0
-    say(_HEAD.format(**facts))
-    print_table([HEADERS, *(row.cells() for row in sizes)], str.rjust)
-    say(
-        "Training: weights, gradients and Adam's moments of all parameters;\nwith --batch_size also activations."
-    )
-    if {"float16", "bfloat16"} & set(options.dtypes):
-        say(_WHY_MORE)
-    return 0
+    lines = [
+        _HEAD.format(**facts),
+        *table([HEADERS, *(row.cells() for row in sizes)], str.rjust),
+        "Training: weights, gradients and Adam's moments of all parameters;\nwith --batch_size also activations.",
+        *([_WHY_MORE] if {"float16", "bfloat16"} & set(options.dtypes) else []),
+    ]
+    return answer(options, {**facts, "bytes": {row.dtype: row._asdict() for row in sizes}}, lines)
 
 
-def _print_training(options: argparse.Namespace, facts: dict[str, Any]) -> None:
+def _answer_training(options: argparse.Namespace, facts: dict[str, Any]) -> int:
     from windlass.cli.plan_text import memory_lines
     from windlass.cli.training_memory import plan_training
 
     training = Training(options.batch_size, **{name: getattr(options, name) for name in _DETAILS})
     forecast = plan_training(lambda: build_whole(options.model, options.trust_remote_code), training)
-    if options.json:
-        say_json({**facts, "memory": forecast.to_dict()["memory"]})
-        return
-    say(_HEAD.format(**facts))
-    for line in memory_lines(forecast):
-        say(line)
-    say(_NOT_COUNTED)
-    if options.precision != "no" and options.weights == "float32" and options.quantization is None:
-        say(_WHY_MORE)
-
-
-def print_table(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str]) -> None:
-    """Print rows of cells in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        say("  ".join(map(justify, row, widths)).rstrip())
+    casts = options.precision != "no" and options.weights == "float32" and options.quantization is None
+    lines = [_HEAD.format(**facts), *memory_lines(forecast), _NOT_COUNTED, *([_WHY_MORE] if casts else [])]
+    return answer(options, {**facts, "memory": forecast.to_dict()["memory"]}, lines)
 
 
 def build_parser() -> CommandParser:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.command_line import DTYPES, CommandParser
-from windlass.cli.estimate_memory import print_table
+from windlass.cli.command_line import DTYPES, CommandParser, answer, table
 from windlass.cli.generate_command import add_model_options
-from windlass.cli.status_command import as_json
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.optional import check_installed, version_of
-from windlass.core.output import one_line, say
+from windlass.core.output import as_json, one_line, say
 from windlass.core.whole_file import write_whole
 from windlass.recipes.quiet import hide_loading_bars
 
@@ -66,18 +63,14 @@ def evaluate_command(words: Sequence[str]) -> int:
     )
     facts = _facts(name, options, model, found)
     if options.output is not None:
-        write_whole(options.output, as_json(facts) + "\n")
-    if options.json:
-        say(as_json(facts))
-    else:
-        _print(facts, found)
+        write_whole(options.output, as_json(facts))
+    answer(options, facts, _lines(facts, found))
     for note in _notes(options, tokenizer, found):
         say(note, error=True)
     return 0
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     parser = CommandParser(
         prog="windlass evaluate",
         description=_HELP,
@@ -176,14 +169,7 @@ def _open(name: str, options: argparse.Namespace, device: torch.device | None) -
 
 
 def _facts(name: str, options: argparse.Namespace, model: Any, found: Sequence[Score]) -> dict[str, Any]:
-    """Return the results for programs; numbers that are not finite are null."""
-    finite = [
-        {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in asdict(one).items()
-        }
-        for one in found
-    ]
+    """Return the results for programs."""
     return {
         "schema": SCHEMA,
         "model": name,
@@ -195,14 +181,14 @@ def _facts(name: str, options: argparse.Namespace, model: Any, found: Sequence[S
         "batch_size": _batch_size(options),
         "limit": options.limit,
         "apply_chat_template": options.apply_chat_template,
-        "scores": finite,
+        "scores": [asdict(one) for one in found],
     }
 
 
-def _print(facts: dict[str, Any], found: Sequence[Score]) -> None:
-    say(one_line(facts["model"]))
+def _lines(facts: dict[str, Any], found: Sequence[Score]) -> Iterator[str]:
+    yield one_line(facts["model"])
     size = facts["batch_size"]
-    say(f"lm_eval {facts['lm_eval']}, {facts['dtype']}, {facts['device']}, batch size {size}\n")
+    yield f"lm_eval {facts['lm_eval']}, {facts['dtype']}, {facts['device']}, batch size {size}\n"
     rows: list[tuple[str, ...]] = [HEADERS]
     for before, one in zip([None, *found], found, strict=False):
         is_first = before is None or before.task != one.task
@@ -211,7 +197,7 @@ def _print(facts: dict[str, Any], found: Sequence[Score]) -> None:
         rows.append((one_line(one.task) if is_first else "", one_line(metric), _number(one.value), stderr))
     others = sum(2 + max(map(len, column)) for column in list(zip(*rows, strict=True))[1:])
     room = max(16, _COLUMNS - others)
-    print_table([part for row in rows for part in _folded(row, room)], str.ljust)
+    yield from table([part for row in rows for part in _folded(row, room)])
 
 
 def _folded(row: tuple[str, ...], room: int) -> Iterator[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, names_and_overrides
 from windlass.cli.launching.launch import launch_settings
 from windlass.cli.launching.launch_flags import add_setting_flags
 from windlass.config.accepting import OLD_NAMES
@@ -112,8 +112,7 @@ def explain_command(words: list[str]) -> int:
     """Print one argument or setting, or all that are set; return the exit code."""
     parser = build_parser()
     options = parser.parse_intermixed_args(words)
-    overrides = [word for word in options.words if "=" in word]
-    names = [word for word in options.words if "=" not in word]
+    names, overrides = names_and_overrides(options.words)
     if len(names) > 1 or (overrides and options.recipe is None):
         parser.error(f"one name at a time: {' '.join(names)}" if names[1:] else "overrides need --recipe")
     settings, given = launch_settings(options, os.environ), None

@@ -22,7 +22,6 @@ def generate_command(words: list[str]) -> int:
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     parser = CommandParser(
         prog="windlass generate",
         description="Continue a prompt with a trained model. If its tokenizer has a chat template, the prompt is the "

@@ -34,7 +34,6 @@ def init_command(words: list[str]) -> int:
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     parser = CommandParser(
         prog="windlass init",
         description="Copy a built-in recipe into a file of your own, to change it.",

@@ -16,6 +16,7 @@ from windlass.core.optional import require
 from windlass.core.output import say
 from windlass.core.outside import load_outside
 from windlass.core.world import LAUNCH_VARIABLE
+from windlass.dist.variables import environment_of
 
 if TYPE_CHECKING:
     import torch
@@ -38,17 +39,13 @@ the process that failed first, 128 + the signal if it was killed.
 def launch_command(words: Sequence[str]) -> int:
     """Launch the job of a command line, and return its exit code."""
     options = build_parser().parse_args(words)
-    # Torch's store warns with C++ stacks when another machine has gone; the report has it in one line. The level of the
-    # processes does not change.
-    unset = "TORCH_CPP_LOG_LEVEL" not in os.environ
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with Activity("preparing the launch"):
-        require("torch", "launch")
-        from windlass.cli.launching.engines import engine
-        from windlass.cli.launching.launch import resolve_launch
-
-        if unset:
-            del os.environ["TORCH_CPP_LOG_LEVEL"]
+        # Torch's store warns with C++ stacks when another machine has gone; the report has it in one line. The level of
+        # the processes does not change.
+        with environment_of(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
+            require("torch", "launch")
+            from windlass.cli.launching.engines import engine
+            from windlass.cli.launching.launch import resolve_launch
         plan = resolve_launch(options, os.environ, this_machine())
         # Without the script's arguments, which may hold secrets.
         own = words[: len(words) - len(plan.arguments)]

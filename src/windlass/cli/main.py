@@ -19,11 +19,13 @@ from windlass.cli.command_line import (
     EXIT_USER_ERROR,
     CommandParser,
     TrainOptions,
+    answer,
+    names_and_overrides,
 )
 from windlass.core.activity import Activity
 from windlass.core.errors import WindlassError, nearest
 from windlass.core.job_signals import surviving_hangup
-from windlass.core.output import flush_standard_streams, say, say_json
+from windlass.core.output import flush_standard_streams, say
 from windlass.core.terminal import folded_message
 from windlass.recipes.built_in_recipes import is_recipe
 from windlass.recipes.quiet import quiet_libraries
@@ -136,17 +138,12 @@ def _dispatch(arguments: list[str]) -> int:
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "version":
-        if options.json:
-            say_json({"version": __version__})
-        else:
-            say(f"windlass {__version__}")
-    else:
-        parser.print_help()
+        return answer(options, {"version": __version__}, [f"windlass {__version__}"])
+    parser.print_help()
     return 0
 
 
 def parsers() -> tuple[CommandParser, CommandParser]:
-    """Return the parser of `windlass`, in which other commands have a name and a help only, and that of `train`."""
     parser = CommandParser(prog="windlass", description="Train PyTorch models, and never lose a step.")
     parser.add_argument("--version", action="version", version=f"windlass {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -194,7 +191,7 @@ def _train_options(
     if is_word and not os.path.isdir(resume):
         words.append(resume)
         resume = True
-    recipes = [word for word in words if "=" not in word]
+    recipes, overrides = names_and_overrides(words)
     from windlass.recipes.schema import is_data
 
     for word in recipes:
@@ -208,7 +205,7 @@ def _train_options(
         train.error("--json is for --dry-run; of a run that was started: windlass status RUN --json")
     return TrainOptions(
         recipe=recipes[0] if recipes else None,
-        overrides=[word for word in words if "=" in word],
+        overrides=overrides,
         output_dir=options.output_dir,
         resume=resume,
         print_config=options.print_config or options.all,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, answer
 from windlass.core.errors import CheckpointError, ConfigError, Problem
-from windlass.core.output import say, say_json
 
 
 def merge_weights_command(words: list[str]) -> int:
@@ -35,13 +34,9 @@ def merge_weights_command(words: list[str]) -> int:
     if options.remove_checkpoint_dir:
         Files().remove_tree(source)
     removed = [str(source)] if options.remove_checkpoint_dir else []
-    if options.json:
-        say_json({"written": str(written), "bytes": entry.size, "sha256": entry.sha256, "removed": removed})
-        return 0
-    say(f"{written}: {entry.size:,} bytes, sha256 {entry.sha256}")
-    for folder in removed:
-        say(f"{folder} removed")
-    return 0
+    facts = {"written": str(written), "bytes": entry.size, "sha256": entry.sha256, "removed": removed}
+    line = f"{written}: {entry.size:,} bytes, sha256 {entry.sha256}"
+    return answer(options, facts, [line, *(f"{folder} removed" for folder in removed)])
 
 
 def build_parser() -> CommandParser:

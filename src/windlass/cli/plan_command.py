@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, answer, check_script
 from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean
-from windlass.core.output import say, say_json
+from windlass.core.output import say
+from windlass.dist.variables import environment_of
 from windlass.recipes.built_in_recipes import is_recipe, names
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ to its first Trainer.train().
 Start = Callable[[], Any]
 _USUAL = "h100"
 """The device by whose rates layouts are compared if none is named."""
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def plan_command(words: list[str]) -> int:
@@ -45,7 +44,8 @@ def plan_command(words: list[str]) -> int:
         raise ConfigError(Problem("--world", options.world, "must be at least 1"))
     devices = None if options.fit is None else _devices(options, device)
     name, overrides = None, tuple[str, ...]()
-    with _without_devices():
+    # The plan of a run on devices needs none, and tensors without memory are on the CPU.
+    with environment_of(CUDA_VISIBLE_DEVICES=""):
         if devices is None:
             found = _traced(_start(options.what, rest), options.world, device)
         else:
@@ -55,14 +55,9 @@ def plan_command(words: list[str]) -> int:
 
     forecast = Forecast(found, device)
     forecast.keep()
-    if options.json:
-        say_json(forecast.to_dict() | ({} if name is None else {"layout": [name, *overrides]}))
-        return 0
-    if name is not None:
-        say(f"\n{name}: {' '.join(overrides) or 'as the recipe is'}\n")
-    for line in plan_lines(forecast, options.what):
-        say(line)
-    return 0
+    facts = forecast.to_dict() | ({} if name is None else {"layout": [name, *overrides]})
+    chosen = [] if name is None else [f"\n{name}: {' '.join(overrides) or 'as the recipe is'}\n"]
+    return answer(options, facts, [*chosen, *plan_lines(forecast, options.what)])
 
 
 def build_parser() -> CommandParser:
@@ -90,22 +85,6 @@ def build_parser() -> CommandParser:
     return parser
 
 
-@contextlib.contextmanager
-def _without_devices() -> Iterator[None]:
-    """Hide the devices of this machine: the plan of a run on devices needs none, and tensors without memory are on the
-    CPU.
-    """
-    before = os.environ.get(_VISIBLE)
-    os.environ[_VISIBLE] = ""
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_VISIBLE]
-        else:
-            os.environ[_VISIBLE] = before
-
-
 def _device(name: str | None) -> tuple[str, Board] | None:
     if name is None:
         return None
@@ -122,8 +101,7 @@ def _device(name: str | None) -> tuple[str, Board] | None:
 def _start(what: str, rest: list[str]) -> Start:
     """What runs the recipe or the script up to its `train()`. Raises ConfigError if there is neither."""
     if what.endswith(".py"):
-        if not Path(what).is_file():
-            raise ConfigError(Problem("SCRIPT", what, "there is no such file"))
+        check_script(what)
         from windlass.core.outside import load_outside
 
         load_outside("imports of other libraries").install()

@@ -9,10 +9,10 @@ from typing import Any
 
 from windlass.cli.recipe_schema import EDITOR_LINE
 from windlass.config.accepting import TWINS
-from windlass.config.arguments import describe
+from windlass.config.arguments import as_plain, describe
 from windlass.config.documents import Keys, one_line
 from windlass.config.sections.setting import rules_in
-from windlass.core.redact import is_secret_name, redact_text
+from windlass.core.redact import is_secret_name
 from windlass.recipes.argument_table import Argument, all_arguments
 from windlass.recipes.recipe import training_arguments
 from windlass.recipes.schema import Recipe
@@ -89,10 +89,10 @@ class _Page:
 def _entry(argument: Argument, value: Any) -> Iterator[str]:
     """Yield a key with its comment: on the line of the key, or before it if that would be too long."""
     indent = _indent(argument.keys)
-    text = f"{indent}{argument.keys[-1]}: {one_line(_plain(value))}"
-    doc, default = argument.doc.rstrip("."), _plain(argument.default)
+    text = f"{indent}{argument.keys[-1]}: {one_line(as_plain(value))}"
+    doc, default = argument.doc.rstrip("."), as_plain(argument.default)
     mark = ""
-    if _plain(value) != default:
+    if as_plain(value) != default:
         mark, doc = f"  {MARK}", f"{doc} (default: {one_line(default)})"
     line = f"{text}{mark} {doc}" if mark else f"{text}  # {doc}"
     if len(line) <= _WIDTH:
@@ -104,14 +104,3 @@ def _entry(argument: Argument, value: Any) -> Iterator[str]:
 
 def _indent(keys: Keys) -> str:
     return "  " * (len(keys) - 1)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value for YAML: enums by value, tuples as lists."""
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, str):
-        return redact_text(str(getattr(value, "value", value)))
-    return value

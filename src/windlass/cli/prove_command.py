@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, answer, names_and_overrides
 from windlass.cli.proving.subject import Subject, find_subject
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.output import say, say_json
+from windlass.core.output import say
 from windlass.proofs.record import SCHEMA, Claim, versions, write_record
 from windlass.proofs.small_config import AxisLayout
 
@@ -43,8 +43,7 @@ def prove_command(words: list[str]) -> int:
     """Prove one layout, print what came of it, and record it; return the exit code."""
     parser = build_parser()
     options = parser.parse_intermixed_args(words)
-    overrides = [word for word in options.words if "=" in word]
-    names = [word for word in options.words if "=" not in word]
+    names, overrides = names_and_overrides(options.words)
     if len(names) > 1:
         parser.error(f"one recipe at a time: {' '.join(names)}")
     given = None if options.layout is None else AxisLayout.parse(options.layout)
@@ -57,15 +56,10 @@ def prove_command(words: list[str]) -> int:
     proof = prove(subject, layout, quiet=options.json)
     found = {**proof.facts(subject, layout), "seconds": round(time.monotonic() - began, 1)}
     write_record(proof.claim, found)
-    if options.json:
-        say_json(found)
-    else:
-        say("\n".join(proof.lines(layout, found["seconds"])))
-    return proof.exit_code
+    return answer(options, found, proof.lines(layout, found["seconds"]), proof.exit_code)
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of `windlass prove`."""
     usage = "windlass prove RECIPE [key=value ...] [--layout tp=2,cp=2] [--json]"
     parser = CommandParser(
         prog="windlass prove", usage=usage, description=_HELP, example="windlass prove my.yaml"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.log_table import clock_text
 from windlass.callbacks.run_view import is_run
-from windlass.cli.command_line import CommandParser
-from windlass.cli.estimate_memory import print_table
+from windlass.cli.command_line import CommandParser, answer, folders_below, table
 from windlass.cli.run_status import status_of_run
-from windlass.cli.status_command import as_json, read_folder
+from windlass.cli.status_command import read_folder
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.output import one_line, say
+from windlass.core.output import one_line
 
 SCHEMA = "windlass-ps/1"
 HEADERS = ("run", "state", "step", "loss", "left", "checkpoint", "goodput", "alerts")
@@ -26,28 +24,19 @@ def ps_command(words: list[str]) -> int:
     if not options.folder.is_dir():
         raise ConfigError(Problem("DIR", str(options.folder), "is not a folder"))
     found = [(name, status_of_run(read_folder(path))) for name, path in runs_below(options.folder)]
-    if options.json:
-        say(as_json({"schema": SCHEMA, "runs": [status for _, status in found]}))
-    elif found:
-        print_table([HEADERS, *(_cells(*one) for one in found)], str.ljust)
-    else:
-        say(f"no runs below {options.folder}")
-    return 0
+    facts = {"schema": SCHEMA, "runs": [status for _, status in found]}
+    none = [f"no runs below {options.folder}"]
+    return answer(options, facts, table([HEADERS, *(_cells(*one) for one in found)]) if found else none)
 
 
 def runs_below(root: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the names and folders of runs, sorted; hidden folders and those of checkpoints are not searched."""
-    for place, folders, _ in os.walk(root):
-        path = Path(place)
+    """Yield the names and folders of runs, sorted."""
+    for path in folders_below(root):
         if is_run(path):
             yield str(path.relative_to(root)) if path != root else path.absolute().name, path
-        folders[:] = sorted(
-            name for name in folders if not name.startswith((".", "checkpoint-", "replaced-"))
-        )
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     parser = CommandParser(
         prog="windlass ps",
         description="List the runs below a folder, with their state.",

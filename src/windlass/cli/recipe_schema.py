@@ -44,7 +44,6 @@ def schema_command(words: list[str]) -> int:
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     return CommandParser(
         prog="windlass schema",
         description="Print the JSON schema of recipes, for editors. Recipes that `windlass init` and --print-config "

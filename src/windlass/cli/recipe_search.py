@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
 from windlass.config.documents import load
 from windlass.core.activity import Activity
-from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
+from windlass.core.errors import ConfigError, Problem, refuse, unknown
 from windlass.core.output import say
 from windlass.recipes.argument_table import all_arguments
 from windlass.recipes.recipe import load_recipe, note_recipe, open_recipe, run_folder, training_arguments
@@ -64,25 +65,16 @@ def read_spec(path: Path) -> SearchSpec:
     """Read the file of a search. Raises ConfigError with all problems."""
     document = load(path)
     values, known = document.values, [item.name for item in fields(SearchSpec)]
-    problems = [
-        Problem(document.where(name), values[name], f"is not a key of a search{did_you_mean(name, known)}")
-        for name in values
-        if name not in known
-    ]
+    problems = unknown(values, known, document.where, "is not a key of a search")
     space = values.get("space")
     if not isinstance(space, Mapping) or not space:
         fix = "must be a mapping: key of the recipe -> a list of values, or {low: ..., high: ...}"
         problems.append(Problem(document.where("space"), space, fix))
     else:
         keys = {argument.dotted for argument in all_arguments()}
-        problems += [
-            Problem(
-                document.where("space", key), space[key], f"is not a key of a recipe{did_you_mean(key, keys)}"
-            )
-            for key in space
-            # Below a key that holds a mapping (`adapter.r`) anything may be.
-            if not any(key == known_key or key.startswith(f"{known_key}.") for known_key in keys)
-        ]
+        # Below a key that holds a mapping (`adapter.r`) anything may be.
+        strange = {k: v for k, v in space.items() if not any(k.startswith(f"{key}.") for key in keys)}
+        problems += unknown(strange, keys, partial(document.where, "space"), "is not a key of a recipe")
     refuse(problems)
     return SearchSpec(**values)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.cli.command_line import CommandParser
-from windlass.core.output import say, say_json
+from windlass.cli.command_line import CommandParser, answer
 from windlass.recipes.built_in_recipes import described, names
 
 _COMMANDS = """
@@ -15,17 +14,12 @@ def recipes_command(words: list[str]) -> int:
     """List the recipes, and return the exit code."""
     options = build_parser().parse_args(words)
     known = {name: described(name) for name in names()}
-    if options.json:
-        say_json([{"name": name, "trains": what, "needs": needs} for name, (what, needs) in known.items()])
-        return 0
-    for name, (what, needs) in known.items():
-        say(f"{name:<20}{what}\n{'':<20}needs {needs}")
-    say(_COMMANDS)
-    return 0
+    facts = [{"name": name, "trains": what, "needs": needs} for name, (what, needs) in known.items()]
+    lines = [f"{name:<20}{what}\n{'':<20}needs {needs}" for name, (what, needs) in known.items()]
+    return answer(options, facts, [*lines, _COMMANDS])
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     description = "List the built-in recipes: what each trains, and what it needs."
     parser = CommandParser(prog="windlass recipes", description=description)
     parser.add_argument("--json", action="store_true", help="as one JSON list")

@@ -8,12 +8,12 @@ from windlass.callbacks.metrics_log import FILE_NAME
 from windlass.callbacks.report import write_report
 from windlass.callbacks.run_view import RunView, is_run
 from windlass.checkpoint.run_lock import is_held
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, answer
 from windlass.cli.run_status import status_of_run
 from windlass.cli.status_command import facts_of
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import install_command, is_available
-from windlass.core.output import say, say_json
+from windlass.core.output import say
 
 
 def report_command(words: list[str]) -> int:
@@ -31,12 +31,9 @@ def report_command(words: list[str]) -> int:
         if is_available("matplotlib")
         else f"training.png needs matplotlib: {install_command('matplotlib')}"
     )
-    if options.json:
-        say_json({"written": [str(path) for path in written], "notes": [missing] if missing else []})
-        return 0
-    for path in written:
-        say(str(path))
-    if missing:
+    files = [str(path) for path in written]
+    answer(options, {"written": files, "notes": [missing] if missing else []}, files)
+    if missing and not options.json:
         say(missing, error=True)
     return 0
 
@@ -47,7 +44,6 @@ def described(view: RunView) -> list[tuple[str, str]]:
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     parser = CommandParser(
         prog="windlass report",
         description="Write report.html and training.png of a run from its folder, also while it runs and after it was "

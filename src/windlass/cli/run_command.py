@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from windlass.cli.command_line import CommandParser, program
-from windlass.core.errors import ConfigError, Problem
+from windlass.cli.command_line import CommandParser, add_script, check_script, program
 from windlass.core.outside import load_outside
 from windlass.core.world import LAUNCH_VARIABLE
 
@@ -27,8 +24,8 @@ Windlass's names too. For several processes: `windlass launch --compat`.
 def run_command(words: Sequence[str]) -> int:
     """Replace this process by Python running the script. Raises ConfigError if there is no such script."""
     options = build_parser().parse_args(words)
-    if not options.module and not Path(options.script).is_file():
-        raise ConfigError(Problem("SCRIPT", options.script, "there is no such file"))
+    if not options.module:
+        check_script(options.script)
     command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
     sys.stdout.flush()
     typed = [*program(), "run", *(["-m"] if options.module else []), options.script]
@@ -42,9 +39,5 @@ def run_command(words: Sequence[str]) -> int:
 def build_parser() -> CommandParser:
     parser = CommandParser(prog="windlass run", description=_HELP, example="windlass run train.py")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
-    rest = parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments"
-    )
-    rest.required = False  # argparse would report it as missing with the script
+    add_script(parser)
     return parser

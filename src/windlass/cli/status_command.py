@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from windlass.callbacks.log_table import clock_text, moment_text
 from windlass.callbacks.rows import Row
 from windlass.callbacks.run_view import RunView, is_run, read_run
-from windlass.cli.command_line import CommandParser
+from windlass.cli.command_line import CommandParser, answer
 from windlass.cli.run_status import SCHEMA_FILE, status_of_run, with_verified
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.output import one_line, say
@@ -34,8 +33,7 @@ def status_command(words: list[str]) -> int:
         )
     view = read_folder(run)
     found = status_of_run(with_verified(view) if options.verify else view)
-    say(as_json(found) if options.json else "\n".join(_lines(found)))
-    return 0
+    return answer(options, found, _lines(found))
 
 
 def read_folder(run: Path, whole: tuple[list[Row], list[str]] | None = None) -> RunView:
@@ -47,7 +45,6 @@ def read_folder(run: Path, whole: tuple[list[Row], list[str]] | None = None) -> 
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of `windlass status`."""
     parser = CommandParser(
         prog="windlass status",
         description="Print the state of a run from its folder, which is only read: also while it runs, after it was "
@@ -66,11 +63,6 @@ def build_parser() -> CommandParser:
 
 
 # --- for people -------------------------------------------------------------------------------------------------------
-
-
-def as_json(found: Any) -> str:
-    """Return facts as the JSON that commands print."""
-    return json.dumps(found, indent=2, allow_nan=False)
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:

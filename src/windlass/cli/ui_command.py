@@ -38,7 +38,6 @@ def announce(address: str) -> None:
 
 
 def build_parser() -> CommandParser:
-    """Return the parser of the command."""
     parser = CommandParser(
         prog="windlass ui",
         description="Serve the page of the runs below a folder, which is only read: curves, time line, checkpoints, "

@@ -25,15 +25,15 @@ _KEYS = SECTIONS["fsdp_config"]
 
 def _resharding(raw: Any) -> Any:
     """Read one of FSDP1's strategies from a number, which elsewhere is a number of ranks."""
-    return raw if isinstance(raw, bool) else kinds.either(_TRUTH, rows.SHARDING, says=_RESHARDING)(raw)
+    return raw if isinstance(raw, bool) else kinds.Either(_TRUTH, rows.SHARDING, says=_RESHARDING)(raw)
 
 
-_TRUTH = kinds.choice("true", "false", also={"true": True, "false": False})
+_TRUTH = kinds.OneOf("true", "false", also={"true": True, "false": False})
 _RESHARDING = f"must be true, false, or one of {', '.join(rows.SHARDING_WORDS)}, or its number from 1"
 # Readers of fields whose values have another meaning than in a file.
 _OWN_READERS: dict[str, kinds.Reader] = {
     "reshard_after_forward": _resharding,
-    "backward_prefetch": kinds.choice(*rows.PREFETCH_WORDS, also=kinds.numbered(rows.PREFETCH_WORDS)),
+    "backward_prefetch": kinds.OneOf(*rows.PREFETCH_WORDS, also=kinds.numbered(rows.PREFETCH_WORDS)),
 }
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from windlass.config.kinds import document
 from windlass.config.loop_options import DataLoaderConfiguration, GradientAccumulationPlugin
 from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.sections.setting import setting
-from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
+from windlass.core.errors import ConfigError, Problem, refuse, unknown
 from windlass.core.whole_file import parse_json
 
 
@@ -43,7 +44,7 @@ class AcceleratorConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
-        """Read the options from a JSON file. Raises ConfigError if it has an unknown key, or is not an object."""
+        """Read the options from a JSON file. Raises ValueError (ConfigError for an unknown key) if it has others."""
         return read(parse_json(Path(json_file).read_bytes()))
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,21 +98,16 @@ def share_of_batch(field: str, size: int, ranks: int) -> int:
 
 
 def read(value: Any) -> AcceleratorConfig:
-    """Return an `AcceleratorConfig` from None, a dict of some of its fields, or any dataclass with them. Raises
-    ConfigError for an unknown key, or a class instead of an instance.
+    """Return an `AcceleratorConfig` from any form of a dict of some of its fields, or any dataclass with them. Raises
+    ConfigError for an unknown key, and ValueError for what is neither.
     """
     if isinstance(value, AcceleratorConfig):
         return value
     if isinstance(value, type):
-        raise ConfigError(Problem("accelerator_config", value, "is a class; give an instance of it"))
-    given: Any = {} if value is None else value
-    if dataclasses.is_dataclass(given) and not isinstance(given, type):
-        given = dataclasses.asdict(given)
-    if not isinstance(given, dict):
-        raise ConfigError(
-            Problem("accelerator_config", value, "must be a dict, JSON, a JSON file or a dataclass")
-        )
-    refuse(_unknown("accelerator_config", given, AcceleratorConfig))
+        raise ValueError("is a class; give an instance of it")
+    found: Any = value
+    given = dataclasses.asdict(found) if dataclasses.is_dataclass(value) else document(value) or {}
+    refuse(unknown(given, _names(AcceleratorConfig), "accelerator_config.{}".format))
     return AcceleratorConfig(**given)
 
 
@@ -119,9 +115,8 @@ def objections(config: AcceleratorConfig, accumulation: int) -> Iterator[Problem
     """What of `config` is wrong, or contradicts `gradient_accumulation_steps`."""
     options = config.gradient_accumulation_kwargs or {}
     where = "accelerator_config.gradient_accumulation_kwargs"
-    unknown = list(_unknown(where, options, GradientAccumulationPlugin))
-    yield from unknown
-    if unknown:
+    if strange := unknown(options, _names(GradientAccumulationPlugin), f"{where}.{{}}".format):
+        yield from strange
         return
     plugin = GradientAccumulationPlugin(**options)
     wrong = list(plugin.objections())
@@ -131,9 +126,5 @@ def objections(config: AcceleratorConfig, accumulation: int) -> Iterator[Problem
         yield Problem(f"{where}.num_steps", plugin.num_steps, fix)
 
 
-def _unknown(where: str, given: dict[str, Any], cls: Any) -> Iterator[Problem]:
-    known = [field.name for field in dataclasses.fields(cls)]
-    for name, value in given.items():
-        if name not in known:
-            hint = did_you_mean(str(name), known)
-            yield Problem(f"{where}.{name}", value, f"there is no such option{hint}")
+def _names(cls: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]

@@ -52,10 +52,6 @@ def _switch(new: str, value: object) -> Old:
     return Old(new, bool, (False, None), carry=lambda _, __: value, back=lambda now: now == value)
 
 
-def _same(new: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
-    return Old(new, kind, neutral)
-
-
 def _gone(note: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
     """A name without effect; setting it logs a warning."""
     return Old(None, kind, neutral, note=note)
@@ -106,29 +102,29 @@ def _debug(_: Any, given: Given) -> str:
 _APEX = "chose between Apex and PyTorch mixed precision; there is only PyTorch's, enabled by fp16 or bf16"
 
 OLD_NAMES: dict[str, Old] = {
-    "evaluation_strategy": _same("eval_strategy"),
+    "evaluation_strategy": Old("eval_strategy"),
     "warmup_ratio": Old("warmup_steps", float, (0.0, 0, None), back=lambda now: now if now < 1 else 0.0),
     "group_by_length": _switch("train_sampling_strategy", "group_by_length"),
-    "no_cuda": _same("use_cpu", bool, (False, None)),
+    "no_cuda": Old("use_cpu", bool, (False, None)),
     "adafactor": _switch("optim", "adafactor"),
-    "torchdynamo": _same("torch_compile_backend"),
+    "torchdynamo": Old("torch_compile_backend"),
     "include_tokens_per_second": Old(
         "include_num_input_tokens_seen", bool, (False, None), lambda _, __: "all", lambda now: now not in ("no", False)
     ),
     "include_inputs_for_metrics": Old(
         "include_for_metrics", bool, (False, None), carry=_with_inputs, back=lambda now: "inputs" in now
     ),
-    "per_gpu_train_batch_size": _same("per_device_train_batch_size", int),
-    "per_gpu_eval_batch_size": _same("per_device_eval_batch_size", int),
-    "push_to_hub_token": _same("hub_token"),
-    "push_to_hub_model_id": _same("hub_model_id"),
+    "per_gpu_train_batch_size": Old("per_device_train_batch_size", int),
+    "per_gpu_eval_batch_size": Old("per_device_eval_batch_size", int),
+    "push_to_hub_token": Old("hub_token"),
+    "push_to_hub_model_id": Old("hub_model_id"),
     "push_to_hub_organization": Old(
         "hub_model_id", carry=_hub_id, back=lambda now: now.rpartition("/")[0] or None if now else None
     ),
     "fsdp_min_num_params": _option_of("fsdp_config", "min_num_params", int, (0, None)),
     "fsdp_transformer_layer_cls_to_wrap": _option_of("fsdp_config", "transformer_layer_cls_to_wrap"),
     "tpu_metrics_debug": Old("debug", bool, (False, None), carry=_debug, back=lambda now: "tpu_metrics_debug" in now),
-    "xpu_backend": _same("ddp_backend"),
+    "xpu_backend": Old("ddp_backend"),
     "split_batches": Old("accelerator_config", bool, (None,), carry=_into("accelerator_config", "split_batches")),
     "dispatch_batches": Old(
         "accelerator_config", bool, (None,), carry=_into("accelerator_config", "dispatch_batches")

@@ -210,7 +210,7 @@ class Helpers(Fields):
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON values, with `<NAME>` for secrets; `cls(**args.to_dict())` makes equal arguments."""
         fields = dataclasses.fields(self)
-        return {f.name: _plain(f.name, getattr(self, f.name)) for f in fields if f.init}
+        return {f.name: as_plain(getattr(self, f.name), f.name) for f in fields if f.init}
 
     def to_json_string(self) -> str:
         """`to_dict` as indented JSON."""
@@ -231,7 +231,8 @@ def placeholder(name: str) -> str:
     return f"<{name.upper()}>"
 
 
-def _plain(name: str, value: Any) -> Any:
+def as_plain(value: Any, name: str = "") -> Any:
+    """`value` of the field `name` as JSON and YAML have it; a secret as its placeholder."""
     if isinstance(value, Enum):  # one of text, too
         return value.value
     if isinstance(value, str):
@@ -239,11 +240,11 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, PurePath):
         return redact_text(str(value))
     if isinstance(value, (list, tuple)):
-        return [_plain(name, item) for item in value]
+        return [as_plain(item, name) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(str(key), item) for key, item in value.items()}
+        return {str(key): as_plain(item, str(key)) for key, item in value.items()}
     if hasattr(value, "to_dict") and not isinstance(value, type):
-        return _plain("", value.to_dict())
+        return as_plain(value.to_dict())
     if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
         return str(value).removeprefix("torch.")
     return value

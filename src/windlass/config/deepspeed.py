@@ -9,36 +9,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.core.errors import Problem, did_you_mean
+from windlass.core.errors import Problem, unknown
 from windlass.core.lazy import reverse
 
 AUTO = "auto"
 
-_MONITOR = (
-    "is a tracker of the engine, which does not know the run's losses; set report_to, which sends them all"
-)
-_OTHER_MODEL = (
-    "changes the model or its data by DeepSpeed's own classes, which a run does not use; leave it out"
-)
-_OTHER_SPLIT = "splits a model in another way than ZeRO, with layers of DeepSpeed's own; leave it out"
 _OTHER_STEP = "updates weights later than their gradients, so the result is another; leave it out"
-_CUDA_ONLY = (
-    "sends rounded values by kernels for CUDA, so results differ from those of one process; leave it out"
-)
-_IN_GROUPS = "divides among groups of ranks, and checkpoints are of parts of one group; leave it out"
-_PRECISION = "is set by the run: bf16=True, fp16=True or mixed_precision; leave it out"
 _REASONS: dict[str, tuple[str, ...]] = {
-    _MONITOR: ("tensorboard", "wandb", "comet", "csv_monitor", "monitor_config"),
-    _OTHER_MODEL: (
+    "is a tracker of the engine, which does not know the run's losses; set report_to, which sends them all": (
+        "tensorboard", "wandb", "comet", "csv_monitor", "monitor_config",
+    ),
+    "changes the model or its data by DeepSpeed's own classes, which a run does not use; leave it out": (
         "sparse_attention", "compression_training", "data_efficiency", "curriculum_learning", "hybrid_engine",
         "quantize_training", "progressive_layer_drop", "eigenvalue", "weight_quantization",
     ),
-    _OTHER_SPLIT: (
+    "splits a model in another way than ZeRO, with layers of DeepSpeed's own; leave it out": (
         "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "pipeline", "expert_parallel",
         "use_data_before_expert_parallelism",
     ),
     _OTHER_STEP: ("zenflow", "superoffload"),
-    _PRECISION: ("torch_autocast", "data_types"),
+    "is set by the run: bf16=True, fp16=True or mixed_precision; leave it out": ("torch_autocast", "data_types"),
     "is NVIDIA's apex, which DeepSpeed does not combine with ZeRO; set bf16=True or fp16=True": ("amp",),
     "is not needed: a run continues on any number of processes, and global_batch_size keeps its updates": (
         "elasticity",
@@ -50,11 +40,13 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "is a service of Azure, and a run writes its checkpoints itself; leave it out": ("nebula",),
 }  # fmt: skip
 _ZERO_REASONS: dict[str, tuple[str, ...]] = {
-    _CUDA_ONLY: (
+    "sends rounded values by kernels for CUDA, so results differ from those of one process; leave it out": (
         "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
         "zeropp_loco_param",
     ),
-    _IN_GROUPS: ("zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather"),
+    "divides among groups of ranks, and checkpoints are of parts of one group; leave it out": (
+        "zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather",
+    ),
     _OTHER_STEP: ("zenflow",),
     "is gone from DeepSpeed; leave it out": ("legacy_stage1",),
     "is needed: a run clips by the norm, and checks that it is finite; leave it out": ("compute_grad_norm",),
@@ -160,11 +152,9 @@ def without_effect(config: Mapping[str, Any], origin: str) -> Iterator[str]:
 
 
 def _known(section: Mapping[str, Any], table: Mapping[str, str], origin: str) -> Iterator[Problem]:
+    yield from unknown(section, table, f"{origin}.{{}}".format, "DeepSpeed has no such key")
     for name, value in section.items():
-        if name not in table:
-            fix = f"DeepSpeed has no such key{did_you_mean(str(name), table)}"
-            yield Problem(f"{origin}.{name}", value, fix)
-        elif table[name] and value not in (None, False) and not _is_off(value):
+        if table.get(name) and value not in (None, False) and not _is_off(value):
             yield Problem(f"{origin}.{name}", value, table[name])
 
 
@@ -209,13 +199,10 @@ def _unfit_optimizer(section: Mapping[str, Any], origin: str) -> Iterator[Proble
     if section and str(kind).lower() not in ("adamw", "adam"):
         yield Problem(f"{origin}.optimizer.type", kind, _ADAMW)
         return
-    for name, value in _section(section, "params").items():
-        if name not in _OPTIONS:
-            yield Problem(
-                f"{origin}.optimizer.params.{name}", value, f"{_NO_OPTION}{did_you_mean(name, _OPTIONS)}"
-            )
-        elif name == "adam_w_mode" and not value:
-            yield Problem(f"{origin}.optimizer.params.{name}", value, _NOT_COUPLED)
+    params, where = _section(section, "params"), f"{origin}.optimizer.params"
+    yield from unknown(params, _OPTIONS, f"{where}.{{}}".format, _NO_OPTION)
+    if not params.get("adam_w_mode", True):
+        yield Problem(f"{where}.adam_w_mode", params["adam_w_mode"], _NOT_COUPLED)
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

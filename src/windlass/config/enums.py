@@ -227,33 +227,23 @@ TRACKER_NOTE = (
     "store_init_configuration, log): pass it in a TrackingCallback"
 )
 
-# All that have a name but for one, which needs devices on which Windlass does not train (`OPTIMIZER_ADVICE`).
-OPTIMIZERS = tuple(str(name) for name in OptimizerNames if name is not OptimizerNames.ADAMW_TORCH_NPU_FUSED)
-PROJECTING_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name.startswith(("galore_", "apollo_")))
-IN_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", *(name for name in OPTIMIZERS if name.endswith("_layerwise")))
-GONE_OPTIMIZERS = {
+# Name -> why the optimizer cannot be used.
+UNBUILT_OPTIMIZERS = {
+    "adamw_torch_npu_fused": "is not built yet (it needs torch_npu, on whose devices Windlass does not train); use "
+    "adamw_torch_fused",
     "adamw_hf": "is gone; use adamw_torch",
     "adamw_apex_fused": "is gone; use adamw_torch_fused",
 }
-# Part of a name -> end of the sentence "NAME is not built yet".
-OPTIMIZER_ADVICE = {
-    "npu": " (it needs torch_npu, on whose devices Windlass does not train); use adamw_torch_fused",
-    **dict.fromkeys(("galore", "lomo"), "; adafactor keeps the smallest state of those that are"),
-}
+# All others that have a name.
+OPTIMIZERS = tuple(str(name) for name in OptimizerNames if name not in UNBUILT_OPTIMIZERS)
+PROJECTING_OPTIMIZERS = tuple(name for name in OPTIMIZERS if name.startswith(("galore_", "apollo_")))
+IN_BACKWARD_OPTIMIZERS = ("lomo", "adalomo", *(name for name in OPTIMIZERS if name.endswith("_layerwise")))
 _OTHER_TRACKERS = ("azure_ml", "codecarbon", "dagshub", "neptune")  # that accelerate does not have
 TRACKERS = tuple(
     sorted([*(kind.value for kind in LoggerType if kind is not LoggerType.ALL), *_OTHER_TRACKERS])
 )
 # Name -> why logs cannot be sent to it by its name, and what to do instead.
 UNBUILT_TRACKERS = dict.fromkeys(("flyte", "kubeflow"), TRACKER_NOTE)
-
-
-def unbuilt_optimizer(name: str) -> str | None:
-    """Why optimizer `name` cannot be used; None if it can."""
-    if name in OPTIMIZERS:
-        return None
-    advice = next((note for start, note in OPTIMIZER_ADVICE.items() if start in name), "")
-    return f"is not built yet{advice or '; use one of ' + ', '.join(OPTIMIZERS)}"
 
 
 def unbuilt_trackers(report_to: list[str]) -> Iterator[tuple[str, str]]:

@@ -6,11 +6,12 @@ cannot, returns None if the value leaves the setting unset, and accepts its own 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
@@ -33,27 +34,21 @@ def flag(raw: Any) -> bool:
     raise ValueError("must be true or false")
 
 
-def whole(raw: Any) -> int:
-    if not isinstance(raw, bool) and isinstance(raw, int | str):
-        try:
-            return int(raw)
-        except ValueError:
-            pass
-    raise ValueError("must be a whole number")
+def _numeric(kind: type[int] | type[float], fix: str) -> Reader:
+    def read(raw: Any) -> Any:
+        if not isinstance(raw, bool) and isinstance(raw, (int, kind, str)):
+            with contextlib.suppress(ValueError):
+                return kind(raw)
+        raise ValueError(fix)
+
+    return read
 
 
-def number(raw: Any) -> float:
-    if not isinstance(raw, bool) and isinstance(raw, int | float | str):
-        try:
-            return float(raw)
-        except ValueError:
-            pass
-    raise ValueError("must be a number")
+whole = _numeric(int, "must be a whole number")
+number = _numeric(float, "must be a number")
 
 
 def _bounded(read: Reader, holds: Callable[[Any], bool], fix: str) -> Reader:
-    """Return a reader of the numbers for which `holds` is true."""
-
     def read_bounded(raw: Any) -> Any:
         value = read(raw)
         if not holds(value):
@@ -105,7 +100,7 @@ def options(raw: Any) -> dict[str, Any]:
     for pair in filter(None, (part.strip() for part in pairs)):
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ValueError(f"must be name=value pairs with commas between them, and {pair!r} is not a pair")
+            raise ValueError(f"must be name=value, name=value, and {pair!r} is not such a pair")
         found[key.strip()] = value.strip()
     return found
 
@@ -137,48 +132,40 @@ def numbered(words: Iterable[str]) -> dict[str, str]:
     return {str(number): word for number, word in enumerate(words, start=1)}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
-    """A reader of one of the words `allowed`, in any case."""
+    """A reader of one of the words `allowed`, in any case.
 
-    allowed: tuple[str, ...]
-    also: Mapping[str, Any]  # other spellings (in lower case), and the canonical value of each
-    refused: Mapping[str, str]  # known words that are not built, with the reason as the end of a sentence
+    Args:
+        also: other spellings (in lower case), and the canonical value of each.
+        refused: known words that are not built, with the reason as the end of a sentence.
+    """
+
+    def __init__(
+        self, *allowed: str, also: Mapping[str, Any] | None = None, refused: Mapping[str, str] | None = None
+    ) -> None:
+        self.allowed, self.refused = allowed, refused or {}
+        self._table = {word.lower(): word for word in allowed} | dict(also or {})
 
     def __call__(self, raw: Any) -> Any:
-        table = {word.lower(): word for word in self.allowed} | dict(self.also)
         for word in (str(spelling).strip().lower() for spelling in _spellings(raw)):
-            if word in table:
-                return table[word]
+            if word in self._table:
+                return self._table[word]
             if word in self.refused:
                 raise ValueError(self.refused[word])
         raise ValueError(f"must be one of {', '.join(self.allowed)}")
 
 
-def choice(
-    *allowed: str, also: Mapping[str, Any] | None = None, refused: Mapping[str, str] | None = None
-) -> OneOf:
-    return OneOf(allowed, also or {}, refused or {})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Either:
     """A reader that tries `readers` in order and returns the first result; `says` is its error."""
 
-    readers: tuple[Reader, ...]
-    says: str
+    def __init__(self, *readers: Reader, says: str) -> None:
+        self.readers, self.says = readers, says
 
     def __call__(self, raw: Any) -> Any:
         for reader in self.readers:
-            try:
+            with contextlib.suppress(ValueError):
                 return reader(raw)
-            except ValueError:
-                continue
         raise ValueError(self.says)
-
-
-def either(*readers: Reader, says: str) -> Either:
-    return Either(readers, says)
 
 
 _SHAPES: dict[Reader, str] = {
@@ -230,10 +217,8 @@ def from_text(value: Any, kinds: tuple[Any, ...]) -> Any:
         return value
     for kind, read in ((bool, flag), (int, int), (float, float)):
         if kind in kinds:
-            try:
+            with contextlib.suppress(ValueError):
                 return read(value)
-            except ValueError:
-                continue
     return value
 
 
@@ -246,11 +231,38 @@ def typed_words(value: Any) -> Any:
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
     for kind in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return kind(value)
-        except ValueError:
-            continue
     return value
+
+
+# --- the one form of a field's values: each returns what it does not convert as it is -------------------------------
+
+
+def as_path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def as_list(value: Any) -> Any:
+    """One word as a list of it."""
+    return [value] if isinstance(value, str) else list(value) if isinstance(value, tuple) else value
+
+
+def as_stride(value: Any) -> Any:
+    """A number of updates, which are whole; below 1 it is a share of them."""
+    return int(value) if isinstance(value, float) and value > 1 and value.is_integer() else value
+
+
+def document(value: Any) -> Any:
+    """The dict that a value is, or that JSON text or the path of a JSON file holds. Raises ValueError, with the reason,
+    if there is none; None and empty text are unchanged.
+    """
+    value = as_path(value)
+    if isinstance(value, str):
+        return value and read_document(value)
+    if value is None or isinstance(value, dict):
+        return value
+    raise ValueError(f"must be a dict, JSON, or the path of a JSON file, and is {type(value).__name__}")
 
 
 def read_document(text: str) -> dict[str, Any]:
@@ -324,13 +336,10 @@ def options_from(text: str) -> dict[str, str]:
     """Return {"rank": "64", "scale": "0.10"} for `"rank=64, scale=0.10"`. Raises ValueError if a part is not
     `key=value`.
     """
-    options = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        key, equals, value = part.partition("=")
-        if not equals or not key.strip() or not value.strip():
-            raise ValueError(f"must be 'name=value, name=value'; {part!r} is not such a pair")
-        options[key.strip()] = value.strip()
-    return options
+    found = options(text)
+    if not all((*found, *found.values())):
+        raise ValueError(f"must be name=value, name=value: {text!r} has a pair without a name or a value")
+    return found
 
 
 def convert_file_size_to_int(size: int | str) -> int:

@@ -5,13 +5,14 @@ What needs the dataset, the model or the device is checked when a run is resolve
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 import os
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -20,26 +21,24 @@ from windlass.config.accepting import TWINS
 from windlass.config.enums import (
     METRIC_DRIVEN,
     PROJECTING_OPTIMIZERS,
+    UNBUILT_OPTIMIZERS,
     DebugOption,
-    unbuilt_optimizer,
     unbuilt_trackers,
 )
-from windlass.config.kinds import as_declared, mapping, read_document
+from windlass.config.kinds import as_declared, document, mapping
 from windlass.config.parallel.sources import FIELDS, from_arguments
 from windlass.config.parallel.xla_checks import absent_xla
 from windlass.config.sections.fields import Fields
-from windlass.config.sections.setting import STRIDE, Rules, default_of, rules_of
+from windlass.config.sections.setting import default_of, rules_of
 from windlass.config.values import hints, members, value_fault
 from windlass.core import xla
-from windlass.core.errors import ConfigError, Problem, refuse
+from windlass.core.errors import Problem, refuse
 from windlass.core.locations import is_url
 from windlass.core.logs import get_verbosity
-from windlass.core.redact import is_secret_name
 
 Check = Callable[[Any], Iterator[Problem]]
 # Stands for any value of a `Conflict` that is set and not 0.
 SET: Any = object()
-DEFAULT_OUTPUT_DIR = "trainer_output"
 
 
 class Conflict:
@@ -95,95 +94,25 @@ def problems(args: Fields) -> list[Problem]:
 def normalise(args: Fields) -> None:
     """Normalise `args`. May be called again after any assignment, and then derives values again."""
     values = args.__dict__
-    for name, said in values.get("_derived", {}).items():
-        values[name] = said
+    values |= values.get("_derived", {})
     values["_derived"] = {}
-    _paths(values)
-    rules = rules_of(type(args))
-    _documents(values, rules, getattr(type(args), "_VALID_DICT_FIELDS", ()))
-    _words(values)
     for name, hint in hints(type(args)).items():
         values[name] = as_declared(values[name], members(hint))
-    _strides(values, rules)
-    _lists(values)
-    _twins(values)
-    _derive(args)
-
-
-def _paths(values: dict[str, Any]) -> None:
-    for name in ("output_dir", "resume_from_checkpoint"):
-        if isinstance(values[name], os.PathLike):
-            values[name] = os.fspath(values[name])
-    if values["output_dir"] is None:
-        values["output_dir"] = DEFAULT_OUTPUT_DIR
-    if isinstance(values["output_dir"], str):
-        values["output_dir"] = os.path.expanduser(values["output_dir"])
-    if values["hub_token"] == "<HUB_TOKEN>":
-        # From written arguments, which have a placeholder instead of the secret.
-        values["hub_token"] = None
-
-
-def _documents(values: dict[str, Any], rules: Mapping[str, Rules], declared: Iterable[str]) -> None:
-    documents = [name for name, rule in rules.items() if rule.document]
+    forms = {name: rule.form for name, rule in rules_of(type(args)).items() if rule.form}
     # Fields of a script's subclass; their text is taken for JSON only if it looks so.
-    documents += [name for name in declared if name not in rules and str(values.get(name)).startswith("{")]
-    for name in documents:
-        if isinstance(values[name], os.PathLike):
-            values[name] = os.fspath(values[name])
-        if not isinstance(values[name], str) or not values[name]:
-            continue
-        try:
-            values[name] = read_document(values[name])
-        except ValueError:
-            continue  # `validate` gives the reason
-    try:
-        values["accelerator_config"] = accelerator_config.read(values["accelerator_config"])
-    except ConfigError:
-        return  # `validate` gives the reason
-
-
-def _words(values: dict[str, Any]) -> None:
-    if isinstance(values["include_num_input_tokens_seen"], bool):
-        values["include_num_input_tokens_seen"] = "all" if values["include_num_input_tokens_seen"] else "no"
-    if isinstance(values["debug"], str):
-        values["debug"] = values["debug"].split()
-    elif values["debug"] is None:
-        values["debug"] = []
-    if isinstance(values["debug"], list):
-        known = {option.value: option for option in DebugOption}
-        values["debug"] = [known.get(str(option), option) for option in values["debug"]]
-
-
-def _strides(values: dict[str, Any], rules: Mapping[str, Rules]) -> None:
-    for name in (name for name, rule in rules.items() if rule.bounds is STRIDE):
-        value = values[name]
-        if isinstance(value, float) and value > 1 and value.is_integer():
-            values[name] = int(value)
-    limit = values["save_total_limit"]
-    if isinstance(limit, int) and limit <= 0:
-        values["save_total_limit"] = None
-
-
-def _lists(values: dict[str, Any]) -> None:
-    report_to = values["report_to"]
-    if report_to in (None, "none", ["none"], "", []):
-        values["report_to"] = []
-    elif isinstance(report_to, str):
-        values["report_to"] = [report_to]
-    for name in ("include_for_metrics", "label_names"):
-        if isinstance(values[name], str):
-            values[name] = [values[name]]
-        elif isinstance(values[name], tuple):
-            values[name] = list(values[name])
-
-
-def _twins(values: dict[str, Any]) -> None:
+    for name in getattr(type(args), "_VALID_DICT_FIELDS", ()):
+        if name not in forms and str(values.get(name)).startswith("{"):
+            forms[name] = document
+    for name, form in forms.items():
+        with contextlib.suppress(ValueError):  # the check gives the reason
+            values[name] = form(values[name])
     for old, new in TWINS.items():
         if values[new] is None:
             values[new] = values[old]
         values[old] = values[new]
     if values["activation_checkpointing"] is None:
         values["activation_checkpointing"] = values["gradient_checkpointing"] = False
+    _derive(args)
 
 
 def _derive(args: Fields) -> None:
@@ -240,30 +169,11 @@ def _wrong_values(args: Fields) -> Iterator[Problem]:
     rules = rules_of(type(args))
     for name, hint in hints(type(args)).items():
         value = getattr(args, name)
-        if rules[name].document:
-            fault = _document_fault(name, value)
-        else:
-            fault = value_fault(value, hint, rules[name], fields[name].metadata.get("choices"))
+        fault = value_fault(value, hint, rules[name], fields[name].metadata.get("choices"))
+        if fault is None and rules[name].refused and value not in (default_of(fields[name]), None, False, ""):
+            fault = rules[name].refused
         if fault is not None:
             yield Problem(name, value, fault)
-
-
-def _document_fault(name: str, value: Any) -> str | None:
-    """Why a field does not hold a dict; text is left in it only if its JSON could not be read."""
-    if name == "accelerator_config" and isinstance(value, accelerator_config.AcceleratorConfig):
-        return None
-    try:
-        if isinstance(value, str) and value:
-            read_document(value)
-        if name == "accelerator_config":
-            accelerator_config.read(value)
-    except ConfigError as error:
-        return "; ".join(f"{p.field.partition('.')[2] or name}: {p.fix}" for p in error.problems)
-    except ValueError as error:
-        return str(error)
-    if value is None or isinstance(value, (dict, str)):
-        return None
-    return f"must be a dict, JSON, or the path of a JSON file, and is {type(value).__name__}"
 
 
 # --- several options -------------------------------------------------------------------------------------------------
@@ -389,8 +299,7 @@ def _groups(args: Fields) -> Iterator[Problem]:
 @_rule("optim", "report_to")
 def _unbuilt_words(args: Fields) -> Iterator[Problem]:
     """Words of honoured fields whose feature is not built."""
-    reason = unbuilt_optimizer(str(args.optim))
-    if reason is not None:
+    if reason := UNBUILT_OPTIMIZERS.get(str(args.optim)):
         yield Problem("optim", str(args.optim), reason)
     elif str(args.optim) == "adamw_torch_xla" and not xla.is_selected():
         yield Problem("optim", str(args.optim), f"{xla.NEEDED}; elsewhere use adamw_torch")
@@ -443,19 +352,3 @@ def _launcher_agrees(args: Fields) -> Iterator[Problem]:
     if args.local_rank > 0 and of_launcher != str(args.local_rank):
         fix = f"disagrees with the environment (LOCAL_RANK={of_launcher}); leave it out, and start with torchrun"
         yield Problem("local_rank", args.local_rank, fix)
-
-
-@_rule()
-def _unbuilt_fields(args: Fields) -> Iterator[Problem]:
-    fields = {field.name: field for field in dataclasses.fields(args)}
-    for name, rules in rules_of(type(args)).items():
-        if rules.refused and not _is_neutral(fields[name], getattr(args, name)):
-            value = "***" if is_secret_name(name) else getattr(args, name)
-            fix = rules.refused if ";" in rules.refused else f"{rules.refused}; leave it out"
-            yield Problem(name, value, fix)
-
-
-def _is_neutral(field: dataclasses.Field[Any], value: Any) -> bool:
-    """Return True if `value` requests nothing: the default, or an empty value if the default is empty."""
-    default = default_of(field)
-    return bool(value == default) or (not default and value in (None, False, "", 0, [], {}))

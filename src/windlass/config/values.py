@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from windlass.config.kinds import from_text
 from windlass.config.sections.setting import Rules, Truth
-from windlass.core.errors import did_you_mean
+from windlass.core.errors import ConfigError, did_you_mean
 
 _TYPE_WORDS = {
     int: "a whole number",
@@ -39,6 +39,7 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {name: hint for name, hint in found.items() if name in fields}
 
 
+@functools.cache  # of some two hundred fields, in each check of a run's arguments
 def members(hint: Any) -> tuple[Any, ...]:
     """The alternatives of a type: `int | None` is (int, NoneType)."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -53,13 +54,16 @@ def coerce(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 def value_fault(value: Any, hint: Any, rules: Rules, choices: Any = None) -> str | None:
     """Why `value` breaks the type or the rules of its field; None if it does not."""
-    fault = type_fault(value, hint)
+    fault = None if rules.document else type_fault(value, hint)
     if fault is not None or value is None:
         return fault
     if rules.bounds is not None and not rules.bounds.holds(value):
         return rules.bounds.words
     try:
-        _ = rules.read and rules.read(value)
+        for reader in filter(None, (rules.form, rules.read)):
+            reader(value)
+    except ConfigError as error:  # of what the value holds
+        return "; ".join(f"{p.field.partition('.')[2] or p.field}: {p.fix}" for p in error.problems)
     except ValueError as error:
         return str(error)
     return choice_fault(value, choices or rules.words) if choices or rules.words else None

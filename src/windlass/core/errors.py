@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,3 +152,17 @@ def refuse(problems: Iterable[Problem]) -> None:
     """Raise ConfigError with the problems, if there are any."""
     if found := list(problems):
         raise ConfigError(found)
+
+
+def unknown(
+    given: Mapping[str, object],
+    known: Collection[str],
+    field: Callable[[str], str] = str,
+    what: str = "there is no such option",
+) -> list[Problem]:
+    """A problem for each name in `given` that is not known, with the name that is meant; `field` is its place."""
+    return [
+        Problem(field(name), value, f"{what}{did_you_mean(str(name), known)}")
+        for name, value in given.items()
+        if name not in known
+    ]

@@ -59,11 +59,16 @@ def say(*words: object, error: bool = False, end: str = "\n") -> None:
     stream.flush()
 
 
-def say_json(value: Any) -> None:
-    """Print facts for programs as one JSON value: texts without secrets, what has no form in JSON as text, numbers that
-    are not finite as null.
+def as_json(value: Any) -> str:
+    """Facts for programs as one JSON value, and a line feed: texts without secrets, what has no form in JSON as text,
+    numbers that are not finite as null.
     """
-    STDOUT.write(json.dumps(_plain(redact_value("", value)), indent=1) + "\n")
+    return json.dumps(_plain(redact_value("", value)), indent=1) + "\n"
+
+
+def say_json(value: Any) -> None:
+    """Print facts for programs."""
+    STDOUT.write(as_json(value))
     STDOUT.flush()
 
 

@@ -7,7 +7,6 @@ their outputs as they are.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -20,6 +19,7 @@ from windlass.core.mesh import VIEWS, Mesh
 from windlass.core.tensors import is_fake
 from windlass.core.world import World
 from windlass.dist.gang import Gang, Pending, ProcessGang, in_place_of_joined
+from windlass.dist.variables import environment_of
 
 MACHINE = 8
 """Processes of a machine of such a job."""
@@ -66,7 +66,13 @@ def imagined_job(size: int, rank: int = 0) -> Iterator[None]:
     first `join` lays out the mesh.
     """
     world = World(rank, size, rank % MACHINE, min(size, MACHINE))
-    with _launched(world):
+    of_launcher = {
+        "RANK": world.rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+    }
+    with environment_of(**{name: str(value) if size > 1 else None for name, value in of_launcher.items()}):
         if size == 1:
             yield
         else:
@@ -88,19 +94,3 @@ def _imagined(world: World) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _launched(world: World) -> Iterator[None]:
-    """Within the body, the variables of a launcher are those of this rank."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    before = {name: os.environ.pop(name) for name in names if name in os.environ}
-    if world.size > 1:
-        values = (world.rank, world.size, world.local_rank, world.local_size)
-        os.environ.update(zip(names, map(str, values), strict=True))
-    try:
-        yield
-    finally:
-        for name in names:
-            os.environ.pop(name, None)
-        os.environ.update(before)

@@ -9,6 +9,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+from windlass.dist.variables import environment_of
+
 LOOPBACK = "127.0.0.1"
 # A store that lives for one attempt holds this key: its processes need no prefix of their own in it.
 ONE_ATTEMPT = "windlass/one-attempt"
@@ -124,12 +126,5 @@ def keep_gloo_on_loopback() -> None:
 @contextlib.contextmanager
 def gloo_on_loopback() -> Iterator[None]:
     """Within it, process groups of gloo listen on loopback; by itself gloo takes the address of the host's name."""
-    name = loopback_interface()
-    if name is None or _GLOO_VARIABLE in os.environ:
+    with environment_of(**{_GLOO_VARIABLE: os.environ.get(_GLOO_VARIABLE, loopback_interface())}):
         yield
-        return
-    os.environ[_GLOO_VARIABLE] = name
-    try:
-        yield
-    finally:
-        os.environ.pop(_GLOO_VARIABLE, None)

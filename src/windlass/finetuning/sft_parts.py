@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
-from windlass.core.errors import ModelError, Problem, did_you_mean, refuse
+from windlass.core.errors import ModelError, Problem, refuse, unknown
 from windlass.core.logs import warn_of_argument
 from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.finetuning.answers import EvaluationAnswers, check_answers, open_answers
@@ -144,13 +144,8 @@ def sft_arguments(args: object, model: Any, train_dataset: Any, earlier: dict[st
 
 
 def _checked(earlier: dict[str, Any]) -> dict[str, Any]:
-    refuse(
-        Problem(
-            name, type(value).__name__, f"SFTTrainer has no such argument{did_you_mean(name, list(_EARLIER))}"
-        )
-        for name, value in earlier.items()
-        if name not in _EARLIER
-    )
+    kinds = {name: type(value).__name__ for name, value in earlier.items()}
+    refuse(unknown(kinds, _EARLIER, what="SFTTrainer has no such argument"))
     if earlier:
         fields = ", ".join(f"{_EARLIER[name]}={value!r}" for name, value in earlier.items())
         warn_of_argument(f"arguments of SFTTrainer that are now in SFTConfig: use SFTConfig({fields})")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from windlass.config.enums import GONE_OPTIMIZERS, OptimizerNames, unbuilt_optimizer
+from windlass.config.enums import UNBUILT_OPTIMIZERS
 from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.logs import get_logger, warn_once
@@ -137,10 +137,8 @@ def _fused_fits(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def _refusal(name: str) -> Problem:
-    known = [*(member.value for member in OptimizerNames), *GONE_OPTIMIZERS]
-    if name in known:
-        why = GONE_OPTIMIZERS.get(name) or unbuilt_optimizer(name)
+    if why := UNBUILT_OPTIMIZERS.get(name):
         return Problem("optim", name, f"{why}, or pass Trainer(optimizers=(optimizer, None))")
-    near = difflib.get_close_matches(str(name), known, n=1)
+    near = difflib.get_close_matches(str(name), OPTIMIZERS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return Problem("optim", name, f"{hint}known optimizers: {', '.join(OPTIMIZERS)}")

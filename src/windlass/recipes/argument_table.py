@@ -15,6 +15,7 @@ from windlass.config.arguments import TrainingArguments
 from windlass.config.documents import Keys
 from windlass.config.enums import OPTIMIZERS, OptimizerNames
 from windlass.config.sections.setting import default_of, rules_in
+from windlass.config.values import members
 from windlass.recipes.schema import NESTED, Recipe
 from windlass.recipes.tasks import TASKS
 
@@ -96,15 +97,10 @@ class Argument:
     def kinds(self) -> list[type]:
         """Return the types that it may have, without those of items; None is `NoneType`."""
         found: list[type] = []
-        for kind in _alternatives(typing.get_type_hints(self.owner)[self.field.name]):
+        for kind in members(typing.get_type_hints(self.owner)[self.field.name]):
             plain = typing.get_origin(kind) or kind
             found += [plain] if isinstance(plain, type) else [bool] if plain is typing.Literal else []
         return found
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    is_union = type(hint).__name__ in ("UnionType", "_UnionGenericAlias")
-    return typing.get_args(hint) if is_union else (hint,)
 
 
 def all_arguments(task: str | None = None) -> Iterator[Argument]:

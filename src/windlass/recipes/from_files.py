@@ -102,18 +102,20 @@ def _top_level(settings: Settings, word: str, value: Any, name: str) -> None:
 
 
 def _section(settings: Settings, value: Any, origin: str, words: Mapping[str, Key], name: str) -> None:
-    if value is None:
-        return
-    if not isinstance(value, Mapping):
-        settings.problems.append(Problem(origin, value, "must be a section of keys and values"))
-        return
     section = origin.partition(" ")[0]
-    for word, raw in value.items():
+    for word, raw in _mapping(settings, value, origin).items():
         if word in words:
             settings.record(words[word], raw, f"{section}.{word} in {name}", "file")
         else:
             hint = did_you_mean(str(word), words)
             settings.notes.append(f"{name} has a key '{section}.{word}' that means nothing here{hint}")
+
+
+def _mapping(settings: Settings, section: Any, origin: str) -> Mapping[Any, Any]:
+    if section is not None and not isinstance(section, Mapping):
+        settings.problems.append(Problem(origin, section, "must be a section of keys and values"))
+        return {}
+    return section or {}
 
 
 # `parallel: {tp: 2}` is short for `parallel: {mesh: {tp: 2}}`.
@@ -129,14 +131,9 @@ def from_recipe(section: Any, name: str) -> Settings:
 
 
 def _nested(settings: Settings, section: Any, origin: str) -> None:
-    if section is None:
-        return
-    if not isinstance(section, Mapping):
-        settings.problems.append(Problem(origin, section, "must be a section of keys and values"))
-        return
     _, _, name = origin.partition(" in ")
     built = [key for key in KEYS if KEYS[key] not in UNBUILT and not KEYS[key].refused]
-    for word, raw in _flat(section):
+    for word, raw in _flat(_mapping(settings, section, origin)):
         where = f"parallel.{word} in {name}"
         word = _AXES.get(word, word)
         if word in KEYS:

@@ -15,7 +15,7 @@ from windlass.cli.launching.failure_report import Incident, Watch, Watched, desc
 from windlass.cli.launching.launch_checks import TOKEN_VARIABLE
 from windlass.cli.launching.local import command
 from windlass.cli.launching.worker_environment import worker_environment
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import refuse, unknown
 from windlass.core.optional import require
 from windlass.core.redact import redact_command
 from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
@@ -60,12 +60,8 @@ def run(plan: LaunchPlan) -> int:
 
 def describe_ray(plan: LaunchPlan) -> dict[str, Any]:
     """Return the job as passed to Ray Train, as plain values."""
-    unknown = [key for key in plan.engine_options if key not in _OPTIONS]
-    if unknown:
-        fix = f"is not an option of the Ray engine; it has {', '.join(_OPTIONS)}"
-        raise ConfigError(
-            [Problem(f"engine_options.{key}", plan.engine_options[key], fix) for key in unknown]
-        )
+    what = f"is not an option of the Ray engine; it has {', '.join(_OPTIONS)}"
+    refuse(unknown(plan.engine_options, _OPTIONS, "engine_options.{}".format, what))
     options = dict(plan.engine_options)
     resources = options.get("resources_per_worker") or {"CPU": 1}
     return {

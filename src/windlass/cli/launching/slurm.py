@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.cli.launching.engines import from_text, to_text
 from windlass.cli.launching.launch_checks import read_token
-from windlass.core.errors import Problem, did_you_mean, refuse
+from windlass.core.errors import Problem, refuse, unknown
 from windlass.core.optional import require
 from windlass.core.output import say
 
@@ -137,12 +137,8 @@ def _notice(plan: LaunchPlan, given: Mapping[str, Any]) -> dict[str, Any]:
 def _problems(options: Mapping[str, Any]) -> list[Problem]:
     slurm = _submitit().SlurmExecutor._valid_parameters()
     known = sorted({*_OWN, *_shared_parameters(), *slurm} - {"nodes", "tasks_per_node"})
-    fix = "is not an option of the Slurm engine"
-    problems = [
-        Problem(f"engine_options.{key}", value, f"{fix}{did_you_mean(key, known)}")
-        for key, value in options.items()
-        if key not in known
-    ]
+    what = "is not an option of the Slurm engine"
+    problems = unknown(options, known, "engine_options.{}".format, what)
     cluster = options.get("cluster", "slurm")
     if cluster not in _CLUSTERS:
         problems.append(Problem("engine_options.cluster", cluster, f"must be one of {', '.join(_CLUSTERS)}"))

@@ -22,6 +22,7 @@ from windlass.cli.proving.small_training import OUTPUT, REPORT, TOLERANCE, UPDAT
 from windlass.core.errors import ModelError
 from windlass.core.optional import require
 from windlass.dist.listening import free_port
+from windlass.dist.variables import environment_of
 
 _PRELOADED = (
     "windlass.cli.proving.proving_rank",
@@ -159,7 +160,7 @@ class ProvingProcesses:
             from multiprocessing import forkserver
 
             # A process with threads must not be forked: libraries start none if the environment allows one.
-            with _one_thread(), _quiet_errors(folder / "server.txt"):
+            with environment_of(OMP_NUM_THREADS="1"), _quiet_errors(folder / "server.txt"):
                 self._context.set_forkserver_preload([*_PRELOADED, module])
                 forkserver.ensure_running()
 
@@ -173,19 +174,6 @@ class ProvingProcesses:
         """Kill everything that still runs."""
         for started in self._started:
             started.end()
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
 
 
 @contextlib.contextmanager

@@ -14,6 +14,10 @@ from windlass.core.errors import Problem
 
 _REQUESTS_NOTHING: tuple[Any, ...] = (None, False, "", "no", "false", "none", 0)
 
+# Refused flags that take no value.
+_REFUSED_SWITCHES = (
+    "use_megatron_lm tpu_use_cluster tpu_cluster tpu_use_sudo downcast_bf16 use_autocast_during_eval"
+)
 # Several families have settings of it.
 NO_MEGATRON = (
     "needs Megatron-LM, which is not built yet; distributed_type: FSDP shards the model by its layers"
@@ -135,6 +139,12 @@ class Rows(list[Key]):
         """Add a setting that is off unless it is set."""
         return self(last, flag, False, doc, *words, **others)
 
+    def refuse(self, reason: str, *words: str, **written: Any) -> None:
+        """Add settings that are known and refused; `written` has the values that accelerate exports by default."""
+        for word in (*words, *written):
+            read = flag if word in _REFUSED_SWITCHES.split() else anything
+            self(word, read, None, "Not built.", written=written.get(word), refused=reason)
+
 
 _DEFAULT_OF_KEY: Any = object()
 
@@ -221,10 +231,11 @@ class Settings(dict[str, Setting]):
         found = [self[key.name] for key in keys if key.name in self]
         return [setting for setting in found if not setting.implicit]
 
-    def without_effect(self, fix: str, *keys: Key) -> Iterator[Problem]:
+    def without_effect(self, why: str, *keys: Key) -> Iterator[Problem]:
         """A problem for each of `keys` that a script or a flag sets. What a file or a variable sets may be meant for
         other scripts.
         """
+        fix = f"has no effect, for {why}, or leave it out"
         return (found.problem(fix) for found in self.explicit(*keys) if found.source in ("script", "flag"))
 
 

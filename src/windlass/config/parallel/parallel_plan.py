@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from windlass.config.deepspeed import precision_of, stage_of, unfit, without_effect
@@ -114,8 +114,8 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
     yield from _mesh_fits(settings, world, settings.value(rows.MESH_SHARDS) if sharded else 1)
     yield from xla_problems(settings, world, sharded)
     if not sharded:
-        fix = "has no effect, for sharding is off; set fsdp=True, --use_fsdp or distributed_type: FSDP, or leave it out"
-        yield from settings.without_effect(fix, *rows.FSDP)
+        off = "sharding is off; set fsdp=True, --use_fsdp or distributed_type: FSDP"
+        yield from settings.without_effect(off, *rows.FSDP)
         return
     for one, other in _contradictions(settings):
         yield contradiction(one, other)
@@ -138,8 +138,8 @@ def _objections(settings: Settings, world: World) -> Iterator[Problem]:
 def _float8_objections(settings: Settings) -> Iterator[Problem]:
     precision = settings.get(rows.PRECISION.name)
     if precision is None or precision.value != "fp8":
-        fix = "has no effect, for float8 is off; set fp8=True or --mixed_precision fp8, or leave it out"
-        yield from settings.without_effect(fix, *rows_compute.FP8_OPTIONS)
+        off = "float8 is off; set fp8=True or --mixed_precision fp8"
+        yield from settings.without_effect(off, *rows_compute.FP8_OPTIONS)
     elif _asks_for_deepspeed(settings):
         fix = "is not built under DeepSpeed, whose engine casts the weights itself; use bf16, or FSDP"
         yield Problem(precision.origin, "fp8", fix)
@@ -148,8 +148,8 @@ def _float8_objections(settings: Settings) -> Iterator[Problem]:
 def _deepspeed_objections(settings: Settings) -> Iterator[Problem]:
     fields = settings.explicit(*deepspeed.FIELDS)
     if not _asks_for_deepspeed(settings):
-        fix = "has no effect, for DeepSpeed is off; set --use_deepspeed or distributed_type: DEEPSPEED, or leave it out"
-        yield from settings.without_effect(fix, deepspeed.CONFIG, *deepspeed.FIELDS)
+        off = "DeepSpeed is off; set --use_deepspeed or distributed_type: DEEPSPEED"
+        yield from settings.without_effect(off, deepspeed.CONFIG, *deepspeed.FIELDS)
         return
     if is_sharded(settings):
         sharded = next(iter(settings.explicit(rows.STRATEGY, rows.MESH_SHARDS)))
@@ -225,9 +225,8 @@ def _pipeline_objections(settings: Settings) -> Iterator[Problem]:
     """What is not built together with a pipeline, and options that have no effect without one."""
     size = settings.get(rows.MESH_PIPELINE.name)
     if size is None or size.value == 1:
-        fix = "has no effect without a pipeline: set pp_size, or leave it out"
         options = rows.PP_SCHEDULE, rows.PP_STAGES, rows.PP_SPLIT_POINTS
-        yield from settings.without_effect(fix, *options)
+        yield from settings.without_effect("there is no pipeline; set pp_size", *options)
         return
     if is_sharded(settings) and settings.value(rows.FSDP_RAM_EFFICIENT):
         fix = "is not built for pipelines, which are cut on each process: set it to false, and load the model on all"
@@ -310,24 +309,17 @@ def _compute(settings: Settings) -> Literal["fp32", "bf16", "fp16"]:
 def _precision(settings: Settings) -> PrecisionPlan:
     if settings.value(rows.PRECISION) != "fp8":
         return PrecisionPlan(_compute(settings))
-    recipe, emulate, pad = map(
-        settings.value, (rows_compute.FP8_RECIPE, rows_compute.FP8_EMULATE, rows_compute.FP8_PAD)
+    options = values_for(settings, "fp8", Float8Plan)
+    return PrecisionPlan(
+        _compute(settings), float8=Float8Plan(**options, pad=settings.value(rows_compute.FP8_PAD))
     )
-    return PrecisionPlan(_compute(settings), float8=Float8Plan(recipe, emulate, pad))
 
 
 def _compiled(settings: Settings) -> CompilePlan | None:
-    backend, mode = settings.value(rows_compute.COMPILE_BACKEND), settings.value(rows_compute.COMPILE_MODE)
-    if backend == "no" or settings.value(rows_compute.COMPILE_DISABLED):
+    plan = CompilePlan(**values_for(settings, "compile", CompilePlan))
+    if plan.backend == "no" or settings.value(rows_compute.COMPILE_DISABLED):
         return None
-    return CompilePlan(
-        backend,
-        None if mode == "default" else mode,
-        settings.value(rows_compute.COMPILE_BLOCKS),
-        fullgraph=settings.value(rows_compute.COMPILE_FULLGRAPH),
-        dynamic=settings.value(rows_compute.COMPILE_DYNAMIC),
-        options=settings.value(rows_compute.COMPILE_OPTIONS),
-    )
+    return replace(plan, mode=None) if plan.mode == "default" else plan
 
 
 def _dist(settings: Settings, world: World) -> DistPlan:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from windlass.config import kinds
 from windlass.config.parallel.keys import Rows
 
@@ -26,7 +24,7 @@ COMPILE_BACKEND = _compile(
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 COMPILE_MODE = _compile(
     "mode",
-    kinds.choice(*COMPILE_MODES),
+    kinds.OneOf(*COMPILE_MODES),
     "default",
     "Mode of the inductor backend.",
     fields=("torch_compile_mode",),
@@ -61,7 +59,7 @@ MS_AMP = f"needs MS-AMP, which is no longer maintained and {_NO_ENGINE}"
 _float8 = Rows("fp8")
 FP8_BACKEND = _float8(
     "backend",
-    kinds.choice(
+    kinds.OneOf(
         "ao", also={"torchao": "ao", "no": None}, refused={"te": TRANSFORMER_ENGINE, "msamp": MS_AMP}
     ),
     "ao",
@@ -69,7 +67,7 @@ FP8_BACKEND = _float8(
 )
 FP8_RECIPE = _float8(
     "recipe",
-    kinds.choice("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    kinds.OneOf("tensorwise", "rowwise", "rowwise_with_gw_hp"),
     "tensorwise",
     "What shares a scale: a tensor (fastest), a row, or a row with gradients of weights in bf16 (most accurate).",
 )
@@ -87,20 +85,20 @@ FP8_ALL_GATHER = _float8.switch(
 FP8_OPTIONS = tuple(_float8)
 
 
-def _refused(reason: str, written: Any, *words: str) -> None:
-    """Add a known setting of another library, with the value that accelerate exports by default."""
-    read = kinds.flag if words[0] == "use_autocast_during_eval" else kinds.anything
-    _float8(words[0], read, None, "Not built.", *words, written=written, refused=reason)
-
-
-for _product in ("fprop", "dgrad", "wgrad"):
-    _refused(TRANSFORMER_ENGINE, None, f"override_{_product}")
-_refused(TRANSFORMER_ENGINE, "(False, False, False)", "override_linear_precision")
-_refused(TRANSFORMER_ENGINE, False, "use_autocast_during_eval")
-_refused(TRANSFORMER_ENGINE, 0, "margin")
-_refused(TRANSFORMER_ENGINE, 1, "interval")
-_refused(TRANSFORMER_ENGINE, "HYBRID", "format")
-_refused(TRANSFORMER_ENGINE, 1024, "amax_history_len", "amax_history_length")
-_refused(TRANSFORMER_ENGINE, "most_recent", "amax_compute_algo", "amax_compute_algorithm")
-_refused(MS_AMP, "O2", "opt_level", "optimization_level")
+_float8.refuse(
+    TRANSFORMER_ENGINE,
+    "override_fprop",
+    "override_dgrad",
+    "override_wgrad",
+    override_linear_precision="(False, False, False)",
+    use_autocast_during_eval=False,
+    margin=0,
+    interval=1,
+    format="HYBRID",
+    amax_history_len=1024,
+    amax_history_length=1024,
+    amax_compute_algo="most_recent",
+    amax_compute_algorithm="most_recent",
+)
+_float8.refuse(MS_AMP, opt_level="O2", optimization_level="O2")
 FLOAT8 = tuple(_float8)

@@ -6,16 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.config import kinds
-from windlass.config.kinds import read_document
 from windlass.config.parallel.keys import Rows
 
 
 def _document(raw: Any) -> Any:
-    if isinstance(raw, Mapping):
-        return dict(raw)
-    if not isinstance(raw, str):
-        raise ValueError(f"must be a dict, JSON, or the path of a JSON file, and is {type(raw).__name__}")
-    return read_document(raw) if raw else None
+    return None if raw == "" else kinds.document(dict(raw) if isinstance(raw, Mapping) else raw)
 
 
 _row = Rows("deepspeed")
@@ -31,11 +26,11 @@ CONFIG = _row(
 _STAGES = {str(stage): stage for stage in range(4)}
 STAGE = _row(
     "zero_stage",
-    kinds.choice(*_STAGES, also=_STAGES),
+    kinds.OneOf(*_STAGES, also=_STAGES),
     2,
     "What is divided among ranks, in steps from 0 to 3.",
 )
-_PLACES = kinds.choice("none", "cpu", "nvme")
+_PLACES = kinds.OneOf("none", "cpu", "nvme")
 OFFLOAD_OPTIMIZER = _row(
     "offload_optimizer_device", _PLACES, "none", "Where the optimizer state lies: none, cpu or nvme (files)."
 )
@@ -55,8 +50,8 @@ OPTIMIZER_FILES = _row(
 PARAM_FILES = _row(
     "offload_param_nvme_path", _folder, None, "Folder of the parameters' files with device nvme."
 )
-_CLIPPING = kinds.either(
-    kinds.number, kinds.choice("auto", also=dict.fromkeys(("auto", "none"))), says="must be a number, or auto"
+_CLIPPING = kinds.Either(
+    kinds.number, kinds.OneOf("auto", also=dict.fromkeys(("auto", "none"))), says="must be a number, or auto"
 )
 CLIPPING = _row(
     "gradient_clipping",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from windlass.config import kinds
 from windlass.config.parallel.keys import NO_MEGATRON, Rows
 
@@ -30,7 +28,7 @@ MAIN_PORT = _row(
     "main_process_port",
     "main_port",
 )
-_MEETINGS = kinds.choice(
+_MEETINGS = kinds.OneOf(
     "static", "c10d", refused=dict.fromkeys(("etcd", "etcd-v2"), "is not built; use static or c10d")
 )
 RENDEZVOUS = _row(
@@ -68,7 +66,7 @@ DEVICES = _row(
     "devices",
 )
 AFFINITY = _row.switch("affinity", "Bind each process to its own CPU cores.", "enable_cpu_affinity")
-ENGINE = _row("engine", kinds.choice("local", "slurm", "ray"), "local", "What starts the processes.")
+ENGINE = _row("engine", kinds.OneOf("local", "slurm", "ray"), "local", "What starts the processes.")
 ENGINE_OPTIONS = _row("engine_options", kinds.options, {}, "Options of the engine.")
 STALL_TIMEOUT = _row(
     "stall_timeout",
@@ -117,40 +115,26 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 
 _file, _deepspeed, _megatron = Rows("file"), Rows("deepspeed"), Rows("megatron")
-# Refused flags that take no value.
-_SWITCHES = ("use_megatron_lm", "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "downcast_bf16")
-
-
-def _refuse(rows: Rows, reason: str, *words: str, **written: Any) -> None:
-    """Add settings that are known and refused; `written` has the values that accelerate exports by default."""
-    for word in (*words, *written):
-        read = kinds.flag if word in _SWITCHES else kinds.anything
-        rows(word, read, None, "Not built.", written=written.get(word), refused=reason)
-
-
-_refuse(_row, NO_MEGATRON, "use_megatron_lm")
-_refuse(_row, _PODS, "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "vm")
-_refuse(_row, _DOWNCAST, "downcast_bf16")
-_refuse(_row, _AWS, "aws_access_key_id", "aws_secret_access_key")
-_refuse(_row, _MPI, "mpirun_hostfile")
-_refuse(_file, _PODS, "tpu_vm", "tpu_env", "tpu_name", "tpu_zone", "command_file", "commands")
-_refuse(
-    _file, _AWS,
+_row.refuse(NO_MEGATRON, "use_megatron_lm")
+_row.refuse(_PODS, "tpu_use_cluster", "tpu_cluster", "tpu_use_sudo", "vm")
+_row.refuse(_DOWNCAST, "downcast_bf16")
+_row.refuse(_AWS, "aws_access_key_id", "aws_secret_access_key")
+_row.refuse(_MPI, "mpirun_hostfile")
+_file.refuse(_PODS, "tpu_vm", "tpu_env", "tpu_name", "tpu_zone", "command_file", "commands")
+_file.refuse(_AWS,
     "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version",
     "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args",
     "use_sagemaker"
 )  # fmt: skip
-_refuse(_file, _MPI, "mpirun_ccl")
-_refuse(
-    _deepspeed,
+_file.refuse(_MPI, "mpirun_ccl")
+_deepspeed.refuse(
     "is for starting over ssh: start `windlass launch` with --machine_rank on every machine, or use --engine slurm",
     *(
         f"deepspeed_{word}"
         for word in ("hostfile", "exclusion_filter", "inclusion_filter", "multinode_launcher")
     ),
 )
-_refuse(
-    _megatron, NO_MEGATRON,
+_megatron.refuse(NO_MEGATRON,
     "no_load_optim", "eod_mask_loss", "overlap_cpu_optimizer_d2h_h2d", "no_save_optim", "optimizer_cpu_offload",
     "use_precision_aware_optimizer", "decoder_last_pipeline_num_layers", "num_micro_batches", "sequence_parallelism",
     "recompute_activations", "use_distributed_optimizer", "recompute_granularity", "recompute_method",

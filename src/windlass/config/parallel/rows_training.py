@@ -9,7 +9,7 @@ from windlass.config import kinds
 from windlass.config.parallel.keys import NO_MEGATRON, Key, Rows
 from windlass.config.plan import SCHEDULES
 
-_DTYPES = kinds.choice(
+_DTYPES = kinds.OneOf(
     "bf16",
     "fp16",
     "fp32",
@@ -36,7 +36,7 @@ _PROCESSES = (
     "multi_neuron",
     "false",
 )
-_STRATEGIES = kinds.choice(
+_STRATEGIES = kinds.OneOf(
     "ddp",
     "fsdp",
     "deepspeed",
@@ -45,9 +45,9 @@ _STRATEGIES = kinds.choice(
     refused={"megatron_lm": NO_MEGATRON, "tp": "is requested by parallelism_config_tp_size; leave it out"},
 )
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
-_PRECISIONS = kinds.choice(*PRECISIONS, also={"fp32": "no", "false": "no"})
-_ACCUMULATION = kinds.either(
-    kinds.positive, kinds.choice("auto", also={"auto": None}), says="must be a whole number above 0"
+_PRECISIONS = kinds.OneOf(*PRECISIONS, also={"fp32": "no", "false": "no"})
+_ACCUMULATION = kinds.Either(
+    kinds.positive, kinds.OneOf("auto", also={"auto": None}), says="must be a whole number above 0"
 )
 _run = Rows("run", "")
 STRATEGY = _run(
@@ -91,8 +91,8 @@ RUN = tuple(_run)
 # --- FSDP -----------------------------------------------------------------------------------------------------------
 
 SHARDING_WORDS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-SHARDING = kinds.choice(*SHARDING_WORDS, also=kinds.numbered(SHARDING_WORDS))
-_NUMBER_OF_RANKS = kinds.either(kinds.positive, says="")
+SHARDING = kinds.OneOf(*SHARDING_WORDS, also=kinds.numbered(SHARDING_WORDS))
+_NUMBER_OF_RANKS = kinds.Either(kinds.positive, says="")
 
 
 def _resharding(raw: object) -> object:
@@ -102,10 +102,10 @@ def _resharding(raw: object) -> object:
     if isinstance(raw, int) and raw > 1:
         return raw
     readers = (kinds.flag, SHARDING, _NUMBER_OF_RANKS)
-    return kinds.either(*readers, says="must be true, false, or a number of ranks to reshard to")(raw)
+    return kinds.Either(*readers, says="must be true, false, or a number of ranks to reshard to")(raw)
 
 
-_LAYERS_AHEAD = kinds.either(kinds.flag, kinds.natural, says="must be true, false, or how many layers ahead")
+_LAYERS_AHEAD = kinds.Either(kinds.flag, kinds.natural, says="must be true, false, or how many layers ahead")
 
 
 def _ahead(raw: object) -> object:
@@ -113,16 +113,16 @@ def _ahead(raw: object) -> object:
 
 
 PREFETCH_WORDS = ("backward_pre", "backward_post", "no_prefetch")
-_PREFETCH = kinds.either(
-    kinds.choice(
+_PREFETCH = kinds.Either(
+    kinds.OneOf(
         *PREFETCH_WORDS, also={"none": "no_prefetch", "false": "no_prefetch", "true": "backward_pre"}
     ),
     kinds.natural,
     says="must be backward_pre, backward_post, no_prefetch, or how many layers ahead",
 )
 WRAPPING = {"transformer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "NO_WRAP"}
-_WRAP = kinds.either(
-    kinds.choice(
+_WRAP = kinds.Either(
+    kinds.OneOf(
         *WRAPPING,
         also={
             **{spelling.lower(): word for word, spelling in WRAPPING.items()},
@@ -135,7 +135,7 @@ _WRAP = kinds.either(
     "transformer_cls_names_to_wrap",
 )
 STATES = {"full": "FULL_STATE_DICT", "sharded": "SHARDED_STATE_DICT"}
-_STATE = kinds.choice(
+_STATE = kinds.OneOf(
     *STATES,
     also={**{spelling.lower(): word for word, spelling in STATES.items()}, "1": "full", "3": "sharded"},
     refused=dict.fromkeys(
@@ -174,7 +174,7 @@ def _in_capitals(value: Any) -> Any:
 _fsdp = Rows("fsdp")
 FSDP_VERSION = _fsdp(
     "version",
-    kinds.choice("1", "2"),
+    kinds.OneOf("1", "2"),
     "2",
     "The version of FSDP whose spellings a file uses; FSDP2 is always what runs.",
     written="1",
@@ -306,27 +306,13 @@ FSDP = tuple(_fsdp)
 _mesh = Rows("mesh")
 
 
-def _axis(name: str, doc: str) -> Key:
-    """Add the size of an axis along which processes divide a model or its batches."""
-    return _mesh(name, kinds.positive, 1, doc, f"{name}_size", name, written=1)
+def _axis(word: str, doc: str, name: str = "") -> Key:
+    """Add the size of an axis of the processes."""
+    return _mesh(name or word, kinds.positive, 1, doc, f"{word}_size", word)
 
 
-MESH_REPLICAS = _mesh(
-    "replicas",
-    kinds.positive,
-    1,
-    "Replicas of the model over all processes.",
-    "dp_replicate_size",
-    "dp_replicate",
-)
-MESH_SHARDS = _mesh(
-    "shards",
-    kinds.positive,
-    1,
-    "Processes that share one replica of the model (FSDP).",
-    "dp_shard_size",
-    "dp_shard",
-)
+MESH_REPLICAS = _axis("dp_replicate", "Replicas of the model over all processes.", "replicas")
+MESH_SHARDS = _axis("dp_shard", "Processes that share one replica of the model (FSDP).", "shards")
 MESH_TENSOR = _axis("tp", "Processes that divide the layers of one model, by the plan that it carries.")
 TENSOR_POSITIONS = _mesh.switch(
     "tp_sequence_parallel",
@@ -348,7 +334,7 @@ MESH_EXPERT = _axis("ep", "Processes that divide the experts of a mixture; they 
 MODEL_AXES = (MESH_TENSOR, MESH_CONTEXT, MESH_SEQUENCE, MESH_PIPELINE)
 PP_SCHEDULE = _mesh(
     "pp_schedule",
-    kinds.choice(*map(str.lower, SCHEDULES)),
+    kinds.OneOf(*map(str.lower, SCHEDULES)),
     "1f1b",
     "The order of forwards and backwards in a pipeline, by its name in torch.distributed.pipelining.",
 )
@@ -366,21 +352,21 @@ PP_SPLIT_POINTS = _mesh(
 )
 _RING = "does not change the exchange: keys and values travel round a ring, with the same results"
 _ROWS = "has no effect: rows of any length are padded and divided"
-_mesh("cp_backend", kinds.choice("torch"), "torch", "Implementation of context parallelism.")
+_mesh("cp_backend", kinds.OneOf("torch"), "torch", "Implementation of context parallelism.")
 _mesh(
     "cp_comm_strategy",
-    kinds.choice("allgather", "alltoall"),
+    kinds.OneOf("allgather", "alltoall"),
     "allgather",
     "How keys and values are exchanged.",
     idle=_RING,
 )
-_mesh("sp_backend", kinds.choice("deepspeed"), "deepspeed", "Implementation of sequence parallelism.")
-_mesh("sp_seq_length", kinds.either(kinds.positive, kinds.choice("none", also={"none": None}), says="must be a length"),
+_mesh("sp_backend", kinds.OneOf("deepspeed"), "deepspeed", "Implementation of sequence parallelism.")
+_mesh("sp_seq_length", kinds.Either(kinds.positive, kinds.OneOf("none", also={"none": None}), says="must be a length"),
       None, "Length of a row.", written="None", idle=_ROWS)  # fmt: skip
 _mesh("sp_seq_length_is_variable", kinds.flag, True, "Rows differ in length.", idle=_ROWS)
 _mesh(
     "sp_attn_implementation",
-    kinds.choice("sdpa", "eager", "flash_attention_2", "flash_attention_3"),
+    kinds.OneOf("sdpa", "eager", "flash_attention_2", "flash_attention_3"),
     "sdpa",
     "The attention that sequence parallelism uses.",
     idle="has no effect: attention over divided rows is one of Windlass's own",
@@ -435,12 +421,12 @@ DDP_TIMEOUT = _ddp(
 )
 DDP_HOOK = _ddp(
     "comm_hook",
-    kinds.choice("no", "fp16", "bf16", "power_sgd", "batched_power_sgd"),
+    kinds.OneOf("no", "fp16", "bf16", "power_sgd", "batched_power_sgd"),
     "no",
     "Compression of gradients during communication.",
 )
 DDP_WRAPPER = _ddp(
-    "comm_wrapper", kinds.choice("no", "fp16", "bf16"), "no", "Dtype in which a compressed gradient is sent."
+    "comm_wrapper", kinds.OneOf("no", "fp16", "bf16"), "no", "Dtype in which a compressed gradient is sent."
 )
 DDP_OPTIONS = _ddp(
     "comm_options", kinds.options, {}, "Options of PowerSGD.", "comm_state_option", "comm_options"

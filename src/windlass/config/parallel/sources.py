@@ -18,7 +18,7 @@ from windlass.config.parallel.rows_deepspeed import CONFIG
 from windlass.config.parallel.table import FLAGS, KEYS, SECTIONS, TRAINING, VARIABLES
 from windlass.config.sections.fields import Fields
 from windlass.config.values import stated
-from windlass.core.errors import ConfigError, Problem, did_you_mean
+from windlass.core.errors import ConfigError, Problem, did_you_mean, unknown
 
 # --- sections -------------------------------------------------------------------------------------------------------
 
@@ -35,13 +35,10 @@ def read_section(settings: Settings, given: Any, section: str, origin: str) -> N
     if not isinstance(given, Mapping):
         settings.problems.append(Problem(origin, given, "must be a mapping, or an object with these fields"))
         return
-    known = SECTIONS[section]
-    for word, raw in {**given, **_options_in(given)}.items():
-        if word in known:
-            settings.record(known[word], raw, f"{origin}.{word}", "script", implicit)
-        else:
-            fix = f"there is no such option{did_you_mean(str(word), known)}"
-            settings.problems.append(Problem(f"{origin}.{word}", raw, fix))
+    known, said = SECTIONS[section], {**given, **_options_in(given)}
+    settings.problems += unknown(said, known, f"{origin}.{{}}".format)
+    for word in filter(known.get, said):
+        settings.record(known[word], said[word], f"{origin}.{word}", "script", implicit)
 
 
 def _options_in(given: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from windlass.config import accelerator_config, kinds
 from windlass.config.enums import (
     DebugOption,
     HubStrategy,
@@ -15,7 +17,6 @@ from windlass.config.enums import (
     SaveStrategy,
     SchedulerType,
 )
-from windlass.config.kinds import options_from, seconds, size_in_bytes
 from windlass.config.parallel import rows_compute
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.keys import setting_of
@@ -47,9 +48,21 @@ QAT_SCHEMES = {  # of `qat`: what linear layers round to
 _reported = partial(setting, per_rank=OWN_OUTPUT)
 _reading = partial(setting, per_rank=READING)
 _script = partial(setting, per_rank="read by scripts, not by the Trainer")
-_MAIN_UPLOADS = "only the main process uploads"
+_stride = partial(setting, bounds=STRIDE)
+_document = partial(setting, None, document=True)
+_hub = partial(setting, per_rank="only the main process uploads")
 # `--activation_checkpointing` without a value means True, although the default is None (not set).
 _SWITCH: dict[str, Any] = {"nargs": "?", "const": True}
+
+
+def _folder(value: Any) -> Any:
+    path = kinds.as_path("trainer_output" if value is None else value)
+    return os.path.expanduser(path) if isinstance(path, str) else path
+
+
+def _aids(value: Any) -> Any:
+    words = value.split() if isinstance(value, str) else [] if value is None else value
+    return [kinds.as_declared(word, (DebugOption,)) for word in words] if isinstance(words, list) else words
 
 
 @dataclass(repr=False, eq=False)
@@ -61,6 +74,7 @@ class OptimisationSection:
         None,
         "Folder of checkpoints, logs and the report of this run; by default 'trainer_output'.",
         per_rank=OWN_DISK,
+        form=_folder,
     )
     per_device_train_batch_size: int = setting(8, "Samples per process and forward.", bounds=at_least(1))
     num_train_epochs: float = setting(3.0, "Passes over the training data.", bounds=FINITE)
@@ -73,17 +87,15 @@ class OptimisationSection:
     # --- schedule ---
     learning_rate: float = setting(5e-5, "Learning rate at the end of warm-up.", bounds=at_least(0))
     lr_scheduler_type: SchedulerType | str = setting("linear", "Schedule of the learning rate after warm-up.")
-    lr_scheduler_kwargs: dict[str, Any] | str | None = setting(
-        None, "Options of the schedule: a dict, JSON, or a JSON file.", document=True
+    lr_scheduler_kwargs: dict[str, Any] | str | None = _document(
+        "Options of the schedule: a dict, JSON, or a JSON file."
     )
-    warmup_steps: float = setting(
-        0, "Updates of linear warm-up; below 1 a share of all updates.", bounds=STRIDE
-    )
+    warmup_steps: float = _stride(0, "Updates of linear warm-up; below 1 a share of all updates.")
 
     # --- optimizer ---
     optim: OptimizerNames | str = setting("adamw_torch_fused", "The optimizer.")
     optim_args: str | None = setting(
-        None, "Options of the optimizer: 'name=value, name=value'.", read=options_from
+        None, "Options of the optimizer: 'name=value, name=value'.", read=kinds.options_from
     )
     weight_decay: float = setting(0.0, "Decoupled weight decay; not of norms and biases.", bounds=at_least(0))
     adam_beta1: float = setting(0.9, "Decay of the first moment in Adam optimizers.", bounds=between(0, 1))
@@ -125,8 +137,8 @@ class ComputeSection:
 
     # --- recomputation ---
     activation_checkpointing: bool | None = setting(None, "Recompute activations in the backward.", **_SWITCH)
-    activation_checkpointing_kwargs: dict[str, Any] | str | None = setting(
-        None, "Options of recomputation, such as every_n_layers: a dict, JSON, or a JSON file.", document=True
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = _document(
+        "Options of recomputation, such as every_n_layers: a dict, JSON, or a JSON file."
     )
     gradient_checkpointing: bool | None = setting(
         None,
@@ -152,8 +164,8 @@ class ComputeSection:
     use_liger_kernel: bool = setting(
         False, "On GPUs replace parts of the model by Liger's kernels (package liger_kernel)."
     )
-    liger_kernel_config: dict[str, bool] | None = setting(
-        None, "Which of Liger's kernels; by default those that it chooses for the model.", document=True
+    liger_kernel_config: dict[str, bool] | None = _document(
+        "Which of Liger's kernels; by default those that it chooses for the model."
     )
 
     # --- memory ---
@@ -178,7 +190,7 @@ class ReportingSection:
 
     # --- logs ---
     logging_strategy: IntervalStrategy | str = setting("steps", "When to log.")
-    logging_steps: float = setting(500, "Updates between logs; below 1 a share of them all.", bounds=STRIDE)
+    logging_steps: float = _stride(500, "Updates between logs; below 1 a share of them all.")
     logging_first_step: bool = setting(False, "Log the first update too.")
     log_on_each_node: bool = _reported(
         True, "Log on the first process of each machine, instead of only on that of the job."
@@ -190,7 +202,10 @@ class ReportingSection:
         noted_at=True,
     )
     include_num_input_tokens_seen: str | bool = setting(
-        "no", "Count input tokens: all, non_padding or no.", words=("all", "non_padding", "no")
+        "no",
+        "Count input tokens: all, non_padding or no.",
+        words=("all", "non_padding", "no"),
+        form=lambda value: ("no", "all")[value] if isinstance(value, bool) else value,
     )
     log_level: str = _reported(
         "passive",
@@ -206,7 +221,9 @@ class ReportingSection:
 
     # --- trackers ---
     report_to: list[str] | str | None = _reported(
-        "none", "Trackers that receive the logs; 'report' writes report.html and training.png."
+        "none",
+        "Trackers that receive the logs; 'report' writes report.html and training.png.",
+        form=lambda value: [] if value in (None, "none", ["none"], "") else kinds.as_list(value),
     )
     run_name: str | None = _reported(None, "A name for the run.")
     project: str = _reported("huggingface", "Project name for trackers.")
@@ -224,10 +241,8 @@ class EvaluationSection:
     """When and how a model is evaluated."""
 
     eval_strategy: IntervalStrategy | str = setting("no", "When to evaluate during training.")
-    eval_steps: float | None = setting(
-        None,
-        "Updates between evaluations; below 1 a share of all updates; by default logging_steps.",
-        bounds=STRIDE,
+    eval_steps: float | None = _stride(
+        None, "Updates between evaluations; below 1 a share of all updates; by default logging_steps."
     )
     eval_delay: float = setting(0, "Epochs or updates before the first evaluation.", bounds=at_least(0))
     per_device_eval_batch_size: int = setting(
@@ -246,7 +261,10 @@ class EvaluationSection:
         None, "Batches after which predictions are moved to host memory.", bounds=at_least(1)
     )
     include_for_metrics: list[str] = setting(
-        [], "Additional inputs of compute_metrics: inputs, loss.", words=("inputs", "loss")
+        [],
+        "Additional inputs of compute_metrics: inputs, loss.",
+        words=("inputs", "loss"),
+        form=kinds.as_list,
     )
     batch_eval_metrics: bool = setting(False, "Call compute_metrics for each batch and keep no predictions.")
 
@@ -258,13 +276,17 @@ class SavingSection:
     # --- checkpoints ---
     save_only_model: bool = setting(False, "Save the model without what resuming needs.")
     save_strategy: SaveStrategy | str = setting("steps", "When to save a checkpoint.")
-    save_steps: float = setting(500, "Updates between checkpoints; below 1 a share of all.", bounds=STRIDE)
+    save_steps: float = _stride(500, "Updates between checkpoints; below 1 a share of all.")
     save_on_each_node: bool = setting(
         False,
         "Write the final model on every machine that has its own disk.",
         mapped="applies to the final model: checkpoints are always written on every disk",
     )
-    save_total_limit: int | None = setting(None, "Checkpoints to keep; always the best and the last.")
+    save_total_limit: int | None = setting(
+        None,
+        "Checkpoints to keep; always the best and the last.",
+        form=lambda value: None if isinstance(value, int) and value <= 0 else value,
+    )
     enable_jit_checkpoint: bool = setting(
         False,
         "Save immediately when the scheduler asks the job to stop.",
@@ -272,30 +294,22 @@ class SavingSection:
     )
 
     # --- hub ---
-    push_to_hub: bool = setting(False, "Publish the model on the Hub.", per_rank=_MAIN_UPLOADS)
+    push_to_hub: bool = _hub(False, "Publish the model on the Hub.")
     hub_token: str | None = setting(
         None,
         "Token for the Hub; never written to a file or log.",
         secret=True,
+        # Written arguments have a placeholder instead of the secret.
+        form=lambda value: None if value == "<HUB_TOKEN>" else value,
         per_rank="a secret, which never leaves its process; only the main process uploads",
     )
-    hub_private_repo: bool | None = setting(
-        None, "Make a new repository private; None for the owner's default.", per_rank=_MAIN_UPLOADS
+    hub_private_repo: bool | None = _hub(None, "Make a new repository private; None for the owner's default.")
+    hub_model_id: str | None = _hub(None, "Repository on the Hub; the output folder's name by default.")
+    hub_strategy: HubStrategy | str = _hub("every_save", "What is published, and when.")
+    hub_always_push: bool = _hub(
+        False, "Publish every save; otherwise one that still waits for an upload is replaced by the next."
     )
-    hub_model_id: str | None = setting(
-        None, "Repository on the Hub; the output folder's name by default.", per_rank=_MAIN_UPLOADS
-    )
-    hub_strategy: HubStrategy | str = setting(
-        "every_save", "What is published, and when.", per_rank=_MAIN_UPLOADS
-    )
-    hub_always_push: bool = setting(
-        False,
-        "Publish every save; otherwise one that still waits for an upload is replaced by the next.",
-        per_rank=_MAIN_UPLOADS,
-    )
-    hub_revision: str | None = setting(
-        None, "Branch on the Hub; it is created if it does not exist.", per_rank=_MAIN_UPLOADS
-    )
+    hub_revision: str | None = _hub(None, "Branch on the Hub; it is created if it does not exist.")
 
     # --- best checkpoint ---
     load_best_model_at_end: bool = setting(False, "Load the weights of the best evaluation after training.")
@@ -321,7 +335,10 @@ class RunningSection:
     # --- hardware ---
     use_cpu: bool = setting_of(rows.CPU)
     accelerator_config: dict[str, Any] | str | None = setting(
-        None, "Loader options: a dict, JSON, a JSON file, or a dataclass.", document=True
+        None,
+        "Loader options: a dict, JSON, a JSON file, or a dataclass.",
+        document=True,
+        form=accelerator_config.read,
     )
     parallelism_config: Any = setting(
         None,
@@ -346,7 +363,7 @@ class RunningSection:
     )
     dataloader_in_order: bool = _reading(True, "Take batches from workers in order.")
     remove_unused_columns: bool = setting(True, "Remove columns that the model's forward does not accept.")
-    label_names: list[str] | None = setting(None, "Columns that contain labels.")
+    label_names: list[str] | None = setting(None, "Columns that contain labels.", form=kinds.as_list)
     train_sampling_strategy: str = setting("random", "Order of samples.", choices=SAMPLING_STRATEGIES)
     length_column_name: str = setting("length", "Column that contains lengths, for group_by_length.")
 
@@ -360,17 +377,16 @@ class RunningSection:
 
     # --- sharding ---
     fsdp: Truth | str | list[str] | None = setting(None, "Fully sharded data parallelism.")
-    fsdp_config: dict[str, Any] | str | None = setting(
-        None, "Options of sharding: a dict, JSON, or a JSON file.", document=True
-    )
-    deepspeed: dict[str, Any] | str | None = setting(
-        None, "DeepSpeed configuration: a dict, JSON, or a JSON file.", document=True
+    fsdp_config: dict[str, Any] | str | None = _document("Options of sharding: a dict, JSON, or a JSON file.")
+    deepspeed: dict[str, Any] | str | None = _document(
+        "DeepSpeed configuration: a dict, JSON, or a JSON file."
     )
 
     # --- debugging ---
     debug: str | list[DebugOption] = setting(
         "",
         "underflow_overflow: stop in the first forward of a module whose weights or output are not finite. Slow.",
+        form=_aids,
         per_rank=OWN_OUTPUT,
     )
     skip_memory_metrics: bool = setting(True, "Do not report memory use in the metrics.")
@@ -383,6 +399,7 @@ class RunningSection:
         None,
         "Checkpoint to resume from; True: the newest; 'auto': the newest, or a new run if there is none.",
         per_rank="compared when train() reads it, because an argument of train() may override it",
+        form=kinds.as_path,
     )
     local_rank: int = setting(
         -1,
@@ -402,11 +419,9 @@ class RunningSection:
         "Train for weights of few bits: int8, int4, int8_weight_only, int4_weight_only or float8 (torchao).",
         words=tuple(QAT_SCHEMES),
     )
-    optim_groups: dict[str, Any] | str | None = setting(
-        None,
+    optim_groups: dict[str, Any] | str | None = _document(
         "Options of parameters by name: a dict, JSON, or a JSON file, as {'embed': {'lr': 1e-4, 'weight_decay': 0}}. "
-        "A key is a regular expression that is searched for in the names.",
-        document=True,
+        "A key is a regular expression that is searched for in the names."
     )
     layerwise_lr_decay: float = setting(
         1.0,
@@ -417,20 +432,20 @@ class RunningSection:
     fp8: bool = setting(
         False, "Multiply in float8 in linear layers, through torchao, and compute in bfloat16 elsewhere."
     )
-    fp8_config: dict[str, Any] | str | None = setting(
-        None, "Options of fp8, such as recipe: a dict, JSON, or a JSON file.", document=True
+    fp8_config: dict[str, Any] | str | None = _document(
+        "Options of fp8, such as recipe: a dict, JSON, or a JSON file."
     )
     global_batch_size: int | None = setting(None, "Samples of an update over all processes.")
     preemption_signals: str = setting("SIGTERM SIGUSR1", "Signals on which a run saves and exits, or 'none'.")
     preemption_deadline: float | str | None = setting(
         None,
         "Time after such a signal, such as '60s', at which the process exits even if the save has not finished.",
-        read=seconds,
+        read=kinds.seconds,
     )
     hub_wait: float | str = setting(
         600.0,
         "How long a run that ends waits for its uploads to the Hub, in seconds or as '10min'.",
-        read=seconds,
+        read=kinds.seconds,
     )
     dataloader_start_timeout: float = setting(
         30.0, "Seconds after which a forked worker process that has not started is replaced.", bounds=above(0)
@@ -444,7 +459,7 @@ class RunningSection:
     save_every: float | str | None = setting(
         None,
         "Time between additional checkpoints, such as '5min'; only the newest of these is kept.",
-        read=seconds,
+        read=kinds.seconds,
     )
     max_save_failures: int | None = setting(
         10, "Consecutive failed saves, each after a longer pause, that end training; None: no limit."
@@ -453,7 +468,7 @@ class RunningSection:
     save_host_memory: float | str | None = setting(
         None,
         "Limit on host memory for copies of a save, such as '8GB'; larger saves block training.",
-        read=size_in_bytes,
+        read=kinds.size_in_bytes,
         per_rank="memory of this machine only",
     )
     lean_loss: bool = setting(

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from windlass.config.kinds import as_stride, document
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -52,9 +54,11 @@ class Rules:
 
     bounds: Range | None = None  # the condition on a number
     words: tuple[str, ...] = ()  # the values that it, or each of its items, may have
+    # Gives all spellings of a value one form before it is checked; raises ValueError as `read` does
+    form: Callable[[Any], Any] | None = None
     # Parses a text; raises ValueError with the end of the sentence "NAME ..." if it cannot
     read: Callable[[Any], Any] | None = None
-    document: bool = False  # it holds a dict, and may be given as JSON text or as the path of a JSON file
+    document: bool = False  # it holds a dict, and may be given in any form that `kinds.document` reads
     per_rank: str = ""  # why it may differ between the ranks of a job; empty if it must be the same on all
     mapped: str = ""  # its effect, if it is accepted but does not do what its name says
     noted_at: Any = None  # the value at which `mapped` is logged; None never logs it
@@ -80,7 +84,8 @@ def setting(default: Any, help: str, *, secret: bool = False, **others: Any) -> 
         secret: its value is never printed.
         others: attributes of its `Rules`, and options of its command-line flag (as `choices`, which are checked too).
     """
-    rules = Rules(**{name: value for name, value in others.items() if name in _RULE_NAMES})
+    form = document if others.get("document") else as_stride if others.get("bounds") is STRIDE else None
+    rules = Rules(**{"form": form, **{name: value for name, value in others.items() if name in _RULE_NAMES}})
     flag = {name: value for name, value in others.items() if name not in _RULE_NAMES}
     info = _Declared({"help": help, _RULES: rules, **flag})
     if isinstance(default, (list, dict)):
