@@ -27,7 +27,7 @@ from windlass.core.job_signals import handling
 from windlass.data.foreign_loader import ForeignLoader
 from windlass.data.workers import START_TIMEOUT_VARIABLE, Reader, read_batches, start_timeout
 
-PATIENCE = 2.0
+PATIENCE = 1.0
 
 
 class Replacements(logging.Handler):
