@@ -17,14 +17,15 @@ import torch
 from tests.data.cases import Augmented, Stream, train_loader
 from tests.trainer.preemption_cases import At
 from tests.trainer.resume_cases import Case, Samples, build, in_a_child, run, same_run
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from windlass import Accelerator, Trainer
 from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.config.plan import BatchPlan
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, WorkerError
+from windlass.core.job_signals import handling
 from windlass.data.foreign_loader import ForeignLoader
-from windlass.data.workers import START_TIMEOUT_VARIABLE, start_timeout
+from windlass.data.workers import START_TIMEOUT_VARIABLE, Reader, read_batches, start_timeout
 
 PATIENCE = 2.0
 
@@ -119,6 +120,30 @@ def test_workers_that_hang_in_their_fork_are_replaced(tmp_path: Path) -> None:
         told = At("on_epoch_end", 5, in_evaluation)
         replaced = hanging(lambda: run(tmp_path / "replaced", case, told), times=2)
         same_run(tmp_path / "replaced", replaced, tmp_path / "whole", whole)
+
+    assert in_a_child(work) == 0
+
+
+class Blocking(Dataset[int]):
+    """Numbers, of which the second one never comes."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            threading.Event().wait()
+        return index
+
+
+def test_a_busy_worker_ends_with_the_pass_that_is_left_whatever_signal_it_ignores() -> None:
+    def work() -> None:
+        with handling(signal.SIGTERM, lambda number: None):
+            batches = read_batches(DataLoader(Blocking(), batch_size=1, num_workers=1), Reader("training"))
+            assert next(batches).tolist() == [0]
+            (worker,) = multiprocessing.active_children()
+            del batches
+            assert worker.exitcode == -signal.SIGKILL
 
     assert in_a_child(work) == 0
 

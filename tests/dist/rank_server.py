@@ -58,6 +58,7 @@ def warm_up() -> None:
     import transformers
 
     import windlass
+    from windlass.callbacks import run_record
 
     # Names that their packages load when they are first asked for.
     _ = windlass.Accelerator, windlass.Trainer, accelerate.Accelerator
@@ -66,6 +67,7 @@ def warm_up() -> None:
     for module in pkgutil.walk_packages(windlass.__path__, "windlass."):
         if module.name != "windlass.__main__":
             importlib.import_module(module.name)
+    run_record.package_versions()  # remembers them
     # Each takes longer than a small training.
     for optional in ("datasets", "matplotlib.figure", "peft", "pytest"):
         with contextlib.suppress(ImportError):

@@ -31,12 +31,23 @@ def paths_of(page: str) -> set[str]:
     return {w for w in words if _PATH.fullmatch(w) and ("/" in w or _FILE.fullmatch(w)) and w not in NOT_OURS}
 
 
+@functools.cache
 def exists(path: str) -> bool:
     if any((ROOT / home / path).exists() for home in HOMES):
         return True
     # In a sentence about a room its files are named alone; tables of objects name rooms once.
     alone = path.rstrip("/")
-    return ("/" not in alone and any((ROOT / "src").rglob(alone))) or any((ROOT / "tests").rglob(path))
+    return ("/" not in alone and _ends_one("src", alone)) or _ends_one("tests", alone)
+
+
+@functools.cache
+def _below(folder: str) -> str:
+    """The paths below a folder, each after a slash and before the end of a line."""
+    return "".join(f"/{path.relative_to(ROOT).as_posix()}\n" for path in (ROOT / folder).rglob("*"))
+
+
+def _ends_one(folder: str, path: str) -> bool:
+    return f"/{path}\n" in _below(folder)
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md", "README.md"])
@@ -97,11 +108,18 @@ def names_of_file(path: Path) -> frozenset[str]:
 
 
 @functools.cache
+def files_by_word() -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for path, text in [*sources("src").items(), *sources("tests").items()]:
+        for word in set(re.findall(r"\w+", text)):
+            found.setdefault(word, []).append(path)
+    return found
+
+
+@functools.cache
 def is_used(name: str) -> bool:
     """Whether the code has the name. Of the files only those are parsed whose text has it: parsing all takes 16 s."""
-    texts = [*sources("src").items(), *sources("tests").items()]
-    word = re.compile(rf"\b{name}\b")
-    return any(name in names_of_file(path) for path, text in texts if name in text and word.search(text))
+    return any(name in names_of_file(path) for path in files_by_word().get(name, ()))
 
 
 def _names_in(node: ast.AST) -> Iterator[str]:

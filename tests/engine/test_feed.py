@@ -48,7 +48,7 @@ class Doubling(Gang):
 
     def __init__(self, trace: list[str]) -> None:
         super().__init__()
-        self._trace = trace
+        self._trace, self.size = trace, 2
 
     def start_sum(self, values: list[float]) -> Pending:
         self._trace.append(f"sum {values}")
@@ -84,11 +84,11 @@ class Waited(Gang):
 
     def __init__(self) -> None:
         super().__init__()
-        self.begun, self.waited = 0, 0
+        self.begun, self.waited, self.size = 0, 0, 2
 
     def start_sum(self, values: list[float]) -> Pending:
         self.begun += 1
-        gang, done = self, super().start_sum(values)
+        gang, done = self, super().start_sum([2 * value for value in values])
 
         class Noted:
             def wait(self) -> list[float]:
@@ -155,10 +155,15 @@ class Shorter(Source):
 
 
 class LongerElsewhere(Gang):
-    """Another rank has three micro-batches."""
+    """Another rank has three micro-batches, without samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 2
 
     def start_sum(self, values: list[float]) -> Pending:
-        return super().start_sum([*values[:6], *(value + 1 for value in values[6:])])
+        going_on, *counts = values[:5]
+        return super().start_sum([2 * going_on, *counts, *(value + 1 for value in values[5:])])
 
 
 def test_in_step_a_rank_with_fewer_micro_batches_runs_along_with_what_weighs_nothing() -> None:

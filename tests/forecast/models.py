@@ -14,7 +14,7 @@ ROWS = 2048
 VOCABULARY, LENGTH, BATCH, HIDDEN = 320, 32, 4, 64
 
 
-def llama(layers: int = 4, hidden: int = HIDDEN, **more: Any) -> Any:
+def llama(layers: int = 2, hidden: int = HIDDEN, **more: Any) -> Any:
     """A new model in the mode of the caller."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 2 * hidden, **more}
     return LlamaForCausalLM(
@@ -29,7 +29,7 @@ def mixture(layers: int = 2, experts: int = 4) -> Any:
     return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, **sizes, **chosen))
 
 
-def trainer(folder: Path, model: Any = None, layers: int = 4, length: int = LENGTH, **arguments: Any) -> Any:
+def trainer(folder: Path, model: Any = None, layers: int = 2, length: int = LENGTH, **arguments: Any) -> Any:
     """A Trainer on random tokens."""
     ids = torch.arange(ROWS * length).reshape(ROWS, length) % VOCABULARY
     given = {

@@ -126,8 +126,8 @@ def totals(found: Trace) -> dict[tuple[str, str], int]:
 
 
 def test_ranks_that_shard_hold_parts_and_send_what_theory_says(tmp_path: Path) -> None:
-    ranks, weights = 8, sum(p.numel() for p in llama().parameters()) * 4
-    found = trace(tmp_path, ranks, fsdp=True)
+    ranks, weights = 8, sum(p.numel() for p in llama(4).parameters()) * 4
+    found = trace(tmp_path, ranks, layers=4, fsdp=True)
     assert at_most(found, "weights") == weights / ranks
     assert at_most(found, "optimizer state") < 2.1 * weights / ranks
     [link] = [link for link in Forecast(found).links() if link.nbytes > 1000]

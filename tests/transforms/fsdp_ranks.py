@@ -340,7 +340,7 @@ def own_statistics(gang: Gang) -> None:
     mean = strategy.module.get_buffer("running_mean").fill_(RANK)
     with strategy.buffers_of_first_rank():
         assert not mean.any()
-    assert torch.equal(strategy.own_buffers()["running_mean"], torch.full((2,), float(RANK)))
+    assert torch.equal(strategy.own.state_dict()["running_mean"], torch.full((2,), float(RANK)))
 
 
 def hugging_face(gang: Gang) -> None:

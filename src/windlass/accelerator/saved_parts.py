@@ -30,7 +30,7 @@ from windlass.core.types import State, Stateful
 from windlass.data.prepared_loader import PreparedLoader
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import local
-from windlass.transforms.strategy import Strategy, adopt_own_state, load_own_state, own_state
+from windlass.transforms.strategy import Strategy
 
 # --- named states -----------------------------------------------------------------------------------------------------
 
@@ -123,23 +123,6 @@ class Generators:
 
     def load_state_dict(self, state: State) -> None:
         load_rng_state(state, self._device)
-
-
-class Buffers:
-    """Buffers of a model that differ between ranks."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-
-    def state_dict(self) -> State:
-        return own_state(self._strategy)
-
-    def load_state_dict(self, state: State) -> None:
-        load_own_state(self._strategy, state)
-
-    def adopt(self, states: list[State]) -> None:
-        """Take rank 0's."""
-        adopt_own_state(self._strategy, states)
 
 
 # --- models and optimizers --------------------------------------------------------------------------------------------
@@ -291,7 +274,7 @@ class LoopContent:
     def _parts(self) -> list[SavedPart]:
         """The named states, in the order in which they are restored: random generators last."""
         prepared = self._prepared
-        loaders, buffers = _Loaders(prepared.loaders), _BuffersOfAll(prepared.strategies)
+        loaders, buffers = _Loaders(prepared.loaders), _OwnStates(prepared.strategies)
         engine = [] if prepared.engine is None else [SavedPart("engine", prepared.engine, optional=True)]
         return [
             *(SavedPart(name, part) for name, part in prepared.parts.items()),
@@ -376,23 +359,23 @@ class _Loaders:
             loader.load_state_dict(own)
 
 
-class _BuffersOfAll:
-    """Buffers of several models that differ between ranks."""
+class _OwnStates:
+    """What each rank has of several models, by their numbers."""
 
     def __init__(self, strategies: Sequence[Strategy]) -> None:
-        self._each = {str(index): Buffers(strategy) for index, strategy in enumerate(strategies)}
+        self._each = {str(index): strategy.own for index, strategy in enumerate(strategies)}
 
     def state_dict(self) -> State:
-        return {name: buffers.state_dict() for name, buffers in self._each.items()}
+        return {name: own.state_dict() for name, own in self._each.items()}
 
     def load_state_dict(self, state: State) -> None:
-        for name, buffers in self._each.items():
-            buffers.load_state_dict(state.get(name, {}))
+        for name, own in self._each.items():
+            own.load_state_dict(state.get(name, {}))
 
     def adopt(self, states: list[State]) -> None:
         """Take rank 0's."""
-        for name, buffers in self._each.items():
-            buffers.adopt([state.get(name, {}) for state in states])
+        for name, own in self._each.items():
+            own.adopt([state.get(name, {}) for state in states])
 
 
 def census(prepared: Prepared) -> dict[str, int]:

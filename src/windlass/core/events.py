@@ -174,24 +174,20 @@ class TrainerControl(ExportableState):
     should_evaluate: bool = False
     should_log: bool = False
 
-    def new_training(self) -> None:
-        """Reset the flags that an earlier `train()` left."""
+    # The names under which callbacks written for transformers reset the flags.
+
+    def _new_training(self) -> None:
         self.should_training_stop = False
 
-    def new_epoch(self) -> None:
-        """A stop of the last epoch does not stop the next."""
+    def _new_epoch(self) -> None:
         self.should_epoch_stop = False
 
-    def new_step(self) -> None:
-        """Reset the flags of the previous step."""
+    def _new_step(self) -> None:
         self.should_save = self.should_evaluate = self.should_log = False
 
     def state(self) -> dict[str, Any]:
         """The flags, as a checkpoint of transformers holds them."""
         return {"args": dataclasses.asdict(self), "attributes": {}}
-
-    # The names under which callbacks written for transformers reset the flags.
-    _new_training, _new_epoch, _new_step = new_training, new_epoch, new_step
 
     def update(self, actions: dict[str, Any]) -> None:
         """Set the flags that a callback returned, `actions` by name. Raises ValueError if a name is not one of the five

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import re
@@ -60,6 +61,7 @@ def is_imported(name: str) -> bool:
     return sys.modules.get(name) is not None
 
 
+@functools.cache  # what a process has imported stays; to read the metadata takes milliseconds
 def version_of(distribution: str) -> str | None:
     """Return the version of a distribution by its metadata; None if it is not installed."""
     try:

@@ -20,6 +20,8 @@ logger = get_logger(__name__)
 
 # A lock that a thread of this process holds for long would stop one worker after the other.
 _ATTEMPTS = 4
+# Seconds for which a worker may go on with what it reads when its loader is left.
+_GRACE = 1.0
 # Signals that a process sends itself by an error: blocked, they would end it without a trace.
 _FAULTS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS"}
 
@@ -54,6 +56,10 @@ def sign_on() -> None:
 class WorkerProcess(ForkProcess):
     """A forked process whose `start` returns when the child has called `sign_on`.
 
+    A loader that is left before its end joins each of its workers and ends with `terminate` those that are still busy,
+    joining them once more: with torch's five seconds each, and signals that workers ignore, a run that is to leave
+    would wait for ten seconds a worker, and leave it behind.
+
     Attributes:
         number: of the worker in its pool.
         patience: seconds after which a child that has not signed on is killed and forked again.
@@ -61,6 +67,12 @@ class WorkerProcess(ForkProcess):
 
     number = 0
     patience = 30.0
+
+    def join(self, timeout: float | None = None) -> None:
+        super().join(None if timeout is None else min(timeout, _GRACE))
+
+    def terminate(self) -> None:
+        self.kill()
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802 (the name is the standard library's)

@@ -62,8 +62,8 @@ class Feed:
         self._position: State = {}
         self._groups: Iterator[UpdateBatch] = iter(())
         self._epoch: int | None = None  # the one that is read
-        # The update that was fetched ahead, and the sums of its counts over ranks.
-        self._ahead: tuple[UpdateBatch, Pending] | None = None
+        # The update that was fetched ahead, its counts, and their sum over ranks, if there are several.
+        self._ahead: tuple[UpdateBatch, list[float], Pending | None] | None = None
         # The source's position before and after the last update.
         self._position_before: State = {}
         self._position_after: State = {}
@@ -110,10 +110,10 @@ class Feed:
             self._fetch(self._open(epoch))
         if self._ahead is None:
             return None
-        (group, counts), self._ahead = self._ahead, None
-        before = self._clock.enter(EXCHANGE) if self._all_ranks.size > 1 else None
-        sums = counts.wait()
-        if before is not None:
+        (group, sums, pending), self._ahead = self._ahead, None
+        if pending is not None:
+            before = self._clock.enter(EXCHANGE)
+            sums = pending.wait()
             self._clock.enter(before)
         going_on, group.denominator, group.total_samples, group.tokens, group.positions, *more = sums
         group.last = not going_on
@@ -131,8 +131,8 @@ class Feed:
     def _end_sum(self) -> None:
         """Wait for the sum that was begun: one that is under way could outlive the process group."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead[1].wait()
+        if ahead is not None and ahead[2] is not None:
+            ahead[2].wait()
 
     def _open(self, number: int) -> UpdateBatch | None:
         """Begin the epoch; return a group to use as a filler if the restored position is past this epoch."""
@@ -169,7 +169,8 @@ class Feed:
         # The sums are the numbers of ranks that have a k-th micro-batch, and show how many the longest has.
         present = [float(len(group.batches) > k) for k in range(self._accumulation)] if self._in_step else []
         going_on = float(not group.last_in_epoch)  # the sum is the number of ranks that have more data
-        self._ahead = group, self._all_ranks.start_sum([going_on, *sums, *present, *signals])
+        counts = [going_on, *sums, *present, *signals]
+        self._ahead = group, counts, self._all_ranks.start_sum(counts) if self._all_ranks.size > 1 else None
 
     def _count(self, group: UpdateBatch) -> list[float]:
         """Count each micro-batch; return the sums over all of them."""

@@ -137,7 +137,7 @@ class Loop:
     def _run_epoch(self) -> None:
         if not self._epoch_open:
             self._epoch_open = True
-            self._progress.control.new_epoch()
+            self._progress.control.should_epoch_stop = False  # which a callback set in the last one
             self._hooks.epoch_begin()
         before = self._updates_in_epoch
         self._updates_per_epoch = self._feed.groups_per_epoch

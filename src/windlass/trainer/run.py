@@ -7,11 +7,10 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import DistError
 
-from windlass.accelerator.saved_parts import Buffers, Generators, RankPart, SavedPart, check_savable
+from windlass.accelerator.saved_parts import Generators, RankPart, SavedPart, check_savable
 from windlass.callbacks.run_record import RunRecord, status_of
 from windlass.checkpoint.foreign import ForeignCheckpoint
 from windlass.checkpoint.manager import Checkpoint
@@ -131,7 +130,7 @@ class Run(LoopHooks, Interruptible):
 
     def _list_parts(self) -> list[SavedPart]:
         """The parts of a checkpoint, in the order in which they are restored: random generators last."""
-        buffers = Buffers(self.executor.strategy)
+        own = self.executor.strategy.own
         return [
             SavedPart("best", self.checkpoints.best, optional=True),
             SavedPart("schedule", self.schedule),
@@ -141,7 +140,7 @@ class Run(LoopHooks, Interruptible):
             SavedPart("due_work", self._due, rolls_back=False, optional=True, earlier="unfinished"),
             RankPart("ledger", self.ledger, adopt=self._merge_ledgers),
             *self._reports.parts(),
-            RankPart("buffers", buffers, adopt=buffers.adopt),
+            RankPart("buffers", own, adopt=own.adopt),
             *(
                 RankPart(f"registered-{number}", owner, optional=True, adopt=functools.partial(self._take_over, owner))
                 for number, owner in enumerate(self._context.services.accelerator.registered_objects)
@@ -167,10 +166,6 @@ class Run(LoopHooks, Interruptible):
 
     def _reseed(self, states: list[State]) -> None:
         self._seed_step.start(self._events.state.global_step)
-
-    def _described(self) -> dict[str, Any]:
-        loss = self._context.services.loss.facts()
-        return {"update_size": self._fitter.size.to_dict(), "loss": loss, "trained": self._trained()}
 
     def _trained(self) -> dict[str, float]:
         """Seconds and samples of all calls of `train()` up to now, since the step `from_step`."""
@@ -350,7 +345,8 @@ class Run(LoopHooks, Interruptible):
         """
         try:
             with self.executor.averaged():
-                self.checkpoints.save(self._described())
+                loss = self._context.services.loss.facts()
+                self.checkpoints.save({"loss": loss, "trained": self._trained()})
             if wait:
                 self.checkpoints.finish()  # no later update does, and the process may end
         finally:
@@ -435,6 +431,7 @@ class Run(LoopHooks, Interruptible):
         report = self._fitter.shrink()
         self._reports.experts.start_over()
         self._use_size(self._fitter.size)
+        self.checkpoints.update_size = self._fitter.size.to_dict()
         self._context.hooks.log(dict(report), None)
         self.steps.check_division(self._fitter.size.accumulation)
         return self._fitter.size.accumulation

@@ -50,6 +50,7 @@ class RunCheckpoints:
         best: the best evaluations, and their checkpoints.
         history: what of `log_history` is saved; on the writer rank of the folder.
         parts: the states besides weights, optimizer and history, in the order in which they are restored.
+        update_size: the sizes of an update and its micro-batches, as the manifest has them.
         newest: the last complete checkpoint of this run, or the one it was resumed from until it has saved one.
         rollbacks: rollbacks since `newest` was saved.
         due_at: `time.monotonic()` at which the clock requests a checkpoint, an ephemeral one or one to replace a
@@ -70,6 +71,7 @@ class RunCheckpoints:
         self.best = BestTracker(plan, context.events, opener.manager.store.path_for)
         self.history = HistoryKeeper()
         self.parts: Sequence[SavedPart] = ()
+        self.update_size = context.plan.batch.to_dict()
         self._retry = SaveRetry(plan.max_failures)
         self._saved_at = time.monotonic()
         self._set_clock()
@@ -114,6 +116,7 @@ class RunCheckpoints:
         meta = {
             "windlass": "checkpoint",
             "epoch": state.epoch,
+            "update_size": self.update_size,
             **described,
             "metric": best.metric_at(step),
             "best_metric": None if state.best_metric is None else float(state.best_metric),
@@ -176,9 +179,10 @@ class RunCheckpoints:
         self._events.control.should_save |= asked  # a request made since then is for another save
 
     def finish(self) -> None:
-        """Wait until the save under way is committed or has failed. Collective."""
-        with run_clock().within(SAVE):
-            self.saver.finish()
+        """Wait until the save under way, if there is one, is committed or has failed. Collective."""
+        if self.saver.busy:
+            with run_clock().within(SAVE):
+                self.saver.finish()
 
     def finish_last(self, save_again: Callable[[], None], leaving: bool = False) -> None:
         """Wait for the save under way. If it failed, save again after pauses until a save is committed. The pauses are

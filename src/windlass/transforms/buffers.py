@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
+from windlass.core.logs import get_job_logger
 from windlass.core.module_state import extra_states, set_state, unsaved_buffers
 from windlass.core.tensors import bits_of, distinct, same_bits
+from windlass.core.types import State
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import is_sharded
+
+_log = get_job_logger(__name__)
 
 # Dtypes that every backend can send.
 _SENT = {
@@ -169,30 +173,52 @@ class ForwardState:
             set_state(self._module, copy.deepcopy(self._extra))
 
 
-class OwnBuffers:
-    """The buffers of a module that a checkpoint has beside its state dict.
+class OwnState:
+    """The state of a model that a checkpoint has for each rank, beside the state dict: buffers and extra states.
 
     Buffers that the state dict leaves out are saved if they changed since this object was created: many are constants,
     which every process computes itself.
+
+    Attributes:
+        differs: ranks have other buffers than rank 0, so those of the state dict are saved too.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, differs: bool) -> None:
+        self._module, self.differs = module, differs
         self._before = {name: _remembered(buffer) for name, buffer in unsaved_buffers(module).items()}
 
-    def unsaved(self) -> dict[str, Tensor]:
-        """Changed buffers that the state dict leaves out, by name."""
+    def state_dict(self) -> State:
+        """The state of this rank, by name."""
+        outside = unsaved_buffers(self._module)
+        inside = self._module.named_buffers() if self.differs else ()
         return {
-            name: buffer.detach()
-            for name, buffer in unsaved_buffers(self._module).items()
-            if not _is_same(self._before.get(name), buffer)
+            **{name: buffer.detach() for name, buffer in inside if name not in outside},
+            **{
+                name: buffer.detach()
+                for name, buffer in outside.items()
+                if not _is_same(self._before.get(name), buffer)
+            },
+            **extra_states(self._module),
         }
 
-    def all(self) -> dict[str, Tensor]:
-        """Those and all of the state dict, for a rank whose buffers differ from rank 0's."""
+    def load_state_dict(self, state: State) -> None:
+        set_state(self._module, state)
+
+    def adopt(self, states: Sequence[State]) -> None:
+        """Restore the states of another number of ranks: all take rank 0's, of which the state dict has the rest. A
+        warning names what further ranks had.
+        """
         outside = unsaved_buffers(self._module)
-        saved = {name: b.detach() for name, b in self._module.named_buffers() if name not in outside}
-        return saved | self.unsaved()
+        set_state(self._module, {name: value for name, value in states[0].items() if name in outside})
+        names = dict.fromkeys(name for state in states[1:] for name in state)
+        if names:
+            _log.warning(
+                "%d process(es) saved buffers or states of their own, and their number has changed: those of rank 0 "
+                "are used, those of %d further rank(s) are dropped: %s",
+                len(states),
+                len(states) - 1,
+                ", ".join(names),
+            )
 
 
 def _remembered(buffer: Tensor) -> Any:

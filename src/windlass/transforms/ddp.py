@@ -96,6 +96,8 @@ class DataParallel(Strategy):
         super().__init__(module)
         self._loss_ranks = loss_ranks
         self._wrapper: Replicated | None = replicate(module, plan, loss_ranks)
+        # Otherwise ranks have rank 0's buffers in each forward, which are saved with the weights.
+        self.own.differs = not self._wrapper.broadcast_buffers
         _settle(self._wrapper)
         self._compression = Compression(self._wrapper, plan)
         self._seen = 0
@@ -144,18 +146,12 @@ class DataParallel(Strategy):
     def share_buffers(self) -> None:
         broadcast(self._module.buffers(), self._loss_ranks)
 
-    def own_buffers(self) -> dict[str, Tensor]:
-        """All buffers if `ddp_broadcast_buffers=False`. Otherwise ranks have rank 0's, saved with the weights."""
-        if self._wrapper is None or self._wrapper.broadcast_buffers:
-            return super().own_buffers()
-        return self._buffers.all()
-
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         return shared_buffers(self._module, self.share_buffers)
 
     def _release(self) -> None:
         # A process group that is still referenced at interpreter shutdown aborts the process.
-        self._wrapper = None
+        self._wrapper, self.own.differs = None, False
         if self._watch is not None:
             self._watch.stop()
             self._watch = None

@@ -45,7 +45,9 @@ class Replicas(Strategy):
         self._ready: set[int] = set()
         self._next = 0
         self._recorded: list[nn.Parameter] | None = None
+        # Before forwards; rank 0's are saved with the weights.
         self._shares = plan.broadcast_buffers is not False
+        self.own.differs = loss_ranks.size > 1 and not self._shares
         self._sharing = False
         self._hook = module.register_forward_pre_hook(self._before_forward)
 
@@ -117,10 +119,6 @@ class Replicas(Strategy):
         if missing:
             raise self._unused(missing)
         self._order = [by_name[name] for name in everywhere[0]]
-
-    def own_buffers(self) -> dict[str, Tensor]:
-        """All of them if they are not shared before forwards; else ranks have rank 0's, saved with the weights."""
-        return self._buffers.unsaved() if self._shares else super().own_buffers()
 
     def _release(self) -> None:
         self._hook.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from windlass.config.plan import DistPlan
 from windlass.core.errors import Problem
-from windlass.core.logs import get_job_logger
-from windlass.core.module_state import bare, extra_states, set_state, state_of, unsaved_buffers
+from windlass.core.module_state import bare, state_of
 from windlass.dist.gang import Gang
 from windlass.dist.sharded import whole_on_first
-from windlass.transforms.buffers import OwnBuffers, broadcast, shared_buffers
+from windlass.transforms.buffers import OwnState, broadcast, shared_buffers
 
 _NOTHING = contextlib.nullcontext()
-_log = get_job_logger(__name__)
 
 
 class Strategy:
@@ -38,6 +36,7 @@ class Strategy:
         sharded: each rank has parts of the parameters, so every forward is a collective and all ranks must make the
             same number of them.
         reduces: a backward reduces gradients over ranks, which `check_reached` and `check_used` verify.
+        own: what checkpoints have of the model for each rank.
         saves_parts: checkpoints have the parts of each rank (`checkpoint/sharded.py`) instead of whole tensors.
         at_release: what else ends with it.
         filling: the batch of the next forward has no weight: it is run because other ranks have one.
@@ -50,7 +49,7 @@ class Strategy:
     def __init__(self, module: nn.Module, gang: Gang | None = None) -> None:
         self._module = module
         self._buffer_ranks = gang or Gang()
-        self._buffers = OwnBuffers(module)
+        self.own = OwnState(module, differs=self._buffer_ranks.size > 1)
         self.at_release: list[Callable[[], None]] = []
         devices = {p.device for p in module.parameters() if p.requires_grad}
         self._one_device = len(devices) <= 1
@@ -148,12 +147,6 @@ class Strategy:
         """Send the buffers of the first rank that has each to the others. Collective."""
         broadcast(self._module.buffers(), self._buffer_ranks)
 
-    def own_buffers(self) -> dict[str, Tensor]:
-        """Buffers that are saved for this rank beside the state dict, by name: those in which ranks differ, and changed
-        ones that the state dict leaves out.
-        """
-        return self._buffers.all() if self._buffer_ranks.size > 1 else self._buffers.unsaved()
-
     def buffers_of_first_rank(self) -> AbstractContextManager[Any]:
         """Context in which all ranks have the buffers of the first rank that has each, which are saved. Collective."""
         return shared_buffers(self._module, self.share_buffers) if self._buffer_ranks.size > 1 else _NOTHING
@@ -185,33 +178,6 @@ class Strategy:
 
     def _release(self) -> None:
         """What a subclass releases."""
-
-
-def own_state(strategy: Strategy) -> dict[str, Any]:
-    """The state of the model that a checkpoint has for each rank, by name: its buffers and extra states."""
-    return {**strategy.own_buffers(), **extra_states(strategy.module)}
-
-
-def load_own_state(strategy: Strategy, saved: Mapping[str, Any]) -> None:
-    """Restore the result of `own_state` on this rank."""
-    set_state(strategy.module, saved)
-
-
-def adopt_own_state(strategy: Strategy, states: Sequence[Mapping[str, Any]]) -> None:
-    """Restore the results of `own_state` on another number of ranks: all take rank 0's, of which the state dict has
-    the rest. A warning names what further ranks had.
-    """
-    outside = unsaved_buffers(strategy.module)
-    set_state(strategy.module, {name: value for name, value in states[0].items() if name in outside})
-    names = dict.fromkeys(name for state in states[1:] for name in state)
-    if names:
-        _log.warning(
-            "%d process(es) saved buffers or states of their own, and their number has changed: those of rank 0 are "
-            "used, those of %d further rank(s) are dropped: %s",
-            len(states),
-            len(states) - 1,
-            ", ".join(names),
-        )
 
 
 def whole_on_main(module: nn.Module, is_main: bool) -> dict[str, Any]:
