@@ -254,7 +254,7 @@ class AcceptsOldNames(type):
 
     # Annotated so that type checkers read the arguments from the dataclass.
     def __call__(cls: type[Instance], *args: Any, **given: Any) -> Instance:
-        parameters = _parameters(cls)
+        parameters = _parameters(cls)  # type: ignore[arg-type]
         names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
         in_order = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         given, clashes = _with_own_names(cls, given)
