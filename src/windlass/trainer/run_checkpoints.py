@@ -179,9 +179,10 @@ class RunCheckpoints:
         self._events.control.should_save |= asked  # a request made since then is for another save
 
     def finish(self) -> None:
-        """Wait until the save under way is committed or has failed. Collective."""
-        with run_clock().within(SAVE):
-            self.saver.finish()
+        """Wait until the save under way, if there is one, is committed or has failed. Collective."""
+        if self.saver.busy:
+            with run_clock().within(SAVE):
+                self.saver.finish()
 
     def finish_last(self, save_again: Callable[[], None], leaving: bool = False) -> None:
         """Wait for the save under way. If it failed, save again after pauses until a save is committed. The pauses are

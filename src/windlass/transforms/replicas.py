@@ -45,7 +45,7 @@ class Replicas(Strategy):
         self._ready: set[int] = set()
         self._next = 0
         self._recorded: list[nn.Parameter] | None = None
-        # Before forwards; rank 0\'s are saved with the weights.
+        # Before forwards; rank 0's are saved with the weights.
         self._shares = plan.broadcast_buffers is not False
         self.own.differs = loss_ranks.size > 1 and not self._shares
         self._sharing = False
