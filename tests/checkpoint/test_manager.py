@@ -3,15 +3,13 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tests.checkpoint.faults import CountingFiles, Ranks, assert_whole, failing, newest, save, state_of
-from tests.dist.launch import launch
+from tests.dist.launch import Started, launch
 
 from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import Files
@@ -79,18 +77,18 @@ def test_a_full_disk_met_by_a_library_in_rust_is_one_too(tmp_path: Path, said: l
 
 
 def test_a_real_limit_of_the_system(tmp_path: Path) -> None:
-    """A file size limit set in a child of its own, met by the real write call."""
-    code = (
+    """A file size limit set in a process of its own, met by the real write call. What it prints goes into a pipe."""
+    script = tmp_path / "limited.py"
+    script.write_text(
         "import resource, signal, sys; from pathlib import Path; from tests.checkpoint.faults import save, newest\n"
         "root = Path(sys.argv[1]); save(root, 1); signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (90, 90)); assert save(root, 2) is None; assert newest(root) == 1"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "CHECKPOINT 2 WAS NOT SAVED" in done.stderr
-    assert "File too large" in done.stderr
+    with Started(script, tmp_path / "run") as process:
+        code, said = process.end()
+    assert code == 0, said
+    assert "CHECKPOINT 2 WAS NOT SAVED" in said
+    assert "File too large" in said
 
 
 class SmallDisk(Files):

@@ -81,17 +81,21 @@ large = torch.ones(1 << 20)
 
 def seconds():
     before = time.process_time()
-    for _ in range(100):
+    for _ in range(60):
         large.add_(1)
         time.sleep(0.004)  # a thread that waits for the next operation spins for most of it
     return time.process_time() - before
 
 seconds()
-spinning = seconds()
-lengthen = shorten_waits()
-asleep = seconds()
-lengthen()
-print(spinning, asleep, seconds())
+for attempt in range(3):  # on a busy machine a thread may be held up, which is not spinning
+    spinning = seconds()
+    lengthen = shorten_waits()
+    asleep = seconds()
+    lengthen()
+    again = seconds()
+    if asleep < 0.6 * spinning and asleep < 0.6 * again:
+        break
+print(spinning, asleep, again)
 """
 
 
@@ -100,16 +104,12 @@ print(spinning, asleep, seconds())
 )
 def test_short_waits_use_less_processor_time_and_can_be_ended() -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("OMP", "GOMP", "KMP"))}
-    for _ in range(3):  # on a busy machine a thread may be held up, which is not spinning
-        done = subprocess.run(
-            [sys.executable, "-c", _SPINS], env=environ, capture_output=True, text=True, check=True
-        )
-        spinning, asleep, again = map(float, done.stdout.split())
-        if asleep < 0.6 * spinning and asleep < 0.6 * again:
-            return
-    raise AssertionError(
-        f"processor seconds: {spinning} spinning, {asleep} with short waits, {again} afterwards"
+    done = subprocess.run(
+        [sys.executable, "-c", _SPINS], env=environ, capture_output=True, text=True, check=True
     )
+    spinning, asleep, again = map(float, done.stdout.split())
+    assert asleep < 0.6 * spinning, "processor seconds with short waits"
+    assert asleep < 0.6 * again, "processor seconds afterwards"
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"])

@@ -2,8 +2,8 @@
 
 Numbers in the output of a tutorial are those of one machine, since processors round sums in different orders: only that
 there is a number is compared. So which lines are printed must not depend on rounding: a run that a metric ends has more
-epochs than it can need. Commands without operators of the shell run in a fork of a process that has imported
-everything; others run in a shell.
+epochs than it can need. Commands without operators of the shell, except `|| true`, run in a fork of a process
+that has imported everything; others run in a shell.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.dist.launch import launch_as, run_script
+from tests.dist.launch import end_of, launch_as
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -28,6 +28,7 @@ _BLOCK = re.compile(
 )
 # Of the first line of a command: what a tutorial's reader has done, or does elsewhere.
 _DONE_BEFORE = re.compile(r"(pip|make) ")
+_FOR_ONE_SHELL = re.compile(r"[$&;]")  # variables, and jobs that run beside others
 _FOR_A_SHELL = re.compile(r"[$&|<>;*]|^(?!python |windlass )")
 _NUMBER = re.compile(r"\d[\d.,:e+-]*")
 
@@ -54,18 +55,22 @@ def commands(script: str) -> Iterator[str]:
 def run(script: str, folder: Path) -> str:
     """Run the commands of one block in `folder`; return what they print."""
     lines = list(commands(script))
-    if any(_FOR_A_SHELL.search(line) for line in lines):
+    if any(_FOR_ONE_SHELL.search(line) for line in lines):
         return in_a_shell("\n".join(lines), folder)
-    return "".join(_run_one(shlex.split(line), folder) for line in lines)
+    return "".join(_run_one(line, folder) for line in lines)
 
 
-def _run_one(words: list[str], folder: Path) -> str:
-    program, first, *rest = words
-    if program == "python":
-        return run_script(folder / first, *rest, cwd=folder)
+def _run_one(line: str, folder: Path) -> str:
+    command = line.removesuffix(" || true")
+    if _FOR_A_SHELL.search(command):
+        return in_a_shell(line, folder)
+    program, first, *rest = shlex.split(command)
     if first == "launch" and "--print" not in rest:
         return launch_as(*(folder / word if word.endswith(".py") else word for word in rest), cwd=folder)
-    return run_script("windlass", first, *rest, cwd=folder)
+    words = [folder / first] if program == "python" else ["windlass", first]
+    code, printed = end_of(*words, *rest, cwd=folder)
+    assert command != line or not code, f"{line}: exit code {code}\n{printed[-6000:]}"
+    return printed
 
 
 def in_a_shell(script: str, folder: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.dist.launch import end_of
 from tests.reliability.device_runs import ARGUMENTS
 
 MODULE = "tests.reliability.device_runs"
@@ -35,12 +36,30 @@ def test_the_processor_is_asked_for(name: str, tmp_path: Path) -> None:
 def run(name: str, folder: Path, *more: str) -> dict[str, Any]:
     """What the run told, or nothing if it was to be killed."""
     folder.mkdir(exist_ok=True)
-    launched = ["-m", "windlass", "launch", "--num_processes", "1"] if name.endswith("+") else []
-    command = [sys.executable, *launched, "-m", MODULE, name, str(folder), *more]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
+    if name.endswith("+"):
+        code, said = launched(name, folder, *more)
+    else:
+        code, said = end_of(MODULE, name, folder, *more, timeout=250)
     if "--kill" in more:
-        assert done.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL, 1), done.stderr[-3000:]
+        assert code in (-signal.SIGKILL, 128 + signal.SIGKILL, 1), said[-3000:]
         assert not (folder / "told.json").exists()
         return {}
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert code == 0, said[-3000:]
     return json.loads((folder / "told.json").read_text())
+
+
+def launched(name: str, folder: Path, *more: str) -> tuple[int, str]:
+    command = [
+        sys.executable,
+        "-m",
+        "windlass",
+        "launch",
+        "--num_processes",
+        "1",
+        "-m",
+        MODULE,
+        name,
+        str(folder),
+    ]
+    done = subprocess.run([*command, *more], capture_output=True, text=True, check=False, timeout=250)
+    return done.returncode, done.stderr

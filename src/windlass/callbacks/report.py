@@ -15,7 +15,7 @@ from windlass.callbacks.page_file import PageRun, render_page
 from windlass.callbacks.page_tables import History, TrainingTime, curve, evaluation_losses
 from windlass.callbacks.rows import Row, measured
 from windlass.callbacks.run_record import Record
-from windlass.callbacks.run_view import RunView, read_run
+from windlass.callbacks.run_view import RunView, read_run, told
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.events import TrainerState
@@ -127,15 +127,11 @@ def status(record: Record | None, rows: Sequence[Row], runs: bool | None) -> str
     last = f"last row at {_clock(rows[-1]['timing']['wall'])}" if rows else "nothing was logged"
     if record is None:
         return f"step {step:,}; {last}"
-    of = f"{step:,} of {record['max_steps']:,}"
     if (end := record["end"]) is None:
-        kinds = {True: "running, step", False: "killed after step", None: "running or killed, step"}
-        return f"{kinds[runs]} {of}; {last}"
-    when = f"at {_clock(end['time'])}"
-    if end["status"] == "finished":
-        return f"finished after {end['step']:,} steps {when}"
+        state = {True: "running", False: "killed", None: "unknown"}[runs]
+        return f"{told(state, step, record['max_steps'])}; {last}"
     reason = f": {end['reason']}" if end["status"] == "failed" else ""
-    return f"{end['status']} at step {end['step']:,} of {record['max_steps']:,} {when}{reason}"
+    return f"{told(end['status'], end['step'], record['max_steps'])} at {_clock(end['time'])}{reason}"
 
 
 def _clock(seconds: float) -> str:

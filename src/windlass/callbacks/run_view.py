@@ -72,6 +72,17 @@ class Attempt:
     memory: Mapping[str, int] | None
 
 
+def told(status: str, step: int, max_steps: int | None) -> str:
+    """The status of an attempt, or whether it runs, in words: how it ended, or how far it is known to be."""
+    of = f"{step:,}" + (f" of {max_steps:,}" if max_steps else "")
+    words = {"running": "running, step", "killed": "killed after step", "unknown": "running or killed, step"}
+    return (
+        f"finished after {step:,} steps"
+        if status == "finished"
+        else f"{words.get(status, f'{status} at step')} {of}"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointView:
     """A folder that is a checkpoint by its name."""

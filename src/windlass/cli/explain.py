@@ -7,11 +7,11 @@ import math
 import os
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from windlass.cli.command_line import CommandParser, names_and_overrides
+from windlass.cli.command_line import CommandParser, answer, names_and_overrides
 from windlass.cli.launching.launch import launch_settings
 from windlass.cli.launching.launch_flags import add_setting_flags
 from windlass.config.accepting import OLD_NAMES
@@ -27,7 +27,7 @@ from windlass.config.parallel.table import FLAGS, SPELLINGS, spellings
 from windlass.config.sections.setting import default_of, rules_in
 from windlass.core.errors import ConfigError, Problem, did_you_mean
 from windlass.core.mesh import AXES
-from windlass.core.output import STDOUT, is_terminal, say, say_json
+from windlass.core.output import STDOUT, is_terminal
 from windlass.core.world import World
 from windlass.precision.dtypes import dtypes_of
 from windlass.recipes.argument_table import Argument, all_arguments, find_arguments
@@ -119,16 +119,14 @@ def explain_command(words: list[str]) -> int:
     if options.recipe:
         given = GivenRecipe.read(options.recipe, overrides)
         settings = merge(from_arguments(given.training), settings)
-    if options.json:
-        say_json(
-            [one.as_json() for one in _one(names[0], settings, given)] if names else _facts(settings, given)
-        )
-        return 0
-    found = (line for one in _one(names[0], settings, given) for line in one.lines()) if names else None
+    found = list(_one(names[0], settings, given)) if names else []
+    facts: Any = [one.as_json() for one in found] if names else _facts(settings, given)
+    lines = [line for one in found for line in one.lines()] if names else _all(facts, given)
     width = shutil.get_terminal_size().columns if is_terminal(STDOUT) else None
-    for line in found or _all(settings, given):
-        say(line if width is None else textwrap.fill(line, width, subsequent_indent=" " * 12))
-    return 0
+    folded = (
+        line if width is None else textwrap.fill(line, width, subsequent_indent=" " * 12) for line in lines
+    )
+    return answer(options, facts, folded)
 
 
 def build_parser() -> CommandParser:
@@ -294,7 +292,7 @@ def _set_keys(settings: Settings, given: GivenRecipe | None) -> Iterator[tuple[s
 
 
 def _facts(settings: Settings, given: GivenRecipe | None) -> dict[str, Any]:
-    """Return what `_all` prints, for programs."""
+    """Return all that is set, its problems, and the layout."""
     keys = [
         {"name": name, "value": value, "from": origin} for name, value, origin in _set_keys(settings, given)
     ]
@@ -302,15 +300,13 @@ def _facts(settings: Settings, given: GivenRecipe | None) -> dict[str, Any]:
     return {"settings": keys, "problems": problems, "layout": [] if problems else list(_layout(settings))}
 
 
-def _all(settings: Settings, given: GivenRecipe | None) -> Iterator[str]:
-    if not settings and given is None:
+def _all(facts: Mapping[str, Any], given: GivenRecipe | None) -> Iterator[str]:
+    if not facts["settings"] and given is None:
         yield "no settings given; all defaults apply"
-    for name, value, origin in _set_keys(settings, given):
-        yield f"{name} = {as_text(value)}  # {origin}"
-    for problem in settings.problems:
-        yield f"problem: {problem}"
-    if not settings.problems:
-        yield from _layout(settings)
+    for one in facts["settings"]:
+        yield f"{one['name']} = {as_text(one['value'])}  # {one['from']}"
+    yield from (f"problem: {problem}" for problem in facts["problems"])
+    yield from facts["layout"]
 
 
 def _layout(settings: Settings) -> Iterator[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.rows import Row
-from windlass.callbacks.run_view import CheckpointView, RunView, verify
+from windlass.callbacks.run_view import CheckpointView, RunView, told, verify
 from windlass.cli.resume_words import resume_recorded
 
 SCHEMA = "windlass-status/1"
@@ -91,26 +91,15 @@ def state_of(view: RunView) -> str:
 
 
 def _sentence(view: RunView, state: str) -> str:
-    of = f"{view.step:,}" + (f" of {view.max_steps:,}" if view.max_steps else "")
     failure = _failure(view, state)
     if failure is not None:
         rank = "" if failure["rank"] is None else f" on rank {failure['rank']}"
         return f"failed at step {failure['step']:,}{rank}: {failure['reason']}"
-    if (
-        state == "running"
-        and view.attempts
-        and view.attempts[-1].status not in ("running", "killed", "unknown")
-    ):
-        return (
-            f"the last attempt {view.attempts[-1].status} at step {of}; a process is starting or ending here"
-        )
-    endings = {
-        "running": f"running, step {of}",
-        "finished": f"finished after {view.step:,} steps",
-        "killed": f"killed after step {of}: it left no reason",
-        "unknown": f"running or killed, step {of}",
-    }
-    return endings.get(state, f"{state} at step {of}")
+    last = view.attempts[-1].status if view.attempts else "unknown"
+    if state == "running" and last not in ("running", "killed", "unknown"):
+        ended = told(last, view.step, view.max_steps)
+        return f"the last attempt {ended}; a process is starting or ending here"
+    return told(state, view.step, view.max_steps) + ": it left no reason" * (state == "killed")
 
 
 def _failure(view: RunView, state: str) -> dict[str, Any] | None:

@@ -254,21 +254,22 @@ class AcceptsOldNames(type):
 
     # Annotated so that type checkers read the arguments from the dataclass.
     def __call__(cls: type[Instance], *args: Any, **given: Any) -> Instance:
-        signature = _signature(cls)  # type: ignore[arg-type]
+        parameters = _parameters(cls)  # type: ignore[arg-type]
+        names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        in_order = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         given, clashes = _with_own_names(cls, given)
-        positional = dict(zip(signature.positional, args, strict=False))
+        positional = dict(zip(in_order, args, strict=False))
         everything = {**positional, **given, **_old_fields(cls, given)}
         arguments, problems = translate(everything)
         problems += clashes
         # An old name that the class declares itself is also passed on.
-        names = signature.names
         arguments.update({name: given[name] for name in OLD_NAMES if name in given and name in names})
         # `replace(args, ...)` and `cls(**args.to_dict())` give all fields, so they do not show what was requested.
         copied = {field.name for field in dataclasses.fields(cls) if field.init} <= given.keys()  # type: ignore[arg-type]
         if copied:
             _settle_twins(arguments)
         problems += twin_problems(arguments)
-        if not signature.takes_anything:
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             problems += _unknown(arguments, names)
             arguments = {name: value for name, value in arguments.items() if name in names}
         keywords = {name: v for name, v in arguments.items() if name not in positional or name in given}
@@ -299,27 +300,9 @@ class AcceptsOldNames(type):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Signature:
-    """What `cls(...)` takes: all names in order, the positional ones, and whether it takes any keyword."""
-
-    names: tuple[str, ...]
-    positional: tuple[str, ...]
-    takes_anything: bool
-
-
+@functools.cache
 def _parameters(cls: Any) -> list[inspect.Parameter]:
     return list(inspect.signature(cls.__init__).parameters.values())[1:]
-
-
-@functools.cache
-def _signature(cls: Any) -> _Signature:
-    parameters = _parameters(cls)
-    return _Signature(
-        tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)),
-        tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD),
-        any(p.kind is p.VAR_KEYWORD for p in parameters),
-    )
 
 
 def _with_own_names(cls: Any, given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

@@ -87,8 +87,7 @@ class Helpers(Fields):
 
     def train_batch_size_of(self, ranks: int) -> int:
         """Samples per process in one forward and backward, of `ranks` with different samples."""
-        size, field = self.per_device_train_batch_size, "per_device_train_batch_size"
-        return accelerator_config.read(self.accelerator_config).batch_size(field, size, ranks)
+        return self._share("per_device_train_batch_size", ranks)
 
     @property
     def eval_batch_size(self) -> int:
@@ -97,8 +96,10 @@ class Helpers(Fields):
 
     def eval_batch_size_of(self, ranks: int) -> int:
         """Samples per process in one evaluation batch, of `ranks` with different samples."""
-        size, field = self.per_device_eval_batch_size, "per_device_eval_batch_size"
-        return accelerator_config.read(self.accelerator_config).batch_size(field, size, ranks)
+        return self._share("per_device_eval_batch_size", ranks)
+
+    def _share(self, field: str, ranks: int) -> int:
+        return accelerator_config.read(self.accelerator_config).batch_size(field, getattr(self, field), ranks)
 
     @property
     def ddp_timeout_delta(self) -> timedelta:

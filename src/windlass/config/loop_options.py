@@ -18,7 +18,7 @@ from windlass.config.parallel import rows_loop as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.parallel.rows_training import ACCUMULATION
 from windlass.config.sections.setting import Range, above, at_least, described, rules_in, setting
-from windlass.config.values import hints, value_fault
+from windlass.config.values import wrong_values
 from windlass.core.errors import Problem
 
 
@@ -27,16 +27,10 @@ class Options:
 
     def objections(self) -> Iterator[Problem]:
         """Problems of these options."""
-        types = hints(type(self))
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            if not field.metadata:
-                continue  # a setting, which is checked when it is recorded
-            rules, value = rules_in(field), getattr(self, field.name)
-            fault = value_fault(value, types[field.name], rules)
-            if fault is None and value != field.default:
-                fault = rules.refused
-            if fault:
-                yield Problem(f"{type(self).__name__}.{field.name}", value, fault)
+        # Others are settings, which are checked when they are recorded.
+        declared = {field.name: rules_in(field) for field in dataclasses.fields(self) if field.metadata}  # type: ignore[arg-type]
+        for found in wrong_values(self, declared):
+            yield dataclasses.replace(found, field=f"{type(self).__name__}.{found.field}")
 
 
 class KwargsHandler(Options):

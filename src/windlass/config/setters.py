@@ -56,6 +56,7 @@ def _sets(
         Raises:
             ConfigError: a strategy of "steps" with 0 `steps`. ValueError: a word that its field does not have.
         """
+        vars(set_fields)["__signature__"] = signature.replace(return_annotation="Self")
         return set_fields
 
     return decorate

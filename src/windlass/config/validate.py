@@ -29,8 +29,8 @@ from windlass.config.kinds import as_declared, document, mapping
 from windlass.config.parallel.sources import FIELDS, from_arguments
 from windlass.config.parallel.xla_checks import absent_xla
 from windlass.config.sections.fields import Fields
-from windlass.config.sections.setting import default_of, rules_of
-from windlass.config.values import hints, members, value_fault
+from windlass.config.sections.setting import rules_of
+from windlass.config.values import hints, members, wrong_values
 from windlass.core import xla
 from windlass.core.errors import Problem, refuse
 from windlass.core.locations import is_url
@@ -77,7 +77,7 @@ def check(args: Fields) -> None:
 def problems(args: Fields) -> list[Problem]:
     """Normalise `args` in place and list all that is wrong. What reads a wrong value is not checked further."""
     normalise(args)
-    found = list(_wrong_values(args))
+    found = list(wrong_values(args, rules_of(type(args))))
     wrong = {problem.field for problem in found}
     for conflict in _CONFLICTS:
         if wrong.isdisjoint(conflict.values):
@@ -159,21 +159,6 @@ def _derive_compile(values: dict[str, Any], follow: Any) -> None:
         follow("torch_compile", True)
     if values["torch_compile"] is True and values["torch_compile_backend"] is None:
         follow("torch_compile_backend", "inductor")
-
-
-# --- one option at a time --------------------------------------------------------------------------------------------
-
-
-def _wrong_values(args: Fields) -> Iterator[Problem]:
-    fields = {f.name: f for f in dataclasses.fields(args)}
-    rules = rules_of(type(args))
-    for name, hint in hints(type(args)).items():
-        value = getattr(args, name)
-        fault = value_fault(value, hint, rules[name], fields[name].metadata.get("choices"))
-        if fault is None and rules[name].refused and value not in (default_of(fields[name]), None, False, ""):
-            fault = rules[name].refused
-        if fault is not None:
-            yield Problem(name, value, fault)
 
 
 # --- several options -------------------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from windlass.config.kinds import from_text
-from windlass.config.sections.setting import Rules, Truth
-from windlass.core.errors import ConfigError, did_you_mean
+from windlass.config.sections.setting import Rules, Truth, default_of
+from windlass.core.errors import ConfigError, Problem, did_you_mean
 
 _TYPE_WORDS = {
     int: "a whole number",
@@ -50,6 +50,20 @@ def coerce(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert text values of fields that are numbers or bools; leave all others unchanged."""
     types = hints(cls) if dataclasses.is_dataclass(cls) else {}
     return {name: from_text(value, members(types.get(name, Any))) for name, value in values.items()}
+
+
+def wrong_values(options: Any, rules: Mapping[str, Rules]) -> Iterator[Problem]:
+    """A problem for each field that has `rules` and whose value breaks them."""
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    for name, hint in hints(type(options)).items():
+        if name not in rules:
+            continue
+        value, field = getattr(options, name), fields[name]
+        fault = value_fault(value, hint, rules[name], field.metadata.get("choices"))
+        if fault is None and rules[name].refused and value not in (default_of(field), None, False, ""):
+            fault = rules[name].refused
+        if fault is not None:
+            yield Problem(name, value, fault)
 
 
 def value_fault(value: Any, hint: Any, rules: Rules, choices: Any = None) -> str | None:

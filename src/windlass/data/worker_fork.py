@@ -56,9 +56,9 @@ def sign_on() -> None:
 class WorkerProcess(ForkProcess):
     """A forked process whose `start` returns when the child has called `sign_on`.
 
-    A loader that is left before its end joins each of its workers and ends with `terminate` those that are still busy,
-    joining them once more: with torch's five seconds each, and signals that workers ignore, a run that is to leave
-    would wait for ten seconds a worker, and leave it behind.
+    A loader that is left before its end joins each of its workers, ends with `terminate` those that are still busy, and
+    joins them again: with torch's five seconds each, and a signal that workers ignore, a run that is to leave would
+    wait for ten seconds a worker.
 
     Attributes:
         number: of the worker in its pool.

@@ -74,14 +74,10 @@ def to_arguments(key: Key, value: Any) -> dict[str, Any]:
         return {"fsdp": value == "fsdp", **({"deepspeed": config_of({})} if value == "deepspeed" else {})}
     if key.name == "precision":
         return {field: value == field for field in key.fields}
-    if key.family == "fsdp":
-        return {"fsdp_config": {key.words[0]: list(value) if isinstance(value, tuple) else value}}
-    if key.family == "fp8":
-        return {"fp8_config": {key.words[0]: value}}
     if key in FIELDS:
         return {"deepspeed": fields_in_config({key.name: value})}
-    if key.family == "mesh":
-        return {"parallelism_config": {key.words[0]: value}}
+    if section := {"fsdp": "fsdp_config", "fp8": "fp8_config", "mesh": "parallelism_config"}.get(key.family):
+        return {section: {key.words[0]: list(value) if isinstance(value, tuple) else value}}
     return {key.fields[0]: value} if key.fields else {}
 
 
