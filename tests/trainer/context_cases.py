@@ -125,7 +125,7 @@ class Noted(Trainer):
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(**{
         "output_dir": str(folder), "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3,
-        "gradient_accumulation_steps": 3, "max_steps": 3, "max_grad_norm": 0.3, "learning_rate": 0.02,
+        "gradient_accumulation_steps": 3, "max_steps": 6, "max_grad_norm": 0.3, "learning_rate": 0.02,
         "weight_decay": 0.1, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True,
         "save_strategy": "no", "train_sampling_strategy": "sequential", "include_num_input_tokens_seen": "non_padding",
         **changes,
