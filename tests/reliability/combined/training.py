@@ -79,6 +79,9 @@ def bare(recipe: Recipe) -> nn.Module:
     """The model of a recipe without an adapter; the same each time."""
     if recipe.images:
         seeing: nn.Module = family("llava", 7)[0]
+        for part in seeing.modules():
+            if hasattr(part, "attention_dropout"):
+                part.attention_dropout = recipe.dropout
         return seeing.to(DTYPES[recipe.dtype])
     torch.manual_seed(7)
     kind: Any = models.Plain if recipe.model == "plain" else models.llama
