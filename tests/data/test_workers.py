@@ -151,6 +151,7 @@ def test_a_loader_that_is_left_waits_little_for_a_busy_worker_and_ends_it_whatev
             assert worker.exitcode is None
             worker.terminate()
             multiprocessing.connection.wait([worker.sentinel], 20.0)
+            worker.join(3600.0)  # what it held is closed a moment before it has ended
             assert worker.exitcode == -signal.SIGKILL
 
     assert in_a_child(work) == 0

@@ -59,7 +59,7 @@ ELSEWHERE = {
     r"run_glue\.py": "examples/test_guide_commands.py::test_as_printed",
     r"distributed_type: MULTI_GPU": "cli/launching/test_two_machines.py::"
     "test_the_file_that_guides_print_starts_two_machines_with_a_token_or_without",
-    r"distributed_type: FSDP": "cli/launching/test_from_files.py::test_the_guides_files_as_printed",
+    r"distributed_type: FSDP": "recipes/test_from_files.py::test_the_guides_files_as_printed",
     r"deepspeed_config": "zero/test_started_by.py::test_the_guides_files_as_printed",
     r"^deepspeed --num_gpus": "zero/test_started_by.py::test_deepspeeds_own_launcher",
     r"^accelerate config$": "cli/test_config_command.py::test_choices_on_a_terminal_by_word_and_by_number",
