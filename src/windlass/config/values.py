@@ -39,7 +39,6 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {name: hint for name, hint in found.items() if name in fields}
 
 
-@functools.cache  # of some two hundred fields, in each check of a run's arguments
 def members(hint: Any) -> tuple[Any, ...]:
     """The alternatives of a type: `int | None` is (int, NoneType)."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
