@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 import re
@@ -61,7 +60,6 @@ def is_imported(name: str) -> bool:
     return sys.modules.get(name) is not None
 
 
-@functools.cache  # what a process has imported stays; to read the metadata takes milliseconds
 def version_of(distribution: str) -> str | None:
     """Return the version of a distribution by its metadata; None if it is not installed."""
     try:
