@@ -15,7 +15,7 @@ from windlass.callbacks.page_file import PageRun, render_page
 from windlass.callbacks.page_tables import History, TrainingTime, curve, evaluation_losses
 from windlass.callbacks.rows import Row, measured
 from windlass.callbacks.run_record import Record
-from windlass.callbacks.run_view import RunView, read_run, told
+from windlass.callbacks.run_view import RunView, read_run, status_in_words
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.events import TrainerState
@@ -129,9 +129,11 @@ def status(record: Record | None, rows: Sequence[Row], runs: bool | None) -> str
         return f"step {step:,}; {last}"
     if (end := record["end"]) is None:
         state = {True: "running", False: "killed", None: "unknown"}[runs]
-        return f"{told(state, step, record['max_steps'])}; {last}"
+        return f"{status_in_words(state, step, record['max_steps'])}; {last}"
     reason = f": {end['reason']}" if end["status"] == "failed" else ""
-    return f"{told(end['status'], end['step'], record['max_steps'])} at {_clock(end['time'])}{reason}"
+    return (
+        f"{status_in_words(end['status'], end['step'], record['max_steps'])} at {_clock(end['time'])}{reason}"
+    )
 
 
 def _clock(seconds: float) -> str:

@@ -72,7 +72,7 @@ class Attempt:
     memory: Mapping[str, int] | None
 
 
-def told(status: str, step: int, max_steps: int | None) -> str:
+def status_in_words(status: str, step: int, max_steps: int | None) -> str:
     """The status of an attempt, or whether it runs, in words: how it ended, or how far it is known to be."""
     of = f"{step:,}" + (f" of {max_steps:,}" if max_steps else "")
     words = {"running": "running, step", "killed": "killed after step", "unknown": "running or killed, step"}

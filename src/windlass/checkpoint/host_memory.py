@@ -126,8 +126,8 @@ def room_on_machine(more: int, all_ranks: Gang) -> tuple[int, int | None]:
     """The bytes that all ranks of this machine need, each `more` beyond what it holds, and those they may take of what
     is free there, if that is known. Collective.
     """
-    told, machine = all_ranks.gather_objects([more, available_memory()]), all_ranks.on_machine
-    here = told[machine.start : machine.stop] or told
+    gathered, machine = all_ranks.gather_objects([more, available_memory()]), all_ranks.on_machine
+    here = gathered[machine.start : machine.stop] or gathered
     left = min((free for _, free in here if free is not None), default=None)
     return sum(needed for needed, _ in here), None if left is None else int(left * _SHARE)
 

@@ -87,13 +87,13 @@ def _look_for_marks(all_ranks: Gang, folder: Path, writes: bool) -> list[list[in
                 _write(mark)
             except OSError as error:
                 problem = str(error.strerror or error)
-        told = all_ranks.gather_objects([mark.name if writes else None, problem])
+        gathered = all_ranks.gather_objects([mark.name if writes else None, problem])
         if failed := "; ".join(
-            f"rank {rank}: {why}" for rank, (_, why) in enumerate(told) if why is not None
+            f"rank {rank}: {why}" for rank, (_, why) in enumerate(gathered) if why is not None
         ):
             fix = f"it can't be written ({failed}): choose another folder, or make room and permission"
             raise ConfigError(Problem("output_dir", str(folder), fix))
-        names = {rank: name for rank, (name, _) in enumerate(told) if name is not None}
+        names = {rank: name for rank, (name, _) in enumerate(gathered) if name is not None}
         # A rank that sees all marks need not wait; otherwise separate disks are likely.
         return all_ranks.gather_objects(_visible(folder, names))
     finally:

@@ -130,8 +130,8 @@ def _at(store: Store, path: Path) -> CheckpointInfo | None:
 
 def _newest_on_all(store: Store) -> CheckpointInfo | None:
     paths = {info.order: info.path for info in store.committed()} if store.is_writer else {}
-    told = [orders for orders in store.gather(list(paths) if store.is_writer else None) if orders is not None]
-    of_nodes = [set(orders) for orders in told]
+    gathered = store.gather(list(paths) if store.is_writer else None)
+    of_nodes = [set(orders) for orders in gathered if orders is not None]
     reasons = []
     for order in sorted(set[_Order]().union(*of_nodes), reverse=True):
         absent = [str(node) for node, orders in enumerate(of_nodes) if order not in orders]

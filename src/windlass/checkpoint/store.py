@@ -302,8 +302,8 @@ class Store:
     def _agree_on_serial(self, step: int) -> int:
         """One more than the highest on any disk: a commit that one of them missed counts. Collective."""
         infos = self.on_all_ranks(step, lambda: self.committed() if self.is_writer else None)
-        told = self.gather(None if infos is None else [info.order for info in infos])
-        of_nodes = [set(orders) for orders in told if orders is not None]
+        gathered = self.gather(None if infos is None else [info.order for info in infos])
+        of_nodes = [set(orders) for orders in gathered if orders is not None]
         self._on_all = max(set[_Order].intersection(*of_nodes), default=None)
         return max((serial for orders in of_nodes for serial, _ in orders), default=0) + 1
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.rows import Row
-from windlass.callbacks.run_view import CheckpointView, RunView, told, verify
+from windlass.callbacks.run_view import CheckpointView, RunView, status_in_words, verify
 from windlass.cli.resume_words import resume_recorded
 
 SCHEMA = "windlass-status/1"
@@ -97,9 +97,9 @@ def _sentence(view: RunView, state: str) -> str:
         return f"failed at step {failure['step']:,}{rank}: {failure['reason']}"
     last = view.attempts[-1].status if view.attempts else "unknown"
     if state == "running" and last not in ("running", "killed", "unknown"):
-        ended = told(last, view.step, view.max_steps)
+        ended = status_in_words(last, view.step, view.max_steps)
         return f"the last attempt {ended}; a process is starting or ending here"
-    return told(state, view.step, view.max_steps) + ": it left no reason" * (state == "killed")
+    return status_in_words(state, view.step, view.max_steps) + ": it left no reason" * (state == "killed")
 
 
 def _failure(view: RunView, state: str) -> dict[str, Any] | None:
