@@ -143,10 +143,11 @@ def test_a_loader_that_is_left_waits_little_for_a_busy_worker_and_ends_it_whatev
     """With the calls that torch makes then."""
 
     def work() -> None:
+        before = set(multiprocessing.active_children())
         with handling(signal.SIGTERM, lambda number: None):
             batches = read_batches(DataLoader(Blocking(), batch_size=1, num_workers=1), Reader("training"))
             assert next(batches).tolist() == [0]
-            (worker,) = multiprocessing.active_children()
+            (worker,) = set(multiprocessing.active_children()) - before
             worker.join(3600.0)
             assert worker.exitcode is None
             worker.terminate()
