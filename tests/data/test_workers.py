@@ -150,6 +150,7 @@ def test_a_loader_that_is_left_waits_little_for_a_busy_worker_and_ends_it_whatev
             (worker,) = set(multiprocessing.active_children()) - before
             worker.join(3600.0)
             assert worker.exitcode is None
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch no longer watches workers that it ends
             worker.terminate()
             multiprocessing.connection.wait([worker.sentinel], 20.0)
             worker.join(3600.0)  # what it held is closed a moment before it has ended

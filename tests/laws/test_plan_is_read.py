@@ -324,6 +324,9 @@ def _parts(whole: Any) -> Iterator[Any]:
 
 
 def test_a_run_reads_its_plan_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "WINDLASS_HOME", str(tmp_path / "home")
+    )  # without predictions and proofs of other tests
     args = arguments(
         tmp_path,
         eval_strategy="steps",
