@@ -49,7 +49,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # One of each task and method; `make test-all` runs the others.
-OFTEN = ("classify", "pretrain-stream", "sft-lora", "sft-fsdp", "digits")
+OFTEN = ("classify", "pretrain-stream", "sft-lora", "sft-fsdp", "sft-zero3", "digits")
 
 
 @pytest.mark.parametrize(

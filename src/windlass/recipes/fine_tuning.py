@@ -126,12 +126,13 @@ def base_of(
     from windlass.finetuning.base_model import set_special_tokens
     from windlass.finetuning.templates import take_over_template
     from windlass.transforms.model_limits import ModelLimits
+    from windlass.zero.building import DividedBuilding
 
     spec = parts.recipe.base or BaseSpec()
     tokenizer = deepcopy(parts.tokenizer)
     take_over_template(getattr(args, "chat_template_path", None), tokenizer)
     set_special_tokens(tokenizer, args)
-    with require("torch", "train").device("meta"):
+    with DividedBuilding.paused(), require("torch", "train").device("meta"):
         base = new_base(spec, tokenizer)
     if takes_place():
         return base.config
