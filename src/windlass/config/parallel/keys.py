@@ -15,9 +15,14 @@ from windlass.core.errors import Problem
 _REQUESTS_NOTHING: tuple[Any, ...] = (None, False, "", "no", "false", "none", 0)
 
 # Refused flags that take no value.
-_REFUSED_SWITCHES = (
-    "use_megatron_lm tpu_use_cluster tpu_cluster tpu_use_sudo downcast_bf16 use_autocast_during_eval"
-)
+_REFUSED_SWITCHES = {
+    "use_megatron_lm",
+    "tpu_use_cluster",
+    "tpu_cluster",
+    "tpu_use_sudo",
+    "downcast_bf16",
+    "use_autocast_during_eval",
+}
 # Several families have settings of it.
 NO_MEGATRON = (
     "needs Megatron-LM, which is not built yet; distributed_type: FSDP shards the model by its layers"
@@ -142,7 +147,7 @@ class Rows(list[Key]):
     def refuse(self, reason: str, *words: str, **written: Any) -> None:
         """Add settings that are known and refused; `written` has the values that accelerate exports by default."""
         for word in (*words, *written):
-            read = flag if word in _REFUSED_SWITCHES.split() else anything
+            read = flag if word in _REFUSED_SWITCHES else anything
             self(word, read, None, "Not built.", written=written.get(word), refused=reason)
 
 
