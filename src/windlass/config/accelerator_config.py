@@ -44,7 +44,7 @@ class AcceleratorConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
-        """Read the options from a JSON file. Raises ConfigError for an unknown key, and ValueError if it has no object."""
+        """Read the options from a JSON file. Raises ConfigError for an unknown key, ValueError if it has no object."""
         return read(parse_json(Path(json_file).read_bytes()))
 
     def to_dict(self) -> dict[str, Any]:
