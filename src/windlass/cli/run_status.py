@@ -99,7 +99,8 @@ def _sentence(view: RunView, state: str) -> str:
     if state == "running" and last not in ("running", "killed", "unknown"):
         ended = status_in_words(last, view.step, view.max_steps)
         return f"the last attempt {ended}; a process is starting or ending here"
-    return status_in_words(state, view.step, view.max_steps) + ": it left no reason" * (state == "killed")
+    words = status_in_words(state, view.step, view.max_steps)
+    return f"{words}: it left no reason" if state == "killed" else words
 
 
 def _failure(view: RunView, state: str) -> dict[str, Any] | None:

@@ -22,10 +22,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -298,6 +295,8 @@ def prepare_trainer(recorder: Recorder) -> None:
 
     Under `windlass run` it is Windlass's. Trackers and uploads are off: a comparison is not a run to keep.
     """
+    if importlib.util.find_spec("transformers") is None:
+        return
     from transformers import Trainer, TrainingArguments
 
     build, settings = Trainer.__init__, recorder.settings
@@ -316,29 +315,6 @@ def prepare_trainer(recorder: Recorder) -> None:
 
     replace(Trainer, "__init__", prepared)
     recorder.watch_reads(TrainingArguments)
-
-
-class AtImport(MetaPathFinder, Loader):
-    """Calls a function once a package has been imported, if it ever is: transformers and its Trainer take seconds."""
-
-    def __init__(self, package: str, then: Callable[[], None]) -> None:
-        self._package, self._then = package, then
-
-    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        if name != self._package:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            self._loader, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._then()
 
 
 def without_dropout() -> None:
@@ -374,7 +350,7 @@ def main() -> None:
     recorder = Recorder(json.loads(Path(settings).read_text("utf-8")))
     atexit.register(recorder.write)
     seed_everything(0)
-    sys.meta_path.insert(0, AtImport("transformers", functools.partial(prepare_trainer, recorder)))
+    prepare_trainer(recorder)
     if not recorder.settings["own_order"]:
         keep_order()
     if not recorder.settings["dropout"]:
