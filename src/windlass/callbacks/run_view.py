@@ -74,13 +74,11 @@ class Attempt:
 
 def status_in_words(status: str, step: int, max_steps: int | None) -> str:
     """The status of an attempt, or whether it runs, in words: how it ended, or how far it is known to be."""
-    of = f"{step:,}" + (f" of {max_steps:,}" if max_steps else "")
+    if status == "finished":
+        return f"finished after {step:,} steps"
     words = {"running": "running, step", "killed": "killed after step", "unknown": "running or killed, step"}
-    return (
-        f"finished after {step:,} steps"
-        if status == "finished"
-        else f"{words.get(status, f'{status} at step')} {of}"
-    )
+    of = f" of {max_steps:,}" if max_steps else ""
+    return f"{words.get(status, f'{status} at step')} {step:,}{of}"
 
 
 @dataclass(frozen=True, slots=True)
