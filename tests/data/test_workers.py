@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -207,6 +209,37 @@ def test_a_killed_worker_is_named_and_the_loader_can_be_read_again(
     seen += [group.batches[0] for group in loader.groups()]
     whole = [group.batches[0] for group in train_loader(dataset, 2, **options).groups()]
     assert all(torch.equal(one, other) for one, other in zip(seen, whole, strict=True))
+
+
+class KilledAtItsEvent(Dataset[int]):
+    """A worker is killed while it looks whether its loader has been left, which it does before each batch."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 4:
+            frame = sys._getframe()
+            while "done_event" not in frame.f_locals:
+                frame = frame.f_back or pytest.fail("torch's worker has no event of that name")
+            lock = getattr(frame.f_locals["done_event"], "_cond", contextlib.nullcontext())
+            with lock:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_a_worker_killed_while_it_looks_at_its_event_stops_no_other_process() -> None:
+    """Where torch itself notices the death, as in a thread of the script's, and where the loader is left."""
+
+    def work() -> None:
+        loader = DataLoader(KilledAtItsEvent(), batch_size=2, num_workers=1)
+        batches = read_batches(loader, Reader("evaluation"))
+        next(batches)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # nothing else notices it
+        with pytest.raises(WorkerError, match="was killed by SIGKILL while it read data for evaluation"):
+            list(batches)
+
+    assert in_a_child(work) == 0
 
 
 @pytest.mark.parametrize("persistent", [True, False])

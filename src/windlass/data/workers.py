@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext, ForkContext
-from multiprocessing.sharedctypes import RawArray
+from multiprocessing.sharedctypes import RawArray, RawValue
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -302,6 +302,7 @@ def _started_by_us(loader: DataLoader[Any], crew: _Crew, reader: Reader) -> Iter
     ours = copy.copy(context)
     ours.Process = crew.process_class(context, reader.start_timeout)
     ours.Queue = functools.partial(WorkerQueue, ctx=context)
+    ours.Event = WorkerEvent
     loader.multiprocessing_context = ours
     loader.worker_init_fn = WorkerStart.now(functools.partial(_arrive, own_init))
     try:
@@ -368,6 +369,22 @@ class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
         info = get_worker_info()
         who = f"data worker {info.id} (pid {os.getpid()})" if info is not None else "the loader"
         self.put((place, _NotSent(f"{who} could not send what it read: {error!r}.{advice(str(error))}")))
+
+
+class WorkerEvent:
+    """What tells workers that their loader has been left, without the lock of the standard library's event.
+
+    A worker looks at it before each batch. Killed there, it would hold that lock for ever, and with it its parent.
+    """
+
+    def __init__(self) -> None:
+        self._flag = RawValue("b", False)
+
+    def is_set(self) -> bool:
+        return bool(self._flag.value)
+
+    def set(self) -> None:
+        self._flag.value = True
 
 
 class _NotSent(ExceptionWrapper):
