@@ -19,7 +19,6 @@ from torch import Tensor
 
 from windlass.checkpoint.tensor_file import Deferred
 from windlass.core.errors import CheckpointError
-from windlass.core.trees import map_leaves
 from windlass.dist.sharded import Part, copies, from_part, is_sharded, local, part, shard_flat
 
 _MARK, _DTYPE, _SIZE = "windlass.packed", "windlass.dtype", "windlass.size"
@@ -27,25 +26,13 @@ _MARK, _DTYPE, _SIZE = "windlass.packed", "windlass.dtype", "windlass.size"
 _TABLES = frozenset({"qmap"})
 
 
-def split_packed(entry: Any) -> Any:
-    """The state of a parameter, with a map in the place of each tensor that is made of others; no copies."""
-    return map_leaves(_split, entry, is_packed)
-
-
-def is_packed(value: Any) -> bool:
-    """Return True for a tensor that is made of others, sharded or not."""
-    if not isinstance(value, Tensor) or type(value) in (Tensor, torch.nn.Parameter):
-        return False
-    inner = local(value)
-    return type(inner) is not Tensor and hasattr(inner, "__tensor_flatten__") and not is_sharded(inner)
-
-
 def is_packed_map(value: Any) -> bool:
-    """Return True for what `split_packed` made of such a tensor."""
+    """Return True for what `split_packed` made of a tensor."""
     return isinstance(value, dict) and isinstance(value.get(_MARK), str)
 
 
-def _split(value: Tensor) -> dict[str, Any]:
+def split_packed(value: Tensor) -> dict[str, Any]:
+    """The map of a tensor that is made of others (`is_packed`); no copies."""
     inner: Any = local(value)
     names, rest = inner.__tensor_flatten__()
     cls = type(inner)

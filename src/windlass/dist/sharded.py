@@ -134,6 +134,14 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
+def is_packed(value: Any) -> bool:
+    """Return True for a tensor that is made of others, sharded or not, such as averages in 8 bits."""
+    if not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter):
+        return False
+    inner = local(value)
+    return type(inner) is not Tensor and hasattr(inner, "__tensor_flatten__") and not is_sharded(inner)
+
+
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`local` of each: for kernels over lists of tensors, which cost far less on plain ones."""
     library = sys.modules.get("torch.distributed.tensor")
