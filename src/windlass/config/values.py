@@ -39,9 +39,13 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {name: hint for name, hint in found.items() if name in fields}
 
 
-@functools.cache  # of some two hundred fields, in each check of a run's arguments
 def alternatives(cls: Any) -> dict[str, tuple[Any, ...]]:
     """The `members` of the types of these fields."""
+    return _alternatives(cls)
+
+
+@functools.cache  # of some two hundred fields, in each check of a run's arguments
+def _alternatives(cls: Any) -> dict[str, tuple[Any, ...]]:
     return {name: members(hint) for name, hint in hints(cls).items()}
 
 
