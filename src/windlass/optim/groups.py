@@ -63,8 +63,8 @@ def parameter_groups(
     """The groups of a run: the parameters that decay and those that do not, each in the model's order, then those of
     each pattern in `plan.groups`; split by layer if the learning rate differs between layers.
 
-    Scripts address the first two by their position, so both exist if one is empty. The parameters of a pattern that sets
-    no weight decay are in two groups as well. Raises ConfigError if a pattern matches no trainable parameter, or two match
+    Scripts address the first two by their position, so both exist if one is empty. Parameters of a pattern that sets no
+    weight decay are in two groups as well. Raises ConfigError if a pattern matches no trainable parameter, or two match
     the same one. `decaying`: names in the place of `decay_parameter_names`.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
