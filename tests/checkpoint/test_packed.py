@@ -11,8 +11,10 @@ from torch import nn
 
 from windlass.checkpoint.codec import load_state, save_state
 from windlass.checkpoint.optimizer_state import load_optimizer_state, save_optimizer_state
-from windlass.checkpoint.packed import is_packed, is_packed_map, join_packed, split_packed
+from windlass.checkpoint.packed import is_packed_map, join_packed, split_packed
 from windlass.core.errors import CheckpointError
+from windlass.core.trees import map_leaves
+from windlass.dist.sharded import is_packed
 
 BITS = [8, 4]
 
@@ -60,7 +62,7 @@ def test_a_librarys_own_optimizer_continues_to_the_bit(bits: int, tmp_path: Path
 def test_plain_tensors_are_not_packed() -> None:
     assert not any(is_packed(value) for value in (torch.ones(2), nn.Parameter(torch.ones(2)), 3, None))
     entry = {"step": 1, "exp_avg": torch.ones(2)}
-    assert split_packed(entry)["exp_avg"] is entry["exp_avg"]
+    assert map_leaves(split_packed, entry, is_packed)["exp_avg"] is entry["exp_avg"]
 
 
 def test_a_class_that_is_not_loaded_is_refused() -> None:
@@ -74,7 +76,7 @@ def test_a_class_that_is_not_loaded_is_refused() -> None:
 @pytest.mark.parametrize("damage", [{"tensors": {}}, {"rest": []}, {"tensors": {"codes": torch.ones(3)}}])
 def test_what_cannot_be_put_together_is_refused(damage: dict[str, Any]) -> None:
     model, optimizer = trained(8, 1)
-    saved = split_packed(optimizer.state[model.weight])["exp_avg"]
+    saved = split_packed(optimizer.state[model.weight]["exp_avg"])
     with pytest.raises(CheckpointError, match="cannot be put together"):
         join_packed({**saved, **damage}, model.weight, torch.clone)
     with pytest.raises(CheckpointError, match="has shape"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,6 +52,19 @@ def test_an_installed_package_is_not_imported() -> None:
     assert "this" not in sys.modules
     assert version_of("numpy") == numpy.__version__
     assert version_of("a-distribution-that-does-not-exist") is None
+    for name in ("torch", "PyYAML", "pytest"):
+        assert version_of(name) == metadata.version(name)
+
+
+def test_the_version_of_a_distribution_in_the_older_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its metadata are in a file of another name."""
+    folder = tmp_path / "an_old_one.egg-info"
+    folder.mkdir()
+    (folder / "PKG-INFO").write_text("Metadata-Version: 1.0\nName: an-old-one\nVersion: 1.2.dev3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert version_of("an-old-one") == "1.2.dev3"
 
 
 @pytest.mark.parametrize(

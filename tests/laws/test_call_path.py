@@ -11,7 +11,7 @@ import pytest
 from tests.laws.source import ROOT
 
 UPDATE_FILES, UPDATE_CALLS = 30, 85
-SAVE_FILES = 47
+SAVE_FILES = 46
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from windlass.dist.sharded import (
     Absent,
     copy_whole_,
     from_part,
+    is_packed,
     is_sharded,
     local,
     part,
@@ -83,7 +84,7 @@ def _state_by_name(
     return {
         "shapes": {name: list(parameter.shape) for name, parameter in named.items()},
         "state": {
-            name: convert(name, split_packed(optimizer.state[parameter]))
+            name: convert(name, map_leaves(split_packed, optimizer.state[parameter], is_packed))
             for name, parameter in named.items()
             if optimizer.state.get(parameter)
         },

@@ -19,33 +19,20 @@ from torch import Tensor
 
 from windlass.checkpoint.tensor_file import Deferred
 from windlass.core.errors import CheckpointError
-from windlass.core.trees import map_leaves
-from windlass.dist.sharded import Part, copies, from_part, is_sharded, local, part, shard_flat
+from windlass.dist.sharded import Part, copies, from_part, is_even, is_sharded, local, part, shard_flat
 
 _MARK, _DTYPE, _SIZE = "windlass.packed", "windlass.dtype", "windlass.size"
 # Look-up tables of codes: the same for every part.
 _TABLES = frozenset({"qmap"})
 
 
-def split_packed(entry: Any) -> Any:
-    """The state of a parameter, with a map in the place of each tensor that is made of others; no copies."""
-    return map_leaves(_split, entry, is_packed)
-
-
-def is_packed(value: Any) -> bool:
-    """Return True for a tensor that is made of others, sharded or not."""
-    if not isinstance(value, Tensor) or type(value) in (Tensor, torch.nn.Parameter):
-        return False
-    inner = local(value)
-    return type(inner) is not Tensor and hasattr(inner, "__tensor_flatten__") and not is_sharded(inner)
-
-
 def is_packed_map(value: Any) -> bool:
-    """Return True for what `split_packed` made of such a tensor."""
+    """Return True for what `split_packed` made of a tensor."""
     return isinstance(value, dict) and isinstance(value.get(_MARK), str)
 
 
-def _split(value: Tensor) -> dict[str, Any]:
+def split_packed(value: Tensor) -> dict[str, Any]:
+    """The map of a tensor that is made of others (`is_packed`); no copies."""
     inner: Any = local(value)
     names, rest = inner.__tensor_flatten__()
     cls = type(inner)
@@ -73,8 +60,8 @@ def _as_sharded(tensor: Tensor, name: str, inner: Tensor, outer: Any) -> Tensor:
 
 
 def _check_even(outer: Any) -> None:
-    parts = outer.device_mesh.size() // copies(outer)
-    if part(outer).sizes[1:] != tuple(outer.shape[1:]) or outer.shape[0] % parts:
+    if not is_even(outer):
+        parts = outer.device_mesh.size() // copies(outer)
         raise CheckpointError(
             f"the optimizer keeps blocks of a parameter of shape {list(outer.shape)} in {parts} parts of "
             "different sizes, which cannot be joined; use an optimizer whose state has its parameters' shapes, such as "

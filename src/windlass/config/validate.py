@@ -30,7 +30,7 @@ from windlass.config.parallel.sources import FIELDS, from_arguments
 from windlass.config.parallel.xla_checks import absent_xla
 from windlass.config.sections.fields import Fields
 from windlass.config.sections.setting import rules_of
-from windlass.config.values import hints, members, wrong_values
+from windlass.config.values import alternatives, wrong_values
 from windlass.core import xla
 from windlass.core.errors import Problem, refuse
 from windlass.core.locations import is_url
@@ -96,8 +96,8 @@ def normalise(args: Fields) -> None:
     values = args.__dict__
     values |= values.get("_derived", {})
     values["_derived"] = {}
-    for name, hint in hints(type(args)).items():
-        values[name] = as_declared(values[name], members(hint))
+    for name, kinds in alternatives(type(args)).items():
+        values[name] = as_declared(values[name], kinds)
     forms = {name: rule.form for name, rule in rules_of(type(args)).items() if rule.form}
     # Fields of a script's subclass; their text is taken for JSON only if it looks so.
     for name in getattr(type(args), "_VALID_DICT_FIELDS", ()):

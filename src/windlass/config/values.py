@@ -39,6 +39,16 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {name: hint for name, hint in found.items() if name in fields}
 
 
+def alternatives(cls: Any) -> dict[str, tuple[Any, ...]]:
+    """The `members` of the types of these fields."""
+    return _alternatives(cls)
+
+
+@functools.cache  # of some two hundred fields, in each check of a run's arguments
+def _alternatives(cls: Any) -> dict[str, tuple[Any, ...]]:
+    return {name: members(hint) for name, hint in hints(cls).items()}
+
+
 def members(hint: Any) -> tuple[Any, ...]:
     """The alternatives of a type: `int | None` is (int, NoneType)."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -54,20 +64,20 @@ def coerce(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 def wrong_values(options: Any, rules: Mapping[str, Rules]) -> Iterator[Problem]:
     """A problem for each field that has `rules` and whose value breaks them."""
     fields = {field.name: field for field in dataclasses.fields(options)}
-    for name, hint in hints(type(options)).items():
+    for name, kinds in alternatives(type(options)).items():
         if name not in rules:
             continue
         value, field = getattr(options, name), fields[name]
-        fault = value_fault(value, hint, rules[name], field.metadata.get("choices"))
+        fault = value_fault(value, kinds, rules[name], field.metadata.get("choices"))
         if fault is None and rules[name].refused and value not in (default_of(field), None, False, ""):
             fault = rules[name].refused
         if fault is not None:
             yield Problem(name, value, fault)
 
 
-def value_fault(value: Any, hint: Any, rules: Rules, choices: Any = None) -> str | None:
+def value_fault(value: Any, kinds: tuple[Any, ...], rules: Rules, choices: Any = None) -> str | None:
     """Why `value` breaks the type or the rules of its field; None if it does not."""
-    fault = None if rules.document else type_fault(value, hint)
+    fault = None if rules.document else type_fault(value, kinds)
     if fault is not None or value is None:
         return fault
     if rules.bounds is not None and not rules.bounds.holds(value):
@@ -82,9 +92,8 @@ def value_fault(value: Any, hint: Any, rules: Rules, choices: Any = None) -> str
     return choice_fault(value, choices or rules.words) if choices or rules.words else None
 
 
-def type_fault(value: Any, hint: Any) -> str | None:
-    """Why `value` is not of type `hint`; None if it is."""
-    kinds = members(hint)
+def type_fault(value: Any, kinds: tuple[Any, ...]) -> str | None:
+    """Why `value` is of none of these types, the alternatives of a field's; None if it is."""
     if any(_is_a(value, kind) for kind in kinds):
         return _enum_fault(value, kinds)
     fault = f"must be {_describe(kinds)}, and is {type(value).__name__}"

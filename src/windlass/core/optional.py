@@ -63,9 +63,12 @@ def is_imported(name: str) -> bool:
 def version_of(distribution: str) -> str | None:
     """Return the version of a distribution by its metadata; None if it is not installed."""
     try:
-        return metadata.version(distribution)
+        found = metadata.distribution(distribution)
     except metadata.PackageNotFoundError:
         return None
+    # Of a text that `found.version` would parse as a whole: the package's readme is in it.
+    line = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
+    return line[1] if line else found.version
 
 
 def is_older(package: ModuleType, release: str) -> bool:

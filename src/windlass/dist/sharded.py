@@ -134,6 +134,14 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
+def is_packed(value: Any) -> bool:
+    """Return True for a tensor that is made of others, sharded or not, such as averages in 8 bits."""
+    if not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter):
+        return False
+    inner = local(value)
+    return type(inner) is not Tensor and hasattr(inner, "__tensor_flatten__") and not is_sharded(inner)
+
+
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`local` of each: for kernels over lists of tensors, which cost far less on plain ones."""
     library = sys.modules.get("torch.distributed.tensor")
@@ -209,6 +217,12 @@ def copies(tensor: Tensor) -> int:
     for axis, placement in enumerate(tensor.placements):
         count *= 1 if _is_cut(placement) else mesh.size(axis)
     return count
+
+
+def is_even(tensor: DTensor) -> bool:
+    """Whether parts of one size make up the tensor, cut along its first dimension alone."""
+    parts = tensor.device_mesh.size() // copies(tensor)
+    return part(tensor).sizes[1:] == tuple(tensor.shape[1:]) and tensor.shape[0] % parts == 0
 
 
 def copies_among(tensor: Tensor, ranks: int) -> int:

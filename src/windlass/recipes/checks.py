@@ -230,7 +230,7 @@ def declared_faults(where: str, values: Mapping[str, Any], kind: type) -> Iterat
         inner = [item for item in kinds if dataclasses.is_dataclass(item)]
         if inner and isinstance(value, Mapping):
             yield from declared_faults(dotted, value, inner[0])
-        elif not _is_numbered_word(value, hints[name]) and (fault := type_fault(value, hints[name])):
+        elif not _is_numbered_word(value, hints[name]) and (fault := type_fault(value, members(hints[name]))):
             yield dotted, value, fault
 
 

@@ -19,7 +19,7 @@ from windlass.config.parallel.rows_deepspeed import CONFIG, FIELDS
 from windlass.config.parallel.rows_training import STRATEGY
 from windlass.config.parallel.table import KEYS, to_arguments
 from windlass.config.sections.setting import rules_in
-from windlass.config.values import coerce, type_fault, value_fault
+from windlass.config.values import coerce, members, type_fault, value_fault
 from windlass.core.errors import ConfigError, Problem, nearest, refuse
 from windlass.core.locations import local_folder
 from windlass.core.optional import check_installed
@@ -255,7 +255,7 @@ def _section(
                 keys = ", ".join(field_names(NESTED[kind, key]))
                 problems.append(Problem(label, value, f"must be a section with keys out of: {keys}"))
         else:
-            value = number(value) if hints[key] is float and not type_fault(value, float) else value
+            value = number(value) if hints[key] is float and not type_fault(value, (float,)) else value
             if fix := _mismatch(value, hints[key], known[key]):
                 problems.append(Problem(label, value, fix))
             else:
@@ -284,7 +284,7 @@ def _mismatch(value: Any, hint: Any, item: Field[Any]) -> str | None:
     """Return what is wrong with `value` for a field of type `hint`, or None."""
     # The schema does not know the tasks, which know it.
     choices = tuple(TASKS) if item.name == "task" else item.metadata.get("choices")
-    fault = value_fault(value, hint, rules_in(item), choices)
+    fault = value_fault(value, members(hint), rules_in(item), choices)
     is_number = hint is str and isinstance(value, int | float)
     return f"{fault}; quote it to make it text" if fault and is_number else fault
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -32,8 +31,9 @@ from windlass.transforms.buffers import check_sparse
 from windlass.transforms.expert_layers import divide_experts, expert_parameters
 from windlass.transforms.first_rank import FirstRank, check_same_structure, to_meta
 from windlass.transforms.fsdp_groups import groups_of, reset
+from windlass.transforms.held_in_parts import HeldInParts
 from windlass.transforms.recompute import apply_recompute
-from windlass.transforms.strategy import Strategy, device_of, options_of_ddp, squared_norm, whole_on_main
+from windlass.transforms.strategy import device_of, options_of_ddp, squared_norm
 from windlass.transforms.tensor_layers import undivided
 from windlass.transforms.tensor_parallel import TensorDivision
 from windlass.transforms.unused import SameOnAllRanks
@@ -42,7 +42,7 @@ from windlass.transforms.wrapping import ignored_parameters, units_of
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 
 
-class FullyShardedModel(Strategy):
+class FullyShardedModel(HeldInParts):
     """The module itself, with its parameters replaced by sharded ones.
 
     A module that was sharded before is not changed. If the loss ranks have a tensor gang each, the layers that its plan
@@ -57,7 +57,7 @@ class FullyShardedModel(Strategy):
         ConfigError: the plan cannot be applied to this module or world. ModelError: the module cannot be sharded.
     """
 
-    sharded = reduces = True
+    reduces = True
 
     def __init__(
         self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device | None = None
@@ -234,12 +234,6 @@ class FullyShardedModel(Strategy):
         total = square.double().to("cpu" if self._on_host else self._device)
         return self._sum_of_norm(total).sqrt().to(square.dtype)
 
-    def local(self, gradients: list[Tensor]) -> list[Tensor]:
-        return locals_of(gradients)
-
-    def max_over_ranks(self, flag: Tensor) -> Tensor:
-        return self._stage_ranks.max_on_device(flag)
-
     def check_reached(self) -> None:
         if self._forwards == self._seen:
             raise ModelError(
@@ -256,14 +250,6 @@ class FullyShardedModel(Strategy):
             self._same.check()
 
     # --- weights ----------------------------------------------------------------------------------------------------
-
-    def whole_state(self) -> dict[str, Any]:
-        """Gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
-        return whole_on_main(self._module, self._loss_ranks.world.is_main)
-
-    def generating(self) -> AbstractContextManager[Any]:
-        """Whole parameters: parts gather nothing but their own."""
-        return self.gathered()
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:

@@ -15,8 +15,8 @@ from windlass.transforms.tensor_layers import undivided
 
 
 class HeldInParts(Strategy):
-    """A model of which each rank has some columns, rows or experts. They stay divided after a run, and a module that
-    was divided before is not changed. A subclass sets the ranks that have copies or parts of the same layers.
+    """A model of which each rank has some columns, rows, experts or shards. They stay divided after a run, and a module
+    that was divided before is not changed. A subclass sets the ranks that have copies or parts of the same layers.
     """
 
     sharded = True
