@@ -373,7 +373,7 @@ class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
 
     def _reset(self, after_fork: bool = False) -> None:
         super()._reset(after_fork)  # type: ignore[misc]
-        # Nothing that is left in a queue is wanted: a worker is told to end once all that it sent has been received.
+        # Nothing that is left in a queue is wanted: a worker gets its end once all that it sent has been received.
         self.cancel_join_thread()
         self._received = bytearray()
 
