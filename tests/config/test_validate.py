@@ -53,7 +53,10 @@ WRONG: list[tuple[dict[str, Any], set[str]]] = [
     ({"fp16": True, "bf16": True}, {"fp16"}),
     ({"fp16_full_eval": True, "bf16_full_eval": True}, {"fp16_full_eval"}),
     ({"bf16": "yes"}, {"bf16"}),
-    ({"activation_checkpointing_kwargs": {"every_n_layers": 0}}, {"activation_checkpointing_kwargs.every_n_layers"}),
+    *(
+        ({"activation_checkpointing_kwargs": {"every_n_layers": n}}, {"activation_checkpointing_kwargs.every_n_layers"})
+        for n in (0, 1.5, True)
+    ),
     ({"torch_compile_mode": "fast"}, {"torch_compile_mode"}),
     ({"torch_empty_cache_steps": -1}, {"torch_empty_cache_steps"}),
     ({"logging_steps": 10.5}, {"logging_steps"}),

@@ -15,13 +15,14 @@ NAMES = [stub.name for stub in stubs()]
 
 def _aliases(stub: Module) -> dict[str, tuple[str, str]]:
     """{name as imported: (home, name there)} by Python's own parser."""
-    return {
-        alias.asname or alias.name: (node.module or "", alias.name)
-        for node in stub.tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.asname is not None
-    }
+    by_name = {stub.name: stub for stub in stubs()}
+    found = {}
+    for node in (node for node in stub.tree.body if isinstance(node, ast.ImportFrom)):
+        home = node.module or ""
+        if [alias.name for alias in node.names] == ["*"]:
+            found |= _aliases(by_name[home])
+        found |= {alias.asname: (home, alias.name) for alias in node.names if alias.asname is not None}
+    return found
 
 
 @pytest.mark.parametrize("stub", stubs(), ids=NAMES)

@@ -192,9 +192,7 @@ class Old(nn.Module):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (Plain, {"every_n_layers": 0}, "every_n_layers=0: must be a whole number"),
         (Plain, {"offload": "no"}, "offload='no': must be True or False"),
-        (Plain, {"every_n_layers": 1.5}, "every_n_layers=1.5: must be a whole number"),
         (Plain, {"use_reentrant": True}, "use_reentrant=True: re-entrant"),
         (Old, {"selective": True, "use_reentrant": True}, "selective=True: does not work with use_reentrant"),
         (Plain, {"stride": 2}, "stride=2: known options"),

@@ -42,7 +42,7 @@ def test_a_forward_uses_it_and_others_do_not(monkeypatch: pytest.MonkeyPatch) ->
     expected = mixture(**batch).aux_loss
     monkeypatch.setattr(whole_balance, "_summed", lambda share, group: share.detach().clone())
     called: list[Any] = []
-    held = WholeBalance(mixture, Gang(), True, lambda: bool(called.append(1)), lambda _: None)
+    held = WholeBalance(mixture, Gang(), True, lambda: bool(called.append(1)))
     held.attach()
     torch.testing.assert_close(mixture(**batch).aux_loss, expected)
     assert len(called) == 1
@@ -60,4 +60,4 @@ def test_another_definition_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     namespace = importlib.import_module(type(mixture).__module__)
     monkeypatch.setattr(namespace, "load_balancing_loss_func", lambda *_: torch.tensor(1.0))
     with pytest.raises(ModelError, match="defines the balancing loss of its experts in a way that"):
-        WholeBalance(mixture, Gang(), True, lambda: False, lambda _: None)
+        WholeBalance(mixture, Gang(), True, lambda: False)

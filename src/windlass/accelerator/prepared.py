@@ -92,6 +92,7 @@ class Prepared:
         strategies: the strategy of each model, in the order in which they were prepared.
         custom: the objects that were passed to `register_for_checkpointing`.
         guards: functions that remove the checks against calling a model without its wrapper.
+        discards: True within `discarding`.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Prepared:
         self.guards: list[Callable[[], None]] = []
         self.scaler = scaler
         self._device, self._ranks = device, ranks
-        self._elsewhere, self._discards = elsewhere, False
+        self._elsewhere, self.discards = elsewhere, False
         self._restorable: list[Strategy] = []  # their models load what they save
         # The number of its parameters, and the executor over them; until the script drops the optimizer.
         self._executors: weakref.WeakKeyDictionary[PreparedOptimizer, tuple[int, NativeExecutor]]
@@ -339,20 +340,15 @@ class Prepared:
             if any(id(p) in wanted for p in self.parameters_of(optimizer))
         ]
 
-    @property
-    def discards(self) -> bool:
-        """True within `discarding`."""
-        return self._discards
-
     @contextlib.contextmanager
     def discarding(self) -> Iterator[None]:
         """Context of forwards and backwards whose results are discarded: prepared models do not change."""
         before = [ForwardState(strategy.module) for strategy in self.strategies]
-        self._discards = True
+        self.discards = True
         try:
             yield
         finally:
-            self._discards = False
+            self.discards = False
             for state in before:
                 state.restore()
             for optimizer in self.optimizers:
@@ -376,7 +372,7 @@ class Prepared:
         return True, optimizer.optimizer.step(closure)
 
     def _step(self, optimizer: PreparedOptimizer) -> bool:
-        if self._discards:
+        if self.discards:
             return False
         executor = self.executor_of(optimizer)
         if not self.scaler.active or isinstance(executor, ZeroExecutor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from windlass.callbacks.flow import DefaultFlowCallback
 from windlass.config.arguments import TrainingArguments
@@ -29,6 +29,7 @@ _CLEARED: dict[str, tuple[str, ...]] = {
 _FIX = "give a TrainerCallback, its class, or an object with methods such as on_log(args, state, control, **kwargs)"
 _SHARED = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 Listener = Callable[..., Any]
+Kind = TypeVar("Kind")
 
 
 def _module_of(listener: Listener) -> str:
@@ -142,6 +143,10 @@ class CallbackHandler:
     def callback_list(self) -> str:
         """The class names, one per line."""
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
+
+    def of_kind(self, kind: type[Kind]) -> list[Kind]:
+        """The callbacks of this class, in the order in which they are called."""
+        return [callback for callback in self.callbacks if isinstance(callback, kind)]
 
     # --- the listeners
 

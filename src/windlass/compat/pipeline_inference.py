@@ -51,7 +51,7 @@ def prepare_pippy(
     if all_ranks.size == 1:
         return model.to(state.device)
     example = (example_args, dict(example_kwargs or {}))
-    balance = StageBalance(model, all_ranks, False, lambda: False, lambda _: None)
+    balance = StageBalance(model, all_ranks, False, lambda: False)
     cut, _ = balance.cut(lambda: find_cut(model, all_ranks.size, points, example))
     staged = StagedModel(model, cut, range(all_ranks.size), all_ranks, state.device, balance)
     chunks, is_last = num_chunks or all_ranks.size, all_ranks.rank == len(cut.stages) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -66,16 +67,19 @@ def lazy_names(
 
 
 def stub_homes(module: str) -> dict[str, str]:
-    """Name -> home of the imports in a module's stub, each written as `from home import name as name`. Submodules have
-    the module itself as home.
+    """Name -> home of the imports in a module's stub, each written as `from home import name as name`, or as
+    `from module import *` for all names of another stub. Submodules have the module itself as home.
     """
-    spec: Any = sys.modules[module].__spec__
+    spec: Any = importlib.util.find_spec(module)
     # By its loader, for packages in archives.
     stub = spec.loader.get_data(f"{spec.origin.removesuffix('c')}i").decode()
     homes: dict[str, str] = {}
     # No syntax tree: the module that makes it costs more than everything else that `import windlass` loads.
     for statement in f"\n{stub}".split("\nfrom ")[1:]:
         home, _, aliases = statement.partition(" import ")
+        if aliases.strip() == "*":
+            homes |= stub_homes(home)
+            continue
         homes |= {alias.split()[-1]: home for alias in aliases.strip("(,)\n").split(",") if alias.strip()}
     return homes
 

@@ -70,13 +70,6 @@ class DPOConfig(ReferenceConfig):
     )
     discopop_tau: float = setting(0.05, "Temperature of discopop (arXiv:2406.08414).", bounds=above(0))
 
-    # --- old ---
-    pad_token: str | None = setting(
-        None,
-        "Token for padding.",
-        mapped="is set on the tokenizer; set `tokenizer.pad_token` and pass the tokenizer instead",
-    )
-
     def __post_init__(self) -> None:
         if isinstance(self.loss_type, str):
             self.loss_type = [self.loss_type]

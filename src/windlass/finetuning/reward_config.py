@@ -40,10 +40,3 @@ class RewardConfig(TuningConfig):
     center_rewards_coefficient: float | None = setting(
         None, "Weight of a term that keeps the sum of the two rewards near 0 (arXiv:2312.09244)."
     )
-
-    # --- old ---
-    pad_token: str | None = setting(
-        None,
-        "Token for padding.",
-        mapped="is set on the tokenizer; set `tokenizer.pad_token` and pass the tokenizer instead",
-    )

@@ -127,13 +127,6 @@ class SFTConfig(AnswerSection, TuningConfig):
         choices=LOSS_TYPES,
     )
 
-    # --- old ---
-    pad_token: str | None = setting(
-        None,
-        "Token for padding.",
-        mapped="is set on the tokenizer; set `tokenizer.pad_token` and pass the tokenizer instead",
-    )
-
     def __post_init__(self) -> None:
         self._translate_words()
         super().__post_init__()

@@ -66,11 +66,18 @@ class TuningConfig(TrainingArguments):
     # --- memory ---
     activation_offloading: bool = setting(False, "Keep activations for the backward in host memory.")
 
+    # --- old ---
+    pad_token: str | None = setting(
+        None,
+        "Token for padding.",
+        mapped="is set on the tokenizer; set `tokenizer.pad_token` and pass the tokenizer instead",
+    )
+
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = not (self.fp16 or self.fp8)
         self._read_padding()
-        if getattr(self, "pad_token", None) is not None:  # some of the configurations have it
+        if self.pad_token is not None:
             self._warn_old("pad_token is deprecated: set `tokenizer.pad_token`, and pass the tokenizer")
         super().__post_init__()
         if not self.lean_loss:

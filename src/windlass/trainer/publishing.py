@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from windlass.callbacks.handler import CallbackHandler
 from windlass.checkpoint.export import model_files
 from windlass.checkpoint.stored import open_folder
 from windlass.config.arguments import TrainingArguments
@@ -30,16 +31,18 @@ def hub_callback(args: TrainingArguments, folder: Path) -> HubCallback:
 
 
 def publisher(
-    args: TrainingArguments, handler: Any, folder: Path, token: str | None = None, revision: str | None = None
+    args: TrainingArguments,
+    handler: CallbackHandler,
+    folder: Path,
+    token: str | None = None,
+    revision: str | None = None,
 ) -> Publisher:
     """The publisher of this Trainer; another one for another token or branch."""
     if token is not None or revision is not None:
         return Publisher(_settings(args, token, revision), folder)
-    found = next((one for one in handler.callbacks if isinstance(one, HubCallback)), None)
-    if found is None:
-        found = hub_callback(args, folder)
-        handler.add_callback(found)
-    return found.publisher
+    if not handler.of_kind(HubCallback):
+        handler.add_callback(hub_callback(args, folder))
+    return handler.of_kind(HubCallback)[0].publisher
 
 
 def card_facts(publisher: Publisher, model: Any, facts: dict[str, Any]) -> dict[str, Any]:
@@ -58,28 +61,26 @@ def push(publisher: Publisher, folder: Path, message: str) -> Future[str]:
     return publisher.push({name: folder / name for name in names}, message, folder)
 
 
-def model_saved(args: TrainingArguments, handler: Any, folder: Path) -> None:
+def model_saved(args: TrainingArguments, handler: CallbackHandler, folder: Path) -> None:
     """Start to upload the model that a script saved, if the run publishes and this is the main process."""
     if args.push_to_hub and args.process_index == 0:
         push(publisher(args, handler, folder), folder, "Model save")
 
 
-def end_waits(handler: Any) -> None:
+def end_waits(handler: CallbackHandler) -> None:
     """Do not wait for the uploads under way: the run has to end. For signal handlers, too."""
-    for callback in handler.callbacks:
-        if isinstance(callback, HubCallback):
-            callback.publisher.leave()
+    for callback in handler.of_kind(HubCallback):
+        callback.publisher.leave()
 
 
-def opened(handler: Any, all_ranks: Gang) -> None:
+def opened(handler: CallbackHandler, all_ranks: Gang) -> None:
     """Create the repository that a run publishes in, on the main process. Collective. Raises ConfigError if the Hub
     refuses it, or cannot be reached; the same on every rank.
     """
     problems: list[tuple[str, Any, str]] = []
     try:
-        for callback in handler.callbacks if all_ranks.rank == 0 else ():
-            if isinstance(callback, HubCallback):
-                callback.publisher.open()
+        for callback in handler.of_kind(HubCallback) if all_ranks.rank == 0 else ():
+            callback.publisher.open()
     except ConfigError as error:
         problems = [(found.field, found.value, found.fix) for found in error.problems]
     refused = all_ranks.broadcast_object(problems)

@@ -109,7 +109,7 @@ class Events(RunProgress):
 
     def averages(self) -> list[SWACallback]:
         """The callbacks that average weights."""
-        return [callback for callback in self.handler.callbacks if isinstance(callback, SWACallback)]
+        return self.handler.of_kind(SWACallback)
 
     def show(self, **objects: Any) -> None:
         """Set the keyword arguments of all events: `model`, `optimizer`, `train_dataloader`, ..."""
@@ -138,41 +138,37 @@ class Events(RunProgress):
             return {}
 
     def roll_back_metrics_log(self) -> None:
-        for callback in self.handler.callbacks:
-            if isinstance(callback, MetricsLogCallback | AnswersLog):
-                callback.roll_back(self.state)
+        for log in self.handler.of_kind(MetricsLogCallback):
+            log.roll_back(self.state)
+        for answers in self.handler.of_kind(AnswersLog):
+            answers.roll_back(self.state)
 
     def first_batch(self, batch: Any) -> None:
         """Show the first batch of a call of `train()` to what keeps its rows."""
-        for callback in self.handler.callbacks:
-            if isinstance(callback, SamplesLog):
-                callback.first_batch(batch)
-
-    def _displays(self) -> list[ProgressCallback]:
-        return [callback for callback in self.handler.callbacks if isinstance(callback, ProgressCallback)]
+        for callback in self.handler.of_kind(SamplesLog):
+            callback.first_batch(batch)
 
     def prepare_displays(self) -> None:
         """Show that a run is being prepared: no event is fired yet."""
-        for display in self._displays():
+        for display in self.handler.of_kind(ProgressCallback):
             display.prepare()
 
     def count_samples(self, samples: float) -> None:
         """Hand the displays how many samples this run has trained on, of which they show the speed."""
-        for display in self._displays():
+        for display in self.handler.of_kind(ProgressCallback):
             display.samples = samples
 
     def write_reports(self) -> None:
         """Write the reports of a run that ends with an exception, which fires no `on_train_end`."""
-        for callback in self.handler.callbacks:
-            if isinstance(callback, ReportCallback):
-                callback.write(self._args(), self.state)
+        for callback in self.handler.of_kind(ReportCallback):
+            callback.write(self._args(), self.state)
 
     def end_evaluation_displays(self) -> None:
         """Remove the bars of an evaluation: one that fails, or that a script runs by itself, fires no `on_evaluate`."""
-        for display in self._displays():
+        for display in self.handler.of_kind(ProgressCallback):
             display.end_evaluation()
 
     def close_displays(self) -> None:
         """Release the terminal: a run that ends with an exception does not fire `on_train_end`."""
-        for display in self._displays():
+        for display in self.handler.of_kind(ProgressCallback):
             display.close()

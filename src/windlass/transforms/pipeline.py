@@ -23,7 +23,6 @@ from windlass.dist.gang import Gang
 from windlass.dist.sharded import Absent, from_part, is_sharded, local, present
 from windlass.transforms.averaging import average_gradients
 from windlass.transforms.buffers import broadcast, check_sparse
-from windlass.transforms.context import division_of
 from windlass.transforms.evaluating import evaluating
 from windlass.transforms.expert_layers import expert_parameters
 from windlass.transforms.first_rank import check_same_structure
@@ -82,7 +81,7 @@ class Pipeline(Strategy):
         self._device = device
         known = staged_of(module)
         if known is None:
-            balance = StageBalance(module, loss_ranks, balances_all, lambda: self.filling, division_of)
+            balance = StageBalance(module, loss_ranks, balances_all, lambda: self.filling)
             self._inner = self._divided(module, plan, spread_stage, balance)
         else:
             self._inner = spread_stage()

@@ -58,7 +58,7 @@ def apply_recompute(
         )
         raise ConfigError(Problem("activation_checkpointing", True, fix))
     chosen = {"use_reentrant": False, **(options or {})}
-    every = _whole_stride(chosen.pop("every_n_layers", 1))
+    every = chosen.pop("every_n_layers", 1)
     offload = chosen.pop("offload", False)
     if not isinstance(offload, bool):
         raise ConfigError(Problem(f"{_FIELD}.offload", offload, "must be True or False"))
@@ -118,12 +118,6 @@ def _keeps(
         _ATTENTION in kept and _ATTENTION in name
     )
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _whole_stride(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(Problem(f"{_FIELD}.every_n_layers", value, "must be a whole number from 1 on"))
-    return value
 
 
 # Models with a method of their own

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang
-from windlass.transforms.divided_sequences import Division
 from windlass.transforms.pipeline_cut import Cut
 from windlass.transforms.stage_forwards import Call
 from windlass.transforms.whole_balance import WholeBalance, balance, router_sums
@@ -31,14 +30,9 @@ class StageBalance(WholeBalance):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        loss_ranks: Gang,
-        everywhere: bool,
-        is_filling: Callable[[], bool],
-        division: Callable[[nn.Module], Division | None],
+        self, module: nn.Module, loss_ranks: Gang, everywhere: bool, is_filling: Callable[[], bool]
     ) -> None:
-        super().__init__(module, loss_ranks, everywhere, is_filling, division)
+        super().__init__(module, loss_ranks, everywhere, is_filling)
         self._module, self._parameters = module, inspect.signature(module.forward).parameters
         self._owner = module  # whose forward computes the loss
         self._experts, self._chosen = 0, 0  # of a layer, and of these for a token; 0 without a balancing loss

@@ -34,12 +34,9 @@ def spread(
     context_ranks = loss_ranks.over("context")
     try:
         if (plan.expert > 1 or context_ranks.size > 1) and plan.pipeline is None:
-            from windlass.transforms.context import division_of
             from windlass.transforms.whole_balance import WholeBalance
 
-            balanced = WholeBalance(
-                module, loss_ranks, plan.expert > 1, lambda: strategy.filling, division_of
-            )
+            balanced = WholeBalance(module, loss_ranks, plan.expert > 1, lambda: strategy.filling)
             balanced.attach()
             strategy.at_release.append(balanced.release)
         if context_ranks.size > 1:

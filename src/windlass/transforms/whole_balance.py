@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.dist.gang import Gang
-from windlass.transforms.divided_sequences import Division, group_of
+from windlass.transforms.context import division_of
+from windlass.transforms.divided_sequences import group_of
 
 _NAME = "load_balancing_loss_func"
 
@@ -34,22 +35,15 @@ class WholeBalance:
             others those of its context.
         everywhere: balance the batches of all ranks that reduce gradients together, and not of each context.
         is_filling: returns True if the batch of this rank does not count.
-        division: returns how the rows of the forward of a model that is under way are divided; None: they are whole.
 
     Raises:
         ModelError: the model defines the balancing loss in another way.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        loss_ranks: Gang,
-        everywhere: bool,
-        is_filling: Callable[[], bool],
-        division: Callable[[nn.Module], Division | None],
+        self, module: nn.Module, loss_ranks: Gang, everywhere: bool, is_filling: Callable[[], bool]
     ) -> None:
-        self._ranks, self._everywhere = loss_ranks, everywhere
-        self._is_filling, self._division = is_filling, division
+        self._ranks, self._everywhere, self._is_filling = loss_ranks, everywhere, is_filling
         self._hooks: list[Any] = []
         self._owners: list[tuple[nn.Module, dict[str, Any], Any]] = []
         for part in module.modules():
@@ -100,13 +94,13 @@ class WholeBalance:
 
     def counted(self, part: nn.Module, logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None) -> Tensor:
         """`router_sums` of what this rank has of a batch; zeros if that does not count."""
-        division = self._division(part)
+        division = division_of(part)
         sums = router_sums(logits, top_k, mask if division is None else division.real)
         return sums * 0.0 if self._is_filling() else sums
 
     def of_ranks(self, part: nn.Module, sums: Tensor) -> Tensor:
         """The loss of the sums of all ranks; of rows that are divided, an equal share of it for each rank."""
-        division = self._division(part)
+        division = division_of(part)
         # An evaluation has one loss of each batch, on any number of ranks; ranks generate so many tokens each.
         everywhere = self._everywhere and part.training and torch.is_grad_enabled()
         if everywhere or division is not None:

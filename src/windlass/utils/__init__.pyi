@@ -2,106 +2,21 @@ import windlass.core.logs as _logs
 
 logging = _logs
 
-from windlass.accelerator.device_cache import (
-    clear_device_cache as clear_device_cache, should_reduce_batch_size as should_reduce_batch_size,
-)
 from windlass.accelerator.forward import (
     extract_model_from_parallel as extract_model_from_parallel, is_compiled_module as is_compiled_module,
 )
-from windlass.accelerator.offloaded_weights import has_offloaded_params as has_offloaded_params
 from windlass.accelerator.zero_engines import (
     DummyOptim as DummyOptim, DummyScheduler as DummyScheduler,
-)
-from windlass.compat.batch_size import (
-    find_executable_batch_size as find_executable_batch_size, release_memory as release_memory,
-)
-from windlass.compat.big_models.attach_hooks import (
-    PrefixedDataset as PrefixedDataset, extract_submodules_state_dict as extract_submodules_state_dict,
-)
-from windlass.compat.big_models.auto_device_map import infer_auto_device_map as infer_auto_device_map
-from windlass.compat.big_models.checkpoint_loading import (
-    load_checkpoint_in_model as load_checkpoint_in_model, load_state_dict as load_state_dict,
-)
-from windlass.compat.big_models.auto_device_map import (
-    check_device_map as check_device_map,
-    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
-)
-from windlass.compat.big_models.device_memory import (
-    get_balanced_memory as get_balanced_memory, get_max_memory as get_max_memory,
-)
-from windlass.compat.big_models.device_memory import (
-    calculate_maximum_sizes as calculate_maximum_sizes, compute_module_sizes as compute_module_sizes,
-    dtype_byte_size as dtype_byte_size, get_max_layer_size as get_max_layer_size,
-)
-from windlass.compat.big_models.module_tensors import (
-    find_tied_parameters as find_tied_parameters, get_non_persistent_buffers as get_non_persistent_buffers,
-    named_module_tensors as named_module_tensors, retie_parameters as retie_parameters,
-    set_module_tensor_to_device as set_module_tensor_to_device,
-)
-from windlass.compat.big_models.module_tensors import align_module_device as align_module_device
-from windlass.compat.big_models.offloaded import (
-    OffloadedWeightsLoader as OffloadedWeightsLoader, offload_state_dict as offload_state_dict,
-    offload_weight as offload_weight, save_offload_index as save_offload_index,
 )
 from windlass.compat.compiled_regions import (
     compile_regions as compile_regions, has_compiled_regions as has_compiled_regions,
 )
-from windlass.compat.model_queries import is_peft_model as is_peft_model
-from windlass.compat.plugin_engines import (
-    BnbQuantizationConfig as BnbQuantizationConfig, DeepSpeedPlugin as DeepSpeedPlugin,
-    FP8RecipeKwargs as FP8RecipeKwargs, MSAMPRecipeKwargs as MSAMPRecipeKwargs,
-    MegatronLMPlugin as MegatronLMPlugin, TERecipeKwargs as TERecipeKwargs,
-)
-from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from windlass.compat.plugins import (
-    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
-    ParallelismConfig as ParallelismConfig, PipelineParallelConfig as PipelineParallelConfig,
-    TorchContextParallelConfig as TorchContextParallelConfig,
-    TorchTensorParallelConfig as TorchTensorParallelConfig,
-    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
-)
-from windlass.compat.plugins import (
-    ComputeEnvironment as ComputeEnvironment, CustomDtype as CustomDtype,
-    DDPCommunicationHookType as DDPCommunicationHookType, DynamoBackend as DynamoBackend,
-    PrecisionType as PrecisionType, SageMakerDistributedType as SageMakerDistributedType,
-)
-from windlass.compat.plugins import (
-    AORecipeKwargs as AORecipeKwargs, DistributedDataParallelKwargs as DistributedDataParallelKwargs,
-    TorchDynamoPlugin as TorchDynamoPlugin,
-)
-from windlass.compat.loaders import (
-    set_seed as set_seed, synchronize_rng_state as synchronize_rng_state,
-    synchronize_rng_states as synchronize_rng_states,
-)
-from windlass.config.enums import (
-    DistributedType as DistributedType, FP8BackendType as FP8BackendType, LoggerType as LoggerType,
-    RNGType as RNGType,
-)
-from windlass.config.loop_options import (
-    AutocastKwargs as AutocastKwargs, DataLoaderConfiguration as DataLoaderConfiguration,
-    GradScalerKwargs as GradScalerKwargs, GradientAccumulationPlugin as GradientAccumulationPlugin,
-    InitProcessGroupKwargs as InitProcessGroupKwargs, ProfileKwargs as ProfileKwargs,
-    ProjectConfiguration as ProjectConfiguration,
-)
-from windlass.config.loop_options import KwargsHandler as KwargsHandler
-from windlass.config.kinds import convert_file_size_to_int as convert_file_size_to_int
-from windlass.core.trees import (
-    TensorInformation as TensorInformation, concatenate as concatenate, convert_to_fp32 as convert_to_fp32,
-    find_batch_size as find_batch_size, find_device as find_device,
-    get_data_structure as get_data_structure, get_shape as get_shape, honor_type as honor_type,
-    ignorant_find_batch_size as ignorant_find_batch_size, initialize_tensors as initialize_tensors,
-    is_namedtuple as is_namedtuple, is_tensor_information as is_tensor_information,
-    is_torch_tensor as is_torch_tensor, listify as listify, pad_input_tensors as pad_input_tensors,
-    recursively_apply as recursively_apply, send_to_device as send_to_device,
-    slice_tensors as slice_tensors,
-)
-from windlass.dist.operations import (
-    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
-    DistributedOperationException as DistributedOperationException, broadcast as broadcast,
-    broadcast_object_list as broadcast_object_list, copy_tensor_to_devices as copy_tensor_to_devices,
-    gather as gather, gather_object as gather_object, pad_across_processes as pad_across_processes,
-    reduce as reduce,
-)
+from windlass.utils.dataclasses import *
+from windlass.utils.memory import *
+from windlass.utils.modeling import *
+from windlass.utils.offload import *
+from windlass.utils.operations import *
+from windlass.utils.random import *
 from windlass.utils.constants import (
     SAFE_MODEL_NAME as SAFE_MODEL_NAME, SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME,
