@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from windlass.config.parallel import rows_training as rows
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.mesh import AXES, Axis, Mesh
 from windlass.dist.imagined import MACHINE
@@ -25,16 +26,9 @@ _ASKED: tuple[Axis, ...] = (*_WITHIN, "pipeline")
 _LATENCY = 2e-5
 """Seconds until a collective begins, about."""
 _NAMES: dict[Axis, str] = {"replicate": "replicas", "shard": "shards", "expert": "experts"}
-# Both spellings of a setting in the `parallel` section of a recipe.
-_SPELLINGS = {
-    "mesh.replicas": "dp_replicate",
-    "mesh.shards": "dp_shard",
-    "mesh.ep": "ep",
-    "mesh.cp": "cp",
-    "mesh.sp": "sp",
-    "mesh.tp": "tp",
-    "mesh.pp": "pp",
-}
+# The settings of `_ASKED`, and both spellings of each in the `parallel` section of a recipe.
+_KEYS = (rows.MESH_EXPERT, rows.MESH_CONTEXT, rows.MESH_SEQUENCE, rows.MESH_TENSOR, rows.MESH_PIPELINE)
+_SPELLINGS = {key.name: key.words[-1] for key in (rows.MESH_REPLICAS, rows.MESH_SHARDS, *_KEYS)}
 
 
 class Devices(NamedTuple):
@@ -112,11 +106,11 @@ class Layout:
         """
         mesh, training = self.mesh, recipe.get("training") or {}
         wanted: dict[str, Any] = {
-            f"mesh.{word}": None if mesh.along(axis) == 1 else mesh.along(axis)
-            for axis, word in zip(_ASKED, ("ep", "cp", "sp", "tp", "pp"), strict=True)
+            key.name: None if mesh.along(axis) == 1 else mesh.along(axis)
+            for axis, key in zip(_ASKED, _KEYS, strict=True)
         }
-        wanted["mesh.replicas"] = mesh.replicate if self.sharded and mesh.replicate > 1 else None
-        wanted["mesh.shards"] = None
+        wanted[rows.MESH_REPLICAS.name] = mesh.replicate if self.sharded and mesh.replicate > 1 else None
+        wanted[rows.MESH_SHARDS.name] = None
         by_fields = "fsdp" in training or "parallelism_config" in training
         wanted["strategy"] = "fsdp" if self.sharded else "ddp" if by_fields else None
         found = []
