@@ -33,6 +33,7 @@ from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.events import TrainerState
 from windlass.core.optional import require
+from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.dist.gang import leave
 from windlass.dist.sharded import Absent, whole
 from windlass.recipes.schema import TokenizerTraining
@@ -183,7 +184,7 @@ def _trainer(trial: SmallTraining, folder: Path, noted: TrainerCallback) -> Any:
     held, own = rows[: 2 * trial.batches - 1], [noted]
     if "tuning" not in trial.facts:
         args = _arguments(TrainingArguments, trial, folder)
-        return Trainer(_model(trial.config), args, _collate, rows, held, callbacks=own)
+        return Trainer(_model(trial.config), args, DataCollatorForCausalLM(0), rows, held, callbacks=own)
     from windlass.finetuning.sft_config import SFTConfig
     from windlass.finetuning.sft_trainer import SFTTrainer
 
@@ -319,15 +320,3 @@ def _rows(trial: SmallTraining) -> list[dict[str, list[int]]]:
         ignored = length if without else length // 3
         found.append({"input_ids": ids, "labels": [-100] * ignored + ids[ignored:]})
     return found
-
-
-def _collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    width = max(len(row["input_ids"]) for row in rows)
-    batch: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
-    for row in rows:
-        length = len(row["input_ids"])
-        missing = width - length
-        batch["input_ids"].append([*row["input_ids"], *[0] * missing])
-        batch["labels"].append([*row["labels"], *[-100] * missing])
-        batch["attention_mask"].append([*[1] * length, *[0] * missing])
-    return {name: torch.tensor(values) for name, values in batch.items()}
