@@ -9,12 +9,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from windlass.callbacks.rows import Row
-from windlass.callbacks.run_view import CheckpointView, RunView, status_in_words, verify
+from windlass.callbacks.run_view import Attempt, CheckpointView, RunView, status_in_words, verify
 from windlass.cli.resume_words import resume_recorded
 
 SCHEMA = "windlass-status/1"
@@ -220,15 +220,6 @@ def _goodput(view: RunView) -> dict[str, Any] | None:
     }
 
 
-def _attempt(attempt: Any) -> dict[str, Any]:
-    return {
-        "number": attempt.number,
-        "began": attempt.began,
-        "ended": attempt.ended,
-        "from_step": attempt.from_step,
-        "step": attempt.step,
-        "repeated": attempt.repeated,
-        "status": attempt.status,
-        "reason": attempt.reason,
-        "changed": {name: list(pair) for name, pair in attempt.changed.items()},
-    }
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    """All of an attempt but what the status has of the whole run."""
+    return {name: value for name, value in asdict(attempt).items() if name not in ("seconds", "memory")}
