@@ -68,8 +68,7 @@ class Layout:
     @property
     def name(self) -> str:
         """Such as "pipeline 2 x shards 4, recomputed"."""
-        sizes = [(axis, self.mesh.along(axis)) for axis in AXES]
-        words = [f"{_NAMES.get(axis, axis)} {size}" for axis, size in sizes if size > 1]
+        words = [f"{_NAMES.get(axis, axis)} {size}" for axis, size in self.mesh.used().items()]
         if self.sharded and self.mesh.shard == 1:
             words.insert(0, "sharded")
         return (" x ".join(words) or "one device") + (", recomputed" if self.recomputed else "")
@@ -206,8 +205,7 @@ def cost_of(layout: Layout, size: Size, board: Board) -> Cost:
     beside = seconds_of.get("replicate", 0.0) + seconds_of.get("shard", 0.0)
     wait = 1 + (mesh.pipeline - 1) / size.micro_batches
     seconds = together * max((compute + exchange - beside) * wait, beside)
-    axes = sum(mesh.along(axis) > 1 for axis in AXES)
-    return Cost(float(f"{seconds:.3g}"), layout.recomputed, float(f"{exchange:.3g}"), axes)
+    return Cost(float(f"{seconds:.3g}"), layout.recomputed, float(f"{exchange:.3g}"), len(mesh.used()))
 
 
 def _is_within(mesh: Mesh, axis: Axis) -> bool:
@@ -239,7 +237,7 @@ def exchanged(layout: Layout, size: Size) -> dict[Axis, tuple[float, float]]:
         "pipeline": (2 * passed, 2.0),
     }
     # Gradients are reduced over all ranks of the loss, and shards are among all of them in a replica.
-    used = {axis for axis in AXES if mesh.along(axis) > 1} | ({"replicate"} if copies > 1 else set())
+    used = set(mesh.used()) | ({"replicate"} if copies > 1 else set())
     used |= {"shard"} if shards > 1 else set()
     return {axis: each for axis, each in found.items() if axis in used}
 
