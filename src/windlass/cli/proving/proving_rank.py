@@ -30,6 +30,7 @@ from windlass.cli.proving.small_training import (
 )
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
+from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.events import TrainerState
 from windlass.core.optional import require
@@ -55,22 +56,17 @@ def double_precision() -> Iterator[None]:
     float32 the two could not be told apart. Methods are replaced, since a mode of PyTorch is off in the backward, where
     layers are computed again.
     """
-    owners: tuple[Any, ...] = (Tensor, torch)
-    kept = {
-        (owner, name): getattr(owner, name)
-        for owner in owners
-        for name in (*_TO_ONE_DTYPE, *_WITH_DTYPE)
-        if callable(getattr(owner, name, None))
-    }
-    for (owner, name), real in kept.items():
-        setattr(owner, name, _wide(real, name in _TO_ONE_DTYPE))
-    kept[torch, "zeros"] = zeros = torch.zeros
-    torch.zeros = _wide_options(zeros)
-    try:
+    of_tensors, of_torch = (
+        {
+            name: _wide(getattr(owner, name), name in _TO_ONE_DTYPE)
+            for name in (*_TO_ONE_DTYPE, *_WITH_DTYPE)
+            if callable(getattr(owner, name, None))
+        }
+        for owner in (Tensor, torch)
+    )
+    of_torch["zeros"] = _wide_options(torch.zeros)
+    with attributes_of(Tensor, **of_tensors), attributes_of(torch, **of_torch):
         yield
-    finally:
-        for (owner, name), real in kept.items():
-            setattr(owner, name, real)
 
 
 def _wide(real: Callable[..., Any], always: bool) -> Callable[..., Any]:
