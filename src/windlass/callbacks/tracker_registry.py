@@ -26,11 +26,21 @@ from windlass.core.optional import is_available, require
 
 # Name of a tracker -> keywords for it.
 TrackerOptions = Mapping[str, Mapping[str, Any]]
-_CLASSES: tuple[type[GeneralTracker], ...] = (
-    AimTracker, AzureMLTracker, ClearMLTracker, CodeCarbonTracker, CometMLTracker, DagsHubTracker, DVCLiveTracker,
-    MLflowTracker, NeptuneTracker, SwanLabTracker, TensorBoardTracker, TrackioTracker, WandBTracker,
-)  # fmt: skip
-LOGGER_TYPE_TO_CLASS = {cls.name: cls for cls in _CLASSES}
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
+    "aim": AimTracker,
+    "azure_ml": AzureMLTracker,
+    "clearml": ClearMLTracker,
+    "codecarbon": CodeCarbonTracker,
+    "comet_ml": CometMLTracker,
+    "dagshub": DagsHubTracker,
+    "dvclive": DVCLiveTracker,
+    "mlflow": MLflowTracker,
+    "neptune": NeptuneTracker,
+    "swanlab": SwanLabTracker,
+    "tensorboard": TensorBoardTracker,
+    "trackio": TrackioTracker,
+    "wandb": WandBTracker,
+}
 BUILT_IN = tuple(LOGGER_TYPE_TO_CLASS)
 
 
