@@ -152,7 +152,7 @@ def sft_collator(
     args: SFTConfig,
     images: ImageProcessing | None,
 ) -> Callable[[list[Any]], Any]:
-    """Return the collator that a script passed, or the one of the arguments; of rows with images where there are."""
+    """Return the collator that a script passed, or the one of the arguments; with images, around it."""
     collator = given or DataCollatorForCausalLM(
         base.tokenizer.pad_token_id, args.joins_rows, pad_to_multiple_of=args.padding_step
     )
