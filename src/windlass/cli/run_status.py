@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.callbacks.rows import Row
+from windlass.callbacks.rows import Row, is_number
 from windlass.callbacks.run_view import Attempt, CheckpointView, RunView, status_in_words, verify
 from windlass.cli.resume_words import resume_recorded
 
@@ -158,8 +158,7 @@ def _measured(row: Row | None, name: str) -> dict[str, Any] | None:
 def _number(values: Mapping[str, Any] | None, name: str) -> float | None:
     """A number of a row; None if there is none, or JSON cannot represent it."""
     value = None if values is None else values.get(name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
+    return value if is_number(value) and math.isfinite(value) else None
 
 
 def _plain(value: Any) -> Any:
