@@ -156,6 +156,12 @@ def foreign(tree: ast.AST, own: frozenset[str] = frozenset()) -> Iterator[tuple[
             name = node.args[1] if len(node.args) > 1 else None
             if isinstance(name, ast.Constant) and _is_private(name.value) and name.value not in own:
                 yield node.lineno, str(name.value)
+        elif (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "attributes_of"
+        ):
+            yield from (
+                (node.lineno, str(k.arg)) for k in node.keywords if _is_private(k.arg) and k.arg not in own
+            )
         yield from foreign(node, inner)
 
 
@@ -189,6 +195,7 @@ def test_the_lists_are_true() -> None:
         "def f(run): run.trainer._steps = 1",
         "def f(run): return getattr(run, '_plan', None)",
         "class A:\n    def f(self): return self._run._plan",
+        "def f(run): return attributes_of(run, _plan=None)",
     ],
 )
 def test_the_law_sees(source: str) -> None:

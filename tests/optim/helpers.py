@@ -6,14 +6,22 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from windlass.config.plan import OptimizerPlan
 from windlass.core.logs import get_logger
-from windlass.optim.groups import decay_groups
+from windlass.optim.groups import parameter_groups
 from windlass.optim.registry import make_optimizer, optimizer_factory
+
+
+def decay_groups(
+    model: nn.Module, weight_decay: float, decaying: list[str] | None = None
+) -> list[dict[str, Any]]:
+    """The groups of a run without patterns."""
+    return parameter_groups(model, OptimizerPlan(weight_decay=weight_decay), decaying)
 
 
 def parameters(lr: float = 0.1, groups: int = 1) -> torch.optim.SGD:

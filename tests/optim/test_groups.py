@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.optim.helpers import Net
+from tests.optim.helpers import Net, decay_groups
 from torch import nn
 
 from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ConfigError
 from windlass.optim.groups import (
     check_group_options,
-    decay_groups,
     decay_parameter_names,
     parameter_groups,
 )
@@ -135,14 +134,6 @@ def test_patterns_get_groups_of_their_own_after_the_usual_two() -> None:
         ["embed.weight", "head.weight"],
     ]  # fmt: skip
     assert len({name for names, _ in groups for name in names}) == len(list(Net().parameters()))
-
-
-def test_without_patterns_the_groups_are_the_usual_two() -> None:
-    model = Net()
-    ours, usual = parameter_groups(model, OptimizerPlan(weight_decay=0.1)), decay_groups(model, 0.1)
-    for one, other in zip(ours, usual, strict=True):
-        assert one.keys() == other.keys()
-        assert all(a is b for a, b in zip(one["params"], other["params"], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.optim.helpers import Net
+from tests.optim.helpers import Net, decay_groups
 from torch import nn
 
-from windlass.optim.groups import decay_groups
 from windlass.optim.optimizers.muon import MuonWithAdamW, orthogonalized
 
 

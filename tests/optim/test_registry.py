@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from tests.docs.support_table import SECTIONS
-from tests.optim.helpers import Net
+from tests.optim.helpers import Net, decay_groups
 from torch import nn
 
 from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ConfigError, MissingDependencyError, ModelError
-from windlass.optim.groups import arranged, decay_groups
+from windlass.optim.groups import arranged
 from windlass.optim.registry import OPTIMIZERS, make_optimizer, optimizer_factory
 
 TORCHS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")

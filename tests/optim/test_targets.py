@@ -6,11 +6,10 @@ import logging
 from typing import Any
 
 import pytest
-from tests.optim.helpers import Net, heard
+from tests.optim.helpers import Net, decay_groups, heard
 from torch import nn
 
 from windlass.core.errors import ConfigError
-from windlass.optim.groups import decay_groups
 from windlass.optim.targets import projected_groups, target_weights
 
 

@@ -14,7 +14,7 @@ from windlass.checkpoint.mirrored import MirroredStore
 from windlass.checkpoint.remote import Mirror, RemoteFolder
 from windlass.checkpoint.store import Store
 from windlass.core.errors import CheckpointError
-from windlass.core.locations import STAGING, local_folder
+from windlass.core.locations import STAGING
 
 
 def output_dir(place: Path, trial: Trial, rank: int = 0) -> str:
@@ -56,6 +56,6 @@ def _store_of(place: Path, trial: Trial) -> Store:
     if not trial.remote:
         return Store(place / "run")
     url = output_dir(place, trial)
-    here = local_folder(url, {STAGING: str(place / "looked-at")})
-    here.mkdir(parents=True, exist_ok=True)
+    here = place / "looked-at"
+    here.mkdir(exist_ok=True)
     return MirroredStore(Mirror(here, RemoteFolder(url)))

@@ -69,10 +69,10 @@ def resealed(folder: Path, change: Callable[[dict[str, Any]], object] = lambda b
     body = json.loads((folder / "manifest.json").read_text())
     del body["sha256"]
     for name, entry in body["files"].items():
-        found = Files().digest(folder / f"{name}.bin")
+        found = Files().digest(folder / name)
         entry.update(size=found.size, sha256=found.sha256)
     change(body)
-    text = json.dumps(body, sort_keys=True)
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     body["sha256"] = hashlib.sha256(text.encode()).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(body))
 
@@ -102,7 +102,7 @@ def link(folder: Path, name: str) -> None:
 def earlier_version(folder: Path) -> None:
     body = json.loads((folder / "manifest.json").read_text())
     sizes = {name: entry["size"] for name, entry in body["files"].items()}
-    kept = {"key": body["key"], "sizes": sizes, "summary": body["summary"]}
+    kept = {**body["meta"], "sizes": sizes}
     (folder / "manifest.json").write_text(json.dumps(kept))
 
 
@@ -132,7 +132,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "another file": lambda folder: resealed(folder, lambda body: body["files"].update({"../a": {}})),
     "no files": lambda folder: resealed(folder, lambda body: body.update(files={})),
     "a text for the files": lambda folder: resealed(folder, lambda body: body.update(files="labels")),
-    "no summary": lambda folder: resealed(folder, lambda body: body.update(summary=None)),
+    "no summary": lambda folder: resealed(folder, lambda body: body["meta"].update(summary=None)),
     "offsets beyond the tokens": numbers("offsets", "<i8", 0, 3, 1_000_000),
     "negative offsets": numbers("offsets", "<i8", 0, -1_000_000, 5),
     "offsets that begin before the tokens": numbers("offsets", "<i8", -1_000_000, 3, 5),

@@ -101,8 +101,9 @@ def counters() -> dict[str, int]:
     counted = {
         name: metrics.counter_value(name) or 0 for name in ("UncachedCompile", "CachedCompile", "MarkStep")
     }
+    compiled = metrics.metric_data("CompileTime") or (0,)
     read = metrics.metric_data("TransferFromDeviceTime") or (0,)
     return {
-        "compiled": xla.compilations(), "graphs": counted["UncachedCompile"] + counted["CachedCompile"],
+        "compiled": int(compiled[0]), "graphs": counted["UncachedCompile"] + counted["CachedCompile"],
         "syncs": counted["MarkStep"], "read": int(read[0]),
     }  # fmt: skip

@@ -10,7 +10,6 @@ Floats are read back with the same bits; those that JSON cannot represent are th
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -113,17 +112,13 @@ def read_metrics(path: str | os.PathLike[str]) -> list[Row]:
     An incomplete last line (the process died while writing) is left out. A metric that is the string "NaN" is read as
     the float. Raises DataError for a line that is not a JSON object, naming file and line.
     """
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+    *lines, _ = Path(path).read_bytes().split(b"\n")  # after the last line break: empty, or torn
     rows = []
-    for number, line in enumerate(lines[:-1], start=1):  # after the last line break: empty, or torn
-        try:
-            row = parse_json(line)
-        except json.JSONDecodeError as error:
-            message = f"{path}, line {number}: not a JSON object ({error.msg}): {line[:80]!r}"
-            raise DataError(message) from error
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number}: not a JSON object: {line[:80]!r}")
-        rows.append(revived(row))
+    for number, line in enumerate(lines, start=1):
+        row, problem = _parsed_line(line)
+        if row is None:
+            raise DataError(f"{path}, line {number}: {problem}")
+        rows.append(row)
     return rows
 
 
@@ -135,11 +130,8 @@ _SEAL = 512  # bytes before a position, by which a file is recognised
 
 def whole_rows(path: Path) -> tuple[list[Row], list[str]]:
     """Return the whole rows, and for each other line which it is and what is wrong with it."""
-    if not path.is_file():
-        return [], []
-    *lines, rest = path.read_bytes().split(b"\n")
-    rows, damage = _parsed(lines, 1)
-    return rows, damage + _unfinished(rest, len(lines))
+    found = RowTail(path).read()
+    return found.rows, found.damage
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -201,7 +193,8 @@ class RowTail:
         rows, damage = _parsed(lines, self._lines + 1)
         self._lines += len(lines)
         self._damage += damage
-        return NewRows(rows, self._damage + _unfinished(rest, self._lines), continues)
+        unfinished = [f"line {self._lines + 1}: {UNFINISHED}"] if rest else []
+        return NewRows(rows, self._damage + unfinished, continues)
 
     def _is_same(self, file: Any) -> bool:
         found = os.fstat(file.fileno())
@@ -229,7 +222,8 @@ def _parsed(lines: Sequence[bytes], first: int) -> tuple[list[Row], list[str]]:
         if together is None:
             for number, line in enumerate(some, start=first + start):
                 row, problem = _parsed_line(line)
-                if row is None:
+                problem = problem or _row_problem(row)
+                if row is None or problem:
                     damage.append(f"line {number}: {problem}")
                 else:
                     rows.append(row)
@@ -260,8 +254,6 @@ def _parsed_line(line: bytes) -> tuple[Row | None, str]:
         row = None
     if not isinstance(row, dict):
         return None, f"not a JSON object: {line[:80].decode(errors='replace')!r}"
-    if problem := _row_problem(row):
-        return None, problem
     return (revived(row) if b'"NaN"' in line or b'Infinity"' in line else row), ""
 
 
@@ -281,7 +273,3 @@ def _is_count(value: Any) -> bool:
 
 def _is_time(value: Any) -> bool:
     return (type(value) is float or type(value) is int) and 0 <= value <= LATEST
-
-
-def _unfinished(rest: bytes, lines: int) -> list[str]:
-    return [f"line {lines + 1}: {UNFINISHED}"] if rest else []

@@ -340,26 +340,24 @@ def verify(checkpoint: CheckpointView) -> CheckpointView:
 def _life(folder: Path, clock: ClockReading | None, now: float) -> Life:
     sign = None if clock is None else clock.began + clock.elapsed
     try:
-        holder = holder_of(folder)
+        lock = holder_of(folder)
     except OSError as error:
         return Life(None, "unknown", f"its lock cannot be read: {error}", sign)
-    if holder is None:
+    if lock is None:
         return Life(False, "certain", "no process holds the lock of the folder", sign)
-    silent = None if sign is None else now - sign
-    if holder.locked:
-        return Life(True, "certain", f"a process holds the lock of the folder: {holder.description}", sign)
-    if holder.lives is False:
-        return Life(False, "certain", f"the process that held the lock is dead: {holder.description}", sign)
+    lives, silent = lock.lives(), None if sign is None else now - sign
+    if lock.locked:
+        return Life(True, "certain", f"a process holds the lock of the folder: {lock.holder}", sign)
+    if lives is False:
+        return Life(False, "certain", f"the process that held the lock is dead: {lock.holder}", sign)
     if silent is not None and silent <= PATIENCE:
-        why = f"its clock moved {max(silent, 0.0):.0f} s ago: {holder.description}"
+        why = f"its clock moved {max(silent, 0.0):.0f} s ago: {lock.holder}"
         return Life(True, "likely", why, sign)
-    if holder.lives and silent is None:
-        return Life(True, "likely", f"the process that the lock names is alive: {holder.description}", sign)
+    if lives and silent is None:
+        return Life(True, "likely", f"the process that the lock names is alive: {lock.holder}", sign)
     if silent is None:
-        return Life(
-            None, "unknown", f"the lock names a process of another machine: {holder.description}", sign
-        )
-    why = f"its clock has not moved for {silent:.0f} s, or this is a copy of its folder: {holder.description}"
+        return Life(None, "unknown", f"the lock names a process of another machine: {lock.holder}", sign)
+    why = f"its clock has not moved for {silent:.0f} s, or this is a copy of its folder: {lock.holder}"
     return Life(False, "likely", why, sign)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from windlass.checkpoint.tensor_file import Deferred
 from windlass.core.errors import CheckpointError
-from windlass.dist.sharded import Part, copies, from_part, is_sharded, local, part, shard_flat
+from windlass.dist.sharded import Part, copies, from_part, is_even, is_sharded, local, part, shard_flat
 
 _MARK, _DTYPE, _SIZE = "windlass.packed", "windlass.dtype", "windlass.size"
 # Look-up tables of codes: the same for every part.
@@ -60,8 +60,8 @@ def _as_sharded(tensor: Tensor, name: str, inner: Tensor, outer: Any) -> Tensor:
 
 
 def _check_even(outer: Any) -> None:
-    parts = outer.device_mesh.size() // copies(outer)
-    if part(outer).sizes[1:] != tuple(outer.shape[1:]) or outer.shape[0] % parts:
+    if not is_even(outer):
+        parts = outer.device_mesh.size() // copies(outer)
         raise CheckpointError(
             f"the optimizer keeps blocks of a parameter of shape {list(outer.shape)} in {parts} parts of "
             "different sizes, which cannot be joined; use an optimizer whose state has its parameters' shapes, such as "

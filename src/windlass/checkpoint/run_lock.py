@@ -153,7 +153,7 @@ class RunLock:
     # --- acquiring it
 
     def _claim(self) -> None:
-        path, passed = self.path, list[_FoundLock]()
+        path, passed = self.path, list[FoundLock]()
         while not (self._create(path) and self._moves_up(path, passed)):
             dead = None if self.held else _wait_for_end(path)
             if dead is None:  # released or taken over meanwhile: start again
@@ -165,7 +165,7 @@ class RunLock:
                 passed.append(dead)
                 path = self._claim_to(dead)
 
-    def _moves_up(self, path: Path, passed: list[_FoundLock]) -> bool:
+    def _moves_up(self, path: Path, passed: list[FoundLock]) -> bool:
         """Make the file at `path` the lock file; return False if another run has taken it over first."""
         if not self._leads_to(path, passed):
             return False
@@ -179,7 +179,7 @@ class RunLock:
             _logger.info("%s: the run that held it has ended (%s)", self.path.parent, passed[-1].holder)
         return True
 
-    def _claim_to(self, dead: _FoundLock) -> Path:
+    def _claim_to(self, dead: FoundLock) -> Path:
         return self.path.with_name(f"{self.path.name}.{dead.token}")
 
     def _create(self, path: Path) -> bool:
@@ -205,7 +205,7 @@ class RunLock:
             file.close()
         return True
 
-    def _leads_to(self, path: Path, passed: list[_FoundLock]) -> bool:
+    def _leads_to(self, path: Path, passed: list[FoundLock]) -> bool:
         """Return True if the claims lead from the lock file to `path`: another run may have taken over from the same
         dead one before `path` was created.
         """
@@ -270,38 +270,28 @@ if hasattr(os, "register_at_fork"):
 
 def is_held(folder: Path) -> bool | None:
     """Return True if a live run holds the lock of the folder; None if this machine cannot know if it lives."""
-    found = _read(folder / LOCK_NAME)
+    found = holder_of(folder)
     return False if found is None else found.lives()
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Who a lock file names."""
-
-    lives: bool | None  # True if it is alive; None if this machine cannot know
-    locked: bool  # the system's own lock shows that it is alive
-    description: str  # the process, for people
-
-
-def holder_of(folder: Path) -> Holder | None:
-    """Return who the lock of a folder names; None if there is no lock."""
-    found = _read(folder / LOCK_NAME)
-    return None if found is None else Holder(found.lives(), found.locked, found.holder)
+def holder_of(folder: Path) -> FoundLock | None:
+    """Return the lock of a folder, which names its holder; None if there is none."""
+    return _read(folder / LOCK_NAME)
 
 
 # --- the file -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _FoundLock:
+class FoundLock:
     """The content of a lock file."""
 
     path: Path
     content: bytes  # its bytes, which change with the counter
     token: str
-    holder: str
+    holder: str  # the process that holds it, for people
     identity: ProcessIdentity | None  # of the process that holds it; None if the record is not whole
-    locked: bool
+    locked: bool  # the system's own lock shows that the holder is alive
 
     def lives(self) -> bool | None:
         """True if the holder is alive; None if only the counter can show it."""
@@ -330,7 +320,7 @@ def _content(path: Path) -> tuple[bytes, bool] | None:
         os.close(descriptor)
 
 
-def _read(path: Path) -> _FoundLock | None:
+def _read(path: Path) -> FoundLock | None:
     """The lock at `path`; see `_content`."""
     found = _content(path)
     if found is None:
@@ -344,10 +334,10 @@ def _read(path: Path) -> _FoundLock | None:
     identity, token = ProcessIdentity.from_dict(record), record.get("token")
     if identity is None or not isinstance(token, str) or not token.isalnum():
         identity, token = None, hashlib.sha256(content).hexdigest()[:16]
-    return _FoundLock(path, content, token, _described(record), identity, locked)
+    return FoundLock(path, content, token, _described(record), identity, locked)
 
 
-def _wait_for_end(path: Path) -> _FoundLock | None:
+def _wait_for_end(path: Path) -> FoundLock | None:
     """Wait until the holder of a lock file is known to be dead, and return its lock; None if the file is removed.
 
     Raises:

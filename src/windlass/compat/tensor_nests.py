@@ -19,6 +19,7 @@ from windlass.core.trees import detach, honor_type, leaves, map_leaves, recursiv
 from windlass.metrics.kept_rows import PADDING, as_rows, pad_concat, to_numpy
 
 Array = np.ndarray[Any, Any]
+nested_detach = detach
 
 
 def _is_array(value: Any) -> bool:
@@ -28,11 +29,6 @@ def _is_array(value: Any) -> bool:
 def find_batch_size(tensors: Any) -> int | None:
     """The first axis of the first tensor or array of a nest that has axes; None if there is none."""
     return next((len(part) for part in leaves(tensors) if _is_array(part) and part.ndim), None)
-
-
-def nested_detach(tensors: Any) -> Any:
-    """The same nest with every tensor cut from its graph."""
-    return detach(tensors)
 
 
 def nested_numpify(tensors: Any) -> Any:

@@ -118,9 +118,7 @@ INTEGRATION_TO_CALLBACK: dict[str, type[TrackingCallback]] = {
 }
 
 
-def get_available_reporting_integrations() -> list[str]:
-    """The trackers whose packages are installed."""
-    return get_available_trackers()
+get_available_reporting_integrations = get_available_trackers
 
 
 def get_reporting_integration_callbacks(

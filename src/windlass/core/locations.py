@@ -85,7 +85,7 @@ def lies_in(path: str, folder: str) -> bool:
     return not Path(path).is_absolute() and parts[: len(of_folder)] == of_folder
 
 
-def local_folder(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None) -> Path:
+def local_folder(path: str | os.PathLike[str]) -> Path:
     """The folder of this machine in which a run works: the path itself, or the staging folder of a URL.
 
     Staging folders lie in `$WINDLASS_STAGING`, else in the cache folder; each URL has its own.
@@ -93,9 +93,8 @@ def local_folder(path: str | os.PathLike[str], environ: Mapping[str, str] | None
     text = os.fspath(path)
     if not is_url(text):
         return Path(text).expanduser()
-    env = os.environ if environ is None else environ
     # Credentials stay out of the name, and a run finds its folder again after they were renewed.
     url = redact_text(text).rstrip("/")
-    root = env.get(STAGING) or Path(env.get("XDG_CACHE_HOME") or "~/.cache", "windlass", "staging")
+    root = os.environ.get(STAGING) or cache_folder(os.environ) / "windlass" / "staging"
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", parent_of(url)[1])[:40]
     return Path(root).expanduser() / f"{name}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"

@@ -57,11 +57,6 @@ class ThreadWaiting:
         self._lengthen: Callable[[], None] | None = None
         self.due = math.inf if self._waited_then is None else self._since + _WINDOW
 
-    @property
-    def sleeps(self) -> bool:
-        """Whether waiting threads sleep early."""
-        return self._lengthen is not None
-
     def look(self) -> None:
         """Called by the main thread between updates: choose again, at most twice a second."""
         now = self._clock()

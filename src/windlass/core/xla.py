@@ -121,14 +121,6 @@ def sync() -> None:
     torch_xla.sync()
 
 
-def compilations() -> int:
-    """How many graphs this process has compiled."""
-    from torch_xla.debug import metrics
-
-    found = metrics.metric_data("CompileTime")
-    return 0 if found is None else int(found[0])
-
-
 def tensor_id(tensor: Tensor) -> int:
     """A number that tensors with the same elements in memory share: on these devices there are no addresses."""
     import torch_xla

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -53,19 +54,15 @@ class DataCollatorForCausalLM:
             for name, value in make(ids, labels, lengths).items()
         }
 
-    def _width(self, longest: int) -> int:
-        step = self.pad_to_multiple_of or 1
-        return -(-longest // step) * step
-
     def _padded(self, ids: list[Any], labels: list[Any], lengths: list[list[int]]) -> Batch:
-        width = self._width(max(map(len, ids)))
+        pad = partial(pad_rows, side="right", multiple=self.pad_to_multiple_of)
         batch: Batch = {
-            "input_ids": pad_rows(ids, self.pad_token_id, "right", width),
-            "labels": pad_rows(labels, IGNORED, "right", width),
-            "attention_mask": pad_rows([np.ones_like(row) for row in ids], 0, "right", width),
+            "input_ids": pad(ids, self.pad_token_id),
+            "labels": pad(labels, IGNORED),
+            "attention_mask": pad([np.ones_like(row) for row in ids], 0),
         }
         if self.return_position_ids:
-            batch["position_ids"] = pad_rows([_positions(row) for row in lengths], 0, "right", width)
+            batch["position_ids"] = pad([_positions(row) for row in lengths], 0)
             if any(len(row) > 1 for row in lengths):
                 del batch["attention_mask"]
                 batch["labels"][batch["position_ids"] == 0] = IGNORED
@@ -73,8 +70,7 @@ class DataCollatorForCausalLM:
 
     def _one_row(self, ids: list[Any], labels: list[Any], lengths: list[list[int]]) -> Batch:
         documents = [length for row in lengths for length in row if length]
-        total = sum(documents)
-        padding = self._width(total) - total
+        padding = -sum(documents) % (self.pad_to_multiple_of or 1)
         if padding:
             documents.append(padding)
         borders = np.array([0, *accumulate(documents)], dtype=np.int32)

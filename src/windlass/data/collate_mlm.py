@@ -260,15 +260,14 @@ def pad_ids(examples: Features, tokenizer: Any, pad_to_multiple_of: int | None =
     """Lists of token ids as one int64 array of shape (batch, tokens), padded with the padding token. Raises ValueError
     if padding is needed and the tokenizer has no padding token.
     """
-    lengths = [len(example) for example in examples]
-    multiple = pad_to_multiple_of or 1
-    width = -(-max(lengths) // multiple) * multiple
-    if min(lengths) < width and tokenizer.pad_token is None:
+    fill, side = tokenizer.pad_token_id or 0, tokenizer.padding_side
+    padded = pad_rows(examples, fill, side, multiple=pad_to_multiple_of)
+    if min(map(len, examples)) < padded.shape[1] and tokenizer.pad_token is None:
         raise ValueError(
             f"samples of different lengths must be padded, and {type(tokenizer).__name__} has no pad token; "
             "set one: tokenizer.pad_token = tokenizer.eos_token"
         )
-    return pad_rows(examples, tokenizer.pad_token_id or 0, tokenizer.padding_side, width)
+    return padded
 
 
 _NAMES = ("input_ids", "perm_mask", "target_mapping", "labels")

@@ -170,10 +170,15 @@ def pad_quietly(tokenizer: Any, features: Features, **options: Any) -> Any:
         warnings[_FAST_WARNING] = before
 
 
-def pad_rows(rows: list[Any], fill: int, side: str, width: int | None = None) -> np.ndarray[Any, Any]:
-    """Rows of integers as one int64 array of shape (rows, width), padded on `side`, by default to the widest row."""
+def pad_rows(
+    rows: list[Any], fill: int, side: str, width: int | None = None, multiple: int | None = None
+) -> np.ndarray[Any, Any]:
+    """Rows of integers as one int64 array of shape (rows, width), padded on `side`: by default to the widest row, and
+    to a multiple of `multiple`.
+    """
     arrays = [np.asarray(row, dtype=np.int64) for row in rows]
-    width = max(len(row) for row in arrays) if width is None else width
+    width = max(map(len, arrays)) if width is None else width
+    width += -width % (multiple or 1)
     padded = np.full((len(arrays), width), fill, dtype=np.int64)
     for target, row in zip(padded, arrays, strict=True):
         start = 0 if side == "right" else width - len(row)
@@ -323,13 +328,9 @@ class DataCollatorForSeq2Seq:
     def _padded(self, labels: list[Any]) -> np.ndarray[Any, Any]:
         if self.padding is False or self.padding == "do_not_pad":
             return np.array([np.asarray(label, dtype=np.int64) for label in labels], dtype=np.int64)
-        fixed = self.padding == "max_length" and self.max_length is not None
-        width = self.max_length if fixed else max(len(label) for label in labels)
-        assert width is not None
-        multiple = self.pad_to_multiple_of or 1
-        return pad_rows(
-            labels, self.label_pad_token_id, self.tokenizer.padding_side, -(-width // multiple) * multiple
-        )
+        width = self.max_length if self.padding == "max_length" else None
+        side, multiple = self.tokenizer.padding_side, self.pad_to_multiple_of
+        return pad_rows(labels, self.label_pad_token_id, side, width, multiple)
 
 
 def _padding(collator: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,14 +69,11 @@ def padded_batch(
         fill: the token of padding.
         multiple: the length is rounded up to a multiple of it.
     """
-    step = multiple or 1
-    width = -(-max(map(len, ids)) // step) * step
+    pad = partial(pad_rows, side="right", multiple=multiple)
     return {
-        "input_ids": framed(pad_rows(ids, fill, "right", width), return_tensors),
-        "attention_mask": framed(
-            pad_rows([[1] * len(row) for row in ids], 0, "right", width), return_tensors
-        ),
-        "completion_mask": framed(pad_rows(masks, 0, "right", width), return_tensors),
+        "input_ids": framed(pad(ids, fill), return_tensors),
+        "attention_mask": framed(pad([[1] * len(row) for row in ids], 0), return_tensors),
+        "completion_mask": framed(pad(masks, 0), return_tensors),
     }
 
 

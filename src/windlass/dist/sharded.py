@@ -219,6 +219,12 @@ def copies(tensor: Tensor) -> int:
     return count
 
 
+def is_even(tensor: DTensor) -> bool:
+    """Whether parts of one size make up the tensor, cut along its first dimension alone."""
+    parts = tensor.device_mesh.size() // copies(tensor)
+    return part(tensor).sizes[1:] == tuple(tensor.shape[1:]) and tensor.shape[0] % parts == 0
+
+
 def copies_among(tensor: Tensor, ranks: int) -> int:
     """How many of `ranks` ranks hold each element of a tensor. Those outside of its mesh hold it on a mesh like it; a
     plain tensor all of them have.

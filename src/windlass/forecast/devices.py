@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from windlass.core.attributes import attributes_of
 from windlass.forecast.meter import Meter
 from windlass.precision.scaler import LossScaler
 from windlass.transforms.linear_cross_entropy import ChunkLogits, chunk_rows
@@ -24,7 +25,6 @@ def few_chunks(meter: Meter, *, on_device: bool, every: bool) -> Iterator[None]:
         on_device: chunks are as large as on a device.
         every: run all of them.
     """
-    own = ChunkLogits.chunks
 
     def chunks(logits: ChunkLogits, targets: int) -> Iterator[slice]:
         found = list(chunk_rows(targets, logits.split.chunk, on_cpu=not on_device))
@@ -36,36 +36,25 @@ def few_chunks(meter: Meter, *, on_device: bool, every: bool) -> Iterator[None]:
             yield found[1]
         yield found[-1]
 
-    ChunkLogits.chunks = chunks  # type: ignore[method-assign,assignment]
-    try:
+    with attributes_of(ChunkLogits, chunks=chunks):
         yield
-    finally:
-        ChunkLogits.chunks = own  # type: ignore[method-assign]
 
 
-@contextlib.contextmanager
-def kernels_of_devices(on_device: bool) -> Iterator[None]:
+def kernels_of_devices(on_device: bool) -> contextlib.AbstractContextManager[None]:
     """Within the body, PyTorch's optimizers update all parameters at once, as they do by default on a device: their
     temporary tensors are as large as all parameters together.
     """
     optimizer: Any = import_module("torch.optim.optimizer")  # the package has an attribute of no such name
     devices, types = optimizer._get_foreach_kernels_supported_devices, optimizer._foreach_supported_types
-    if on_device:
-        optimizer._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
-        optimizer._foreach_supported_types = [*types, FakeTensor, nn.Parameter]
-    try:
-        yield
-    finally:
-        optimizer._get_foreach_kernels_supported_devices = devices
-        optimizer._foreach_supported_types = types
+    if not on_device:
+        return contextlib.nullcontext()
+    return attributes_of(
+        optimizer,
+        _get_foreach_kernels_supported_devices=lambda: [*devices(), "cpu"],
+        _foreach_supported_types=[*types, FakeTensor, nn.Parameter],
+    )
 
 
-@contextlib.contextmanager
-def finite_gradients() -> Iterator[None]:
+def finite_gradients() -> contextlib.AbstractContextManager[None]:
     """Within the body, no scaled gradient of fp16 overflows."""
-    own = LossScaler.overflowed
-    LossScaler.overflowed = lambda scaler, found_inf: False  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        LossScaler.overflowed = own  # type: ignore[method-assign]
+    return attributes_of(LossScaler, overflowed=lambda scaler, found_inf: False)

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from windlass.core.attributes import attributes_of
 from windlass.core.errors import ModelError
 from windlass.core.optional import is_available, require
 from windlass.core.tensors import is_fake
@@ -54,14 +55,9 @@ def fake_weights(mode: FakeTensorMode) -> Iterator[None]:
         finally:
             module._parameters.update({n: fake.get(n, module._parameters.get(n)) for n in order})
 
-    nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]
-    nn.Module._apply = apply_to_fake  # type: ignore[method-assign]
-    try:
-        with _unloaded(mode), _undrawn():
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-        nn.Module._apply = apply  # type: ignore[method-assign]
+    replaced = attributes_of(nn.Module, register_parameter=register_fake, _apply=apply_to_fake)
+    with replaced, _unloaded(mode), _undrawn():
+        yield
 
 
 def without_memory(param: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
@@ -91,8 +87,7 @@ def take_memory(model: nn.Module, mode: FakeTensorMode) -> None:
                 module._parameters[name] = without_memory(param, mode)
 
 
-@contextlib.contextmanager
-def _undrawn() -> Iterator[None]:
+def _undrawn() -> contextlib.AbstractContextManager[None]:
     """PyTorch draws a truncated normal distribution again until all values are within its limits."""
     module: Any = nn.init
     own = module._no_grad_trunc_normal_
@@ -100,21 +95,13 @@ def _undrawn() -> Iterator[None]:
     def draw(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         return tensor if is_fake(tensor) else own(tensor, *args, **options)
 
-    module._no_grad_trunc_normal_ = draw
-    try:
-        yield
-    finally:
-        module._no_grad_trunc_normal_ = own
+    return attributes_of(module, _no_grad_trunc_normal_=draw)
 
 
-@contextlib.contextmanager
-def _unloaded(mode: FakeTensorMode) -> Iterator[None]:
+def _unloaded(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
     """`from_pretrained` of transformers makes a model of the configuration, on the CPU, without memory."""
     if not is_available("transformers"):
-        yield
-        return
-    kind: Any = require("transformers", "look at a model").PreTrainedModel
-    own = vars(kind)["from_pretrained"]
+        return contextlib.nullcontext()
 
     def from_pretrained(cls: Any, name: Any, /, *args: Any, config: Any = None, **options: Any) -> Any:
         quantization = options.pop("quantization_config", None)
@@ -132,11 +119,8 @@ def _unloaded(mode: FakeTensorMode) -> Iterator[None]:
         model.eval()
         return model
 
-    kind.from_pretrained = classmethod(from_pretrained)
-    try:
-        yield
-    finally:
-        kind.from_pretrained = own
+    kind: Any = require("transformers", "look at a model").PreTrainedModel
+    return attributes_of(kind, from_pretrained=classmethod(from_pretrained))
 
 
 _LARGEST_KNOWN = 2**20
@@ -158,14 +142,8 @@ def known_values() -> Iterator[None]:
     """
     from torch._subclasses import fake_tensor
 
-    limit, fake_tensor.CONSTANT_NUMEL_LIMIT = fake_tensor.CONSTANT_NUMEL_LIMIT, _LARGEST_KNOWN
     helpers: Any = sys.modules.get("transformers.utils.import_utils")
-    own = getattr(helpers, "is_fake_tensor", None)
-    if own is not None:
-        helpers.is_fake_tensor = lambda value: False
-    try:
+    chosen = {"is_fake_tensor": lambda value: False} if hasattr(helpers, "is_fake_tensor") else {}
+    limit = attributes_of(fake_tensor, CONSTANT_NUMEL_LIMIT=_LARGEST_KNOWN)
+    with limit, attributes_of(helpers, **chosen):
         yield
-    finally:
-        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
-        if own is not None:
-            helpers.is_fake_tensor = own

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from windlass.core.attributes import attributes_of
 from windlass.core.tensors import is_fake
 from windlass.forecast.places import ModulePlaces, pattern
 from windlass.forecast.work import Sent, Work, grouped_product, sent_by, tensors_of, work_of
@@ -126,24 +127,13 @@ class Meter(TorchDispatchMode):
             if block.forward and block.owner.kind == TEMPORARY:
                 self._rename(block, Owner(ACTIVATIONS, block.owner.place))
 
-    @contextmanager
-    def as_kind(self, kind: str) -> Iterator[None]:
+    def as_kind(self, kind: str) -> AbstractContextManager[None]:
         """Within the body, new memory is of this kind."""
-        before, self._kind = self._kind, kind
-        try:
-            yield
-        finally:
-            self._kind = before
+        return attributes_of(self, _kind=kind)
 
-    @contextmanager
-    def repeated(self, times: int) -> Iterator[None]:
+    def repeated(self, times: int) -> AbstractContextManager[None]:
         """Within the body, operations count so many times."""
-        before = self.times
-        self.times = before * times
-        try:
-            yield
-        finally:
-            self.times = before
+        return attributes_of(self, times=self.times * times)
 
     def hold(self, owner: Owner, nbytes: int) -> None:
         """Count memory that no tensor of the update has."""
@@ -225,8 +215,7 @@ class Meter(TorchDispatchMode):
         if peak is None or self._now > peak.total:
             self.peaks[moment] = Peak(self._now, dict(self._totals))
 
-    @contextmanager
-    def resizing(self) -> Iterator[None]:
+    def resizing(self) -> AbstractContextManager[None]:
         """Within the body, storages that are freed or grown in place are followed."""
         resize = torch.UntypedStorage.resize_
 
@@ -238,11 +227,7 @@ class Meter(TorchDispatchMode):
                 block.nbytes = size
             return result
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        return attributes_of(torch.UntypedStorage, resize_=resized)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.assemble.build import Built, build
 from windlass.config.plan import RunPlan
+from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.trees import map_leaves, tensors_in
 from windlass.data.update_batch import UpdateBatch
@@ -206,7 +208,7 @@ class Rehearsal:
             meter.resizing(),
             _gathering(meter),
             places.followed(),
-            _saved(meter),
+            torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda tensor: tensor),
             chunks,
             kernels_of_devices(self._on_device),
             finite_gradients(),
@@ -258,7 +260,7 @@ class Rehearsal:
         model, loss = context.hooks.model, context.services.loss
         loss.normaliser.watchers = (*loss.normaliser.watchers, lambda _: meter.keep_all())
         marks = [
-            parameter.register_post_accumulate_grad_hook(_Arrival(meter, name))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(_adopt_gradient, meter, name))  # type: ignore[no-untyped-call]
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
@@ -340,8 +342,7 @@ class FollowedSteps(MicroSteps):
     def complete(self) -> tuple[Tensor | None, dict[str, Tensor]]:
         self._meter.stage = "gradient norm"
         for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:  # that of a shard, which no hook has seen
-                self._meter.adopt(parameter.grad, GRADIENTS, name.rpartition(".")[0])
+            _adopt_gradient(self._meter, name, parameter)  # that of a shard, which no hook has seen
         return super().complete()
 
     def event(self, name: str) -> None:
@@ -349,15 +350,10 @@ class FollowedSteps(MicroSteps):
             self._meter.stage = "optimizer step"
 
 
-class _Arrival:
-    """Names a gradient once it is complete."""
-
-    def __init__(self, meter: Meter, name: str) -> None:
-        self._meter, self._place = meter, name.rpartition(".")[0]
-
-    def __call__(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._meter.adopt(parameter.grad, GRADIENTS, self._place)
+def _adopt_gradient(meter: Meter, name: str, parameter: Tensor) -> None:
+    """Name a gradient once it is complete."""
+    if parameter.grad is not None:
+        meter.adopt(parameter.grad, GRADIENTS, name.rpartition(".")[0])
 
 
 def _refuse_unbuilt(plan: RunPlan) -> None:
@@ -419,12 +415,6 @@ def _sizes_of_save(model: nn.Module, built: Built) -> dict[str, int]:
     }
 
 
-@contextlib.contextmanager
-def _saved(meter: Meter) -> Iterator[None]:
-    with torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda tensor: tensor):
-        yield
-
-
 class _PartsOnDemand(Sequence[Tensor]):
     """What `torch.chunk` makes of a tensor, and empty parts up to `parts`, each of them once it is asked for."""
 
@@ -442,26 +432,18 @@ class _PartsOnDemand(Sequence[Tensor]):
         return self._tensor.narrow(self._dim, index * each, min(each, size - index * each))
 
 
-@contextlib.contextmanager
-def _own_parts_only() -> Iterator[None]:
+def _own_parts_only() -> contextlib.AbstractContextManager[None]:
     """Within the body, FSDP2 makes of each parameter the part of this rank, and not those of a thousand ranks."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    module: Any = _fsdp_param
-    own, module._chunk_with_empty = module._chunk_with_empty, _PartsOnDemand
-    try:
-        yield
-    finally:
-        module._chunk_with_empty = own
+    return attributes_of(_fsdp_param, _chunk_with_empty=_PartsOnDemand)
 
 
-@contextlib.contextmanager
-def _gathering(meter: Meter) -> Iterator[None]:
+def _gathering(meter: Meter) -> contextlib.AbstractContextManager[None]:
     """Within the body, memory of FSDP2's gathered weights and reductions is known as such."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     names = ("unshard", "wait_for_unshard", "post_backward")
-    own = {name: getattr(FSDPParamGroup, name) for name in names}
 
     def followed(method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -470,10 +452,4 @@ def _gathering(meter: Meter) -> Iterator[None]:
 
         return call
 
-    for name, method in own.items():
-        setattr(FSDPParamGroup, name, followed(method))
-    try:
-        yield
-    finally:
-        for name, method in own.items():
-            setattr(FSDPParamGroup, name, method)
+    return attributes_of(FSDPParamGroup, **{name: followed(getattr(FSDPParamGroup, name)) for name in names})

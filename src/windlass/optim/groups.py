@@ -57,30 +57,15 @@ def parameter_names(
     return [name for name in names if not any(pattern.search(name.lower()) for pattern in without_names)]
 
 
-def decay_groups(
-    model: nn.Module, weight_decay: float, decaying: list[str] | None = None
-) -> list[dict[str, Any]]:
-    """Two groups of the trainable parameters, decaying then not, each in the model's order. Scripts address them by
-    their position, so that both exist if one is empty, and if `weight_decay` is 0. `decaying` has names in the place of
-    `decay_parameter_names`.
-    """
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    names = set(decay_parameter_names(model) if decaying is None else decaying)
-    return [
-        {"params": [p for name, p in trainable if name in names], "weight_decay": weight_decay},
-        {"params": [p for name, p in trainable if name not in names], "weight_decay": 0.0},
-    ]
-
-
 def parameter_groups(
     model: nn.Module, plan: OptimizerPlan, decaying: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """The groups of a run: those of `decay_groups`, then those of each pattern in `plan.groups`; split by layer if the
-    learning rate differs between layers.
+    """The groups of a run: the parameters that decay and those that do not, each in the model's order, then those of
+    each pattern in `plan.groups`; split by layer if the learning rate differs between layers.
 
-    The parameters of a pattern that sets no weight decay are in two groups, as others are. Raises ConfigError if a
-    pattern matches no trainable parameter, or two match the same one. `decaying`: names in the place of
-    `decay_parameter_names`.
+    Scripts address the first two by their position, so both exist if one is empty. Parameters of a pattern that sets no
+    weight decay are in two groups as well. Raises ConfigError if a pattern matches no trainable parameter, or two match
+    the same one. `decaying`: names in the place of `decay_parameter_names`.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     pattern_of = _matched(trainable, plan.groups)

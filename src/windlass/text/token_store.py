@@ -1,6 +1,6 @@
 """Prepared rows on a disk: one folder for each key, complete or not there, prepared by one process at a time.
 
-    manifest.json        key, size and SHA-256 of each file, summary, and its own SHA-256
+    manifest.json        as that of a checkpoint, with the key and the summary
     input_ids.bin ...    the arrays of `TokenRows`
 
 Every byte is hashed when it is loaded, and the borders of rows are checked. A folder that differs is prepared again.
@@ -8,8 +8,6 @@ Every byte is hashed when it is loaded, and the borders of rows are checked. A f
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -18,17 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from windlass.checkpoint.files import FileEntry, Files, digest_of
+from windlass.checkpoint.files import Files
+from windlass.checkpoint.manifest import MANIFEST_NAME, manifest_bytes, read_manifest
 from windlass.checkpoint.run_lock import FolderInUse, RunLock
+from windlass.checkpoint.verified import VerifiedFiles
 from windlass.core.locations import home_folder
 from windlass.core.logs import get_logger
-from windlass.core.whole_file import parse_json
 from windlass.text.summary import TextSummary
 from windlass.text.token_rows import LENGTHS, TokenRows
 
-_MANIFEST = "manifest.json"
 _TYPES = {"input_ids": "<i4", "labels": "<i4", "offsets": "<i8", "seq_lengths": "<i4", "documents": "<i8"}
-_MAX_MANIFEST = 1 << 24  # bytes
 _POLL = 0.1
 _logger = get_logger(__name__)
 Prepared = tuple[TokenRows, TextSummary]
@@ -103,11 +100,9 @@ class TokenStore:
         for name, values in rows.arrays().items():
             content: Any = np.ascontiguousarray(values, dtype=_TYPES[name])
             chunks = [memoryview(content).cast("B")] if content.size else []
-            entry = self._files.write(new / f"{name}.bin", chunks)
-            entries[name] = {"size": entry.size, "sha256": entry.sha256}
-        body = {"key": key, "files": entries, "summary": summary.to_dict()}
-        manifest = {**body, "sha256": _hash(body)}
-        self._files.write(new / _MANIFEST, [json.dumps(manifest).encode()])
+            entries[f"{name}.bin"] = self._files.write(new / f"{name}.bin", chunks)
+        meta = {"key": key, "summary": summary.to_dict()}
+        self._files.write(new / MANIFEST_NAME, [manifest_bytes(0, 1, entries, meta, serial=0)])
         if self.path(key).exists():
             self._files.remove_tree(self.path(key))  # it is damaged
         self._files.rename(new, self.path(key))
@@ -116,19 +111,18 @@ class TokenStore:
     def _load(self, key: str) -> Prepared | None:
         """Return the rows as mapped files; None if they are not there, or not those of this key."""
         folder = self.path(key)
-        if not (folder / _MANIFEST).exists():
+        if not (folder / MANIFEST_NAME).exists():
             return None
         try:
             if folder.is_symlink():
                 raise ValueError("it is a symbolic link")
-            body = self._manifest(folder)
-            if body["key"] != key:
+            info = read_manifest(folder, self._files)
+            if info.meta["key"] != key:
                 return None
-            rows = TokenRows(
-                **{name: self._array(folder, name, entry) for name, entry in body["files"].items()}
-            )
+            files = VerifiedFiles(info, self._files)
+            rows = TokenRows(**{Path(name).stem: _array(folder / name, files) for name in info.files})
             _check_borders(rows)
-            return rows, TextSummary.from_dict(body["summary"])
+            return rows, TextSummary.from_dict(info.meta["summary"])
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             found = f"{folder} is damaged, and is prepared again: {error}"
             if found != self._reported:
@@ -136,25 +130,13 @@ class TokenStore:
             self._reported = found
             return None
 
-    def _manifest(self, folder: Path) -> dict[str, Any]:
-        body = parse_json(self._files.read(folder / _MANIFEST, _MAX_MANIFEST))
-        if not isinstance(body, dict) or "sha256" not in body:
-            raise ValueError(f"{_MANIFEST} has no hashes, as those of earlier versions")
-        if body.pop("sha256") != _hash(body):
-            raise ValueError(f"{_MANIFEST} does not match its hash")
-        return body
 
-    def _array(self, folder: Path, name: str, entry: dict[str, Any]) -> Any:
-        """An array whose file was just hashed, in the memory of that open file."""
-        kind, path = np.dtype(_TYPES[name]), folder / f"{name}.bin"
-        with self._files.reading(path) as file:
-            if digest_of(file) != FileEntry(entry["size"], entry["sha256"]):
-                raise ValueError(f"the content of {path.name} does not match its hash")
-            return np.memmap(file, dtype=kind, mode="r") if entry["size"] else np.empty(0, dtype=kind)
-
-
-def _hash(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _array(path: Path, files: VerifiedFiles) -> Any:
+    """An array whose file is hashed when it is opened, in the memory of that open file."""
+    kind = np.dtype(_TYPES[path.stem])
+    with files.reading(path) as file:
+        is_empty = os.fstat(file.fileno()).st_size == 0
+        return np.empty(0, dtype=kind) if is_empty else np.memmap(file, dtype=kind, mode="r")
 
 
 def _check_borders(rows: TokenRows) -> None:

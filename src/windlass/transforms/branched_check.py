@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.transforms.branches import branched_row
-from windlass.transforms.evaluating import evaluating
-from windlass.transforms.neftune import vocabulary_of
+from windlass.transforms.evaluating import evaluating, vocabulary_of
 
 # Two groups: prompts of several lengths, and one branch as long as possible beside a short one.
 _GROUPS = ((5, 3, 6), (3, 4, 1))

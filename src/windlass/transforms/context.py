@@ -28,8 +28,7 @@ from windlass.transforms.divided_sequences import (
     group_of,
 )
 from windlass.transforms.document_mask import BORDERS
-from windlass.transforms.evaluating import evaluating
-from windlass.transforms.neftune import vocabulary_of
+from windlass.transforms.evaluating import evaluating, short_row
 from windlass.transforms.ulysses import refuse_heads
 from windlass.transforms.zigzag import Zigzag
 
@@ -161,8 +160,7 @@ class DividedForwards:
 
     def _short_row(self) -> tuple[Tensor, Tensor]:
         """Logits and loss of a short row."""
-        ids = torch.arange(6 * self._ranks.size, device=next(self._model.parameters()).device)[None] * 3
-        ids = ids % (vocabulary_of(self._model) or 16)
+        ids = short_row(self._model, 6 * self._ranks.size, next(self._model.parameters()).device)
         with evaluating(self._model):
             outputs = self._model(input_ids=ids, labels=ids, use_cache=False)
         if outputs.get("loss") is None or outputs["logits"].shape[:2] != ids.shape:

@@ -26,8 +26,7 @@ from windlass.transforms.document_mask import (
     masks_of,
     with_end,
 )
-from windlass.transforms.evaluating import evaluating
-from windlass.transforms.neftune import vocabulary_of
+from windlass.transforms.evaluating import evaluating, short_row, vocabulary_of
 from windlass.transforms.varlen_attention import has_kernel, varlen_attention
 
 NAME = "windlass_documents"
@@ -96,11 +95,10 @@ def refuse_leaks(model: nn.Module) -> None:
     fails on such a row.
     """
     device = next(model.parameters()).device
-    vocabulary = vocabulary_of(model) or 16
     lengths = [7, 6]
-    first = torch.arange(sum(lengths), device=device)[None] * 3 % vocabulary
+    first = short_row(model, sum(lengths), device)
     second = first.clone()
-    second[:, : lengths[0]] = (second[:, : lengths[0]] + 1) % vocabulary
+    second[:, : lengths[0]] = (second[:, : lengths[0]] + 1) % (vocabulary_of(model) or 16)
     with evaluating(model):
         one, other = (_logits(model, ids, lengths)[:, lengths[0] :] for ids in (first, second))
     dtype, one, other = one.dtype, one.double(), other.double()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from windlass.dist.sharded import is_sharded
 from windlass.transforms.context import has_divided_sequences
-from windlass.transforms.evaluating import evaluating
+from windlass.transforms.evaluating import evaluating, vocabulary_of
 from windlass.transforms.linear_cross_entropy import (
     IGNORED,
     LossOptions,
@@ -27,7 +27,6 @@ from windlass.transforms.linear_cross_entropy import (
     linear_cross_entropy,
 )
 from windlass.transforms.linear_log_probabilities import TokenLogProbabilities, linear_log_probabilities
-from windlass.transforms.neftune import vocabulary_of
 from windlass.transforms.tensor_split import TensorSplit, mine, split_of
 
 # What a head makes: what is differentiated, and figures.

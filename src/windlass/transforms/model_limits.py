@@ -8,7 +8,7 @@ from torch import nn
 
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_job_logger
-from windlass.transforms.neftune import vocabulary_of
+from windlass.transforms.evaluating import vocabulary_of
 
 logger = get_job_logger(__name__)
 

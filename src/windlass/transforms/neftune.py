@@ -44,14 +44,6 @@ def noisy_embeddings(model: nn.Module, alpha: float | None) -> Iterator[None]:
             handle.remove()
 
 
-def vocabulary_of(model: Any) -> int | None:
-    """The tokens that the model's embedding has; None if it cannot be asked."""
-    try:
-        return getattr(model.get_input_embeddings(), "num_embeddings", None)
-    except (AttributeError, NotImplementedError):
-        return None
-
-
 def input_embeddings(model: nn.Module) -> nn.Module:
     """The module that maps token ids to vectors: `model.get_input_embeddings()`, or its only `nn.Embedding`. Raises
     ConfigError if there is none, or several.

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.trees import tensors_in
 from windlass.transforms.blocks import repeated_blocks
-from windlass.transforms.evaluating import evaluating
-from windlass.transforms.neftune import vocabulary_of
+from windlass.transforms.evaluating import evaluating, short_row
 
 _WHOLE = "or set pp_size=1"
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -99,7 +98,7 @@ def example_of(model: Any) -> Example | None:
     device = next(model.parameters()).device
     own = getattr(model, "dummy_inputs", None)
     if getattr(model, "main_input_name", None) == "input_ids" and hasattr(model, "config"):
-        ids = torch.arange(6, device=device)[None] * 3 % (vocabulary_of(model) or 16)
+        ids = short_row(model, 6, device)
         return (), {"input_ids": ids, **({"use_cache": False} if hasattr(model.config, "use_cache") else {})}
     if isinstance(own, Mapping):
         return (), {str(name): value for name, value in own.items()}

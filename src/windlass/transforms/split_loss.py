@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger
 from windlass.transforms.divided_output import DividedOutput
-from windlass.transforms.evaluating import evaluating
+from windlass.transforms.evaluating import evaluating, short_row
 from windlass.transforms.linear_cross_entropy import IGNORED
-from windlass.transforms.neftune import vocabulary_of
 from windlass.transforms.tensor_split import TensorSplit, split_cross_entropy, split_of
 
 _log = get_job_logger(__name__)
@@ -65,7 +64,7 @@ class SplitLoss:
             )
 
     def _short_row(self) -> Tensor | None:
-        ids = torch.arange(6, device=self._head.weight.device)[None] * 3 % (vocabulary_of(self._model) or 16)
+        ids = short_row(self._model, 6, self._head.weight.device)
         with evaluating(self._model):
             try:
                 loss: Tensor = self._model(input_ids=ids, labels=ids, use_cache=False)["loss"]

@@ -21,8 +21,7 @@ from windlass.core.rng import ForwardRandomness
 from windlass.core.tensors import makes_fakes
 from windlass.core.trees import tensors_in
 from windlass.dist.gang import Gang
-from windlass.transforms.evaluating import evaluating
-from windlass.transforms.neftune import vocabulary_of
+from windlass.transforms.evaluating import evaluating, short_row
 from windlass.transforms.tensor_plan import ADAPTED, HEADS, SUMMED, without_adapters
 from windlass.transforms.tensor_split import Joined, TensorSplit, part_of, scaled, whole_of
 
@@ -114,8 +113,7 @@ class SequenceParts:
         Raises:
             ConfigError: on all ranks: the results differ.
         """
-        ids = torch.arange(2 * self._ranks.size + 1, device=self._device)[None] * 3
-        ids = ids % (vocabulary_of(model) or 16)
+        ids = short_row(model, 2 * self._ranks.size + 1, self._device)
         made: list[Tensor] = []
         wrong = ""
         with evaluating(model):

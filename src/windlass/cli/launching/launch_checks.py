@@ -5,7 +5,6 @@ belong to it.
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import os
 import re
 import shlex
@@ -21,7 +20,7 @@ from windlass.config.parallel import rows_launch as rows
 from windlass.config.parallel.keys import Key, Settings
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger, warn_once
-from windlass.dist.listening import can_listen
+from windlass.dist.listening import can_listen, is_loopback
 
 logger = get_logger(__name__)
 TOKEN_VARIABLE = "WINDLASS_RDZV_TOKEN"
@@ -81,21 +80,13 @@ def _meets_others(plan: LaunchPlan) -> bool:
 
 def notes_without_token(address: str, token: str | None) -> list[str]:
     """Return the warning about a job whose machines meet at `address`; an empty list if it needs none."""
-    if token is not None or _reachable_from_here_only(address):
+    if token is not None or is_loopback(address):
         return []
     return [
         f"the job has no secret: any machine that reaches {address} could join it, and read or change what it "
         f"computes. Set the same secret on every machine, as {TOKEN_VARIABLE} or in a file with "
         f"--{rows.TOKEN_FILE.flags[0]} (`openssl rand -hex 32` makes one)"
     ]
-
-
-def _reachable_from_here_only(address: str) -> bool:
-    """Return True for localhost and loopback numbers."""
-    try:
-        return address == "localhost" or ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 # Engine -> (reason, settings that it decides itself), which are refused with it.

@@ -67,18 +67,6 @@ def lookup(device_map: DeviceMap, name: str) -> Place | None:
     return device_map[name]
 
 
-def expand_device_map(device_map: DeviceMap | None, param_names: Iterable[str]) -> dict[str, Place]:
-    """The place of each tensor by name; a tensor that the map does not cover is on the host."""
-    places = {name: lookup(device_map or {}, name) for name in param_names}
-    return {name: "cpu" if place is None else place for name, place in places.items()}
-
-
-def get_device(device_map: DeviceMap | None, param_name: str, valid_torch_device: bool = False) -> Place:
-    """The place of one tensor. With `valid_torch_device`, `"disk"` is replaced by `"cpu"`."""
-    place = expand_device_map(device_map, [param_name])[param_name]
-    return "cpu" if valid_torch_device and place == "disk" else place
-
-
 def _refuse_uncovered(device_map: DeviceMap, names: Iterable[str]) -> None:
     if uncovered := [name for name in names if lookup(device_map, name) is None]:
         fix = f"gives no place for {', '.join(uncovered)}; add them, or '' for all other modules"

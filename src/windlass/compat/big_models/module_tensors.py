@@ -27,23 +27,10 @@ Place = torch.device | str | int
 META = torch.device("meta")
 
 
-class SharedWeight:
-    """The copies of one tied weight, by device.
-
-    Modules that share a weight and need it on the same device at the same time use one copy. References are weak, so a
-    copy is freed as soon as no module holds it.
-    """
-
-    def __init__(self) -> None:
-        self._copies: WeakValueDictionary[torch.device, Tensor] = WeakValueDictionary()
-
-    def on(self, device: torch.device) -> Tensor | None:
-        """Return the copy on `device`, or None if no module holds one."""
-        return self._copies.get(device)
-
-    def remember(self, tensor: Tensor) -> None:
-        """Offer `tensor` to the other modules that share this weight."""
-        self._copies[tensor.device] = tensor
+SharedWeight = WeakValueDictionary[torch.device, Tensor]
+"""The copies of one tied weight, by device: modules that need it on one device at the same time use one copy, which is
+freed as soon as no module holds it.
+"""
 
 
 def device_of(place: Place) -> torch.device:
@@ -148,11 +135,11 @@ def set_module_tensor_to_device(
         raise ModelError(
             f"{tensor_name} has shape {tuple(old.shape)} in the model, and {tuple(value.shape)} was given"
         )
-    new = tied_params_map.on(target) if tied_params_map is not None else None
+    new = tied_params_map.get(target) if tied_params_map is not None else None
     if new is None:
         new = _placed(old, value, target, torch_dtype(dtype), non_blocking)
         if tied_params_map is not None:
-            tied_params_map.remember(new)
+            tied_params_map[new.device] = new
     if new is not old:
         put_tensor(module, tensor_name, new)
 

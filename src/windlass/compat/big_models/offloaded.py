@@ -123,7 +123,7 @@ class AlignDevicesHook(ModelHook):
     def _load(self, module: nn.Module, name: str) -> None:
         place = self.original_devices[name] if self.execution_device is None else self.execution_device
         shared = self._shared(name)
-        copy = None if shared is None else shared.on(device_of(place))
+        copy = None if shared is None else shared.get(device_of(place))
         if copy is not None:  # without a read from the weights map
             put_tensor(module, name, copy)
             return

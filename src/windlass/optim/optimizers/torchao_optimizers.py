@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,8 @@ from torch import Tensor
 from windlass.config.plan import OptimizerPlan
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import require
-from windlass.dist.sharded import copies, is_sharded, part
+from windlass.dist.sharded import copies, is_even, is_sharded
 from windlass.optim.optimizers.options import Recipe, read_options
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 _OPTIONS: dict[str, type] = {"block_size": int, "bf16_stochastic_round": bool}
 _DIVERGES = (
@@ -47,7 +44,7 @@ def _checked(base: Callable[..., Any]) -> type[torch.optim.Optimizer]:
 
         def _new_buffer(self, parameter: Tensor, signed: bool) -> Tensor:
             """Quantised as the library does it; not if parts differ in size: a checkpoint could not join them."""
-            if is_sharded(parameter) and not _is_even(parameter):
+            if is_sharded(parameter) and not is_even(parameter):
                 return torch.zeros_like(parameter)
             return super()._new_buffer(parameter, signed)  # type: ignore[no-any-return]
 
@@ -68,9 +65,3 @@ def _has_copies(parameter: Tensor) -> bool:
     if is_sharded(parameter):
         return copies(parameter) > 1
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-
-
-def _is_even(parameter: DTensor) -> bool:
-    """Whether parts of one size make up the parameter, cut along its first dimension alone."""
-    parts: int = parameter.device_mesh.size() // copies(parameter)
-    return part(parameter).sizes[1:] == tuple(parameter.shape[1:]) and parameter.shape[0] % parts == 0

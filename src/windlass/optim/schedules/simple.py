@@ -163,13 +163,13 @@ def _rise_and_fall(
 
 
 def _restarts(cycles: float, progress: float) -> float:
-    return 0.0 if progress >= 1.0 else max(0.0, _wave(0.5, (cycles * progress) % 1.0))
+    return 0.0 if progress >= 1.0 else max(0.0, wave(0.5, (cycles * progress) % 1.0))
 
 
 def _wave_above(floor: float, cycles: float, progress: float) -> float:
-    return max(0.0, _wave(cycles, progress) * (1 - floor) + floor)
+    return max(0.0, wave(cycles, progress) * (1 - floor) + floor)
 
 
-def _wave(cycles: float, progress: float) -> float:
+def wave(cycles: float, progress: float) -> float:
     """From 1 down to 0 and up again, `cycles` times while `progress` goes from 0 to 1."""
     return 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * progress))

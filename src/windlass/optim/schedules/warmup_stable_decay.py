@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.logs import get_logger
-from windlass.optim.schedules.simple import Factor, Span
+from windlass.optim.schedules.simple import Factor, Span, wave
 
 _log = get_logger(__name__)
 _TYPES = ("linear", "cosine", "1-sqrt")
@@ -86,7 +86,7 @@ def _fall(kind: str, cycles: float) -> Curve:
     _known("decay_type", kind)
     if kind == "linear":
         return partial(operator.sub, 1.0)
-    return partial(_fall_along_cosine, cycles) if kind == "cosine" else _fall_along_root
+    return partial(wave, cycles) if kind == "cosine" else _fall_along_root
 
 
 def _rise_along_cosine(progress: float) -> float:
@@ -95,10 +95,6 @@ def _rise_along_cosine(progress: float) -> float:
 
 def _rise_along_root(progress: float) -> float:
     return 1.0 - math.sqrt(1.0 - progress)
-
-
-def _fall_along_cosine(cycles: float, progress: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * progress))
 
 
 def _fall_along_root(progress: float) -> float:

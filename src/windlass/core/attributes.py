@@ -1,0 +1,26 @@
+"""Attributes of a module, a class or an object for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def attributes_of(owner: Any, **values: Any) -> Iterator[None]:
+    """Within the body, attributes of `owner`, which has no slots, have these values."""
+    before = {
+        name: inspect.getattr_static(owner, name) for name in values
+    }  # a class method as what makes it one
+    _set(owner, values)
+    try:
+        yield
+    finally:
+        _set(owner, before)
+
+
+def _set(owner: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(owner, name, value)
