@@ -13,7 +13,7 @@ from typing import Any
 
 from windlass.callbacks.answers_log import FILE_NAME as ANSWERS
 from windlass.callbacks.charts import Point, short
-from windlass.callbacks.log_table import clock_text, moment_text, seconds_text
+from windlass.callbacks.log_table import clock_text, moment_text
 from windlass.callbacks.rows import described_event, is_number, is_timing
 from windlass.callbacks.run_view import CheckpointView, Configured, RunView
 from windlass.callbacks.samples_log import read_samples
@@ -115,16 +115,20 @@ def _tiles(history: History, time: TrainingTime | None) -> str:
         tiles.append(("Updates", steps, f"{short(epoch)} epochs" if epoch is not None else ""))
     runtime, speed = _last(history, "train_runtime"), _last(history, "train_samples_per_second")
     if time is not None:
-        tiles.append(("Training time", seconds_text(time.seconds), ", ".join(_told(time))))
+        tiles.append(("Training time", _duration(time.seconds), ", ".join(_told(time))))
     elif runtime is not None:
         rate = f"{short(speed)} samples per second" if speed is not None else ""
-        tiles.append(("Training time of the last session", seconds_text(runtime), rate))
+        tiles.append(("Training time of the last session", _duration(runtime), rate))
     cells = "".join(
         f'<div class="card tile"><div class="label">{in_html(label)}</div><div class="value">{_cell(value)}</div>'
         f'<div class="more">{in_html(more)}</div></div>'
         for label, value, more in tiles
     )
     return f'<div class="tiles">{cells}</div>\n' if cells else ""
+
+
+def _duration(seconds: float) -> str:
+    return clock_text(seconds) if seconds >= 60 else f"{short(seconds, 3)} s"
 
 
 def _told(time: TrainingTime) -> Iterator[str]:
