@@ -96,7 +96,6 @@ class Mesh:
         return math.prod(self.along(axis) for axis in _axes_of(view))
 
     def index(self, axis: Axis, rank: int) -> int:
-        """The position of `rank` along `axis`."""
         inner = AXES[AXES.index(axis) + 1 :]
         return rank // math.prod(map(self.along, inner)) % self.along(axis)
 

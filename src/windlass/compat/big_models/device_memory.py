@@ -212,7 +212,6 @@ def get_balanced_memory(
 
 
 def class_names(names: Sequence[str] | str | None) -> list[str]:
-    """Class names as a list."""
     return [names] if isinstance(names, str) else list(names or [])
 
 
