@@ -81,7 +81,6 @@ class DatasetPart:
                 return
 
     def batch(self, number: int, encoder: RowEncoder) -> EncodedBatch | Failure:
-        """Encode one batch."""
         size = self._sizes[number]
         at = (number - self._first) // self._step * BATCH
         try:
