@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ModelError, Problem, refuse, unknown
 from windlass.core.logs import warn_of_argument
+from windlass.core.types import IGNORED
 from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.finetuning.answers import EvaluationAnswers, check_answers, open_answers
 from windlass.finetuning.sft_checks import check_settings, router_coefficient
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.sft_data import SFTData, holds_images
 from windlass.finetuning.tuned_model import TunedModel, begin_tuning, open_tuned_model
-from windlass.text.encoder import IGNORED
 from windlass.text.image_files import ImageFiles
 from windlass.text.image_processing import ImageProcessing
 from windlass.text.image_rows import ImageCollator
