@@ -14,6 +14,8 @@ from tests.zero.needed import needs_deepspeed
 
 pytest.importorskip("trl", reason="trl is not installed")
 SCRIPT = Path(__file__).parent / "trl_trainers.py"
+TRAINERS = ("sft", "dpo", "reward", "kto", "grpo", "rloo")
+ASKED = ("dpo_sync", "dpo_metrics", "reward_metrics", "grpo_stream")
 
 
 def results(*command: str) -> dict[str, Any]:
@@ -37,18 +39,24 @@ def check(found: dict[str, Any], names: tuple[str, ...], processes: int) -> None
         assert all(map(math.isfinite, row["losses"]))
 
 
-def test_every_trainer_trains_and_saves() -> None:
-    names = ("sft", "dpo", "reward", "kto", "grpo", "rloo")
-    found = results("run", str(SCRIPT), *names)
-    check(found, names, processes=1)
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """Of one process: to import trl takes longer than to train so little."""
+    return results("run", str(SCRIPT), *ASKED, *TRAINERS)
+
+
+def only(found: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: row for name, row in found.items() if name in names}
+
+
+def test_every_trainer_trains_and_saves(found: dict[str, Any]) -> None:
+    check(only(found, TRAINERS), TRAINERS, processes=1)
     assert found["reward"]["losses"][1] < found["reward"]["losses"][0]
 
 
-def test_what_their_trainers_ask_of_an_engine_beside_training() -> None:
+def test_what_their_trainers_ask_of_an_engine_beside_training(found: dict[str, Any]) -> None:
     """State that a callback reads, a stream without a sampler, labels that `prediction_step` alone returns."""
-    names = ("dpo_sync", "dpo_metrics", "reward_metrics", "grpo_stream")
-    found = results("run", str(SCRIPT), *names)
-    check(found, names, processes=1)
+    check(only(found, ASKED), ASKED, processes=1)
     assert found["dpo_sync"]["reference_moved"]
     assert not found["dpo_metrics"]["reference_moved"]
     assert found["dpo_metrics"]["evaluated"] == [48.0, 48.0], "the two texts of each of 24 pairs"

@@ -58,16 +58,17 @@ def warm_up() -> None:
     import transformers
 
     import windlass
-    from windlass.callbacks import run_record
 
     # Names that their packages load when they are first asked for.
     _ = windlass.Accelerator, windlass.Trainer, accelerate.Accelerator
     _ = transformers.GPT2LMHeadModel, transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerFast
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer imports the compiler
+    # The types of their fields are read when the first is made, which takes as long as a small training.
+    _ = windlass.TrainingArguments(), windlass.Seq2SeqTrainingArguments(), windlass.SFTConfig()
+    _ = windlass.DPOConfig(), windlass.KTOConfig(), windlass.RewardConfig()
     for module in pkgutil.walk_packages(windlass.__path__, "windlass."):
         if module.name != "windlass.__main__":
             importlib.import_module(module.name)
-    run_record.package_versions()  # remembers them
     # Each takes longer than a small training.
     for optional in ("datasets", "matplotlib.figure", "peft", "pytest"):
         with contextlib.suppress(ImportError):

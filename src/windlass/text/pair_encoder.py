@@ -60,7 +60,6 @@ class PairRows(Sequence[Any]):
         return found
 
     def select(self, places: Any) -> PairRows:
-        """Return the rows at these places."""
         return PairRows(self.rows, self.answers, self.numbers, self.kept[np.asarray(places, dtype=np.int64)])
 
     def with_numbers(self, name: str, values: Values) -> PairRows:

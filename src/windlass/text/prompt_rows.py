@@ -19,8 +19,6 @@ _NO_PROMPT = (
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One prompt."""
-
     number: int  # of the row in its set, from 0
     prompt: str  # the text that the model reads
     ids: list[int]  # its tokens

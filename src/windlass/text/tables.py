@@ -13,7 +13,6 @@ from windlass.text.token_rows import TokenRows
 
 
 def is_table(dataset: Any) -> bool:
-    """Return True for a `datasets.Dataset`."""
     return is_imported("datasets") and isinstance(dataset, require("datasets", "read a dataset").Dataset)
 
 

@@ -81,7 +81,6 @@ class DatasetPart:
                 return
 
     def batch(self, number: int, encoder: RowEncoder) -> EncodedBatch | Failure:
-        """Encode one batch."""
         size = self._sizes[number]
         at = (number - self._first) // self._step * BATCH
         try:
@@ -213,7 +212,7 @@ class _Pool:
     def _received(self, connection: Any) -> EncodedBatch | Failure | None:
         try:
             found: EncodedBatch | Failure | None = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # at the end of a message, or in the middle of one
             code = self._processes[self._from.index(connection)].wait()
             return Failure(-1, f"a worker process of the preparation ended with exit code {code}")
         return found

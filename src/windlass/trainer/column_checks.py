@@ -78,8 +78,10 @@ def _wrong_tokens(dataset: Any, model: nn.Module, limits: ModelLimits, name: str
     """
     tokens, longest = limits.tokens, limits.positions if limits.positions_learned else None
     column = str(getattr(model, "main_input_name", None))
-    listed = column in getattr(dataset, "column_names", ())
-    if tokens is None or not listed or not str(dataset.features[column]).startswith("List(Value('int"):
+    if tokens is None or column not in getattr(dataset, "column_names", ()):
+        return None
+    kind = dataset.features.arrow_schema.field(column).type
+    if not (str(kind).startswith("list<") and str(kind.value_type).startswith(("int", "uint"))):
         return None
     begun, looked_at = 0, dataset.select_columns([column]).take(min(_ROWS, len(dataset)))
     for table in looked_at.with_format("arrow").iter(10_000):

@@ -30,7 +30,7 @@ def xla_problems(settings: Settings, world: World, sharded: bool) -> Iterator[Pr
     asked = list(_asked(settings))
     cpu = settings.value(rows.CPU)
     yield from absent_xla(settings)
-    for found in asked if xla.is_selected() else ():
+    for found in asked if asked and xla.is_selected() else ():
         if cpu:
             fix = f"contradicts {settings[rows.CPU.name].origin}; on the CPU set PJRT_DEVICE=CPU instead"
             yield found.problem(fix)
@@ -43,8 +43,9 @@ def xla_problems(settings: Settings, world: World, sharded: bool) -> Iterator[Pr
 
 def absent_xla(settings: Settings) -> Iterator[Problem]:
     """The settings that ask for PyTorch/XLA by name, if it is not installed."""
-    for found in () if xla.is_selected() else _asked(settings):
-        yield found.problem(xla.NEEDED)
+    for found in _asked(settings):
+        if not xla.is_selected():  # looks for the package among all that are installed
+            yield found.problem(xla.NEEDED)
 
 
 def _asked(settings: Settings) -> Iterator[Setting]:
