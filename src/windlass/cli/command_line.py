@@ -9,9 +9,8 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from windlass.core.errors import ConfigError, Problem, did_you_mean
 from windlass.core.output import say, say_json
@@ -32,22 +31,6 @@ def program() -> list[str]:
     on_path = shutil.which("windlass")
     is_other = on_path is None or not typed.exists() or not os.path.samefile(on_path, typed)
     return [str(typed)] if typed.stem == "windlass" and is_other else ["windlass"]
-
-
-@dataclass(slots=True)
-class TrainOptions:
-    """The options of `windlass train`."""
-
-    recipe: str | None = None
-    overrides: list[str] = field(default_factory=list)
-    output_dir: str | None = None
-    resume: Literal[True] | str | None = None
-    print_config: bool = False
-    all_keys: bool = False
-    dry_run: bool = False
-    tiny: bool = False
-    json: bool = False
-    search: str | None = None
 
 
 class _Paragraphs(argparse.HelpFormatter):

@@ -26,7 +26,6 @@ from windlass.config.parallel.sources import from_arguments
 from windlass.config.parallel.table import FLAGS, SPELLINGS, spellings
 from windlass.config.sections.setting import default_of, rules_in
 from windlass.core.errors import ConfigError, Problem, did_you_mean
-from windlass.core.mesh import AXES
 from windlass.core.output import STDOUT, is_terminal
 from windlass.core.world import World
 from windlass.precision.dtypes import dtypes_of
@@ -319,7 +318,7 @@ def _layout(settings: Settings) -> Iterator[str]:
         yield from (f"problem: {problem}" for problem in problems)
         return
     mesh = dtype_plans(settings, world)[1].mesh(world.size)
-    sizes = " x ".join(f"{axis} {mesh.along(axis)}" for axis in AXES if mesh.along(axis) > 1)
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.used().items())
     yield f"layout: {mesh.size()} processes = {sizes}"
     for rank in range(min(mesh.size(), _PLACES)):
         yield f"  rank {rank}: {mesh.place(rank)}"

@@ -147,7 +147,7 @@ def prove(subject: Subject, layout: AxisLayout, quiet: bool = False) -> Proof:
     from windlass.cli.proving.proving_processes import ProvingProcesses
 
     claim = Claim.of(subject.config, layout, subject.facts)
-    report = _silent if quiet else say
+    report: Callable[[str], object] = (lambda line: None) if quiet else say
     report(subject.describe(claim))
     with tempfile.TemporaryDirectory(prefix="windlass-prove-") as folder:
         processes = ProvingProcesses(Path(folder), subject.module)
@@ -188,10 +188,6 @@ class _ProvingTrials:
 
     def _start(self, layout: AxisLayout, joined: bool) -> StartedTraining:
         return self._processes.start(self._subject.trial(self._claim, layout, joined))
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 def _row(verdict: ProofVerdict) -> str:

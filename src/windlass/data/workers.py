@@ -200,7 +200,16 @@ def _advice(code: int) -> str:
 
 _crews: WeakSet[_Crew] = WeakSet()
 _lasting: WeakKeyDictionary[DataLoader[Any], _Crew] = WeakKeyDictionary()
-_reading: list[_Crew] = []  # this process waits for a batch of theirs
+
+
+class _Waits(threading.local):
+    """The crews for a batch of which the present thread waits, the innermost last."""
+
+    def __init__(self) -> None:
+        self.crews: list[_Crew] = []
+
+
+_waits = _Waits()
 
 
 class _Reading:
@@ -256,12 +265,12 @@ class _Reading:
     def _waited_for(self, work: Callable[[], Any]) -> Any:
         """Call `work`; `_DiedError` may be raised anywhere in it, and never after it."""
         try:
-            _reading.append(self._crew)
+            _waits.crews.append(self._crew)
             if self._crew.is_broken():
                 raise _DiedError
             return work()
         finally:
-            _reading.pop()
+            _waits.crews.pop()
 
     def _failed(self, error: WorkerError) -> WorkerError:
         """What to raise. The next pass over the loader starts new workers."""
@@ -315,12 +324,12 @@ def _started_by_us(loader: DataLoader[Any], crew: _Crew, reader: Reader) -> Iter
 
 
 class _DiedError(Exception):
-    """Raised while this process waits for a batch that will not come."""
+    """Raised while the main thread waits for a batch that will not come."""
 
 
 class _Listener:
     """Handles SIGCHLD. Torch's handler raises at any point of the program, such as in the middle of a save; this one
-    only while the process waits for a batch. Otherwise the error is raised when the next batch is requested.
+    only while the main thread waits for a batch. Otherwise the error is raised when the next batch is requested.
     """
 
     def __init__(self, before: Any) -> None:
@@ -340,7 +349,8 @@ class _Listener:
                 # Torch's, of a worker that died after we looked: look again, and it is no longer found.
                 if not any(crew.is_named_in(error) for crew in list(_crews)):
                     raise
-        if _reading and _reading[-1].is_broken():
+        waits = _waits.crews  # of the main thread, where handlers run
+        if waits and waits[-1].is_broken():
             raise _DiedError
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:

@@ -218,7 +218,7 @@ class _Pool:
     def _received(self, connection: Any) -> EncodedBatch | Failure | None:
         try:
             found: EncodedBatch | Failure | None = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # at the end of a message, or in the middle of one
             code = self._processes[self._from.index(connection)].wait()
             return Failure(-1, f"a worker process of the preparation ended with exit code {code}")
         return found
