@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from windlass import __version__
-from windlass.cli.command_line import CommandParser, add_script, answer, check_script, table
+from windlass.cli.command_line import CommandParser, add_script, answer, check_script
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, Problem, WindlassError
 from windlass.core.optional import version_of
+from windlass.core.output import table
 from windlass.core.outside import load_outside
 
 ROUNDING = 1e-5
