@@ -253,7 +253,6 @@ def _run(
 def _rows(
     own: ScriptRecord, ours: ScriptRecord, found: dict[str, FirstDifference]
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the lines of the table."""
     pairs = list(zip(own.updates, ours.updates, strict=False))
     counts = [
         sum(len(rows) for update in record.updates for rows in update["rows"]) for record in (own, ours)

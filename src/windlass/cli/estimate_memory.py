@@ -158,7 +158,6 @@ class Sizes(NamedTuple):
     training: float | None
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of a table."""
         trained = "-" if self.training is None else in_words(self.training)
         return self.dtype, in_words(self.largest_layer), in_words(self.model), trained
 

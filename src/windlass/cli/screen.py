@@ -94,7 +94,6 @@ def duration(seconds: float) -> str:
 
 
 def render_screen(outcome: RunOutcome) -> str:
-    """Return the final screen."""
     rule = "-" * 72
     texts = [
         folded(f"{name:<{MARGIN}}{text}", MARGIN)
