@@ -64,6 +64,7 @@ class MetricsLogCallback(RowCallback):
 
     @property
     def path(self) -> Path:
+        """The file."""
         return self._file.path
 
     def on_train_begin(self, args: Args, state: TrainerState, control: Control, **kwargs: Any) -> None:
