@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-# The label of a token, or a row, that is no target.
+# The label of tokens and rows that losses leave out.
 IGNORED = -100
 # A state is what `checkpoint.codec` can write: tensors, numpy arrays, numbers, strings, None, lists, string-keyed
 # maps.

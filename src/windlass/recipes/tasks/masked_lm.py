@@ -32,7 +32,7 @@ class MaskedLM(TextTask):
     def encode(self, records: list[Record], data: DataSpec, tokenizer: Any, labels: Sequence[str]) -> Any:
         from windlass.recipes.samples import MaskedBlocks, pack
 
-        return MaskedBlocks(pack(texts(records, data.text_column), tokenizer, data.block_size))
+        return pack(texts(records, data.text_column), tokenizer, data.block_size, MaskedBlocks)
 
     def collator(self, parts: RecipeParts, model: Any) -> Any:
         from windlass.data.collate_mlm import DataCollatorForLanguageModeling
