@@ -165,7 +165,6 @@ class ProvingProcesses:
                 forkserver.ensure_running()
 
     def start(self, trial: SmallTraining) -> StartedTraining:
-        """Start the processes of a trial."""
         self._count += 1
         self._started.append(StartedTraining(self._context, trial, self._folder / str(self._count)))
         return self._started[-1]
@@ -243,7 +242,6 @@ class ProofVerdict:
         return self.status == "equal"
 
     def facts(self) -> dict[str, Any]:
-        """As plain data."""
         return asdict(self)
 
 
