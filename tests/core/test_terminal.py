@@ -199,7 +199,7 @@ def test_a_foot_that_is_stopped_while_it_closes_gives_the_streams_back(
 
 
 def test_a_line_that_would_have_to_wait_is_left_out() -> None:
-    """As that of a process that has to end by a deadline, where nobody reads what it writes."""
+    """As that of a process that has to end by a deadline, where no process reads what it writes."""
 
     def work() -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
