@@ -51,9 +51,11 @@ test-xla:
 
 # What other versions change: attention, layouts and their files, models of transformers, adapters.
 OLDEST := .venv-oldest
-OLDEST_TESTS := tests/engine tests/core/test_optional.py tests/trainer/test_resume.py tests/finetuning/test_sft_trainer.py \
-	tests/finetuning/test_peft_adapters.py $(patsubst %,tests/transforms/test_%.py,context ddp document_attention \
-	document_images expert_plan fsdp recompute tensor_plan whole_balance)
+OLDEST_TESTS := tests/engine tests/core/test_optional.py tests/compat/test_torch_file.py \
+	$(patsubst %,tests/finetuning/test_%.py,peft_adapters sft_trainer) \
+	$(patsubst %,tests/trainer/test_%.py,column_checks continuing resume) \
+	$(patsubst %,tests/transforms/test_%.py,compile context ddp document_attention document_images expert_layers \
+	expert_plan fsdp recompute tensor_plan tensor_sequence whole_balance)
 test-oldest:
 	$(MAKE) VENV=$(OLDEST) PINS=constraints-oldest.txt $(OLDEST)/.installed-oldest
 	$(FOR_TESTS) $(OLDEST)/bin/python -m pytest -n $(JOBS) --dist worksteal $(OLDEST_TESTS) $(ARGS)

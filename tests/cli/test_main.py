@@ -13,26 +13,27 @@ import pytest
 
 from windlass import __version__
 from windlass.cli import environment_command
-from windlass.cli.main import TrainOptions, _train_options, main, parsers
+from windlass.cli.main import main
 from windlass.cli.resume_words import resume_command
+from windlass.cli.train_command import read_options
 from windlass.core.world import LAUNCH_VARIABLE
 
 
-def options(*words: str) -> TrainOptions:
-    parser, train = parsers()
-    known, rest = parser.parse_known_args(["train", *words])
-    return _train_options(known, rest, ["train", *words], train)
-
-
 def test_words_may_stand_anywhere() -> None:
-    wanted = TrainOptions("a.yaml", ["b=1", "c.d=2"], "out", True, dry_run=True)
-    assert options("a.yaml", "b=1", "--dry-run", "c.d=2", "--output-dir", "out", "--resume") == wanted
-    assert options("--resume", "a.yaml", "b=1", "--output-dir", "out", "--dry-run", "c.d=2") == wanted
+    for words in (
+        ["a.yaml", "b=1", "--dry-run", "c.d=2", "--output-dir", "out", "--resume"],
+        ["--resume", "a.yaml", "b=1", "--output-dir", "out", "--dry-run", "c.d=2"],
+    ):
+        found = read_options(words)
+        assert (found.recipe, found.overrides, found.output_dir) == ("a.yaml", ["b=1", "c.d=2"], "out")
+        assert found.resume is found.dry_run is True
+        left_out = ("print_config", "all", "tiny", "json", "search")
+        assert not any(getattr(found, name) for name in left_out)
 
 
 def test_resume_may_name_a_checkpoint() -> None:
-    assert options("a.yaml", "--resume", "runs/a/checkpoint-3").resume == "runs/a/checkpoint-3"
-    assert options("--resume", "b=1").resume is True
+    assert read_options(["a.yaml", "--resume", "runs/a/checkpoint-3"]).resume == "runs/a/checkpoint-3"
+    assert read_options(["--resume", "b=1"]).resume is True
 
 
 @pytest.mark.parametrize("words", [["a.yaml", "b.yaml"], ["--dryrun"], ["--nonsense"]])
@@ -146,7 +147,7 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
         "    try: main(words)\n"
         "    except SystemExit as end: return end.code\n"
         "assert ends('--help') == 0 and not heavy() | ({'numpy', 'yaml'} & set(sys.modules))\n"
-        "for name in ['train', *COMMANDS]:\n"
+        "for name in COMMANDS:\n"
         "    assert ends(name, '--help') == 0 and not heavy(), name\n"
         "for words in ['trian'], ['launch'], ['train', '--lr', '1'], ['checkpoint', 'lss']:\n"
         "    assert ends(*words) == 2 and not heavy(), words\n"

@@ -186,7 +186,7 @@ def test_what_the_other_process_answers_is_checked(
 def test_storages_of_another_size_are_refused(tmp_path: Path) -> None:
     content = members({"a": torch.zeros(10)})
     content[named(content, "data/0")] = bytes(36)
-    refused(packed(tmp_path / "x.pt", content), "should have 40 bytes and has 36")
+    refused(packed(tmp_path / "x.pt", content), r"a tensor of shape \[10\] does not lie inside its storage")
 
 
 def test_a_missing_storage_is_refused(tmp_path: Path) -> None:

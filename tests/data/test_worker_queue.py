@@ -1,16 +1,23 @@
-"""Batches that a data worker cannot send."""
+"""Batches that a data worker cannot send, or not to their end."""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing.connection
+import os
+import signal
+import struct
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.dist.launch import ROOT, end_of
-from torch.utils.data import DataLoader, IterableDataset
+from tests.trainer.resume_cases import in_a_child
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from windlass.core.errors import WorkerError
 from windlass.data.workers import Reader, advice, read_batches
@@ -92,3 +99,109 @@ def test_a_really_small_shared_memory() -> None:
     assert code == 0, said
     for kind in ("train", "evaluate", "loop", "collated"):
         assert f"{kind}: WorkerError with its fix" in said, said
+
+
+def kill_this() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class CutOff(Dataset[int]):
+    """The process of a worker ends while it writes a batch that is larger than what a pipe holds."""
+
+    def __init__(self, end: Callable[[], Any] = kill_this) -> None:
+        self._end = end
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 4:
+            frame = sys._getframe()
+            while "data_queue" not in frame.f_locals:
+                frame = frame.f_back or pytest.fail("torch's worker has no queue of that name")
+            queue = frame.f_locals["data_queue"]
+            with queue._wlock:
+                os.write(queue._writer.fileno(), struct.pack("!i", 1 << 20) + b"the begin of it")
+                while multiprocessing.connection.wait([queue._reader], 0):
+                    os.sched_yield()  # until it has been read
+                self._end()
+        return index
+
+
+def ends_named(words: str, end: Callable[[], Any] = kill_this, **options: Any) -> None:
+    loader: DataLoader[Any] = DataLoader(CutOff(end), 2, num_workers=2, collate_fn=list, timeout=1, **options)
+    batches = read_batches(loader, Reader("training"))
+    with pytest.raises(WorkerError, match=words + " while it read data for training"):
+        list(batches)
+    del batches  # torch waits here for the thread that pins, which has read the begin of that message
+    gc.collect()
+
+
+def end_in_a_minute() -> None:
+    """Where it would wait for ever: the exception of pytest's limit would be lost where objects are freed."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(60)
+
+
+def in_a_thread() -> None:
+    thread = threading.Thread(target=ends_named, args=("was killed by SIGKILL",))
+    caught: list[Any] = []
+    threading.excepthook = caught.append
+    thread.start()
+    thread.join()
+    assert not caught, caught
+
+
+def without_a_signal() -> None:
+    ends_named("exited with code 0", lambda: os._exit(0))
+
+
+def with_a_thread_that_pins() -> None:
+    """Of a device that is not there: lists of numbers need none."""
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+    torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.set_device_index = lambda device: None
+    torch.utils.data._utils.pin_memory.MP_STATUS_CHECK_INTERVAL = 0.5  # type: ignore[attr-defined]
+    ends_named("was killed by SIGKILL", pin_memory=True)
+
+
+@pytest.mark.parametrize("reading", [in_a_thread, without_a_signal, with_a_thread_that_pins])
+def test_a_message_without_an_end_stops_no_reader(reading: Callable[[], None]) -> None:
+    def work() -> None:
+        end_in_a_minute()
+        reading()
+
+    assert in_a_child(work) == 0
+
+
+class Orphaned(CutOff):
+    """The other worker kills their parent once the lock of the queue is held by a dead one, and then sends a batch."""
+
+    def __init__(self) -> None:
+        self._held, write = os.pipe()
+        super().__init__(lambda: (os.write(write, b"held"), kill_this()))
+
+    def __getitem__(self, index: int) -> int:
+        if index == 6:
+            os.read(self._held, 4)
+            os.kill(os.getppid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_waits_for_the_lock_of_a_dead_one_ends_with_its_parent() -> None:
+    """Where a thread has started it: there the system does not end it."""
+    left, lives = os.pipe()
+
+    def work() -> None:
+        end_in_a_minute()
+        torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2  # type: ignore[attr-defined]
+        loader: DataLoader[Any] = DataLoader(Orphaned(), 2, num_workers=2, collate_fn=list)
+        reading = threading.Thread(target=lambda: list(read_batches(loader, Reader("training"))))
+        reading.start()
+        reading.join()
+
+    assert in_a_child(work) == -signal.SIGKILL
+    os.close(lives)
+    assert multiprocessing.connection.wait([left], 60)
+    assert os.read(left, 1) == b""

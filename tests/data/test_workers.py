@@ -178,6 +178,31 @@ def test_a_time_of_the_environment_that_is_none_is_refused(text: str) -> None:
         start_timeout({START_TIMEOUT_VARIABLE: text})
 
 
+def test_two_threads_may_start_workers_at_the_same_time() -> None:
+    """One of them just when the other one forks."""
+
+    def work() -> None:
+        said, others = Replacements(), list[threading.Thread]()
+        logging.getLogger("windlass").addHandler(said)
+
+        def read() -> None:
+            loader = DataLoader(list(range(4)), batch_size=2, num_workers=1)
+            assert len(list(read_batches(loader, Reader("training", start_timeout=5 * PATIENCE)))) == 2
+
+        def other_first() -> None:
+            if not others:
+                others.append(threading.Thread(target=read))
+                others[0].start()
+                others[0].join()
+
+        os.register_at_fork(before=other_first)
+        read()
+        assert others
+        assert not said.messages
+
+    assert in_a_child(work) == 0
+
+
 class Killed(Augmented):
     """In a worker, the sample `at` is the death of the process, as long as there is a file."""
 
@@ -240,6 +265,31 @@ def test_a_worker_killed_while_it_looks_at_its_event_stops_no_other_process() ->
             list(batches)
 
     assert in_a_child(work) == 0
+
+
+def test_a_death_is_an_error_only_in_the_thread_that_reads() -> None:
+    """And not in the main one, which has read a loader before and does something else now."""
+    list(read_batches(DataLoader(list(range(4)), batch_size=2, num_workers=1), Reader("training")))
+    before, begun, died = set(multiprocessing.active_children()), threading.Event(), list[WorkerError]()
+
+    def read() -> None:
+        batches = read_batches(
+            DataLoader(Blocking(), batch_size=1, num_workers=1, timeout=1), Reader("evaluation")
+        )
+        next(batches)
+        begun.set()
+        with pytest.raises(WorkerError) as caught:
+            next(batches)
+        died.append(caught.value)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    begun.wait()
+    (worker,) = set(multiprocessing.active_children()) - before
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    while thread.is_alive():
+        sum(range(1000))  # handlers of signals run here
+    assert "was killed by SIGKILL" in str(died[0])
 
 
 @pytest.mark.parametrize("persistent", [True, False])

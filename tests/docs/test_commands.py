@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from windlass.cli.command_line import CommandParser
-from windlass.cli.main import COMMANDS, parsers
+from windlass.cli.main import COMMANDS
 from windlass.config.parallel.table import FLAGS
 from windlass.recipes.built_in_recipes import is_recipe
 
@@ -39,10 +39,9 @@ def commands(text: str) -> Iterator[list[str]]:
 @functools.cache
 def flags_of(command: str) -> frozenset[str]:
     """Return the flags of a command and of the commands below it."""
-    parser = parsers()[1] if command == "train" else _parser_of(command)
     # The help of a launch lists one spelling of each setting.
     spellings = [f"--{flag}" for flag in FLAGS] if command in ("launch", "explain") else []
-    return frozenset([*_flags_below(parser), *spellings])
+    return frozenset([*_flags_below(_parser_of(command)), *spellings])
 
 
 def _parser_of(command: str) -> CommandParser:
@@ -64,7 +63,7 @@ def faults(words: list[str]) -> list[str]:
     command, *rest = words or [""]
     if command.startswith("-") or command in ("", "version"):
         return []
-    if command != "train" and command not in COMMANDS:
+    if command not in COMMANDS:
         return [f"no command {command!r}"]
     found = []
     for word in rest:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -135,15 +137,27 @@ def test_a_user_whose_pipes_may_not_grow_prepares_text(monkeypatch: pytest.Monke
     assert list(prepare_text(ROWS, byte_tokenizer(CHATML), TWO).dataset) == expected
 
 
-def test_a_worker_that_dies_ends_the_preparation(monkeypatch: pytest.MonkeyPatch, children: set[Any]) -> None:
+def break_off() -> None:
+    """As the system does if memory runs out: in the middle of a message."""
+    frame = sys._getframe()
+    while "outgoing" not in frame.f_locals:
+        frame = frame.f_back or pytest.fail("the worker has no connection of that name")
+    os.write(frame.f_locals["outgoing"].fileno(), struct.pack("!i", 1 << 20) + b"the begin of it")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("end", "code"), [((os._exit, (7,)), 7), ((break_off, ()), -9)])
+def test_a_worker_that_dies_ends_the_preparation(
+    monkeypatch: pytest.MonkeyPatch, children: set[Any], end: tuple[object, ...], code: int
+) -> None:
     class Fatal(worker_pool.DatasetPart):
         def __reduce__(self) -> tuple[object, ...]:
-            return os._exit, (7,)
+            return end
 
         def batch(self, *args: Any) -> Any:
             wait_for_the_worker(children)  # else all may be done here before
             return super().batch(*args)
 
     monkeypatch.setattr(worker_pool, "DatasetPart", Fatal)
-    with pytest.raises(RuntimeError, match="ended with exit code 7"):
+    with pytest.raises(RuntimeError, match=f"ended with exit code {code}"):
         prepare_text(ROWS, byte_tokenizer(CHATML), TWO)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from tests.trainer.context_cases import collate, samples
 from tests.trainer.context_cases import model as model_of
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from windlass import Accelerator, ParallelismConfig
 from windlass.config.plan import DistPlan
 from windlass.core.errors import ConfigError
+from windlass.core.optional import is_older
 from windlass.dist.gang import current
 from windlass.transforms.strategies import spread
 from windlass.transforms.tensor_layers import undivided
@@ -83,6 +85,8 @@ def in_loop(accelerator: Accelerator, model: nn.Module) -> tuple[nn.Module, Tens
 
 def generate_in_training(accelerator: Accelerator) -> None:
     """Ranks generate different numbers of tokens with a model that balances its experts, in training mode."""
+    if is_older(transformers, "5.23"):  # its own model fails there, on one process too
+        return
     ids, plain, net = collate(samples(2))["input_ids"][:, :4], model_of("balanced"), model_of("balanced")
     accelerator.prepare(net)
     options = {"max_new_tokens": 2 + 3 * accelerator.process_index, "do_sample": False}

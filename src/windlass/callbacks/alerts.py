@@ -12,8 +12,8 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from windlass.callbacks.rows import Row
-from windlass.core.errors import ConfigError, Problem
+from windlass.callbacks.rows import Row, is_number
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.logs import get_logger
 
 # The address that alerts are sent to. It often is a secret, so no argument has it, and no file of a run.
@@ -38,20 +38,14 @@ def read_rules(value: Any) -> dict[str, float]:
     known = ", ".join(f"{name} ({what})" for name, what in RULES.items())
     if not isinstance(value, Mapping):
         raise ConfigError(Problem("alerts", value, f"must be a mapping of rules to limits: {known}"))
-    problems = [
+    refuse(
         Problem(f"alerts.{name}", limit, f"unknown rule; known: {known}")
         if name not in RULES
         else Problem(f"alerts.{name}", limit, f"must be a positive number: {RULES[name]}")
         for name, limit in value.items()
-        if name not in RULES or not _is_limit(limit)
-    ]
-    if problems:
-        raise ConfigError(problems)
+        if name not in RULES or not (is_number(limit) and 0 < limit < math.inf)
+    )
     return {name: float(limit) for name, limit in value.items()}
-
-
-def _is_limit(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 class Alerts:

@@ -17,10 +17,7 @@ from windlass.callbacks.metrics_log import FILE_NAME, UNFINISHED, whole_rows
 from windlass.callbacks.rows import Row, described_event
 from windlass.callbacks.run_record import RECORD, Record, ended_at, memory_of, read_failures, read_record
 from windlass.checkpoint.files import Files
-from windlass.checkpoint.manifest import (
-    check_content,
-    read_manifest,
-)
+from windlass.checkpoint.manifest import check_content, read_manifest
 from windlass.checkpoint.run_lock import holder_of
 from windlass.checkpoint.survey import Found, step_in, survey
 from windlass.core.errors import CheckpointError, DataError

@@ -165,6 +165,11 @@ def numbers_alone(tracker: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers, for a tracker that stores nothing else; warn of the other values, once each."""
     kept, dropped = split_numbers(values)
     for name, value in dropped.items():
-        kind = type(value).__name__
-        warn_once(logger, f"{tracker} stores numbers only: {name!r}, of type {kind}, is not sent to it")
+        warn_of_value(tracker, name, value)
     return kept
+
+
+def warn_of_value(tracker: str, name: str, value: Any) -> None:
+    """Warn, once, that a tracker cannot store a value of this type."""
+    kind = type(value).__name__
+    warn_once(logger, f"{tracker} cannot store {name!r}, of type {kind}: it is not sent to it")

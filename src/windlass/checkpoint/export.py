@@ -55,8 +55,6 @@ _Converted = tuple[StoredTensors, dict[str, Shaped], Callable[[str], Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What to export."""
-
     # Of the model, or of the optimizer's state (`PARAMETER/KEY`)
     tensors: Literal["model", "optimizer"] = "model"
     # Floating-point tensors are converted to it; counters of the optimizer stay as they are

@@ -68,7 +68,6 @@ class Checkpoint:
         return self._load(name, f"part {name!r}")
 
     def per_rank(self, name: str, rank: int) -> State:
-        """Rank `rank`'s part `name`."""
         if not 0 <= rank < self.world_size:
             raise CheckpointError(
                 f"{self.folder} was saved by {self.world_size} rank(s); it has nothing of rank {rank}"
@@ -82,7 +81,6 @@ class Checkpoint:
         return part
 
     def has_of_rank(self, name: str, rank: int) -> bool:
-        """Return True if rank `rank` saved a part `name`."""
         return rank < self.world_size and name in self._parts_of(rank)
 
     def _parts_of(self, rank: int) -> State:

@@ -84,7 +84,6 @@ class StoredTensors(TensorSource):
         super().__init__(self._known)
 
     def add(self, source: TensorSource, rename: Callable[[str], str] = str) -> None:
-        """Add all tensors of a file."""
         for name in source.names:
             self._places[rename(name)] = source, name
             self._known[rename(name)] = source.shaped(name)

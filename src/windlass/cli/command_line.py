@@ -8,10 +8,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from windlass.core.errors import ConfigError, Problem, did_you_mean
 from windlass.core.output import say, say_json
@@ -32,22 +31,6 @@ def program() -> list[str]:
     on_path = shutil.which("windlass")
     is_other = on_path is None or not typed.exists() or not os.path.samefile(on_path, typed)
     return [str(typed)] if typed.stem == "windlass" and is_other else ["windlass"]
-
-
-@dataclass(slots=True)
-class TrainOptions:
-    """The options of `windlass train`."""
-
-    recipe: str | None = None
-    overrides: list[str] = field(default_factory=list)
-    output_dir: str | None = None
-    resume: Literal[True] | str | None = None
-    print_config: bool = False
-    all_keys: bool = False
-    dry_run: bool = False
-    tiny: bool = False
-    json: bool = False
-    search: str | None = None
 
 
 class _Paragraphs(argparse.HelpFormatter):
@@ -145,13 +128,6 @@ def answer(options: argparse.Namespace, facts: Any, lines: Iterable[str], code: 
         for line in lines:
             say(line)
     return code
-
-
-def table(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str] = str.ljust) -> Iterator[str]:
-    """Yield the lines of rows whose cells stand in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(map(justify, row, widths)).rstrip()
 
 
 def in_words(size: float) -> str:

@@ -7,8 +7,8 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+from windlass.cli import main
 from windlass.cli.command_line import CommandParser
-from windlass.cli.main import COMMANDS, parsers
 from windlass.core.optional import require
 from windlass.core.output import say
 from windlass.recipes.argument_table import all_arguments
@@ -30,9 +30,9 @@ def completion_command(words: Sequence[str]) -> int:
     """Print the script of one shell; return the exit code."""
     options = build_parser().parse_args(words)
     shtab = require("shtab", "print completions")
-    whole, _ = parsers()
+    whole = main.build_parser()
     (commands,) = _commands(whole)
-    for name, (module, _, _) in COMMANDS.items():
+    for name, (module, _, _) in main.COMMANDS.items():
         commands[name] = importlib.import_module(f"windlass.cli.{module}").build_parser()
     for parser in _all_parsers(whole):
         for action in parser.arguments():

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-
 from windlass.cli.command_line import CommandParser
-
-_COMMANDS = {"show": ("data_show", "show_command"), "prepare": ("data_show", "prepare_command")}
 
 
 def data_command(words: list[str]) -> int:
     """Run one of the commands, and return the exit code."""
     options = build_parser().parse_args(words)
-    module, function = _COMMANDS[options.action]
-    return int(getattr(importlib.import_module(f"windlass.cli.{module}"), function)(options))
+    from windlass.cli.data_show import prepare_command, show_command
+
+    return show_command(options) if options.action == "show" else prepare_command(options)
 
 
 def build_parser() -> CommandParser:

@@ -21,9 +21,8 @@ from windlass.recipes.readers import read_records
 from windlass.recipes.recipe import load_recipe, training_arguments
 from windlass.recipes.schema import DataSpec, Recipe
 from windlass.recipes.tasks import TASKS
-from windlass.recipes.text_source import DataSource, SourceSplit
 from windlass.recipes.tokenizing import load_tokenizer
-from windlass.recipes.tuning_data import tuning_rows
+from windlass.recipes.tuning_data import DataSource, SourceSplit, tuning_rows
 from windlass.text.forms import Form, LocatedRows, RowError, recognise_form, standardised
 from windlass.text.prepare_text import prepare_text
 from windlass.text.summary import TextSummary

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from windlass.config.plan import CadencePlan
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
 from windlass.core.world import world_from_environment
+from windlass.metrics.stage_memory import process_peak_bytes
 from windlass.recipes.recipe import run_folder, training_arguments
 from windlass.recipes.schema import Recipe, RecipeParts
 from windlass.recipes.tasks import TASKS
@@ -204,8 +203,7 @@ def peak_memory() -> tuple[int, str]:
     """Return the peak in bytes, of "accelerator" memory if there is one, else of the "process"."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated(), "accelerator"
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024, "process"  # kilobytes everywhere but on macOS
+    return process_peak_bytes() or 0, "process"
 
 
 def _now() -> float:

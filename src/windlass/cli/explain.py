@@ -26,7 +26,6 @@ from windlass.config.parallel.sources import from_arguments
 from windlass.config.parallel.table import FLAGS, SPELLINGS, spellings
 from windlass.config.sections.setting import default_of, rules_in
 from windlass.core.errors import ConfigError, Problem, did_you_mean
-from windlass.core.mesh import AXES
 from windlass.core.output import STDOUT, is_terminal
 from windlass.core.world import World
 from windlass.precision.dtypes import dtypes_of
@@ -55,7 +54,6 @@ class Explanation:
             self.facts.append((word, said))
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines that are printed."""
         yield f"{self.name} = {as_text(self.value)}"
         for word, said in self.facts:
             yield f"  {word:<9} {said if isinstance(said, str) else ', '.join(said)}"
@@ -254,7 +252,6 @@ def _other_defaults(argument: Argument) -> Iterator[tuple[str, str]]:
 
 
 def explain(key: Key, settings: Settings) -> Explanation:
-    """Explain one setting."""
     given = settings.get(key.name)
     said = Explanation(key.name, settings.value(key))
     if given is None:
@@ -319,7 +316,7 @@ def _layout(settings: Settings) -> Iterator[str]:
         yield from (f"problem: {problem}" for problem in problems)
         return
     mesh = dtype_plans(settings, world)[1].mesh(world.size)
-    sizes = " x ".join(f"{axis} {mesh.along(axis)}" for axis in AXES if mesh.along(axis) > 1)
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.used().items())
     yield f"layout: {mesh.size()} processes = {sizes}"
     for rank in range(min(mesh.size(), _PLACES)):
         yield f"  rank {rank}: {mesh.place(rank)}"

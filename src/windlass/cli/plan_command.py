@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.cli.command_line import CommandParser, answer, check_script
+from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean
 from windlass.core.output import say
 from windlass.dist.variables import environment_of
@@ -134,16 +135,13 @@ def _recipe(path: str, overrides: list[str]) -> Start:
 
 
 def _run_script(path: str, arguments: list[str]) -> None:
-    before, sys.argv = sys.argv, [path, *arguments]
-    sys.path.insert(0, str(Path(path).resolve().parent))
+    places = [str(Path(path).resolve().parent), *sys.path]
     try:
-        runpy.run_path(path, run_name="__main__")
+        with attributes_of(sys, argv=[path, *arguments], path=places):
+            runpy.run_path(path, run_name="__main__")
     except SystemExit as error:
         if error.code:
             raise ModelError(f"{path} ended with {error.code} before it called Trainer.train()") from None
-    finally:
-        sys.argv = before
-        sys.path.pop(0)
 
 
 def _devices(options: Any, device: tuple[str, Board] | None) -> Devices:

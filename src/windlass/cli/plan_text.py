@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from windlass.cli.command_line import in_words
 from windlass.cli.screen import duration
-from windlass.core.mesh import AXES
 from windlass.forecast.forecast import Forecast, words_of
 from windlass.forecast.meter import SAVED
 
@@ -15,7 +14,6 @@ _OWNERS, _MODULES = 10, 5
 
 
 def plan_lines(forecast: Forecast, what: str) -> Iterator[str]:
-    """Yield the lines of a plan."""
     facts = forecast.trace.facts
     yield f"{facts['model']} of {what}: {facts['parameters']:,} parameters"[:_WIDTH]
     yield from _update(forecast)
@@ -45,7 +43,7 @@ def memory_lines(forecast: Forecast) -> Iterator[str]:
 def _update(forecast: Forecast) -> Iterator[str]:
     facts, mesh = forecast.trace.facts, forecast.mesh
     if mesh.size() > 1:
-        axes = " x ".join(f"{axis} {mesh.along(axis)}" for axis in AXES if mesh.along(axis) > 1)
+        axes = " x ".join(f"{axis} {size}" for axis, size in mesh.used().items())
         yield f"{mesh.size():,} ranks: {axes}"
     count = facts["accumulation"]
     yield (

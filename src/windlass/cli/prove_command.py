@@ -147,7 +147,7 @@ def prove(subject: Subject, layout: AxisLayout, quiet: bool = False) -> Proof:
     from windlass.cli.proving.proving_processes import ProvingProcesses
 
     claim = Claim.of(subject.config, layout, subject.facts)
-    report = _silent if quiet else say
+    report: Callable[[str], object] = (lambda line: None) if quiet else say
     report(subject.describe(claim))
     with tempfile.TemporaryDirectory(prefix="windlass-prove-") as folder:
         processes = ProvingProcesses(Path(folder), subject.module)
@@ -174,7 +174,6 @@ class _ProvingTrials:
         self._alone: dict[bool, EndedTraining] = {}
 
     def judged(self, layout: AxisLayout) -> ProofVerdict:
-        """The verdict on a layout."""
         from windlass.cli.proving.proving_processes import judge
 
         joined = "ep" in layout.axes
@@ -188,10 +187,6 @@ class _ProvingTrials:
 
     def _start(self, layout: AxisLayout, joined: bool) -> StartedTraining:
         return self._processes.start(self._subject.trial(self._claim, layout, joined))
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 def _row(verdict: ProofVerdict) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
+from windlass.cli.command_line import EXIT_INTERRUPTED
 from windlass.config.documents import load
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, Problem, refuse, unknown
@@ -38,7 +39,7 @@ class SearchSpec:
     seed: int = 42  # of random choices
 
 
-def search_command(options: TrainOptions) -> int:
+def search_command(options: argparse.Namespace) -> int:
     """Train the trials that are missing, and return the exit code."""
     for flag in ("resume", "dry_run", "print_config"):
         if given := getattr(options, flag):
@@ -103,7 +104,7 @@ class _Trials:
         interrupted: the user ended one of them.
     """
 
-    def __init__(self, options: TrainOptions, root: Path, last_metrics: Any) -> None:
+    def __init__(self, options: argparse.Namespace, root: Path, last_metrics: Any) -> None:
         self.interrupted = False
         self._options, self._root, self._last_metrics = options, root, last_metrics
 

@@ -9,12 +9,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.callbacks.rows import Row
-from windlass.callbacks.run_view import CheckpointView, RunView, status_in_words, verify
+from windlass.callbacks.rows import Row, is_number
+from windlass.callbacks.run_view import Attempt, CheckpointView, RunView, status_in_words, verify
 from windlass.cli.resume_words import resume_recorded
 
 SCHEMA = "windlass-status/1"
@@ -158,8 +158,7 @@ def _measured(row: Row | None, name: str) -> dict[str, Any] | None:
 def _number(values: Mapping[str, Any] | None, name: str) -> float | None:
     """A number of a row; None if there is none, or JSON cannot represent it."""
     value = None if values is None else values.get(name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
+    return value if is_number(value) and math.isfinite(value) else None
 
 
 def _plain(value: Any) -> Any:
@@ -220,15 +219,6 @@ def _goodput(view: RunView) -> dict[str, Any] | None:
     }
 
 
-def _attempt(attempt: Any) -> dict[str, Any]:
-    return {
-        "number": attempt.number,
-        "began": attempt.began,
-        "ended": attempt.ended,
-        "from_step": attempt.from_step,
-        "step": attempt.step,
-        "repeated": attempt.repeated,
-        "status": attempt.status,
-        "reason": attempt.reason,
-        "changed": {name: list(pair) for name, pair in attempt.changed.items()},
-    }
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    """All of an attempt but what the status has of the whole run."""
+    return {name: value for name, value in asdict(attempt).items() if name not in ("seconds", "memory")}

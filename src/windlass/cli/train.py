@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.callbacks.early_stopping import EarlyStoppingCallback
 from windlass.callbacks.tracker_registry import check_trackers
-from windlass.cli.command_line import EXIT_INTERRUPTED, TrainOptions
+from windlass.cli.command_line import EXIT_INTERRUPTED
 from windlass.cli.print_config import render_config
 from windlass.cli.resume_point import check_folder, find_resume_point, past_the_end
 from windlass.cli.resume_words import resume_command, start_command
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from windlass.recipes.schema import RecipeParts
 
 
-def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
+def train_by_recipe(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run `windlass train`; `arguments` is the command line, for the command that resumes."""
     with Activity("checking the recipe"):
         recipe, draft = open_recipe(
@@ -43,7 +44,7 @@ def train_command(options: TrainOptions, arguments: Sequence[str]) -> int:
             asks_libraries=not options.print_config,
         )
         if options.print_config:
-            say(render_config(recipe, everything=options.all_keys), end="")
+            say(render_config(recipe, everything=options.all), end="")
             return 0
         check_installed("transformers", "train by a recipe", extra="train")
         args = training_arguments(recipe.training, recipe.task)

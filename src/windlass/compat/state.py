@@ -16,7 +16,7 @@ from windlass.accelerator.accumulation import AccumulationState
 from windlass.accelerator.ranks import GRADIENTS, LOOP, PROCESS, LoopState, ProcessState, select_device
 from windlass.config.loop_options import GradientAccumulationPlugin
 from windlass.config.parallel.sources import from_environment
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, refuse
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join
 from windlass.dist.operations import check_operations, operations_are_checked
@@ -91,8 +91,7 @@ class AcceleratorState(PartialState, LoopState):
             problems.append(Problem("mixed_precision", str(mixed_precision), fix))
         if cpu and self.device.type != "cpu":
             problems.append(Problem("cpu", True, fix))
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
 
 
 def is_initialized() -> bool:

@@ -11,9 +11,8 @@ from typing import Any
 @contextlib.contextmanager
 def attributes_of(owner: Any, **values: Any) -> Iterator[None]:
     """Within the body, attributes of `owner`, which has no slots, have these values."""
-    before = {
-        name: inspect.getattr_static(owner, name) for name in values
-    }  # a class method as what makes it one
+    # A class method as what makes it one.
+    before = {name: inspect.getattr_static(owner, name) for name in values}
     _set(owner, values)
     try:
         yield

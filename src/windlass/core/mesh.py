@@ -11,7 +11,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 
 Axis = Literal["pipeline", "replicate", "shard", "expert", "context", "sequence", "tensor"]
 View = Literal[
@@ -77,24 +77,25 @@ class Mesh:
     expert: int = 1
 
     def __post_init__(self) -> None:
-        problems = [
+        refuse(
             Problem(f"Mesh.{name}", size, "must be at least 1")
             for name, size in asdict(self).items()
             if size < 1
-        ]
-        if problems:
-            raise ConfigError(problems)
+        )
 
     def along(self, axis: Axis) -> int:
         """The number of ranks along `axis`."""
         return int(getattr(self, axis))
+
+    def used(self) -> dict[Axis, int]:
+        """The sizes of the axes that have several ranks."""
+        return {axis: size for axis in AXES if (size := self.along(axis)) > 1}
 
     def size(self, view: View = "all") -> int:
         """The number of ranks in each gang of `view`. Raises ConfigError if there is no such view."""
         return math.prod(self.along(axis) for axis in _axes_of(view))
 
     def index(self, axis: Axis, rank: int) -> int:
-        """The position of `rank` along `axis`."""
         inner = AXES[AXES.index(axis) + 1 :]
         return rank // math.prod(map(self.along, inner)) % self.along(axis)
 
@@ -112,7 +113,7 @@ class Mesh:
         """The position of `rank` along each axis, as text; empty if ranks only have different samples."""
         if self.size("model") == self.expert == 1:
             return ""
-        return ", ".join(f"{axis} {self.index(axis, rank)}" for axis in AXES if self.along(axis) > 1)
+        return ", ".join(f"{axis} {self.index(axis, rank)}" for axis in self.used())
 
     def with_replicas(self, replicas: int) -> Mesh:
         """The same ranks, with those of `data` divided into so many copies of the model. Views do not change.

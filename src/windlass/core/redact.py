@@ -7,11 +7,13 @@ name that says so (`hub_token`, `--api-key`, `AWS_SECRET_ACCESS_KEY`), and texts
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+
+from windlass.core.attributes import attributes_of
 
 HIDDEN = "***"
 
@@ -211,15 +213,9 @@ def redact_command(words: Sequence[str]) -> list[str]:
     return shown
 
 
-@contextlib.contextmanager
-def redacted_argv() -> Iterator[None]:
+def redacted_argv() -> AbstractContextManager[None]:
     """Within it `sys.argv` holds no secrets: for packages that note the command line of the process."""
-    before = sys.argv
-    sys.argv = redact_command(before)
-    try:
-        yield
-    finally:
-        sys.argv = before
+    return attributes_of(sys, argv=redact_command(sys.argv))
 
 
 def is_hidden(text: str) -> bool:

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from windlass.config.plan import DataPlan
-from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.errors import DataError, Problem, refuse
 from windlass.core.logs import get_logger
 from windlass.core.trees import batch_size_of
 from windlass.data.agreed_stream import AgreedStream
@@ -238,8 +238,7 @@ class ReaderChoice:
         if dispatch and ranks > 1 and split_by_node:
             fix = "the dataset was split by node, so the main process has only a part of it; pass the whole dataset"
             problems.append(Problem("dispatch_batches", True, fix))
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
 
 
 def _convert_single(convert: Callable[[Any], Any], items: list[Any]) -> Any:

@@ -128,7 +128,6 @@ class DealtLoader(DataLoader[Any], GroupSource):
         raise NotImplementedError
 
     def _move_after(self, row: DealtBatch, epoch: int) -> None:
-        """Move to the position after a batch of `epoch`."""
         place = self._place
         place.epoch, place.consumed = (epoch + 1, 0) if row.last else (epoch, row.end)
         place.bookmark = row.bookmark

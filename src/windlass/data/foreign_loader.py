@@ -74,7 +74,6 @@ class ForeignLoader:
 
     @property
     def dataset(self) -> Any:
-        """The loader's dataset; None if it has none."""
         return getattr(self.loader, "dataset", None)
 
     @property

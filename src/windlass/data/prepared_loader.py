@@ -175,7 +175,6 @@ class PreparedLoader(DealtLoader):
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of the dataset; None for a stream."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
     def _training_pass(self, epoch: int, start: int, accumulation: int) -> Iterator[DealtBatch]:

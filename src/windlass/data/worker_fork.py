@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import multiprocessing.connection
 import os
 import signal
@@ -34,18 +35,15 @@ class _Entrance(NamedTuple):
     mask: set[Any]
 
 
-_entrance: _Entrance | None = None
-
-
 def sign_on() -> None:
     """Tell the parent that this worker runs, and receive signals from now on; a no-op anywhere else.
 
     To be called in the worker once its signal handlers are set, before any code of the user.
     """
-    global _entrance
-    if _entrance is None:
+    process = multiprocessing.current_process()
+    if not isinstance(process, WorkerProcess) or process.entrance is None:
         return
-    (read, write, mask), _entrance = _entrance, None
+    (read, write, mask), process.entrance = process.entrance, None
     os.close(read)
     with contextlib.suppress(BrokenPipeError):  # the parent is gone, which the worker notices by itself
         os.write(write, b"\0")
@@ -63,10 +61,12 @@ class WorkerProcess(ForkProcess):
     Attributes:
         number: of the worker in its pool.
         patience: seconds after which a child that has not signed on is killed and forked again.
+        entrance: in a child that has not signed on.
     """
 
     number = 0
     patience = 30.0
+    entrance: _Entrance | None = None
 
     def join(self, timeout: float | None = None) -> None:
         super().join(None if timeout is None else min(timeout, _GRACE))
@@ -109,20 +109,19 @@ class _Popen(popen_fork.Popen):
 
     def _fork(self, process_obj: Any) -> int:
         """Fork; return the end of a pipe from which the sign of the child can be read."""
-        global _entrance
         read, write = os.pipe()
         blocked = {number for number in signal.valid_signals() if signal_name(number) not in _FAULTS}
         wait_for_foreign_threads()
         # A signal to the whole job must not meet a worker between the handlers of its parent and its own.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-        _entrance = _Entrance(read, write, mask)
+        process_obj.entrance = _Entrance(read, write, mask)
         try:
             super()._launch(process_obj)  # type: ignore[misc]  # the child does not return from here
         except BaseException:
             os.close(read)
             raise
         finally:
-            _entrance = None
+            process_obj.entrance = None
             os.close(write)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return read

@@ -13,13 +13,17 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.queues
 import os
+import queue
 import shutil
 import signal
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext, ForkContext
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.sharedctypes import RawArray, RawValue
 from types import FrameType
 from typing import Any
@@ -104,17 +108,12 @@ class TaskBoard:
 
 
 class _Crew:
-    """The workers of a loader, from their start to their end.
-
-    Attributes:
-        broken: a worker died, and no error has been raised for it yet.
-    """
+    """The workers of a loader, from their start to their end."""
 
     def __init__(self) -> None:
         self._workers: list[Any] = []
         self._owner = os.getpid()
         self._follows = False
-        self.broken = False
 
     def follow(self, batches: object) -> None:
         """Kill the workers if the garbage collector takes the iterator of theirs.
@@ -145,10 +144,13 @@ class _Crew:
 
         return make
 
-    def look(self) -> None:
-        """Record workers that died. They are reaped here, so that torch's own handler finds and raises nothing."""
+    def is_broken(self) -> bool:
+        """Whether a worker died, and no error has been raised for it yet.
+
+        Those that died are reaped here, so that torch's own handler finds and raises nothing.
+        """
         codes = [worker.exitcode for worker in self._workers]  # of all: reading it reaps the process
-        self.broken |= any(codes)
+        return any(codes)
 
     def is_named_in(self, error: Exception) -> bool:
         """Whether `error` is torch's report of the end of one of these workers."""
@@ -177,8 +179,7 @@ class _Crew:
             worker.kill()
         for worker in left:
             worker.join()
-        self._workers = []  # not before: `look` reaps those that die, and torch's handler raises for others
-        self.broken = False
+        self._workers = []  # not before: `is_broken` reaps those that die, and torch's handler raises for others
 
 
 def _advice_on(error: Exception) -> str:
@@ -199,7 +200,16 @@ def _advice(code: int) -> str:
 
 _crews: WeakSet[_Crew] = WeakSet()
 _lasting: WeakKeyDictionary[DataLoader[Any], _Crew] = WeakKeyDictionary()
-_reading: list[_Crew] = []  # this process waits for a batch of theirs
+
+
+class _Waits(threading.local):
+    """The crews for a batch of which the present thread waits, the innermost last."""
+
+    def __init__(self) -> None:
+        self.crews: list[_Crew] = []
+
+
+_waits = _Waits()
 
 
 class _Reading:
@@ -255,12 +265,12 @@ class _Reading:
     def _waited_for(self, work: Callable[[], Any]) -> Any:
         """Call `work`; `_DiedError` may be raised anywhere in it, and never after it."""
         try:
-            _reading.append(self._crew)
-            if self._crew.broken:
+            _waits.crews.append(self._crew)
+            if self._crew.is_broken():
                 raise _DiedError
             return work()
         finally:
-            _reading.pop()
+            _waits.crews.pop()
 
     def _failed(self, error: WorkerError) -> WorkerError:
         """What to raise. The next pass over the loader starts new workers."""
@@ -314,12 +324,12 @@ def _started_by_us(loader: DataLoader[Any], crew: _Crew, reader: Reader) -> Iter
 
 
 class _DiedError(Exception):
-    """Raised while this process waits for a batch that will not come."""
+    """Raised while the main thread waits for a batch that will not come."""
 
 
 class _Listener:
     """Handles SIGCHLD. Torch's handler raises at any point of the program, such as in the middle of a save; this one
-    only while the process waits for a batch. Otherwise the error is raised when the next batch is requested.
+    only while the main thread waits for a batch. Otherwise the error is raised when the next batch is requested.
     """
 
     def __init__(self, before: Any) -> None:
@@ -331,7 +341,7 @@ class _Listener:
             return
         while True:
             for crew in list(_crews):
-                crew.look()
+                crew.is_broken()
             try:
                 self._pass_on(number, frame)
                 break
@@ -339,7 +349,8 @@ class _Listener:
                 # Torch's, of a worker that died after we looked: look again, and it is no longer found.
                 if not any(crew.is_named_in(error) for crew in list(_crews)):
                     raise
-        if _reading and _reading[-1].broken:
+        waits = _waits.crews  # of the main thread, where handlers run
+        if waits and waits[-1].is_broken():
             raise _DiedError
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
@@ -356,19 +367,60 @@ def _listen() -> None:
         signal.signal(signal.SIGCHLD, _Listener(before))
 
 
+_PIPE = 1 << 16  # bytes that a pipe holds
 _SHARED = "/dev/shm"
 # Words of torch and of the system where shared memory is full.
 _FULL = ("shared memory", "shm", "No space left on device")
 
 
 class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
-    """The standard library's queue, whose thread prints an error and goes on: its reader would wait for ever."""
+    """The standard library's queue, with one reader, who does not wait for ever for what cannot come.
+
+    The thread of that queue prints an error and goes on. A worker that is killed while it writes leaves a message
+    without an end, and the lock of the writers held: the reader would wait for that end, and the other workers, before
+    they end, for that lock.
+    """
+
+    def _reset(self, after_fork: bool = False) -> None:
+        super()._reset(after_fork)  # type: ignore[misc]
+        # Nothing that is left in a queue is wanted: a worker gets its end once all that it sent has been received.
+        self.cancel_join_thread()
+        self._received = bytearray()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """The next message. Raises queue.Empty if it is not whole within `timeout`; a further call goes on with it."""
+        if sys.platform == "win32":  # there a message is written as a whole
+            return super().get(block, timeout)
+        reader, places = self._reader, self._sem  # type: ignore[attr-defined]
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        while (message := _taken_from(self._received)) is None:
+            left = max(deadline - time.monotonic(), 0.0) if block else 0.0
+            if not multiprocessing.connection.wait([reader], None if left == math.inf else left):
+                raise queue.Empty
+            if not (some := os.read(reader.fileno(), _PIPE)):
+                raise EOFError
+            self._received += some
+        places.release()
+        return ForkingPickler.loads(message)
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
         place, *_ = item
         info = get_worker_info()
         who = f"data worker {info.id} (pid {os.getpid()})" if info is not None else "the loader"
         self.put((place, _NotSent(f"{who} could not send what it read: {error!r}.{advice(str(error))}")))
+
+
+def _taken_from(received: bytearray) -> bytearray | None:
+    """Take the first message off the bytes of a `multiprocessing.Connection`; None if it is not whole."""
+    start, size = 4, int.from_bytes(received[:4], "big", signed=True)
+    if size == -1:  # the size follows, of more than 2 GiB
+        start, size = 12, int.from_bytes(received[4:12], "big")
+    end = start + size
+    if len(received) < start or len(received) < end:
+        return None
+    message = received[start:end]
+    del received[:end]
+    return message
 
 
 class WorkerEvent:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from windlass.config.plan import EvaluationPlan
-from windlass.core.errors import ConfigError, DataError, ModelError, PeerError, Problem
+from windlass.core.errors import DataError, ModelError, PeerError, Problem, refuse
 from windlass.core.logs import get_job_logger, get_logger
 from windlass.core.trees import Spec, batch_size_of, map_leaves, unflatten
 from windlass.core.types import EvalLoopOutput, EvalPrediction, LossTerms
@@ -68,8 +68,7 @@ class Evaluation:
         if self.plan.batch_metrics and metrics and not _takes(metrics, "compute_result"):
             fix = "compute_metrics must take a `compute_result: bool` argument then"
             problems.append(Problem("batch_eval_metrics", True, fix))
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -86,8 +86,6 @@ class LoopHooks:
 
 @dataclass(slots=True)
 class LoopOptions:
-    """Options of the loop."""
-
     epochs: int
     max_grad_norm: float | None
     # Wait for each update's norm and refuse the update if it is not finite, instead of stopping the run

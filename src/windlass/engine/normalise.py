@@ -245,7 +245,6 @@ class LoopNormaliser(Normaliser):
         self._plain_seen = False
 
     def scope(self, micro: MicroBatch) -> None:
-        """Start a micro-batch."""
         self._micro = micro
 
     def correction(self) -> Tensor | None:

@@ -18,13 +18,13 @@ from windlass.callbacks.answers_log import AnswersLog
 from windlass.core.errors import DataError, Problem, refuse
 from windlass.core.locations import local_folder
 from windlass.core.logs import get_job_logger
-from windlass.core.metric_values import plain_metrics
 from windlass.core.rng import derive_seed, seed_generators
 from windlass.core.types import EvalPrediction
 from windlass.dist.gang import Gang
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.text_generation import generate
 from windlass.metrics.answer_scores import require_packages, scores_of, scores_of_set
+from windlass.metrics.evaluation import named_metrics
 from windlass.text.forms import LocatedRows, RowError
 from windlass.text.prompt_rows import PromptReader, PromptRow
 from windlass.transforms.model_limits import ModelLimits
@@ -134,8 +134,6 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnsweringModel:
-    """A model that answers."""
-
     model: Any  # a causal model of Transformers, or of peft around one
     device: torch.device  # of the model
     data_ranks: Gang  # the ranks that answer different prompts
@@ -306,10 +304,8 @@ class EvaluationAnswers:
         scores = scores_of_set(self.args.eval_metrics, texts, references)
         if self.compute_metrics is not None:
             given = EvalPrediction(texts, references, [row.prompt for row in asked])
-            scores.update(plain_metrics(self.compute_metrics(given)))
-        return {
-            name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in scores.items()
-        }
+            scores.update(self.compute_metrics(given))
+        return named_metrics(prefix, {}, scores)
 
     def _row(self, row: PromptRow, answer: Answer, name: str, step: int) -> dict[str, Any]:
         reference, scores = row.reference, {}

@@ -136,7 +136,7 @@ class ReferenceChoice:
             return WithoutAdapter(self.model, self.is_fixed)
         if self.precomputed and not sharded:
             return FirstModel(self.is_fixed)
-        return SecondModel(accelerator.prepare(frozen_copy(self.model)))
+        return SecondModel(accelerator.prepare(freeze(copy.deepcopy(self.model))))
 
 
 def choose_reference(
@@ -165,11 +165,6 @@ def choose_reference(
     if adapted and had_adapter:
         keep_adapter(base.model)
     return ReferenceChoice(base.model, ref_model, args.disable_dropout, args.precompute_ref_log_probs)
-
-
-def frozen_copy(model: nn.Module) -> nn.Module:
-    """A copy of `model` as it is now, which is not trained."""
-    return freeze(copy.deepcopy(model))
 
 
 def freeze(model: nn.Module) -> nn.Module:

@@ -240,10 +240,7 @@ def _figures_of(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     tokens = found.mask.sum(dim=1)
     rows = rewards.new_tensor(len(rewards))
-    sums = {
-        "kl": (divergence * rows, rows),
-        "entropy": (found.tokens.entropies.sum(), tokens.sum()),
-    }
+    sums = {"kl": (divergence * rows, rows), "entropy": (found.tokens.entropies.sum(), tokens.sum())}
     for name, chosen in (("chosen", desirable), ("rejected", ~desirable)):
         kept = chosen.to(rewards)
         sums[f"logits/{name}"] = (found.tokens.mean_logits.sum(dim=1) * kept).sum(), (tokens * chosen).sum()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,13 +54,17 @@ def merge_adapter(
         model = model.to(dtype)
     merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
     merged.save_pretrained(target)
-    tokenizer = require("transformers", _PURPOSE).AutoTokenizer
-    for place in (str(adapter), name):
-        try:
-            tokenizer.from_pretrained(place).save_pretrained(target)
-        except (OSError, ValueError, TypeError, AttributeError):
-            continue
-        return
+    if (tokenizer := first_tokenizer((str(adapter), name))) is not None:
+        tokenizer.save_pretrained(target)
+
+
+def first_tokenizer(places: Sequence[str]) -> Any:
+    """Return the tokenizer of the first folder or name that has one; None if none has."""
+    auto = require("transformers", "load a tokenizer").AutoTokenizer
+    for place in places:
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            return auto.from_pretrained(place)
+    return None
 
 
 def base_of(adapter: Path) -> str:

@@ -126,17 +126,15 @@ class ReferenceTrainer(FineTuner):
     def _add_reference_to_datasets(self) -> None:
         train, size = self.args.per_device_train_batch_size, self.args.precompute_ref_batch_size
         self.train_dataset = self._with_reference(self.train_dataset, "train_dataset", size or train)
-        evaluation = self.eval_dataset
-        if isinstance(evaluation, Mapping):
-            self.eval_dataset = {
-                name: self._evaluated_with_reference(rows) for name, rows in evaluation.items()
-            }
-        elif evaluation is not None:
-            self.eval_dataset = self._evaluated_with_reference(evaluation)
+        if self.eval_dataset is not None:
+            self.eval_dataset = self._evaluated_with_reference(self.eval_dataset)
 
-    def _evaluated_with_reference(self, rows: Any) -> Any:
+    def _evaluated_with_reference(self, datasets: Any) -> Any:
+        """The same for one evaluation dataset, or each of a dict of them."""
+        if isinstance(datasets, Mapping):
+            return {name: self._evaluated_with_reference(rows) for name, rows in datasets.items()}
         size = self.args.precompute_ref_batch_size or self.args.per_device_eval_batch_size
-        return self._with_reference(rows, "eval_dataset", size)
+        return self._with_reference(datasets, "eval_dataset", size)
 
     def _with_reference(self, rows: Any, name: str, batch_size: int) -> Any:
         """`rows` with the log-probabilities of the reference. Collective."""
@@ -168,8 +166,6 @@ class ReferenceTrainer(FineTuner):
                 "a ref_model, or set precompute_ref_log_probs=False"
             )
             raise ConfigError(Problem("eval_dataset", type(datasets).__name__, fix))
-        if isinstance(found, Mapping):
-            return {name: self._evaluated_with_reference(rows) for name, rows in found.items()}
         return self._evaluated_with_reference(found)
 
 

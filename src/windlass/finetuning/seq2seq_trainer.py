@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
+from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
 from windlass.core.types import PredictionOutput
@@ -132,14 +133,9 @@ class Seq2SeqTrainer(Trainer):
         with self._generating(gen_kwargs):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
-    @contextlib.contextmanager
-    def _generating(self, gen_kwargs: Mapping[str, Any]) -> Iterator[None]:
+    def _generating(self, gen_kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Within the body, generate with these arguments. The sets of a dict inherit those of the whole."""
-        outer, self._gen_kwargs = self._gen_kwargs, {**self._gen_kwargs, **gen_kwargs}
-        try:
-            yield
-        finally:
-            self._gen_kwargs = outer
+        return attributes_of(self, _gen_kwargs={**self._gen_kwargs, **gen_kwargs})
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """With `sortish_sampler`, the longest samples first; predictions keep the order of the dataset."""

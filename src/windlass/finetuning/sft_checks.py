@@ -21,12 +21,7 @@ def check_settings(args: SFTConfig, *, own_collator: bool, own_loss: bool, forma
         own_loss: the script passed `compute_loss_func`.
         formatted: the script passed `formatting_func`.
     """
-    refuse(
-        [
-            *_data_problems(args, own_collator, formatted),
-            *_loss_problems(args, own_loss),
-        ]
-    )
+    refuse([*_data_problems(args, own_collator, formatted), *_loss_problems(args, own_loss)])
     if own_loss:
         warnings.warn(
             "`compute_loss_func` is deprecated: subclass `SFTTrainer` and override `compute_loss`",

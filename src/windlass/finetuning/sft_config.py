@@ -74,10 +74,7 @@ class SFTConfig(AnswerSection, TuningConfig):
         ConfigError: as for `TrainingArguments`.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *TuningConfig._VALID_DICT_FIELDS,
-        "dataset_kwargs",
-    ]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TuningConfig._VALID_DICT_FIELDS, "dataset_kwargs"]
 
     EARLIER_NAMES: ClassVar[dict[str, str]] = {"max_seq_length": "max_length"}
 

@@ -105,11 +105,14 @@ def columns_of(dataset: Any) -> set[str]:
 
 
 def holds_images(dataset: Any) -> bool:
-    """Return True if rows of a dataset may have images: it has a column of them, or messages with such parts."""
+    """Return True if rows of a dataset, or of one of several, may have images: it has a column of them, or messages
+    with such parts.
+    """
     if dataset is None:
         return False
-    if isinstance(dataset, DatasetMixture):
-        return any(holds_images(source) for source in dataset.sources.values())
+    several = dataset.sources if isinstance(dataset, DatasetMixture) else dataset
+    if isinstance(several, Mapping):
+        return any(map(holds_images, several.values()))
     if columns_of(dataset) & set(COLUMNS):
         return True
     if is_table(dataset) or is_stream(dataset):

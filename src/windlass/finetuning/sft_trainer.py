@@ -11,17 +11,21 @@ from torch import Tensor, nn
 
 from windlass.config.arguments import TrainingArguments
 from windlass.core.errors import ConfigError, Problem
-from windlass.finetuning.answers import AnsweringModel, answers_anything
+from windlass.finetuning.answers import AnsweringModel, answers_anything, check_answers, open_answers
 from windlass.finetuning.fine_tuner import FineTuner
 from windlass.finetuning.peft_adapters import predicts_first_labels
+from windlass.finetuning.sft_checks import check_settings, router_coefficient
 from windlass.finetuning.sft_config import SFTConfig
-from windlass.finetuning.sft_parts import Given, build_sft_parts, refuse_unequal
+from windlass.finetuning.sft_data import SFTData, holds_images
+from windlass.finetuning.sft_parts import open_images, refuse_unequal, sft_arguments, sft_collator
+from windlass.finetuning.tuned_model import open_tuned_model
 from windlass.metrics.tokens import TargetCounter
 from windlass.trainer.trainer import Trainer
 from windlass.transforms.document_attention import OwnAttention, documents_apart, refuse_leaks
 from windlass.transforms.first_rank import has_weights
 from windlass.transforms.lean_loss import lean_causal_lm_loss
 from windlass.transforms.linear_cross_entropy import LossOptions
+from windlass.transforms.model_limits import ModelLimits
 
 _COLUMNS = ["input_ids", "labels", "seq_lengths", "images"]
 _FOR_OWN_COLLATORS = ("image", "messages", "prompt", "completion")  # of rows with images
@@ -75,36 +79,32 @@ class SFTTrainer(FineTuner):
         tokenizer: Any = None,
         **earlier: Any,
     ) -> None:
-        parts = build_sft_parts(
-            Given(
-                model,
-                args,
-                data_collator,
-                train_dataset,
-                eval_dataset,
-                processing_class or tokenizer,
-                compute_loss_func is not None,
-                quantization_config,
-                peft_config,
-                formatting_func,
-                compute_metrics,
-                earlier,
-            )
+        args = sft_arguments(args, model, train_dataset, earlier)
+        own_collator, own_loss = data_collator is not None, compute_loss_func is not None
+        formatted, scored = formatting_func is not None, compute_metrics is not None
+        check_settings(args, own_collator=own_collator, own_loss=own_loss, formatted=formatted)
+        are_prepared = not (args.skips_preparation or own_collator)
+        with_images = are_prepared and (holds_images(train_dataset) or holds_images(eval_dataset))
+        processing_class = processing_class or tokenizer
+        base = open_tuned_model(model, args, processing_class, quantization_config, peft_config, with_images)
+        check_answers(
+            args, base.model, eval_dataset, with_images=with_images, formatted=formatted, scored=scored
         )
-        self._data, self._router_weight, self._answers = parts.data, parts.router_weight, parts.answers
-        train_dataset = self._data.prepare(train_dataset, "train", parts.args.packing)
-        if eval_dataset is not None:
-            eval_dataset = self._data.prepare_all(eval_dataset, parts.args.packs_evaluation)
+        self._router_weight = router_coefficient(args.router_aux_loss_coef, base.model)
+        images = open_images(base, args, formatted) if with_images else None
+        limits = ModelLimits.of(base.model)
+        self._data = SFTData(args, base.tokenizer, formatting_func, own_collator, limits, images)
+        self._answers = open_answers(args, base.tokenizer, limits, eval_dataset, compute_metrics)
         super().__init__(
-            parts.model,
-            parts.args,
-            parts.collator,
-            train_dataset,
-            eval_dataset,
-            parts.processing_class,
+            base.model,
+            args,
+            sft_collator(data_collator, base, args, images),
+            self._data.prepare(train_dataset, "train", args.packing),
+            None if eval_dataset is None else self._data.prepare_all(eval_dataset, args.packs_evaluation),
+            base.processing_class,
             None,
             compute_loss_func,
-            None if parts.args.predict_with_generate else compute_metrics,
+            None if args.predict_with_generate else compute_metrics,
             callbacks,
             optimizers,
             optimizer_cls_and_kwargs,

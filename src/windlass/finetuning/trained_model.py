@@ -17,7 +17,7 @@ from windlass.core.errors import CheckpointError, ModelError
 from windlass.core.locations import is_folder_name
 from windlass.core.optional import require
 from windlass.finetuning.base_model import load_model
-from windlass.finetuning.merging import base_of
+from windlass.finetuning.merging import base_of, first_tokenizer
 
 _PURPOSE = "generate text"
 _CONFIG = "config.json"
@@ -66,7 +66,10 @@ def open_trained(
         model = load_model(name, {"dtype": dtype})
     if not getattr(model, "can_generate", bool)():
         raise ModelError(f"{name} holds a {type(model).__name__}, which does not generate text")
-    return model.to(device or choose_device()).eval(), _tokenizer(sources)
+    if (tokenizer := first_tokenizer(sources)) is None:
+        places = " or ".join(sources)
+        raise ModelError(f"there is no tokenizer in {places}; save it there (tokenizer.save_pretrained)")
+    return model.to(device or choose_device()).eval(), tokenizer
 
 
 def _of_parts(folder: Path, dtype: str | torch.dtype) -> Any:
@@ -77,15 +80,3 @@ def _of_parts(folder: Path, dtype: str | torch.dtype) -> Any:
     model = kind(config)
     load_folder(folder, model)
     return model if dtype == "auto" else model.to(dtype)
-
-
-def _tokenizer(sources: list[str]) -> Any:
-    auto = require("transformers", _PURPOSE).AutoTokenizer
-    for place in sources:
-        try:
-            return auto.from_pretrained(place)
-        except (OSError, ValueError, TypeError, AttributeError):
-            continue
-    raise ModelError(
-        f"there is no tokenizer in {' or '.join(sources)}; save it there (tokenizer.save_pretrained)"
-    )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from windlass.config.parallel import rows_training as rows
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.mesh import AXES, Axis, Mesh
 from windlass.dist.imagined import MACHINE
@@ -25,16 +26,9 @@ _ASKED: tuple[Axis, ...] = (*_WITHIN, "pipeline")
 _LATENCY = 2e-5
 """Seconds until a collective begins, about."""
 _NAMES: dict[Axis, str] = {"replicate": "replicas", "shard": "shards", "expert": "experts"}
-# Both spellings of a setting in the `parallel` section of a recipe.
-_SPELLINGS = {
-    "mesh.replicas": "dp_replicate",
-    "mesh.shards": "dp_shard",
-    "mesh.ep": "ep",
-    "mesh.cp": "cp",
-    "mesh.sp": "sp",
-    "mesh.tp": "tp",
-    "mesh.pp": "pp",
-}
+# The settings of `_ASKED`, and both spellings of each in the `parallel` section of a recipe.
+_KEYS = (rows.MESH_EXPERT, rows.MESH_CONTEXT, rows.MESH_SEQUENCE, rows.MESH_TENSOR, rows.MESH_PIPELINE)
+_SPELLINGS = {key.name: key.words[-1] for key in (rows.MESH_REPLICAS, rows.MESH_SHARDS, *_KEYS)}
 
 
 class Devices(NamedTuple):
@@ -74,8 +68,7 @@ class Layout:
     @property
     def name(self) -> str:
         """Such as "pipeline 2 x shards 4, recomputed"."""
-        sizes = [(axis, self.mesh.along(axis)) for axis in AXES]
-        words = [f"{_NAMES.get(axis, axis)} {size}" for axis, size in sizes if size > 1]
+        words = [f"{_NAMES.get(axis, axis)} {size}" for axis, size in self.mesh.used().items()]
         if self.sharded and self.mesh.shard == 1:
             words.insert(0, "sharded")
         return (" x ".join(words) or "one device") + (", recomputed" if self.recomputed else "")
@@ -112,11 +105,11 @@ class Layout:
         """
         mesh, training = self.mesh, recipe.get("training") or {}
         wanted: dict[str, Any] = {
-            f"mesh.{word}": None if mesh.along(axis) == 1 else mesh.along(axis)
-            for axis, word in zip(_ASKED, ("ep", "cp", "sp", "tp", "pp"), strict=True)
+            key.name: None if mesh.along(axis) == 1 else mesh.along(axis)
+            for axis, key in zip(_ASKED, _KEYS, strict=True)
         }
-        wanted["mesh.replicas"] = mesh.replicate if self.sharded and mesh.replicate > 1 else None
-        wanted["mesh.shards"] = None
+        wanted[rows.MESH_REPLICAS.name] = mesh.replicate if self.sharded and mesh.replicate > 1 else None
+        wanted[rows.MESH_SHARDS.name] = None
         by_fields = "fsdp" in training or "parallelism_config" in training
         wanted["strategy"] = "fsdp" if self.sharded else "ddp" if by_fields else None
         found = []
@@ -212,8 +205,7 @@ def cost_of(layout: Layout, size: Size, board: Board) -> Cost:
     beside = seconds_of.get("replicate", 0.0) + seconds_of.get("shard", 0.0)
     wait = 1 + (mesh.pipeline - 1) / size.micro_batches
     seconds = together * max((compute + exchange - beside) * wait, beside)
-    axes = sum(mesh.along(axis) > 1 for axis in AXES)
-    return Cost(float(f"{seconds:.3g}"), layout.recomputed, float(f"{exchange:.3g}"), axes)
+    return Cost(float(f"{seconds:.3g}"), layout.recomputed, float(f"{exchange:.3g}"), len(mesh.used()))
 
 
 def _is_within(mesh: Mesh, axis: Axis) -> bool:
@@ -245,7 +237,7 @@ def exchanged(layout: Layout, size: Size) -> dict[Axis, tuple[float, float]]:
         "pipeline": (2 * passed, 2.0),
     }
     # Gradients are reduced over all ranks of the loss, and shards are among all of them in a replica.
-    used = {axis for axis in AXES if mesh.along(axis) > 1} | ({"replicate"} if copies > 1 else set())
+    used = set(mesh.used()) | ({"replicate"} if copies > 1 else set())
     used |= {"shard"} if shards > 1 else set()
     return {axis: each for axis, each in found.items() if axis in used}
 

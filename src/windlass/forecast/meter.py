@@ -25,19 +25,7 @@ from windlass.forecast.work import Sent, Work, grouped_product, sent_by, tensors
 WEIGHTS, BUFFERS, GRADIENTS, STATE = "weights", "buffers", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, BUCKETS, COPIES = "activations", "logits", "buckets", "copies of weights"
 TEMPORARY, BATCH, SAVED = "temporary", "batch", "copy of a save"
-KINDS = (
-    WEIGHTS,
-    GRADIENTS,
-    STATE,
-    ACTIVATIONS,
-    LOGITS,
-    COPIES,
-    BUCKETS,
-    TEMPORARY,
-    BUFFERS,
-    BATCH,
-    SAVED,
-)
+KINDS = (WEIGHTS, GRADIENTS, STATE, ACTIVATIONS, LOGITS, COPIES, BUCKETS, TEMPORARY, BUFFERS, BATCH, SAVED)
 
 
 class Owner(NamedTuple):

@@ -81,7 +81,6 @@ SCORES: Mapping[str, Callable[[str, str], Scores]] = {
     "bleu": bleu,
     "gsm8k": gsm8k,
 }
-_CORPUS: Mapping[str, Callable[[Sequence[str], Sequence[str]], Scores]] = {"bleu": corpus_bleu}
 _PACKAGES = {"rouge": "rouge_score.rouge_scorer", "bleu": "sacrebleu"}
 
 
@@ -93,7 +92,6 @@ def require_packages(names: Sequence[str]) -> None:
 
 
 def scores_of(names: Sequence[str], answer: str, reference: str) -> Scores:
-    """Return the scores of one answer."""
     return {key: value for name in names for key, value in SCORES[name](answer, reference).items()}
 
 
@@ -101,8 +99,8 @@ def scores_of_set(names: Sequence[str], answers: Sequence[str], references: Sequ
     """Return the scores of a set that is not empty."""
     found: Scores = {}
     for name in names:
-        if name in _CORPUS:
-            found.update(_CORPUS[name](answers, references))
+        if name == "bleu":
+            found.update(corpus_bleu(answers, references))
             continue
         rows: list[dict[str, Any]] = [
             SCORES[name](answer, reference) for answer, reference in zip(answers, references, strict=True)

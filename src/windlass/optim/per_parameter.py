@@ -72,7 +72,6 @@ def called(closure: Callable[[], Any] | None) -> Any:
 
 
 def updates_in_backward(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if `optimizer` updates parameters in the backward."""
     return isinstance(optimizer, PerParameterOptimizer) and optimizer.in_backward
 
 

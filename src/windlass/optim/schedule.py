@@ -219,7 +219,6 @@ class UserSchedule:
         return [float(lr) for lr in self._seen]
 
     def state_dict(self) -> State:
-        """The state of the scheduler as data."""
         return state_as_data(self.inner)
 
     def load_state_dict(self, state: State) -> None:

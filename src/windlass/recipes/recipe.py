@@ -36,8 +36,7 @@ _ONLY_AT_LAUNCH = "is set when the processes are started: `windlass launch` with
 
 def training_fields() -> list[str]:
     """Return the keys of the `training` section of any task."""
-    kinds: list[type[TrainingArguments]] = [TrainingArguments, *(task.arguments for task in TASKS.values())]
-    return list(dict.fromkeys(item.name for kind in kinds for item in fields(kind) if item.init))
+    return [argument.keys[-1] for argument in all_arguments() if argument.is_training]
 
 
 def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:

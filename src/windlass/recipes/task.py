@@ -19,7 +19,7 @@ from windlass.recipes.schema import Recipe, RecipeParts
 
 if TYPE_CHECKING:
     from windlass.recipes.marked_text import Marks
-    from windlass.recipes.text_source import DataSource
+    from windlass.recipes.tuning_data import DataSource
 
 Conflict = tuple[str, object, str]  # dotted key, value, fix
 
@@ -87,7 +87,6 @@ class Task(ABC):
         return {}
 
     def trainer_class(self) -> Any:
-        """Return the class of the trainer."""
         from windlass.trainer.trainer import Trainer
 
         return Trainer

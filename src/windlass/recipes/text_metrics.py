@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from windlass.core.types import EvalPrediction
-from windlass.metrics.answer_scores import corpus_bleu, scores_of_set
+from windlass.metrics.answer_scores import scores_of_set
 
-Score = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
 # What the final weights generate, one text a line, in the run's folder.
 PREDICTIONS = "predictions.txt"
-
-
-def rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Mean F-measures of ROUGE-1, -2 and -L, from 0 to 100."""
-    return scores_of_set(["rouge"], texts, references)
-
-
-SCORES: dict[str, Score] = {"bleu": corpus_bleu, "rouge": rouge}
 
 
 def decoded(tokenizer: Any, ids: Any) -> list[str]:
@@ -30,11 +21,12 @@ def decoded(tokenizer: Any, ids: Any) -> list[str]:
     return [" ".join(text.split()) for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
 
 
-def of_predictions(tokenizer: Any, score: Score) -> Callable[[EvalPrediction], dict[str, float]]:
-    """`compute_metrics` of this score."""
+def of_predictions(tokenizer: Any, metric: str) -> Callable[[EvalPrediction], dict[str, float]]:
+    """`compute_metrics` of this score of texts."""
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-        return score(decoded(tokenizer, prediction.predictions), decoded(tokenizer, prediction.label_ids))
+        texts, references = prediction.predictions, prediction.label_ids
+        return scores_of_set([metric], decoded(tokenizer, texts), decoded(tokenizer, references))
 
     return compute_metrics
 

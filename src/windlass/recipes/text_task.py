@@ -49,8 +49,10 @@ class TextTask(Task):
     def build_parts(
         self, recipe: Recipe, args: TrainingArguments, saved_tokenizer: Path | None = None
     ) -> RecipeParts:
+        from windlass.recipes.splits import load_records
+
         data = recipe.data
-        train, held = self._records(data, args.seed)
+        train, held = load_records(data, args.seed, cut_texts=PLAIN_TEXT[0] in self.own_formats)
         text = [text for column in self.text_columns(data) for text in texts(train, column)]
         tokenizer = build_tokenizer(recipe, self.tokenizer_kind, text, saved_tokenizer)
         labels = self.label_names(train, data)
@@ -70,8 +72,3 @@ class TextTask(Task):
             # A head for classes finds the last token of a text before the padding.
             model.config.pad_token_id = parts.tokenizer.pad_token_id
         return model
-
-    def _records(self, data: DataSpec, seed: int) -> tuple[list[Record], list[Record]]:
-        from windlass.recipes.splits import load_records
-
-        return load_records(data, seed, cut_texts=PLAIN_TEXT[0] in self.own_formats)

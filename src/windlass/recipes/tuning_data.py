@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from windlass.recipes.arranged_rows import arranged
 from windlass.recipes.readers import Record, read_records, texts
 from windlass.recipes.schema import DataSpec, Recipe, RecipeParts, TokenizerTraining, format_of
 from windlass.recipes.splits import load_records
-from windlass.recipes.text_source import DataSource, SourceSplit
 from windlass.recipes.tokenizing import WRITER, build_tokenizer
 from windlass.text.forms import LocatedRows, RowError, is_conversational_row, recognise_form, standardised
 from windlass.text.image_messages import COLUMNS as IMAGES
 from windlass.text.mixture import DatasetMixture
 from windlass.text.tables import is_stream, open_stream
+from windlass.text.text_options import TextOptions
 
 Rows = Sequence[Mapping[str, Any]] | DatasetMixture
 _FIRST_ROWS = 1000
@@ -32,6 +32,22 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}:\n{{ message['content'] }}{{ eos_token }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSplit:
+    """Rows that `windlass data` shows and prepares, and what they are prepared with."""
+
+    rows: LocatedRows
+    options: TextOptions
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """Splits by name."""
+
+    splits: dict[str, SourceSplit]
+    tokenizer: Any  # None if none was named
 
 
 def load_tuning_data(recipe: Recipe, seed: int, saved_tokenizer: Path | None = None) -> RecipeParts:

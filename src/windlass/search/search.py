@@ -12,11 +12,11 @@ from typing import Any
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.config.values import hints, members
-from windlass.core.errors import ConfigError, NonFiniteError, Problem, WindlassError
+from windlass.core.errors import ConfigError, NonFiniteError, Problem, WindlassError, refuse
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
-from windlass.core.output import say
+from windlass.core.output import say, table
 from windlass.core.whole_file import write_whole
 from windlass.dist.gang import Gang
 from windlass.search.search_settings import SearchSettings
@@ -35,8 +35,7 @@ def trials_in_words(study: Study) -> str:
         head,
         *(_cells(record, names, record.number in best, len(study.directions)) for record in study.trials),
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(table(rows))
 
 
 def _cells(record: Record, names: list[str], is_best: bool, objectives: int) -> list[str]:
@@ -321,10 +320,7 @@ def _folder_name(name: Any) -> str:
 
 
 def _in_words(params: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in params.items()
-    )
+    return ", ".join(f"{name} {short(value)}" for name, value in params.items())
 
 
 def last_metrics(log_history: list[dict[str, Any]]) -> dict[str, float]:
@@ -343,13 +339,11 @@ def arguments_of(trial: ChosenTrial, args: TrainingArguments, takes_trial: bool)
     Raises:
         ConfigError: a name is not an argument.
     """
-    problems = [
+    refuse(
         Problem(f"hp_space.{name}", value, "is not an argument of this run, and model_init takes no trial")
         for name, value in trial.params.items()
         if not hasattr(args, name) and not takes_trial
-    ]
-    if problems:
-        raise ConfigError(problems)
+    )
     copied = copy.copy(args)
     copied.output_dir = str(Path(str(args.output_dir)) / trial.name)
     types = hints(type(args))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from windlass.core.errors import ConfigError, Problem, refuse
+from windlass.core.errors import Problem, refuse
 from windlass.core.optional import is_available
 from windlass.search.default_spaces import (
     default_compute_objective,
@@ -62,8 +62,7 @@ def sweep_space(sweep: Mapping[str, Any]) -> dict[str, Distribution]:
             )
         else:
             found[name] = checked(name, distribution)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return found
 
 

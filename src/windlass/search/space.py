@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.core.errors import ConfigError, Problem, did_you_mean
+from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +147,7 @@ def declared(space: Mapping[str, Any]) -> dict[str, Distribution]:
             problems += error.problems
         except (TypeError, ValueError) as error:
             problems.append(Problem(f"hp_space.{name}", given, str(error)))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return found
 
 

@@ -67,7 +67,6 @@ class ImageFiles:
         return pillow.open(io.BytesIO(content) if isinstance(content, bytes) else content)
 
     def _content(self, source: Any) -> bytes | Path:
-        """The bytes of an image, or its file."""
         if isinstance(source, (bytes, bytearray)):
             return bytes(source)
         if isinstance(source, Path):
@@ -117,7 +116,6 @@ def _pillow() -> Any:
 
 
 def grey_image(size: Size) -> Any:
-    """Return an image of Pillow of this size."""
     return _pillow().new("RGB", size, (128, 128, 128))
 
 

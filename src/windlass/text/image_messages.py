@@ -112,7 +112,6 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
 
 
 def has_image_parts(row: Any) -> bool:
-    """Return True if a message of a row has a part of type "image"."""
     if not isinstance(row, Mapping):
         return False
     values = (row.get(name) for name in ("messages", "prompt", "completion"))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.core.errors import DataError
+from windlass.core.types import IGNORED
 from windlass.text.chat_template import ChatTemplate
-from windlass.text.encoder import IGNORED
 from windlass.text.forms import Form, RowError, checked_messages, recognise_form, standardised
 
 _NO_PROMPT = (
@@ -19,8 +19,6 @@ _NO_PROMPT = (
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One prompt."""
-
     number: int  # of the row in its set, from 0
     prompt: str  # the text that the model reads
     ids: list[int]  # its tokens

@@ -13,7 +13,6 @@ from windlass.text.token_rows import TokenRows
 
 
 def is_table(dataset: Any) -> bool:
-    """Return True for a `datasets.Dataset`."""
     return is_imported("datasets") and isinstance(dataset, require("datasets", "read a dataset").Dataset)
 
 
@@ -43,6 +42,13 @@ def is_stream(dataset: Any) -> bool:
     return is_imported("datasets") and isinstance(
         dataset, require("datasets", "read a stream").IterableDataset
     )
+
+
+def first_of(stream: Any) -> Any:
+    """The first row of a stream. Raises DataError if it has none."""
+    for row in stream:
+        return row
+    raise DataError("the dataset has no rows")
 
 
 def open_stream(source: str, kind: str, subset: str | None, split: str) -> Any:

@@ -50,7 +50,6 @@ class TokenRows(Sequence[Any]):
 
     @classmethod
     def of(cls, parts: Iterable[EncodedRows]) -> TokenRows:
-        """Join encoded rows."""
         ids, labels, lengths = [], [], [0]
         documents: list[list[int]] = []
         places: list[int] = []

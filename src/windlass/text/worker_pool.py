@@ -81,7 +81,6 @@ class DatasetPart:
                 return
 
     def batch(self, number: int, encoder: RowEncoder) -> EncodedBatch | Failure:
-        """Encode one batch."""
         size = self._sizes[number]
         at = (number - self._first) // self._step * BATCH
         try:
@@ -105,6 +104,12 @@ def as_rows(columns: Any, features: Mapping[str, Any] | None) -> list[dict[str, 
         for name, values in columns.items()
     }
     return [dict(zip(cleaned, values, strict=True)) for values in zip(*cleaned.values(), strict=True)]
+
+
+def in_batches(stream: Any, step: Callable[..., Any], example: Any) -> Any:
+    """The stream that `step` makes of the columns and the numbers of `BATCH` rows; `example` is a row."""
+    columns = list(stream.column_names or example)
+    return stream.map(step, with_indices=True, batched=True, batch_size=BATCH, remove_columns=columns)
 
 
 def encode(
@@ -213,7 +218,7 @@ class _Pool:
     def _received(self, connection: Any) -> EncodedBatch | Failure | None:
         try:
             found: EncodedBatch | Failure | None = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # at the end of a message, or in the middle of one
             code = self._processes[self._from.index(connection)].wait()
             return Failure(-1, f"a worker process of the preparation ended with exit code {code}")
         return found

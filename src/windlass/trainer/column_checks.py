@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from windlass.core.errors import DataError
-from windlass.metrics.tokens import IGNORE_INDEX
+from windlass.core.types import IGNORED
 from windlass.trainer.batch_faults import (
     first_row,
     label_words,
@@ -78,8 +78,10 @@ def _wrong_tokens(dataset: Any, model: nn.Module, limits: ModelLimits, name: str
     """
     tokens, longest = limits.tokens, limits.positions if limits.positions_learned else None
     column = str(getattr(model, "main_input_name", None))
-    listed = column in getattr(dataset, "column_names", ())
-    if tokens is None or not listed or not str(dataset.features[column]).startswith("List(Value('int"):
+    if tokens is None or column not in getattr(dataset, "column_names", ()):
+        return None
+    kind = dataset.features.arrow_schema.field(column).type
+    if not (str(kind).startswith("list<") and str(kind.value_type).startswith(("int", "uint"))):
         return None
     begun, looked_at = 0, dataset.select_columns([column]).take(min(_ROWS, len(dataset)))
     for table in looked_at.with_format("arrow").iter(10_000):
@@ -105,7 +107,7 @@ def _wrong_labels(dataset: Any, column: str, first: Any, limits: ModelLimits, na
     if limits.classes is None or not _is_class(first):
         return None
     labels = _column(dataset, column)
-    wrong = ((labels < 0) | (labels >= limits.classes)) & (labels != IGNORE_INDEX)
+    wrong = ((labels < 0) | (labels >= limits.classes)) & (labels != IGNORED)
     if not wrong.any():
         return None
     row = int(wrong.argmax())
@@ -116,7 +118,7 @@ def _column(dataset: Any, column: str) -> np.ndarray[Any, Any]:
     """A column of class numbers; -100 where a row has none."""
     if isinstance(dataset, list | tuple):
         labels: Iterator[Any] = (row.get(column) if isinstance(row, Mapping) else None for row in dataset)
-        return np.array([int(label) if _is_class(label) else IGNORE_INDEX for label in labels])
+        return np.array([int(label) if _is_class(label) else IGNORED for label in labels])
     return np.asarray(dataset.select_columns([column]).with_format("numpy")[:][column])
 
 

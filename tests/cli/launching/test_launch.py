@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from tests.dist.launch import run_script
 
-from windlass.cli.launching.launch import LaunchPlan, launch_settings, resolve_launch
+from windlass.cli.launching.launch import launch_settings, resolve_launch
 from windlass.cli.launching.launch_checks import Machine
 from windlass.cli.launching.launch_flags import add_launch_flags
+from windlass.cli.launching.launch_plan import LaunchPlan
 from windlass.config.parallel.parallel_plan import plan_parallel
 from windlass.config.parallel.sources import from_environment
 from windlass.core.errors import ConfigError

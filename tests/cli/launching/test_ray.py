@@ -9,7 +9,7 @@ import pytest
 from tests.cli.launching.test_local import SCRIPT
 from tests.dist.launch import end_of
 
-from windlass.cli.launching.launch import LaunchPlan
+from windlass.cli.launching.launch_plan import LaunchPlan
 from windlass.cli.launching.ray import show
 from windlass.core.errors import ConfigError
 

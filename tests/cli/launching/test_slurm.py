@@ -10,7 +10,7 @@ import pytest
 from tests.cli.launching.test_local import SCRIPT, windlass
 
 from windlass.cli.launching.engines import from_text, to_text
-from windlass.cli.launching.launch import LaunchPlan
+from windlass.cli.launching.launch_plan import LaunchPlan
 from windlass.cli.launching.slurm import plan_of_node, run, show
 from windlass.core.errors import ConfigError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.dist.launch import run_script
 
-from windlass.cli.launching.launch import LaunchPlan
+from windlass.cli.launching.launch_plan import LaunchPlan
 from windlass.cli.launching.local import command
 from windlass.cli.launching.worker import cores_of
 from windlass.dist.beacon import FOLDER_VARIABLE, Lookout

@@ -120,7 +120,8 @@ class Watch(TrainerCallback):
         # ZeRO's third stage takes the parameters of all groups.
         groups = [group for group in optimizer.param_groups if group["params"]] or optimizer.param_groups
         self.seen["rates"].append([float(group["lr"]) for group in groups])
-        self.seen["peaks"] = [[float(group.get("initial_lr", group["lr"]))] for group in groups]
+        # Of the first update: a schedule that follows a metric keeps no rate but the present one.
+        self.seen.setdefault("peaks", [[float(group.get("initial_lr", group["lr"]))] for group in groups])
         self.seen["warm-up"] = groups[0].get("warmup_steps")
         squares = [
             float(local(p.grad).double().square().sum()) for p in model.parameters() if p.grad is not None

@@ -5,11 +5,8 @@ from __future__ import annotations
 import atexit
 from typing import Any, Self
 
-from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process
-from windlass.core.logs import get_logger, warn_once
+from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, warn_of_value
 from windlass.core.optional import require
-
-logger = get_logger(__name__)
 
 
 class DVCLiveTracker(PackageTracker):
@@ -58,8 +55,7 @@ class DVCLiveTracker(PackageTracker):
             if metric.could_log(value):
                 self.live.log_metric(name, value, **kwargs)
             else:
-                kind = type(value).__name__
-                warn_once(logger, f"DVCLive cannot store {name!r}, of type {kind}: it is not sent to it")
+                warn_of_value("DVCLive", name, value)
         self.live.next_step()
 
     @on_main_process

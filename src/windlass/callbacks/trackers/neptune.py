@@ -6,11 +6,9 @@ import math
 import os
 from typing import Any, Self
 
-from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, split_numbers
-from windlass.core.logs import get_logger, warn_once
+from windlass.callbacks.tracker import PackageTracker, RunFacts, on_main_process, split_numbers, warn_of_value
 from windlass.core.optional import require
 
-logger = get_logger(__name__)
 _PURPOSE = "report to Neptune"
 
 
@@ -70,8 +68,7 @@ class NeptuneTracker(PackageTracker):
             if isinstance(value, str):
                 self.run[name].append(value, step=step, **kwargs)
             else:
-                kind = type(value).__name__
-                warn_once(logger, f"Neptune cannot store {name!r}, of type {kind}: it is not sent to it")
+                warn_of_value("Neptune", name, value)
 
     @on_main_process
     def finish(self) -> None:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from windlass.cli.launching.launch import LaunchPlan
+from windlass.cli.launching.launch_plan import LaunchPlan
 
 
 class Engine(Protocol):

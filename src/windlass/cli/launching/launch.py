@@ -38,9 +38,6 @@ _VISIBLE = {
 }
 
 
-__all__ = ["LaunchPlan", "launch_settings", "resolve_launch"]
-
-
 def resolve_launch(
     options: argparse.Namespace, environ: Mapping[str, str], machine: Machine | None = None
 ) -> LaunchPlan:

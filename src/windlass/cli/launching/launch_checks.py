@@ -139,7 +139,6 @@ class Machine:
 
 
 def launch_problems(plan: LaunchPlan, machine: Machine) -> Iterator[Problem]:
-    """All problems of `plan` on this machine."""
     yield from _script(plan)
     yield from _sizes(plan)
     yield from _multi_gpu(plan.settings)

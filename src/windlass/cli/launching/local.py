@@ -34,7 +34,7 @@ from windlass.dist.machines import meet
 from windlass.dist.rendezvous import DEFAULT_WAIT_SECONDS, Meeting
 
 if TYPE_CHECKING:
-    from windlass.cli.launching.launch import LaunchPlan
+    from windlass.cli.launching.launch_plan import LaunchPlan
 
 
 _LOCALHOST = "127.0.0.1"

@@ -22,7 +22,7 @@ from windlass.dist.beacon import FOLDER_VARIABLE, Lookout
 from windlass.dist.listening import free_port
 
 if TYPE_CHECKING:
-    from windlass.cli.launching.launch import LaunchPlan
+    from windlass.cli.launching.launch_plan import LaunchPlan
 
 # The address of the cluster (by default that in RAY_ADDRESS, else a cluster on this machine), the folder of Ray's
 # results, and the resources of a worker.

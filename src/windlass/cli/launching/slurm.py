@@ -19,7 +19,7 @@ from windlass.core.optional import require
 from windlass.core.output import say
 
 if TYPE_CHECKING:
-    from windlass.cli.launching.launch import LaunchPlan
+    from windlass.cli.launching.launch_plan import LaunchPlan
 
 # Options of this engine; all others are those of submitit's SlurmExecutor ("partition", "account", "gpus_per_node",
 # ...) and AutoExecutor ("timeout_min", "mem_gb").

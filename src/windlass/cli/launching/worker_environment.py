@@ -12,7 +12,7 @@ from windlass.core.threads import usable_cores
 from windlass.dist.listening import address_towards
 
 if TYPE_CHECKING:
-    from windlass.cli.launching.launch import LaunchPlan
+    from windlass.cli.launching.launch_plan import LaunchPlan
 
 _LOOPBACK = ("lo", "lo0")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of <linux/sockios.h>

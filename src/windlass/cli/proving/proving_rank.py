@@ -30,9 +30,11 @@ from windlass.cli.proving.small_training import (
 )
 from windlass.config.arguments import TrainingArguments
 from windlass.config.callback_interface import Args, Control, TrainerCallback
+from windlass.core.attributes import attributes_of
 from windlass.core.errors import ConfigError, ModelError
 from windlass.core.events import TrainerState
 from windlass.core.optional import require
+from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.dist.gang import leave
 from windlass.dist.sharded import Absent, whole
 from windlass.recipes.schema import TokenizerTraining
@@ -54,22 +56,17 @@ def double_precision() -> Iterator[None]:
     float32 the two could not be told apart. Methods are replaced, since a mode of PyTorch is off in the backward, where
     layers are computed again.
     """
-    owners: tuple[Any, ...] = (Tensor, torch)
-    kept = {
-        (owner, name): getattr(owner, name)
-        for owner in owners
-        for name in (*_TO_ONE_DTYPE, *_WITH_DTYPE)
-        if callable(getattr(owner, name, None))
-    }
-    for (owner, name), real in kept.items():
-        setattr(owner, name, _wide(real, name in _TO_ONE_DTYPE))
-    kept[torch, "zeros"] = zeros = torch.zeros
-    torch.zeros = _wide_options(zeros)
-    try:
+    of_tensors, of_torch = (
+        {
+            name: _wide(getattr(owner, name), name in _TO_ONE_DTYPE)
+            for name in (*_TO_ONE_DTYPE, *_WITH_DTYPE)
+            if callable(getattr(owner, name, None))
+        }
+        for owner in (Tensor, torch)
+    )
+    of_torch["zeros"] = _wide_options(torch.zeros)
+    with attributes_of(Tensor, **of_tensors), attributes_of(torch, **of_torch):
         yield
-    finally:
-        for (owner, name), real in kept.items():
-            setattr(owner, name, real)
 
 
 def _wide(real: Callable[..., Any], always: bool) -> Callable[..., Any]:
@@ -183,7 +180,7 @@ def _trainer(trial: SmallTraining, folder: Path, noted: TrainerCallback) -> Any:
     held, own = rows[: 2 * trial.batches - 1], [noted]
     if "tuning" not in trial.facts:
         args = _arguments(TrainingArguments, trial, folder)
-        return Trainer(_model(trial.config), args, _collate, rows, held, callbacks=own)
+        return Trainer(_model(trial.config), args, DataCollatorForCausalLM(0), rows, held, callbacks=own)
     from windlass.finetuning.sft_config import SFTConfig
     from windlass.finetuning.sft_trainer import SFTTrainer
 
@@ -319,15 +316,3 @@ def _rows(trial: SmallTraining) -> list[dict[str, list[int]]]:
         ignored = length if without else length // 3
         found.append({"input_ids": ids, "labels": [-100] * ignored + ids[ignored:]})
     return found
-
-
-def _collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    width = max(len(row["input_ids"]) for row in rows)
-    batch: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
-    for row in rows:
-        length = len(row["input_ids"])
-        missing = width - length
-        batch["input_ids"].append([*row["input_ids"], *[0] * missing])
-        batch["labels"].append([*row["labels"], *[-100] * missing])
-        batch["attention_mask"].append([*[1] * length, *[0] * missing])
-    return {name: torch.tensor(values) for name, values in batch.items()}

@@ -32,7 +32,7 @@ from windlass.compat.big_models.module_tensors import (
     torch_dtype,
 )
 from windlass.compat.big_models.offloaded import Index, index_entry, offload_weight, save_offload_index
-from windlass.core.errors import CheckpointError, ConfigError, Problem
+from windlass.core.errors import CheckpointError, ConfigError, Problem, refuse
 from windlass.core.logs import get_logger
 
 PICKLED_NAME = "pytorch_model.bin"
@@ -140,8 +140,7 @@ def _check_arguments(
         fix = "every process reads the files; for a single reader, prepare the model with FSDP and "
         fix += "cpu_ram_efficient_loading"
         problems.append(Problem("broadcast_from_rank0", True, fix))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def find_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:

@@ -13,7 +13,7 @@ from windlass.checkpoint.host_memory import available_memory
 from windlass.compat.big_models.module_tensors import named_module_tensors, torch_dtype
 from windlass.config.kinds import convert_file_size_to_int
 from windlass.core.device import visible_devices
-from windlass.core.errors import ConfigError, Problem
+from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.logs import get_logger
 
 Dtype = str | torch.dtype
@@ -141,13 +141,11 @@ def get_max_memory(max_memory: Limits | None = None) -> Room:
     """
     if max_memory is None:
         return _free_memory()
-    problems = [
+    refuse(
         Problem("max_memory", key, "name devices by the index of an accelerator, 'mps', 'cpu' or 'disk'")
         for key in max_memory
         if not isinstance(key, int) and key not in ("mps", "cpu", "disk")
-    ]
-    if problems:
-        raise ConfigError(problems)
+    )
     numbers = sorted(key for key in max_memory if isinstance(key, int))
     absent = [number for number in numbers if not 0 <= number < visible_devices()]
     if absent:
@@ -214,7 +212,6 @@ def get_balanced_memory(
 
 
 def class_names(names: Sequence[str] | str | None) -> list[str]:
-    """Class names as a list."""
     return [names] if isinstance(names, str) else list(names or [])
 
 

@@ -14,8 +14,6 @@ from windlass.text.conversations import is_conversational, is_conversational_fro
 
 @dataclass(slots=True)
 class Dataset:
-    """One dataset."""
-
     path: str  # a file, a folder, or a name on the hub
     options: dict[str, Any] = field(default_factory=dict)  # keys of the section `data` with which it is read
     weight: float | None = None  # its share of a mixture; None = by the number of its rows

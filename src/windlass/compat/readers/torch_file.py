@@ -143,7 +143,6 @@ class TorchFile:
         return run
 
     def _check(self, storage: Storage) -> None:
-        """Compare the checksum of a storage."""
         piece, crc = bytearray(min(_AT_ONCE, storage.nbytes)), 0
         for begin in range(0, storage.nbytes, _AT_ONCE):
             view = memoryview(piece)[: storage.nbytes - begin]

@@ -186,8 +186,6 @@ _NOT_READ = {
 
 
 class TransformersCheckpoint(ForeignCheckpoint):
-    """A checkpoint of transformers' Trainer."""
-
     writer = WRITER
 
     def load_optimizer_of(

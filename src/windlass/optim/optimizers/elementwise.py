@@ -39,7 +39,6 @@ class Batch:
         self.states = [states[p] for p in self.parameters]
 
     def column(self, name: str) -> list[Tensor]:
-        """One tensor of each state."""
         return locals_of([state[name] for state in self.states])
 
     def advance(self) -> list[int]:

@@ -60,10 +60,10 @@ class Seq2Seq(TextTask):
         return DataCollatorForSeq2Seq(parts.tokenizer, model)
 
     def trainer_options(self, parts: RecipeParts, args: TrainingArguments) -> dict[str, Any]:
-        from windlass.recipes.text_metrics import SCORES, of_predictions
+        from windlass.recipes.text_metrics import of_predictions
 
         metric = parts.recipe.metric
-        return {} if metric is None else {"compute_metrics": of_predictions(parts.tokenizer, SCORES[metric])}
+        return {} if metric is None else {"compute_metrics": of_predictions(parts.tokenizer, metric)}
 
     def trainer_class(self) -> Any:
         from windlass.finetuning.seq2seq_trainer import Seq2SeqTrainer

@@ -16,7 +16,7 @@ from windlass.recipes.task import Conflict, Task, tuning_conflicts
 from windlass.text.forms import ROLES
 
 if TYPE_CHECKING:
-    from windlass.recipes.text_source import DataSource
+    from windlass.recipes.tuning_data import DataSource
 
 
 class SupervisedTuning(Task):
