@@ -256,12 +256,10 @@ def refusals(gang: Gang) -> None:
         ModelError, match=r"Block trains parameters of several dtypes \(torch.float16, torch.float64"
     ):
         FullyShardedModel(mixed, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang, CPU)
-    sharded_before = FullyShardedModel(model(), plan, gang, CPU).module
-    FullyShardedModel(sharded_before, DistPlan(strategy="fsdp", shard=ShardPlan(state="sharded")), gang, CPU)
+    before = FullyShardedModel(model(), plan, gang, CPU).module
+    FullyShardedModel(before, DistPlan(strategy="fsdp", shard=ShardPlan(state="sharded")), gang, CPU)
     with pytest.raises(ConfigError, match=r"fsdp \(reshard\)=False: this model was sharded with True"):
-        FullyShardedModel(
-            sharded_before, DistPlan(strategy="fsdp", shard=ShardPlan(reshard=False)), gang, CPU
-        )
+        FullyShardedModel(before, DistPlan(strategy="fsdp", shard=ShardPlan(reshard=False)), gang, CPU)
 
 
 def unused(gang: Gang) -> None:
@@ -401,9 +399,8 @@ def carried_state(gang: Gang, folder: Path) -> None:
         save_weights(folder, state)
     gang.barrier()
     other = model(9)
-    loaded = FullyShardedModel(
-        other, DistPlan(strategy="fsdp", shard=ShardPlan(replicas=SIZE, **BLOCKS)), gang, CPU
-    )
+    plan = DistPlan(strategy="fsdp", shard=ShardPlan(replicas=SIZE, **BLOCKS))
+    loaded = FullyShardedModel(other, plan, gang, CPU)
     load_weights(folder, other)
     state = loaded.whole_state()
     assert RANK != 0 or same_tensors(state, weights)
