@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import DataError
+from windlass.core.types import IGNORED
 
-IGNORED = -100
 # Texts encoded at once: enough for the threads of the tokenizer, few enough for the cache.
 ENCODE_BATCH = 256
 

@@ -17,7 +17,8 @@ from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import version_of
 from windlass.core.threads import usable_cores
-from windlass.text.encoder import IGNORED, RowEncoder
+from windlass.core.types import IGNORED
+from windlass.text.encoder import RowEncoder
 from windlass.text.forms import Form, RowError, recognise_form, shown_places
 from windlass.text.image_encoder import ImageRowEncoder
 from windlass.text.image_processing import ImageProcessing

@@ -208,10 +208,6 @@ class Pipeline(Strategy):
         with self.staged.whole(), self._inner.gathered():
             yield
 
-    def generating(self) -> AbstractContextManager[Any]:
-        """Whole parameters on every rank: each generates by itself."""
-        return self.gathered()
-
     def share_buffers(self) -> None:
         """Send the buffers of each layer from the first rank of its stage to all ranks."""
         for rank, buffers in self.staged.buffers_of_ranks().items():

@@ -35,8 +35,8 @@ class CausalLM(TextTask):
         return pack(texts(records, data.text_column), tokenizer, data.block_size)
 
     def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
+        from windlass.core.types import IGNORED
         from windlass.recipes.marked_text import marked
-        from windlass.text.encoder import IGNORED
 
         ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
         end = len(labels) - labels.count(IGNORED)  # of the padding of the last block

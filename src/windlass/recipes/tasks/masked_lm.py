@@ -42,7 +42,7 @@ class MaskedLM(TextTask):
         )
 
     def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
-        from windlass.text.encoder import IGNORED
+        from windlass.core.types import IGNORED
         from windlass.text.trained_pieces import decoded
 
         batch = self.collator(parts, None)([sample])
