@@ -88,8 +88,10 @@ class EndedTraining:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return report
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # it was killed before it had written all of it
+        return {}
 
 
 class StartedTraining:
