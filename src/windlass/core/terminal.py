@@ -79,7 +79,7 @@ def foot_of(stream: Any) -> Foot:
 def write_at_once(text: str) -> None:
     """Write a line to standard error past all buffers and locks: a signal handler may have interrupted a print.
 
-    It is left out where it would have to wait, as in a pipe that nobody reads: the process may have to end soon.
+    It is left out where it would have to wait, as in a pipe that no process reads: the process may have to end soon.
     """
     with contextlib.suppress(OSError, ValueError):
         descriptor = sys.__stderr__.fileno() if sys.__stderr__ else 2
