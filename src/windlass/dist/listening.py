@@ -66,7 +66,7 @@ def _listen(address: str, port: int) -> tuple[socket.socket, str]:
         try:
             listener.bind((where, port))
         except OSError:
-            if not where or _is_local(family, where):
+            if not where or can_listen(where, 0, family):
                 raise
             where = ""
             listener.bind((where, port))
@@ -75,18 +75,9 @@ def _listen(address: str, port: int) -> tuple[socket.socket, str]:
     return listener, where
 
 
-def _is_local(family: int, address: str) -> bool:
+def can_listen(address: str, port: int, family: int = socket.AF_INET) -> bool:
+    """Return True if `address` belongs to this machine and no process listens at `port` there, if it is not 0."""
     with socket.socket(family) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
-
-
-def can_listen(address: str, port: int) -> bool:
-    """Return True if `address` belongs to this machine and no process listens at `port` there."""
-    with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
