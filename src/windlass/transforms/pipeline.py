@@ -75,7 +75,7 @@ class Pipeline(Strategy):
         loss_ranks: Gang,
         device: torch.device,
         spread_stage: Callable[[], Strategy],
-        balances_all: bool = False,
+        balances_all: bool,
     ) -> None:
         self._all_ranks, self._ranks = loss_ranks.over("all"), loss_ranks.over("pipeline")
         self._device = device
