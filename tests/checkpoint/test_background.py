@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -284,6 +286,22 @@ def test_the_keeper_commits_when_it_sees_that_all_have_written(tmp_path: Path) -
     saver.commit_when_seen()
     saver.leave()
     assert assert_whole(tmp_path / "checkpoint-2") == 2, "a commit by another process is waited for too"
+
+
+def test_a_process_that_is_forked_meanwhile_leaves_the_save_alone(tmp_path: Path) -> None:
+    """Also at its end, where it calls what its parent has registered: it has no thread for which it could wait."""
+    saver, release = saver_of(tmp_path), threading.Event()
+    begin(saver, 1, arrived=lambda: bool(release.wait(60)))
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which else would be pytest's limit
+        signal.alarm(30)
+        saver.leave()
+        saver.wait()
+        os._exit(0 if saver.finish() is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    release.set()
+    assert saver.finish() == Outcome(1, tmp_path / "checkpoint-1")
 
 
 def test_what_failed_is_not_committed_by_sight(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from windlass.cli.training_memory import plan_training
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100,
 }  # fmt: skip
+LORA: dict[str, Any] = {"lora_r": 2, "weights": "bfloat16", "precision": "bf16"}
 
 
 @pytest.fixture
@@ -91,11 +92,12 @@ def test_bytes_in_words(size: int, text: str) -> None:
 # --- training in detail
 
 
-@pytest.fixture
-def llama(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("llama")
     sizes = {**SIZES, "num_key_value_heads": 2, "tie_word_embeddings": False, "max_position_embeddings": 64}
-    LlamaConfig(architectures=["LlamaForCausalLM"], **sizes).save_pretrained(tmp_path)
-    return str(tmp_path)
+    LlamaConfig(architectures=["LlamaForCausalLM"], **sizes).save_pretrained(folder)
+    return str(folder)
 
 
 def largest(name: str, **options: Any) -> dict[str, int]:
@@ -105,17 +107,26 @@ def largest(name: str, **options: Any) -> dict[str, int]:
     return found
 
 
-def test_parts_of_a_training(llama: str) -> None:
+@pytest.fixture(scope="module")
+def plain(llama: str) -> dict[str, int]:
+    return largest(llama)
+
+
+@pytest.fixture(scope="module")
+def lora(llama: str) -> dict[str, int]:
+    return largest(llama, **LORA)
+
+
+def test_parts_of_a_training(llama: str, plain: dict[str, int]) -> None:
     count = sum(parameter.numel() for parameter in build_empty(llama).parameters())
-    plain = largest(llama)
     assert plain["weights"] == plain["gradients"] == 4 * count
     assert 8 * count <= plain["optimizer state"] < 8 * count + 1000
     assert largest(llama, batch_size=4)["activations"] > 1.9 * plain["activations"]
     assert largest(llama, recompute=True)["activations"] < plain["activations"] / 2
 
 
-def test_bf16_copies_weights_and_has_smaller_activations(llama: str) -> None:
-    plain, half = largest(llama), largest(llama, precision="bf16")
+def test_bf16_copies_weights_and_has_smaller_activations(llama: str, plain: dict[str, int]) -> None:
+    half = largest(llama, precision="bf16")
     matrices = sum(p.numel() for p in build_empty(llama).model.layers.parameters() if p.ndim == 2)
     assert half["weights"] == plain["weights"]
     assert half["copies of weights"] >= 2 * matrices
@@ -123,16 +134,14 @@ def test_bf16_copies_weights_and_has_smaller_activations(llama: str) -> None:
 
 
 @pytest.mark.parametrize("sharding", ["full", pytest.param("grad", marks=pytest.mark.slow)])
-def test_shards(llama: str, sharding: str) -> None:
-    plain, found = largest(llama), largest(llama, num_processes=4, sharding=sharding)
+def test_shards(llama: str, sharding: str, plain: dict[str, int]) -> None:
+    found = largest(llama, num_processes=4, sharding=sharding)
     assert found["weights"] == plain["weights"] / 4
     assert found["gradients"] >= found["weights"]
     assert found["buckets"] > 0
 
 
-def test_adapters(llama: str) -> None:
-    plain = largest(llama)
-    lora = largest(llama, lora_r=2, weights="bfloat16", precision="bf16")
+def test_adapters(plain: dict[str, int], lora: dict[str, int]) -> None:
     assert lora["gradients"] < plain["gradients"] / 4
     assert plain["weights"] / 2 < lora["weights"] < plain["weights"]
 
@@ -140,16 +149,15 @@ def test_adapters(llama: str) -> None:
 @pytest.mark.parametrize(
     ("quantization", "bits"), [("nf4", 4.5), pytest.param("int8", 8, marks=pytest.mark.slow)]
 )
-def test_a_base_of_few_bits(llama: str, quantization: str, bits: float) -> None:
+def test_a_base_of_few_bits(llama: str, quantization: str, bits: float, lora: dict[str, int]) -> None:
     """Packed weights and their scales take the place of the linear layers, and leave the head and embeddings alone."""
-    lora = {"lora_r": 2, "weights": "bfloat16", "precision": "bf16"}
-    plain, few = largest(llama, **lora), largest(llama, quantization=quantization, **lora)
+    few = largest(llama, quantization=quantization, **LORA)
     packed = sum(p.numel() for p in build_empty(llama).model.layers.parameters() if p.ndim == 2)
     rows_of_int8 = 0 if quantization == "nf4" else 4 * 2 * (4 * 32 + 2 * 64 + 32)
     norms = 2 * 5 * 32  # kept in float32 under a base of few bits
-    saved = plain["weights"] - few["weights"] - (few["buffers"] - plain["buffers"])
+    saved = lora["weights"] - few["weights"] - (few["buffers"] - lora["buffers"])
     assert saved == packed * (16 - bits) / 8 - rows_of_int8 - norms
-    assert few["gradients"] == plain["gradients"]
+    assert few["gradients"] == lora["gradients"]
     assert few["temporary"] > 0
 
 

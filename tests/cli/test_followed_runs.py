@@ -14,7 +14,7 @@ from windlass.callbacks import metrics_log
 from windlass.callbacks.page_data import page_data
 from windlass.callbacks.row_file import cut_back
 from windlass.callbacks.run_view import read_run
-from windlass.cli.followed_runs import FollowedRuns, RunHistories, RunHistory
+from windlass.cli.followed_runs import FollowedRuns, RunHistory, kept_histories
 
 
 def logged(step: int) -> dict[str, Any]:
@@ -83,15 +83,15 @@ def test_each_row_is_read_once_for_all_pages(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(
         metrics_log, "_parsed", lambda lines, first: (read.append(len(lines)), parsed(lines, first))[1]
     )
-    histories = RunHistories()
-    pages = [histories.of(tmp_path).page() for _ in range(3)]
-    histories.of(tmp_path).view()
+    history_of = kept_histories()
+    pages = [history_of(tmp_path).page() for _ in range(3)]
+    history_of(tmp_path).view()
     append_rows(tmp_path, logged(5001))
-    followers = [FollowedRuns([histories.of(tmp_path)], [position]) for _, position in pages]
+    followers = [FollowedRuns([history_of(tmp_path)], [position]) for _, position in pages]
     found = [one.look()["runs"][0]["growth"]["series"]["loss"]["s"] for one in followers]
     assert found == [[5001]] * 3
     assert sum(read) == 5002, "and the evaluation"
-    page, _ = histories.of(tmp_path).page()
+    page, _ = history_of(tmp_path).page()
     assert page.data is not None
     loss, fresh = page.data["series"]["loss"], page_data(read_run(tmp_path))["series"]["loss"]
     assert (loss["of"], max(loss["v"]), min(loss["v"])) == (5001, max(fresh["v"]), min(fresh["v"]))

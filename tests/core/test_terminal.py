@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 import io
+import multiprocessing.connection
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 from tests.terminal import Terminal
+from tests.trainer.resume_cases import in_a_child
 
-from windlass.core.terminal import Foot, can_redraw, folded_message, foot_of
+from windlass.core.terminal import Foot, can_redraw, folded_message, foot_of, write_at_once
 
 # Writes in every way above a row; what it draws is "<n>", the number of the drawing.
 WRITES = """
@@ -192,3 +196,25 @@ def test_a_foot_that_is_stopped_while_it_closes_gives_the_streams_back(
     with pytest.raises(KeyboardInterrupt):
         foot.close("a")
     assert sys.stdout is terminal
+
+
+def test_a_line_that_would_have_to_wait_is_left_out() -> None:
+    """As that of a process that has to end by a deadline, where no process reads what it writes."""
+
+    def work() -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(write, bytes(4096))
+        os.set_blocking(write, True)
+        os.dup2(write, 2)
+        write_at_once("left out")
+        while multiprocessing.connection.wait([read], 0):
+            assert set(os.read(read, 1 << 16)) == {0}
+        write_at_once("written")
+        assert os.read(read, 100) == b"written\n"
+
+    assert in_a_child(work) == 0

@@ -9,17 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.metrics.tokens import IGNORE_INDEX, InputCounter, TargetCounter, rows
+from windlass.core.types import IGNORED
+from windlass.metrics.tokens import InputCounter, TargetCounter, rows
 
 labels = st.lists(
-    st.lists(st.sampled_from([IGNORE_INDEX, 0, 1, 5]), min_size=4, max_size=4), min_size=1, max_size=6
+    st.lists(st.sampled_from([IGNORED, 0, 1, 5]), min_size=4, max_size=4), min_size=1, max_size=6
 )
 
 
 @given(table=labels, shifted=st.booleans(), cut=st.integers(0, 6))
 def test_targets_are_counted_and_add_up(table: list[list[int]], shifted: bool, cut: int) -> None:
     counter = TargetCounter(shifted=shifted)
-    expected = sum(value != IGNORE_INDEX for row in table for value in row[int(shifted) :])
+    expected = sum(value != IGNORED for row in table for value in row[int(shifted) :])
     assert counter({"labels": torch.tensor(table)}) == expected
     parts = [part for part in (table[:cut], table[cut:]) if part]
     assert sum(counter({"labels": torch.tensor(part)}) for part in parts) == expected, (
@@ -29,8 +30,8 @@ def test_targets_are_counted_and_add_up(table: list[list[int]], shifted: bool, c
 
 @given(table=labels)
 def test_labels_that_were_shifted_already_count_whole(table: list[list[int]]) -> None:
-    batch = {"labels": torch.full((1, 4), IGNORE_INDEX), "shift_labels": torch.tensor(table)}
-    expected = sum(value != IGNORE_INDEX for row in table for value in row)
+    batch = {"labels": torch.full((1, 4), IGNORED), "shift_labels": torch.tensor(table)}
+    expected = sum(value != IGNORED for row in table for value in row)
     assert TargetCounter(shifted=True)(batch) == expected
 
 

@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from windlass.core.errors import ConfigError, DataError
-from windlass.recipes.samples import IGNORED, Blocks, encode_labelled, pack
+from windlass.core.types import IGNORED
+from windlass.recipes.samples import Blocks, encode_labelled, pack
 from windlass.recipes.schema import DataSpec, ModelSpec, Recipe, RecipeParts, TokenizerSpec, TokenizerTraining
 from windlass.recipes.tasks import TASKS
 from windlass.recipes.tokenizing import CLASSIFIER, WRITER, build_tokenizer

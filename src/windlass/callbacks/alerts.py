@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from windlass.callbacks.rows import Row
+from windlass.callbacks.rows import Row, is_number
 from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.logs import get_logger
 
@@ -43,13 +43,9 @@ def read_rules(value: Any) -> dict[str, float]:
         if name not in RULES
         else Problem(f"alerts.{name}", limit, f"must be a positive number: {RULES[name]}")
         for name, limit in value.items()
-        if name not in RULES or not _is_limit(limit)
+        if name not in RULES or not (is_number(limit) and 0 < limit < math.inf)
     )
     return {name: float(limit) for name, limit in value.items()}
-
-
-def _is_limit(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 class Alerts:

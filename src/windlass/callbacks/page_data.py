@@ -61,7 +61,6 @@ class Curves:
         self._over = 0  # norms above that of their attempt
 
     def add(self, view: RunView, rows: Sequence[Row]) -> None:
-        """Add rows of a run."""
         series = _series(rows, _began(view), self.tokens)
         for name, (points, bad) in series.items():
             kept = self._points.setdefault(name, [])

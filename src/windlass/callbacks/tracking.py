@@ -48,7 +48,6 @@ class TrackingCallback(RowCallback):
 
     @property
     def names(self) -> list[str]:
-        """The names of the requested trackers."""
         return [item if isinstance(item, str) else item.name for item in self._wanted]
 
     @property

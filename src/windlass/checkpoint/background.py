@@ -132,6 +132,7 @@ class _PendingSave:
     seen: bool = False  # whether the writer rank has seen that, without talking to the others
     commit: BackgroundCall | None = None  # by the writer rank
     ended: threading.Event = field(default_factory=threading.Event)  # set once the save has ended
+    process: int = field(default_factory=os.getpid)  # which has its threads
 
     @property
     def error(self) -> Exception | None:
@@ -273,7 +274,7 @@ class BackgroundSaver:
         An exception of a signal handler may end the wait at any instant: nothing is committed then, and a further call
         (or `leave`) goes on where this one was.
         """
-        pending = self._pending
+        pending = self._own_pending
         if pending is None:
             return None
         pending.writing.wait()
@@ -286,7 +287,7 @@ class BackgroundSaver:
 
     def wait(self) -> None:
         """Wait until this rank's thread has ended, however the save goes on."""
-        pending = self._pending
+        pending = self._own_pending
         if pending is not None:
             pending.writing.wait()
             if pending.agreed:
@@ -296,7 +297,7 @@ class BackgroundSaver:
         """End the save under way with what this rank can do alone, for a run that ends in an error: the writer
         rank commits if it sees that all ranks have written. With several disks it cannot see that.
         """
-        pending, store = self._pending, self._store
+        pending, store = self._own_pending, self._store
         if pending is None:
             return
         pending.writing.wait()
@@ -308,6 +309,12 @@ class BackgroundSaver:
         pending.wait_for_commit()
 
     # --- its end
+
+    @property
+    def _own_pending(self) -> _PendingSave | None:
+        """The save under way; None in a process that was forked meanwhile, in which none of its threads runs."""
+        pending = self._pending
+        return pending if pending is not None and pending.process == os.getpid() else None
 
     def _end(self, pending: _PendingSave, dropped: bool) -> Outcome:
         self._pending, self.busy = None, False

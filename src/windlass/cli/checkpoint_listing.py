@@ -22,10 +22,10 @@ from windlass.checkpoint.run_lock import RunLock
 from windlass.checkpoint.store import Store, is_checkpoint
 from windlass.checkpoint.stored import open_folder
 from windlass.checkpoint.survey import Found, RunNotes, look_at, marks_of, notes_of, survey
-from windlass.cli.command_line import answer, folders_below, in_words, table
+from windlass.cli.command_line import answer, folders_below, in_words
 from windlass.core.errors import CheckpointError
 from windlass.core.locations import is_url
-from windlass.core.output import one_line, say, say_json
+from windlass.core.output import one_line, say, say_json, table
 
 HEADERS = ("step", "saved", "size", "ranks", "metric", "marks", "state")
 

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -128,13 +128,6 @@ def answer(options: argparse.Namespace, facts: Any, lines: Iterable[str], code: 
         for line in lines:
             say(line)
     return code
-
-
-def table(rows: Sequence[tuple[str, ...]], justify: Callable[[str, int], str] = str.ljust) -> Iterator[str]:
-    """Yield the lines of rows whose cells stand in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(map(justify, row, widths)).rstrip()
 
 
 def in_words(size: float) -> str:

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from windlass import __version__
-from windlass.cli.command_line import CommandParser, add_script, answer, check_script, table
+from windlass.cli.command_line import CommandParser, add_script, answer, check_script
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, Problem, WindlassError
 from windlass.core.optional import version_of
+from windlass.core.output import table
 from windlass.core.outside import load_outside
 
 ROUNDING = 1e-5
@@ -252,7 +253,6 @@ def _run(
 def _rows(
     own: ScriptRecord, ours: ScriptRecord, found: dict[str, FirstDifference]
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the lines of the table."""
     pairs = list(zip(own.updates, ours.updates, strict=False))
     counts = [
         sum(len(rows) for update in record.updates for rows in update["rows"]) for record in (own, ours)

@@ -81,8 +81,6 @@ _sharded = _if("strategy", "fsdp")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question."""
-
     key: Key  # the setting
     text: str  # of the question
     default: str = ""  # of an empty answer; "no" for a setting that is true or false

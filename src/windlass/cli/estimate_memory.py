@@ -7,10 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windlass.cli.command_line import CommandParser, answer, in_words, table
+from windlass.cli.command_line import CommandParser, answer, in_words
 from windlass.cli.training_choice import Training
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.optional import require
+from windlass.core.output import table
 from windlass.core.outside import load_outside
 
 # Bits of a parameter when loaded, and bytes of a parameter in training with Adam (None: not a dtype for training):
@@ -157,7 +158,6 @@ class Sizes(NamedTuple):
     training: float | None
 
     def cells(self) -> tuple[str, ...]:
-        """Return the cells of a table."""
         trained = "-" if self.training is None else in_words(self.training)
         return self.dtype, in_words(self.largest_layer), in_words(self.model), trained
 

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.cli.command_line import DTYPES, CommandParser, answer, table
+from windlass.cli.command_line import DTYPES, CommandParser, answer
 from windlass.cli.generate_command import add_model_options
 from windlass.core.activity import Activity
 from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.optional import check_installed, version_of
-from windlass.core.output import as_json, one_line, say
+from windlass.core.output import as_json, one_line, say, table
 from windlass.core.whole_file import write_whole
 from windlass.recipes.quiet import hide_loading_bars
 

@@ -54,7 +54,6 @@ class Explanation:
             self.facts.append((word, said))
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines that are printed."""
         yield f"{self.name} = {as_text(self.value)}"
         for word, said in self.facts:
             yield f"  {word:<9} {said if isinstance(said, str) else ', '.join(said)}"
@@ -253,7 +252,6 @@ def _other_defaults(argument: Argument) -> Iterator[tuple[str, str]]:
 
 
 def explain(key: Key, settings: Settings) -> Explanation:
-    """Explain one setting."""
     given = settings.get(key.name)
     said = Explanation(key.name, settings.value(key))
     if given is None:

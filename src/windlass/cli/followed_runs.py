@@ -7,9 +7,10 @@ for pages that lack them. So a look costs as much as what is new, however long t
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -95,21 +96,9 @@ class RunHistory:
         return replace(summarised(view, described(view)), data=whole_data(view, self._curves))
 
 
-class RunHistories:
-    """The runs that were looked at last, by their folders."""
-
-    def __init__(self) -> None:
-        self._found: OrderedDict[Path, RunHistory] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def of(self, folder: Path) -> RunHistory:
-        """Return the history of a run."""
-        with self._lock:
-            history = self._found.setdefault(folder, RunHistory(folder))
-            self._found.move_to_end(folder)
-            if len(self._found) > _MOST_RUNS:
-                self._found.popitem(last=False)
-            return history
+def kept_histories() -> Callable[[Path], RunHistory]:
+    """Return a function from folders to their runs, which keeps those that were looked at last."""
+    return lru_cache(_MOST_RUNS)(RunHistory)
 
 
 class FollowedRun:

@@ -14,7 +14,6 @@ _OWNERS, _MODULES = 10, 5
 
 
 def plan_lines(forecast: Forecast, what: str) -> Iterator[str]:
-    """Yield the lines of a plan."""
     facts = forecast.trace.facts
     yield f"{facts['model']} of {what}: {facts['parameters']:,} parameters"[:_WIDTH]
     yield from _update(forecast)

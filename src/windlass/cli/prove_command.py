@@ -174,7 +174,6 @@ class _ProvingTrials:
         self._alone: dict[bool, EndedTraining] = {}
 
     def judged(self, layout: AxisLayout) -> ProofVerdict:
-        """The verdict on a layout."""
         from windlass.cli.proving.proving_processes import judge
 
         joined = "ep" in layout.axes

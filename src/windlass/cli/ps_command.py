@@ -8,11 +8,11 @@ from typing import Any
 
 from windlass.callbacks.log_table import clock_text
 from windlass.callbacks.run_view import is_run
-from windlass.cli.command_line import CommandParser, answer, folders_below, table
+from windlass.cli.command_line import CommandParser, answer, folders_below
 from windlass.cli.run_status import status_of_run
 from windlass.cli.status_command import read_folder
 from windlass.core.errors import ConfigError, Problem
-from windlass.core.output import one_line
+from windlass.core.output import one_line, table
 
 SCHEMA = "windlass-ps/1"
 HEADERS = ("run", "state", "step", "loss", "left", "checkpoint", "goodput", "alerts")

@@ -13,7 +13,7 @@ from windlass.core.types import TrainOutput
 from windlass.finetuning.peft_adapters import count_parameters, describe_trained, is_peft_model
 from windlass.metrics.answer_scores import ROUGE
 from windlass.recipes.images import Images
-from windlass.recipes.samples import Blocks, MaskedBlocks
+from windlass.recipes.samples import Blocks
 from windlass.recipes.schema import RecipeParts
 from windlass.recipes.text_metrics import PREDICTIONS
 
@@ -71,7 +71,7 @@ def describe_run(parts: RecipeParts, trainer: Any) -> str:
 
 
 def _amount(data: Any) -> str:
-    if isinstance(data, Blocks | MaskedBlocks):
+    if isinstance(data, Blocks):
         return f"{data.tokens:,} tokens in {len(data):,} blocks"
     if not hasattr(data, "__len__"):
         return "a stream of texts"
@@ -94,7 +94,6 @@ def duration(seconds: float) -> str:
 
 
 def render_screen(outcome: RunOutcome) -> str:
-    """Return the final screen."""
     rule = "-" * 72
     texts = [
         folded(f"{name:<{MARGIN}}{text}", MARGIN)
@@ -139,7 +138,7 @@ def _speed(outcome: RunOutcome) -> str:
     if tokens and not outcome.first_step:
         return f"{tokens[-1] / seconds:,.0f} tokens/s, {steps} steps in {duration(runtime)}"
     samples = steps * outcome.trainer.get_total_train_batch_size(outcome.trainer.args)
-    if isinstance(parts.train, Blocks | MaskedBlocks):
+    if isinstance(parts.train, Blocks):
         rate = f"{samples * parts.recipe.data.block_size / seconds:,.0f} tokens/s"
     else:
         rate = f"{samples / seconds:,.0f} samples/s"

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from windlass.checkpoint.adapters import peft_library
 from windlass.cli.training_choice import Training
@@ -16,20 +15,6 @@ if TYPE_CHECKING:
     from windlass.forecast.forecast import Forecast
 
 _UPDATES = 2
-
-
-class _MadeUp(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Enough rows of one token for the updates of all processes."""
-
-    def __init__(self, training: Training) -> None:
-        self._row = torch.zeros(training.length, dtype=torch.long)
-        self._rows = training.batch_size * training.num_processes * _UPDATES
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self._row, "labels": self._row}
 
 
 def plan_training(build: Callable[[], Any], training: Training) -> Forecast:
@@ -68,7 +53,9 @@ def _trainer(model: Any, training: Training, folder: str) -> Any:
         use_cpu=True,
         log_level="error",
     )
-    return Trainer(_prepared(model, training), args, train_dataset=_MadeUp(training))
+    row = dict.fromkeys(("input_ids", "labels"), torch.zeros(training.length, dtype=torch.long))
+    rows = [row] * training.batch_size * training.num_processes * _UPDATES
+    return Trainer(_prepared(model, training), args, train_dataset=rows)
 
 
 def _prepared(model: Any, training: Training) -> Any:

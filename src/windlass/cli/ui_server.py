@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from windlass.callbacks.page_file import render_page
-from windlass.cli.followed_runs import FollowedRuns, RunHistories, RunHistory
+from windlass.cli.followed_runs import FollowedRuns, RunHistory, kept_histories
 from windlass.cli.ps_command import runs_below
 from windlass.cli.run_status import status_of_run
 from windlass.core.errors import ConfigError, Problem
@@ -80,17 +80,17 @@ def application(folder: Path, token: str) -> Any:
     responses = require("starlette.responses", _PURPOSE)
     routing = require("starlette.routing", _PURPOSE)
     applications = require("starlette.applications", _PURPOSE)
-    histories = RunHistories()
+    history_of = kept_histories()
 
     async def index(request: Any) -> Any:
-        text = await asyncio.to_thread(_index, folder, histories)
+        text = await asyncio.to_thread(_index, folder, history_of)
         return responses.HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": _POLICY})
 
     async def page(request: Any) -> Any:
         runs = await asyncio.to_thread(_chosen, folder, request.query_params.getlist("run"))
         if not runs:
             return responses.PlainTextResponse("no such run", status_code=404, headers=_HEADERS)
-        text = await asyncio.to_thread(_page, {name: histories.of(path) for name, path in runs.items()})
+        text = await asyncio.to_thread(_page, {name: history_of(path) for name, path in runs.items()})
         return responses.HTMLResponse(text, headers=_HEADERS)
 
     async def events(request: Any) -> Any:
@@ -100,7 +100,7 @@ def application(folder: Path, token: str) -> Any:
         # A browser that lost the connection names the last event that it got.
         at = request.headers.get("last-event-id") or request.query_params.get("at", "")
         paths = list(runs.values())
-        following = follow(paths, FollowedRuns([histories.of(path) for path in paths], at.split(",")))
+        following = follow(paths, FollowedRuns([history_of(path) for path in paths], at.split(",")))
         return responses.StreamingResponse(following, media_type="text/event-stream", headers=_HEADERS)
 
     guard = _guarded(token, responses)
@@ -156,10 +156,10 @@ def _page(runs: Mapping[str, RunHistory]) -> str:
     return render_page([run for run, _ in found], live=live)
 
 
-def _index(folder: Path, histories: RunHistories) -> str:
+def _index(folder: Path, history_of: Callable[[Path], RunHistory]) -> str:
     rows = ""
     for name, path in dict(runs_below(folder)).items():
-        status = status_of_run(histories.of(path).view())
+        status = status_of_run(history_of(path).view())
         link = in_html(f"page?{urlencode({'run': name})}")
         loss = "" if status["loss"] is None else f"{status['loss']['value']:.4g}"
         rows += (

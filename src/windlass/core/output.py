@@ -16,7 +16,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from windlass.core.redact import redact_text, redact_value
@@ -57,6 +57,13 @@ def say(*words: object, error: bool = False, end: str = "\n") -> None:
     stream = STDERR if error else STDOUT
     stream.write(shown(" ".join(map(str, words))) + end)
     stream.flush()
+
+
+def table(rows: Sequence[Sequence[str]], justify: Callable[[str, int], str] = str.ljust) -> Iterator[str]:
+    """Yield the lines of rows whose cells stand in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(map(justify, row, widths)).rstrip()
 
 
 def as_json(value: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shlex
 import shutil
 import sys
@@ -76,9 +77,17 @@ def foot_of(stream: Any) -> Foot:
 
 
 def write_at_once(text: str) -> None:
-    """Write a line to standard error past all buffers and locks: a signal handler may have interrupted a print."""
+    """Write a line to standard error past all buffers and locks: a signal handler may have interrupted a print.
+
+    It is left out where it would have to wait, as in a pipe that no process reads: the process may have to end soon.
+    """
     with contextlib.suppress(OSError, ValueError):
         descriptor = sys.__stderr__.fileno() if sys.__stderr__ else 2
+        if hasattr(select, "poll"):
+            room = select.poll()
+            room.register(descriptor, select.POLLOUT)
+            if not room.poll(0):
+                return
         begin = _NEW_LINE if _in_use and os.isatty(descriptor) else ""
         os.write(descriptor, f"{begin}{text}\n".encode())
 

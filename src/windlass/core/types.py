@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+# The label of tokens and rows that losses leave out.
+IGNORED = -100
 # A state is what `checkpoint.codec` can write: tensors, numpy arrays, numbers, strings, None, lists, string-keyed
 # maps.
 State = dict[str, Any]

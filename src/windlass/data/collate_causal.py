@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from windlass.core.errors import ConfigError, DataError, Problem
+from windlass.core.types import IGNORED
 from windlass.data.collate_pad import Batch, Features, framed, pad_rows
-
-IGNORED = -100
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from windlass.core.logs import get_logger
+from windlass.core.types import IGNORED
 from windlass.data.collate_pad import Features, Framework, framed, pad_quietly, pad_rows
 
 logger = get_logger(__name__)
@@ -162,7 +163,7 @@ class DataCollatorForLanguageModeling(Framework):
             return batch
         labels = batch["input_ids"].clone() if return_tensors == "pt" else batch["input_ids"].copy()
         if self.tokenizer.pad_token_id is not None:
-            labels[labels == self.tokenizer.pad_token_id] = -100
+            labels[labels == self.tokenizer.pad_token_id] = IGNORED
         batch["labels"] = labels
         return batch
 
@@ -204,7 +205,7 @@ class DataCollatorForLanguageModeling(Framework):
         chosen = draws.coins(np.where(never, 0.0, self.mlm_probability), labels.shape)
         if words is not None:
             chosen = _spread_over_words(chosen, words[0])
-        labels[~chosen] = -100
+        labels[~chosen] = IGNORED
         hidden = draws.coins(self.mask_replace_prob, labels.shape) & chosen
         inputs[hidden] = self.tokenizer.mask_token_id
         if self.mask_replace_prob == 1 or self.random_replace_prob == 0:
@@ -331,7 +332,7 @@ class DataCollatorForPermutationLanguageModeling(Framework):
             fixed |= labels == self.tokenizer.pad_token_id
         hidden = np.stack([self._spans(length, draws) for _ in range(rows)]) & ~fixed
         inputs[hidden] = self.tokenizer.mask_token_id
-        labels[~hidden] = -100
+        labels[~hidden] = IGNORED
         perm_mask = np.stack([_unseen(hidden[i], fixed[i], draws) for i in range(rows)])
         target_mapping = np.broadcast_to(np.eye(length, dtype=np.float32), (rows, length, length)).copy()
         return inputs.astype(np.int64), perm_mask, target_mapping, labels.astype(np.int64)

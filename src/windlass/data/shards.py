@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, IterableDataset
 
 from windlass.core.errors import ConfigError, Problem
+from windlass.data.seeding import set_epochs
 
 
 class BatchSamplerShard(BatchSampler):
@@ -121,8 +122,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Pass `epoch` on to the dataset, if it has epochs."""
         self.epoch = epoch
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        set_epochs(epoch, self.dataset)
 
     def __len__(self) -> int:
         rows, left = divmod(len(self.dataset), self.batch_size * self.num_processes)

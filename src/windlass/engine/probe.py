@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from windlass.core.logs import get_logger
-from windlass.core.types import LossTerms
+from windlass.core.types import IGNORED, LossTerms
 from windlass.engine.splitting import Halves, Kind, Split, closest, halves
 from windlass.engine.undisturbed import undisturbed
-from windlass.metrics.tokens import IGNORE_INDEX, TargetCounter
+from windlass.metrics.tokens import TargetCounter
 
 logger = get_logger(__name__)
 
@@ -139,10 +139,10 @@ def _only_first_label(batch: Any, counter: TargetCounter) -> Any | None:
     labels = counter.labels(batch)
     if labels is None or labels.ndim != 2 or labels.shape[1] < 2 or "shift_labels" in batch:
         return None
-    valid = labels[labels != IGNORE_INDEX]
+    valid = labels[labels != IGNORED]
     if valid.numel() == 0:
         return None
-    masked = torch.full_like(labels, IGNORE_INDEX)
+    masked = torch.full_like(labels, IGNORED)
     masked[:, 0] = valid[0]
     name = next(name for name in counter.label_names if batch.get(name) is not None)
     return {**batch, name: masked}

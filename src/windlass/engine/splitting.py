@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.metrics.tokens import IGNORE_INDEX, TargetCounter, rows
+from windlass.core.types import IGNORED
+from windlass.metrics.tokens import TargetCounter, rows
 
 
 class Kind(Enum):
@@ -116,10 +117,10 @@ def _with_unequal_targets(batch: Any, counter: TargetCounter, middle: int, count
     labels, equal = counter.labels(batch), first * (count - middle) == second * middle
     if labels is None or labels.ndim != 2 or not equal or "shift_labels" in batch:
         return batch
-    valid = (labels[0] != IGNORE_INDEX).nonzero().flatten().tolist()
+    valid = (labels[0] != IGNORED).nonzero().flatten().tolist()
     if len(valid) < 4:
         return batch
     labels = labels.clone()
-    labels[0, valid[len(valid) // 2] :] = IGNORE_INDEX
+    labels[0, valid[len(valid) // 2] :] = IGNORED
     name = next(name for name in counter.label_names if batch.get(name) is not None)
     return {**batch, name: labels}

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windlass.core.types import IGNORED
 from windlass.transforms.branches import branched_row
 from windlass.transforms.lean_loss import lean_log_probabilities
-from windlass.transforms.linear_cross_entropy import IGNORED
 from windlass.transforms.linear_log_probabilities import TokenLogProbabilities
 
 # Of a batch, what is not given to the model.

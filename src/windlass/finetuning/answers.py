@@ -134,8 +134,6 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnsweringModel:
-    """A model that answers."""
-
     model: Any  # a causal model of Transformers, or of peft around one
     device: torch.device  # of the model
     data_ranks: Gang  # the ranks that answer different prompts

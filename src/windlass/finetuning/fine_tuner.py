@@ -13,11 +13,10 @@ from windlass.config.callback_interface import Args, Control, TrainerCallback
 from windlass.core.errors import ModelError
 from windlass.core.events import TrainerState
 from windlass.core.logs import get_job_logger
-from windlass.core.types import EvalLoopOutput, TrainOutput
+from windlass.core.types import IGNORED, EvalLoopOutput, TrainOutput
 from windlass.finetuning.mean_figures import Extremes, MeanFigures, Sums, UpdateBorders
 from windlass.finetuning.peft_adapters import describe_trained, is_peft_model
 from windlass.finetuning.tuning_config import TuningConfig
-from windlass.text.encoder import IGNORED
 from windlass.text.mixture import DatasetMixture
 from windlass.text.summary import TextSummary
 from windlass.trainer.batch_rows import rows_of_batch, sample_of

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ModelError, Problem, refuse, unknown
 from windlass.core.logs import warn_of_argument
+from windlass.core.types import IGNORED
 from windlass.data.collate_causal import DataCollatorForCausalLM
 from windlass.finetuning.sft_config import SFTConfig
 from windlass.finetuning.tuned_model import TunedModel, begin_tuning
-from windlass.text.encoder import IGNORED
 from windlass.text.image_files import ImageFiles
 from windlass.text.image_processing import ImageProcessing
 from windlass.text.image_rows import ImageCollator

@@ -51,7 +51,6 @@ class Forecast:
 
     @property
     def mesh(self) -> Mesh:
-        """The layout of the ranks."""
         return Mesh(**self.trace.facts["mesh"])
 
     @property

@@ -31,7 +31,6 @@ class StagedFiles:
 
     @property
     def path(self) -> Path:
-        """The folder."""
         if self._made is None:
             (self._run / STAGING).mkdir(parents=True, exist_ok=True)
             # It is locked before it has a name by which it could be taken for that of a killed process.
@@ -56,7 +55,6 @@ class StagedFiles:
             _refuse_link(target, path)  # it may have been replaced meanwhile
 
     def remove(self) -> None:
-        """Remove the folder."""
         if self._made is not None:
             shutil.rmtree(self._made, ignore_errors=True)
         if self._lock is not None:

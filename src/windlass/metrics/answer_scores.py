@@ -92,7 +92,6 @@ def require_packages(names: Sequence[str]) -> None:
 
 
 def scores_of(names: Sequence[str], answer: str, reference: str) -> Scores:
-    """Return the scores of one answer."""
     return {key: value for name in names for key, value in SCORES[name](answer, reference).items()}
 
 

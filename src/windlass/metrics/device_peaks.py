@@ -29,8 +29,6 @@ _L40S = _rates(362.05, 183.0, 91.6, fp8=733.0)
 
 
 class Board(NamedTuple):
-    """A device."""
-
     short: str  # its name on command lines
     rates: dict[str, float]  # 10^12 operations a second, by dtype
     memory: int  # 10^9 bytes

@@ -41,7 +41,6 @@ def device_peak_bytes(device: torch.device) -> int | None:
 
 
 def reset_device_peak(device: torch.device) -> None:
-    """Reset the peak of `device`."""
     counters = _counters(device)
     if counters is not None:
         counters.reset_peak_memory_stats(device)

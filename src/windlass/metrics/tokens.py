@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-IGNORE_INDEX = -100
+from windlass.core.types import IGNORED
 
 
 def rows(batch: Any) -> int:
@@ -45,13 +45,13 @@ class TargetCounter:
             return float(rows(batch) or 1)
         first = int(self.shifted and "shift_labels" not in batch)
         if not labels.is_cpu:  # `count_nonzero` of PyTorch/XLA counts a mask as 1
-            return float((labels[..., first:] != IGNORE_INDEX).sum())
+            return float((labels[..., first:] != IGNORED).sum())
         if labels.ndim == 1 and labels.numel() <= 64:  # one label a row: too few for array arithmetic to pay
             values = labels.numpy()[first:].tolist()
-            return float(len(values) - values.count(IGNORE_INDEX))
+            return float(len(values) - values.count(IGNORED))
         # NumPy reads the same memory: no tensor operation, hence nothing that could wait for a device. Labels are
         # compared before they are cut, because it compares what is not contiguous at half the speed.
-        return float(np.count_nonzero((labels.numpy() != IGNORE_INDEX)[..., first:]))
+        return float(np.count_nonzero((labels.numpy() != IGNORED)[..., first:]))
 
     def labels(self, batch: Any) -> Tensor | None:
         """The integer labels that are counted, None if rows are."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import DataError
+from windlass.core.types import IGNORED
 
-IGNORED = -100
 # Texts encoded at once: enough for the threads of the tokenizer, few enough for the cache.
 ENCODE_BATCH = 256
 
@@ -38,8 +38,18 @@ class Blocks:
         return {"input_ids": self._ids[index], "labels": self._labels[index]}
 
 
-def pack(texts: Sequence[str], tokenizer: Any, block: int) -> Blocks:
-    """Encode and pack `texts`. Raises DataError if they have no token to predict."""
+class MaskedBlocks(Blocks):
+    """Blocks for a masked language model: items `{"input_ids": int64 [block], "attention_mask": int64 [block]}`.
+
+    The collator hides tokens and makes the labels; padding of the last block is neither seen nor hidden.
+    """
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self._ids[index], "attention_mask": (self._labels[index] != IGNORED).long()}
+
+
+def pack(texts: Sequence[str], tokenizer: Any, block: int, kind: type[Blocks] = Blocks) -> Blocks:
+    """Encode and pack `texts` as samples of this kind. Raises DataError if they have no token to predict."""
     end = tokenizer.eos_token_id
     encoded = _encode(texts, tokenizer, add_special_tokens=False)
     pieces = [np.asarray(ids if end is None else [*ids, end], dtype=np.int64) for ids in encoded]
@@ -47,29 +57,20 @@ def pack(texts: Sequence[str], tokenizer: Any, block: int) -> Blocks:
     if len(tokens) < 2:
         raise DataError("the text has no tokens to train on")
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end or 0)
-    return Blocks(torch.from_numpy(tokens), block, padding)
-
-
-class LabelledTexts:
-    """Encoded texts, to be padded by a collator: items `{"input_ids": list[int], "labels": int | list[int]}`, with the
-    class of each, or the tokens of its target.
-    """
-
-    def __init__(self, ids: list[list[int]], labels: Sequence[int | list[int]]) -> None:
-        self._ids, self._labels = ids, labels
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self._ids[index], "labels": self._labels[index]}
+    return kind(torch.from_numpy(tokens), block, padding)
 
 
 def encode_labelled(
     texts: Sequence[str], labels: list[int], tokenizer: Any, max_length: int
-) -> LabelledTexts:
-    """Encode texts, each truncated to `max_length` tokens, special tokens included."""
-    return LabelledTexts(list(_encode(texts, tokenizer, truncation=True, max_length=max_length)), labels)
+) -> list[dict[str, Any]]:
+    """Encode texts, each truncated to `max_length` tokens, special tokens included. Items are `{"input_ids": list[int],
+    "labels": int}`, to be padded by a collator.
+    """
+    return _labelled(_encode(texts, tokenizer, truncation=True, max_length=max_length), labels)
+
+
+def _labelled(ids: Iterable[list[int]], labels: Iterable[int | list[int]]) -> list[dict[str, Any]]:
+    return [{"input_ids": own, "labels": label} for own, label in zip(ids, labels, strict=True)]
 
 
 def _encode(
@@ -83,29 +84,11 @@ def _encode(
         yield from tokenizer(**batch, return_attention_mask=False, verbose=False, **options)["input_ids"]
 
 
-class MaskedBlocks:
-    """`Blocks` for a masked language model: items `{"input_ids": int64 [block], "attention_mask": int64 [block]}`.
-
-    The collator hides tokens and makes the labels; padding of the last block is neither seen nor hidden.
-    """
-
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks, self.tokens = blocks, blocks.tokens
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self._blocks[index]
-        return {"input_ids": row["input_ids"], "attention_mask": (row["labels"] != IGNORED).long()}
-
-
 def encode_pairs(
     sources: Sequence[str], targets: Sequence[str], tokenizer: Any, max_length: int
-) -> LabelledTexts:
-    """Encode sources and targets, each truncated to `max_length` tokens, special tokens included."""
+) -> list[dict[str, Any]]:
+    """The same of sources and targets, whose tokens are the labels."""
     options: dict[str, Any] = {"truncation": True, "max_length": max_length}
-    return LabelledTexts(
-        list(_encode(sources, tokenizer, **options)),
-        list(_encode(targets, tokenizer, target=True, **options)),
+    return _labelled(
+        _encode(sources, tokenizer, **options), _encode(targets, tokenizer, target=True, **options)
     )

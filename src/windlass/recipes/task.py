@@ -87,7 +87,6 @@ class Task(ABC):
         return {}
 
     def trainer_class(self) -> Any:
-        """Return the class of the trainer."""
         from windlass.trainer.trainer import Trainer
 
         return Trainer

@@ -16,7 +16,7 @@ from windlass.core.errors import ConfigError, NonFiniteError, Problem, WindlassE
 from windlass.core.events import TrainerState
 from windlass.core.locations import is_url
 from windlass.core.logs import get_job_logger
-from windlass.core.output import say
+from windlass.core.output import say, table
 from windlass.core.whole_file import write_whole
 from windlass.dist.gang import Gang
 from windlass.search.search_settings import SearchSettings
@@ -35,8 +35,7 @@ def trials_in_words(study: Study) -> str:
         head,
         *(_cells(record, names, record.number in best, len(study.directions)) for record in study.trials),
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(table(rows))
 
 
 def _cells(record: Record, names: list[str], is_best: bool, objectives: int) -> list[str]:

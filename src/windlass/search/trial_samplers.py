@@ -12,8 +12,25 @@ from windlass.search.space import Distribution, Trial
 from windlass.search.study import Record, Study
 
 
+class MedianRule:
+    """Prunes a trial that is worse at an update than the median of the complete trials there."""
+
+    def __init__(self, study: Study, first: int = 4) -> None:
+        self._study, self._first = study, first
+
+    def prunes(self, value: float, step: int) -> bool:
+        others = [
+            record.reports[step]
+            for record in self._study.trials
+            if record.state == "complete" and step in record.reports
+        ]
+        return len(others) >= self._first and self._study.improves(statistics.median(others), value)
+
+
 class Sampler(ABC):
     """Chooses the values of each trial of a study, one trial after the other."""
+
+    rule: MedianRule | None = None  # which trials end early
 
     @abstractmethod
     def ask(self, number: int, fixed: dict[str, Any] | None) -> Any:
@@ -33,29 +50,14 @@ class Sampler(ABC):
 
     def report(self, trial: Any, value: float, step: int) -> bool:
         """Take the objective of an evaluation; return True if the trial should end."""
-        return False
-
-
-class MedianRule:
-    """Prunes a trial that is worse at an update than the median of the complete trials there."""
-
-    def __init__(self, study: Study, first: int = 4) -> None:
-        self._study, self._first = study, first
-
-    def prunes(self, value: float, step: int) -> bool:
-        others = [
-            record.reports[step]
-            for record in self._study.trials
-            if record.state == "complete" and step in record.reports
-        ]
-        return len(others) >= self._first and self._study.improves(statistics.median(others), value)
+        return self.rule is not None and self.rule.prunes(value, step)
 
 
 class RandomSampler(Sampler):
     """Draws each value by itself. What is drawn follows from the seed, the trial and the name of the value."""
 
     def __init__(self, seed: int, rule: MedianRule | None) -> None:
-        self._seed, self._rule = seed, rule
+        self._seed, self.rule = seed, rule
 
     def ask(self, number: int, fixed: dict[str, Any] | None) -> Trial:
         def choose(name: str, distribution: Distribution) -> Any:
@@ -63,18 +65,14 @@ class RandomSampler(Sampler):
 
         return Trial(number, choose)
 
-    def report(self, trial: Any, value: float, step: int) -> bool:
-        return self._rule is not None and self._rule.prunes(value, step)
-
 
 class GridSampler(Sampler):
     """Goes through all combinations, the value that is suggested last changing first."""
 
     def __init__(self, rule: MedianRule | None) -> None:
-        self._rule = rule
-        self._path: list[
-            tuple[int, int]
-        ] = []  # of the trial before: index and number of points of each value
+        self.rule = rule
+        # Of the trial before: index and number of points of each value
+        self._path: list[tuple[int, int]] = []
         self._began = False
 
     def ask(self, number: int, fixed: dict[str, Any] | None) -> Trial | None:
@@ -98,6 +96,3 @@ class GridSampler(Sampler):
             return points[index]
 
         return Trial(number, choose)
-
-    def report(self, trial: Any, value: float, step: int) -> bool:
-        return self._rule is not None and self._rule.prunes(value, step)

@@ -10,11 +10,11 @@ from typing import Any
 
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.logs import get_logger, warn_once
+from windlass.core.types import IGNORED
 from windlass.text.chat_template import ChatTemplate, Spans
 from windlass.text.forms import Form, Row, RowError, is_conversational_row, standardised
 from windlass.text.word_tokens import WordTokens
 
-IGNORED = -100
 _logger = get_logger(__name__)
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.core.errors import DataError
-from windlass.text.encoder import IGNORED, EncodedRows, RowEncoder, token_ranges
+from windlass.core.types import IGNORED
+from windlass.text.encoder import EncodedRows, RowEncoder, token_ranges
 from windlass.text.forms import Form, Row, RowError, standardised
 from windlass.text.image_messages import images_of, take_images
 from windlass.text.image_processing import Expanded, ImageProcessing

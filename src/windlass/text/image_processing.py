@@ -10,9 +10,9 @@ import numpy as np
 
 from windlass.core.errors import ConfigError, DataError, Problem
 from windlass.core.optional import require
+from windlass.core.types import IGNORED
 from windlass.text.image_files import ImageFiles, Size, grey_image
 
-IGNORED = -100
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "labels", "token_type_ids", "mm_token_type_ids"})
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 _PROBE = (32, 32)

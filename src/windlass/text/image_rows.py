@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from windlass.core.types import IGNORED
 from windlass.data.collate_pad import Batch, Features
-from windlass.text.encoder import IGNORED
 from windlass.text.image_processing import ImageProcessing
 from windlass.text.token_rows import PLACES, TokenRows
 

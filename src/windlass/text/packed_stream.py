@@ -10,6 +10,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from windlass.core.errors import DataError
+from windlass.data.seeding import set_epochs
 
 Array = np.ndarray[Any, Any]
 Document = dict[str, Array]
@@ -83,9 +84,7 @@ class PackedStream(IterableDataset[dict[str, Array]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the next pass on to the documents."""
-        set_epoch = getattr(self.documents, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+        set_epochs(epoch, self.documents)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the row that was yielded last: documents read, and those that wait in open rows."""

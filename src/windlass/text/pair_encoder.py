@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.core.logs import get_logger, warn_once
-from windlass.text.encoder import IGNORED, EncodedRows, RowEncoder
+from windlass.core.types import IGNORED
+from windlass.text.encoder import EncodedRows, RowEncoder
 from windlass.text.forms import Form, Row, RowError
 from windlass.text.summary import TextSummary
 from windlass.text.text_options import TextOptions

@@ -15,10 +15,10 @@ from windlass.text.forms import RowError, shown_places
 from windlass.text.pair_encoder import PROMPT, PairEncoder, PairOptions, PairRows
 from windlass.text.prepare_text import content_key
 from windlass.text.summary import TextSummary
-from windlass.text.tables import is_stream, is_table
+from windlass.text.tables import first_of, is_stream, is_table
 from windlass.text.token_rows import TokenRows
-from windlass.text.token_store import Prepared, TokenStore
-from windlass.text.worker_pool import BATCH, as_rows, encode
+from windlass.text.token_store import Prepared, kept
+from windlass.text.worker_pool import as_rows, encode, in_batches
 
 _logger = get_job_logger(__name__)
 
@@ -120,9 +120,7 @@ def _tokens(
         return rows, TextSummary.of(rows, 0)
 
     key = None if cache is None else content_key(dataset, tokenizer, options)
-    if cache is None or key is None:
-        return made()[0]
-    return TokenStore(Path(str(cache)).expanduser()).get(key, made)[0]
+    return kept(cache, key, made)[0]
 
 
 def _columns(dataset: Any) -> set[str]:
@@ -149,17 +147,9 @@ def _number(value: Any, name: str, row: int) -> bool | int | float:
 def _prepared_stream(
     stream: Any, tokenizer: Any, options: PairOptions, numbers: Sequence[str], name: str
 ) -> Any:
-    example = next(iter(stream), None)
-    if example is None:
-        raise DataError("the dataset has no rows")
+    example = first_of(stream)
     step = PairStep(PairEncoder(tokenizer, options, example), options, stream.features, numbers, name)
-    return stream.map(
-        step,
-        with_indices=True,
-        batched=True,
-        batch_size=BATCH,
-        remove_columns=list(stream.column_names or example),
-    )
+    return in_batches(stream, step, example)
 
 
 class PairStep:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import date
@@ -17,18 +16,20 @@ import numpy as np
 from windlass.core.errors import DataError
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import version_of
-from windlass.text.encoder import IGNORED, RowEncoder
+from windlass.core.threads import usable_cores
+from windlass.core.types import IGNORED
+from windlass.text.encoder import RowEncoder
 from windlass.text.forms import Form, RowError, recognise_form, shown_places
 from windlass.text.image_encoder import ImageRowEncoder
 from windlass.text.image_processing import ImageProcessing
 from windlass.text.image_rows import ImageRows
 from windlass.text.packing import pack_dataset, pack_rows
 from windlass.text.summary import TextSummary
-from windlass.text.tables import StoredRows, is_stream, is_table, table_bytes, table_of
+from windlass.text.tables import StoredRows, first_of, is_stream, is_table, table_bytes, table_of
 from windlass.text.text_options import TextOptions
 from windlass.text.token_rows import TokenRows
-from windlass.text.token_store import Prepared, TokenStore
-from windlass.text.worker_pool import BATCH, as_rows, encode
+from windlass.text.token_store import Prepared, kept
+from windlass.text.worker_pool import as_rows, encode, in_batches
 
 # Fewer rows are prepared before a worker process has imported its packages.
 ENOUGH_FOR_WORKERS = 50_000
@@ -106,18 +107,14 @@ def _prepared(
 ) -> Prepared:
     plain, form = _formed(dataset, options)
     encoder = RowEncoder(tokenizer, options.of_tokens(), form, plain[0])
-    store = None if cache is None else TokenStore(Path(str(cache)).expanduser())
-    key = None if store is None else content_key(plain, tokenizer, options.of_tokens())
-
-    def kept(of: str | None, make: Callable[[], Prepared]) -> Prepared:
-        return make() if store is None or of is None else store.get(of, make)
+    key = None if cache is None else content_key(plain, tokenizer, options.of_tokens())
 
     def tokens() -> Prepared:
-        return kept(key, lambda: _encoded(plain, encoder, _workers(len(plain), options), progress))
+        return kept(cache, key, lambda: _encoded(plain, encoder, _workers(len(plain), options), progress))
 
     if options.packing is None:
         return tokens()
-    return kept(_packed_key(key, options), lambda: _packed(tokens(), options))
+    return kept(cache, _packed_key(key, options), lambda: _packed(tokens(), options))
 
 
 def _with_images(
@@ -189,8 +186,7 @@ def _formatted(function: Callable[[Mapping[str, Any]], str], row: Any, number: i
 def _workers(rows: int, options: TextOptions) -> int:
     if options.num_proc is not None:
         return options.num_proc
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST_WORKERS) if rows >= ENOUGH_FOR_WORKERS else 1
+    return min(usable_cores(), _MOST_WORKERS) if rows >= ENOUGH_FOR_WORKERS else 1
 
 
 def _encoded(
@@ -242,9 +238,7 @@ def _prepared_stream(
             )
             raise DataError(fix)
         stream = stream.decode(False) if stream.features else stream  # the collator opens images
-    example = next(iter(stream), None)
-    if example is None:
-        raise DataError("the dataset has no rows")
+    example = first_of(stream)
     form = _form_of(example, stream.column_names, options)
     if options.formatting_func is not None and form is Form.TEXT:
         example = {options.dataset_text_field: _formatted(options.formatting_func, example, 0)}
@@ -255,13 +249,8 @@ def _prepared_stream(
         else ImageRowEncoder(images, of_tokens, form, example)
     )
     function = options.formatting_func if form is Form.TEXT else None
-    tokens = stream.map(
-        StreamStep(encoder, function, options.dataset_text_field, stream.features),
-        with_indices=True,
-        batched=True,
-        batch_size=BATCH,
-        remove_columns=list(stream.column_names or example),
-    )
+    step = StreamStep(encoder, function, options.dataset_text_field, stream.features)
+    tokens = in_batches(stream, step, example)
     if options.shuffle_seed is not None:
         tokens = tokens.shuffle(seed=options.shuffle_seed)
     if options.packing is None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.core.errors import DataError
+from windlass.core.types import IGNORED
 from windlass.text.chat_template import ChatTemplate
-from windlass.text.encoder import IGNORED
 from windlass.text.forms import Form, RowError, checked_messages, recognise_form, standardised
 
 _NO_PROMPT = (

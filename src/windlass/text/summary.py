@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from windlass.text.encoder import IGNORED
+from windlass.core.types import IGNORED
 from windlass.text.forms import SHOWN
 from windlass.text.token_rows import TokenRows
 

@@ -44,6 +44,13 @@ def is_stream(dataset: Any) -> bool:
     )
 
 
+def first_of(stream: Any) -> Any:
+    """The first row of a stream. Raises DataError if it has none."""
+    for row in stream:
+        return row
+    raise DataError("the dataset has no rows")
+
+
 def open_stream(source: str, kind: str, subset: str | None, split: str) -> Any:
     """Return an `IterableDataset` of the rows of a file (`kind` is jsonl or parquet) or of a split of a dataset of the
     hub. Raises DataError if it cannot be opened.

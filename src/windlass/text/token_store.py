@@ -36,6 +36,13 @@ def default_cache() -> Path:
     return home_folder(os.environ) / "text"
 
 
+def kept(cache: str | Path | None, key: str | None, prepare: Callable[[], Prepared]) -> Prepared:
+    """`TokenStore.get` in the folder `cache`; what `prepare` returns without a folder or a key."""
+    if cache is None or key is None:
+        return prepare()
+    return TokenStore(Path(cache).expanduser()).get(key, prepare)
+
+
 class TokenStore:
     """A folder of prepared datasets. `folder` is made if it is missing; other processes and machines may share it."""
 

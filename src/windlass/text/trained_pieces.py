@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from windlass.core.output import shown
-from windlass.text.encoder import IGNORED
+from windlass.core.types import IGNORED
 
 Piece = tuple[str, bool]
 

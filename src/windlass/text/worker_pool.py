@@ -106,6 +106,12 @@ def as_rows(columns: Any, features: Mapping[str, Any] | None) -> list[dict[str, 
     return [dict(zip(cleaned, values, strict=True)) for values in zip(*cleaned.values(), strict=True)]
 
 
+def in_batches(stream: Any, step: Callable[..., Any], example: Any) -> Any:
+    """The stream that `step` makes of the columns and the numbers of `BATCH` rows; `example` is a row."""
+    columns = list(stream.column_names or example)
+    return stream.map(step, with_indices=True, batched=True, batch_size=BATCH, remove_columns=columns)
+
+
 def encode(
     dataset: Any, encoder: RowEncoder, workers: int, progress: Callable[[int], None]
 ) -> list[EncodedBatch]:

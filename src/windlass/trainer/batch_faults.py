@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from windlass.core.errors import DataError, ModelError, WindlassError
 from windlass.core.logs import get_job_logger
+from windlass.core.types import IGNORED
 from windlass.dist.wire import dtype_name
-from windlass.metrics.tokens import IGNORE_INDEX
 from windlass.trainer.losses import NoLossError
 from windlass.trainer.wrappers import innermost
 from windlass.transforms.model_limits import ModelLimits
@@ -132,7 +132,7 @@ class BatchFaults:
         limit = self._limits.classes
         for name in self._label_names if limit is not None and not self._own_loss else ():
             column = fed.columns.get(name)
-            if _is_integers(column) and (wrong := _outside(column, limit or 0, IGNORE_INDEX)) is not None:
+            if _is_integers(column) and (wrong := _outside(column, limit or 0, IGNORED)) is not None:
                 return outside_classes(name, fed.row(wrong.row, column), wrong.value, self._limits)
         return None
 
@@ -178,7 +178,7 @@ class BatchFaults:
                 return (
                     f"column {name!r}: a label is outside the classes that the model's output has. The labels of the "
                     f"batch are {int(column.min())} to {highest} ({highest} in {row}); number the classes from 0, give "
-                    f"the output layer {highest + 1} classes, or use {IGNORE_INDEX} for what is not to be learned"
+                    f"the output layer {highest + 1} classes, or use {IGNORED} for what is not to be learned"
                 )
         return None
 
@@ -286,13 +286,13 @@ def outside_classes(name: str, row: str, value: int, limits: ModelLimits) -> str
     if not limits.is_classifier:
         return (
             f"column {name!r}, {row}: the label {value} is outside the model's vocabulary of {limits.classes} tokens. "
-            f"Use the tokenizer of this model; {IGNORE_INDEX} marks what is not a target"
+            f"Use the tokenizer of this model; {IGNORED} marks what is not a target"
         )
     last = (limits.classes or 1) - 1
     fix = f"build the model with num_labels={value + 1}" if value >= 0 else "leave the row out"
     return (
         f"column {name!r}, {row}: the label {value} is not a class of the model, which has {last + 1} (0 to {last}). "
-        f"Number the classes from 0, or {fix}; {IGNORE_INDEX} marks what is not to be learned"
+        f"Number the classes from 0, or {fix}; {IGNORED} marks what is not to be learned"
     )
 
 

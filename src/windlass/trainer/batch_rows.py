@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from windlass.core.output import shown
-from windlass.text.encoder import IGNORED
+from windlass.core.types import IGNORED
 from windlass.text.trained_pieces import Piece, decoded
 
 _ROWS, _MOST_TOKENS = 3, 1024

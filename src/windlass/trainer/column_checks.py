@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from windlass.core.errors import DataError
-from windlass.metrics.tokens import IGNORE_INDEX
+from windlass.core.types import IGNORED
 from windlass.trainer.batch_faults import (
     first_row,
     label_words,
@@ -107,7 +107,7 @@ def _wrong_labels(dataset: Any, column: str, first: Any, limits: ModelLimits, na
     if limits.classes is None or not _is_class(first):
         return None
     labels = _column(dataset, column)
-    wrong = ((labels < 0) | (labels >= limits.classes)) & (labels != IGNORE_INDEX)
+    wrong = ((labels < 0) | (labels >= limits.classes)) & (labels != IGNORED)
     if not wrong.any():
         return None
     row = int(wrong.argmax())
@@ -118,7 +118,7 @@ def _column(dataset: Any, column: str) -> np.ndarray[Any, Any]:
     """A column of class numbers; -100 where a row has none."""
     if isinstance(dataset, list | tuple):
         labels: Iterator[Any] = (row.get(column) if isinstance(row, Mapping) else None for row in dataset)
-        return np.array([int(label) if _is_class(label) else IGNORE_INDEX for label in labels])
+        return np.array([int(label) if _is_class(label) else IGNORED for label in labels])
     return np.asarray(dataset.select_columns([column]).with_format("numpy")[:][column])
 
 

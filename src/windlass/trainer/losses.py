@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
-from windlass.core.types import LossTerms
-from windlass.metrics.tokens import IGNORE_INDEX
+from windlass.core.types import IGNORED, LossTerms
 
 
 class NoLossError(ModelError):
@@ -154,7 +153,7 @@ def smoothed_loss(outputs: Any, labels: Tensor, epsilon: float, shifted: bool, d
         flat = flat.float()  # as models do for their own loss: a sum over tokens needs more digits
     reduction = "mean" if denominator is None else "sum"
     loss: Tensor = F.cross_entropy(
-        flat, labels.reshape(-1), ignore_index=IGNORE_INDEX, label_smoothing=epsilon, reduction=reduction
+        flat, labels.reshape(-1), ignore_index=IGNORED, label_smoothing=epsilon, reduction=reduction
     )
     return loss if denominator is None else loss / denominator
 
@@ -169,14 +168,14 @@ class LabelSmoother:
     """
 
     epsilon: float = 0.1
-    ignore_index: int = IGNORE_INDEX
+    ignore_index: int = IGNORED
 
     def __call__(
         self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """The loss of one batch; see `smoothed_loss`, whose `denominator` is `num_items_in_batch`."""
-        if self.ignore_index != IGNORE_INDEX:
-            labels = labels.masked_fill(labels == self.ignore_index, IGNORE_INDEX)
+        if self.ignore_index != IGNORED:
+            labels = labels.masked_fill(labels == self.ignore_index, IGNORED)
         return smoothed_loss(model_output, labels, self.epsilon, shift_labels, num_items_in_batch)
 
 

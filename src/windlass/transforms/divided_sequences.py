@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
+from windlass.core.types import IGNORED
 from windlass.dist.gang import Gang
 from windlass.transforms.document_attention import document_attention, document_mask
 from windlass.transforms.document_mask import DocumentMask
@@ -25,7 +26,6 @@ from windlass.transforms.ulysses import ulysses_attention
 from windlass.transforms.zigzag import Zigzag
 
 NAME = "windlass_divided"
-_IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +102,11 @@ def divide(batch: Mapping[str, Any], context_ranks: Gang, padding: int = 0) -> d
     }
     targets = batch.get("shift_labels")
     if targets is None and batch.get("labels") is not None:
-        targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=_IGNORED)
+        targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     if targets is not None:
         count = batch.get("num_items_in_batch")
-        part["num_items_in_batch"] = (targets != _IGNORED).sum().clamp(min=1) if count is None else count
-        targets = zigzag.part(nn.functional.pad(targets, (0, missing), value=_IGNORED), rank)
+        part["num_items_in_batch"] = (targets != IGNORED).sum().clamp(min=1) if count is None else count
+        targets = zigzag.part(nn.functional.pad(targets, (0, missing), value=IGNORED), rank)
         part["shift_labels"] = targets
         if batch.get("labels") is not None:
             part["labels"] = targets

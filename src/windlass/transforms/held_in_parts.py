@@ -47,10 +47,6 @@ class HeldInParts(Strategy):
         """Forwards inside do not communicate. Changes to divided parameters are lost."""
         return undivided(self._module)
 
-    def generating(self) -> AbstractContextManager[None]:
-        """Whole parameters: parts compute with nothing but their own, and ranks generate so many tokens each."""
-        return self.gathered()
-
     def whole_state(self) -> dict[str, Any]:
         """Gathered one tensor at a time, onto the host of rank 0. Empty on other ranks."""
         return whole_on_main(self._module, self._stage_ranks.world.is_main)

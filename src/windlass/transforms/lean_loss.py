@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_logger
+from windlass.core.types import IGNORED
 from windlass.transforms.lean_head import (
     InexactLossError,
     LeanHead,
@@ -24,7 +25,7 @@ from windlass.transforms.lean_head import (
     unlabelled,
     without_cache,
 )
-from windlass.transforms.linear_cross_entropy import IGNORED, LossOptions
+from windlass.transforms.linear_cross_entropy import LossOptions
 from windlass.transforms.linear_log_probabilities import TokenLogProbabilities, log_probabilities_of
 from windlass.transforms.staged_model import staged_of
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import Problem, refuse
+from windlass.core.types import IGNORED
 from windlass.transforms.tensor_split import TensorSplit
 
-IGNORED = -100
 # Logits that are made at once: on a CPU as many as its caches hold, elsewhere as many as keep the device busy.
 _AT_ONCE, _AT_ONCE_ON_DEVICES = 2**22, 2**26
 _FEWEST = 128  # targets at once; matrix products of fewer rows are slow

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from windlass.core.types import IGNORED
 from windlass.transforms.linear_cross_entropy import (
-    IGNORED,
     ChunkLogits,
     HeadGradients,
     LossOptions,

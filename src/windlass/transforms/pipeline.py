@@ -75,7 +75,7 @@ class Pipeline(Strategy):
         loss_ranks: Gang,
         device: torch.device,
         spread_stage: Callable[[], Strategy],
-        balances_all: bool = False,
+        balances_all: bool,
     ) -> None:
         self._all_ranks, self._ranks = loss_ranks.over("all"), loss_ranks.over("pipeline")
         self._device = device
@@ -210,10 +210,6 @@ class Pipeline(Strategy):
         """Forwards inside run on each rank by itself. Changes to parameters are lost."""
         with self.staged.whole(), self._inner.gathered():
             yield
-
-    def generating(self) -> AbstractContextManager[Any]:
-        """Whole parameters on every rank: each generates by itself."""
-        return self.gathered()
 
     def share_buffers(self) -> None:
         """Send the buffers of each layer from the first rank of its stage to all ranks."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from windlass.transforms.linear_cross_entropy import IGNORED
+from windlass.core.types import IGNORED
 
 _ROWS, _COLUMNS = 2, 64
 

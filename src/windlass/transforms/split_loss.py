@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from windlass.core.errors import ModelError
 from windlass.core.logs import get_job_logger
+from windlass.core.types import IGNORED
 from windlass.transforms.divided_output import DividedOutput
 from windlass.transforms.evaluating import evaluating, short_row
-from windlass.transforms.linear_cross_entropy import IGNORED
 from windlass.transforms.tensor_split import TensorSplit, split_cross_entropy, split_of
 
 _log = get_job_logger(__name__)

@@ -165,8 +165,10 @@ class Strategy:
         return _NOTHING
 
     def generating(self) -> AbstractContextManager[Any]:
-        """Context in which parts of the module may be called by themselves, as `generate` does. Collective."""
-        return _NOTHING
+        """Context in which parts of the module may be called by themselves, as `generate` does. Collective. Parameters
+        are whole: parts compute with nothing but their own, and each rank generates as many tokens as it wants.
+        """
+        return self.gathered()
 
     def cast(self, dtype: torch.dtype, device: torch.device) -> None:
         """Cast the module to `dtype` in place, on `device`; later forwards compute in it. Training cannot undo it."""

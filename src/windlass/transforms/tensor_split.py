@@ -317,7 +317,7 @@ class _CrossEntropy(torch.autograd.Function):
         return of_logits * torch.where(real, gradient, 0)[:, None], None, None, None
 
 
-def split_cross_entropy(logits: Tensor, targets: Tensor, split: TensorSplit, ignored: int = -100) -> Tensor:
+def split_cross_entropy(logits: Tensor, targets: Tensor, split: TensorSplit, ignored: int) -> Tensor:
     """The cross entropy of each target; 0 for ignored ones. Collective.
 
     Args:

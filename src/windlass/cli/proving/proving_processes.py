@@ -88,8 +88,10 @@ class EndedTraining:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return report
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # it was killed before it had written all of it
+        return {}
 
 
 class StartedTraining:
@@ -165,7 +167,6 @@ class ProvingProcesses:
                 forkserver.ensure_running()
 
     def start(self, trial: SmallTraining) -> StartedTraining:
-        """Start the processes of a trial."""
         self._count += 1
         self._started.append(StartedTraining(self._context, trial, self._folder / str(self._count)))
         return self._started[-1]
@@ -243,7 +244,6 @@ class ProofVerdict:
         return self.status == "equal"
 
     def facts(self) -> dict[str, Any]:
-        """As plain data."""
         return asdict(self)
 
 

@@ -32,7 +32,7 @@ class MaskedLM(TextTask):
     def encode(self, records: list[Record], data: DataSpec, tokenizer: Any, labels: Sequence[str]) -> Any:
         from windlass.recipes.samples import MaskedBlocks, pack
 
-        return MaskedBlocks(pack(texts(records, data.text_column), tokenizer, data.block_size))
+        return pack(texts(records, data.text_column), tokenizer, data.block_size, MaskedBlocks)
 
     def collator(self, parts: RecipeParts, model: Any) -> Any:
         from windlass.data.collate_mlm import DataCollatorForLanguageModeling
@@ -42,7 +42,7 @@ class MaskedLM(TextTask):
         )
 
     def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
-        from windlass.text.encoder import IGNORED
+        from windlass.core.types import IGNORED
         from windlass.text.trained_pieces import decoded
 
         batch = self.collator(parts, None)([sample])
