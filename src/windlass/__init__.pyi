@@ -11,9 +11,10 @@ from windlass.callbacks.flow import DefaultFlowCallback as DefaultFlowCallback
 from windlass.callbacks.metrics_log import (
     MetricsLogCallback as MetricsLogCallback, read_metrics as read_metrics,
 )
-from windlass.callbacks.progress import NotebookProgressCallback as NotebookProgressCallback
-from windlass.callbacks.progress import PrinterCallback as PrinterCallback
-from windlass.callbacks.progress import ProgressCallback as ProgressCallback
+from windlass.callbacks.progress import (
+    NotebookProgressCallback as NotebookProgressCallback, PrinterCallback as PrinterCallback,
+    ProgressCallback as ProgressCallback,
+)
 from windlass.callbacks.report import ReportCallback as ReportCallback
 from windlass.callbacks.weight_averaging import (
     EMACallback as EMACallback, SWACallback as SWACallback,
@@ -24,22 +25,19 @@ from windlass.checkpoint.weights import (
 from windlass.compat.batch_size import find_executable_batch_size as find_executable_batch_size
 from windlass.compat.big_models.auto_device_map import infer_auto_device_map as infer_auto_device_map
 from windlass.compat.big_models.big_model import (
-    cpu_offload as cpu_offload, cpu_offload_with_hook as cpu_offload_with_hook,
-    disk_offload as disk_offload, dispatch_model as dispatch_model,
-    load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
+    cpu_offload as cpu_offload, cpu_offload_with_hook as cpu_offload_with_hook, disk_offload as disk_offload,
+    dispatch_model as dispatch_model, init_empty_weights as init_empty_weights,
+    init_on_device as init_on_device, load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
 )
 from windlass.compat.big_models.checkpoint_loading import load_checkpoint_in_model as load_checkpoint_in_model
-from windlass.compat.big_models.big_model import (
-    init_empty_weights as init_empty_weights, init_on_device as init_on_device,
-)
 from windlass.compat.parser import HfArgumentParser as HfArgumentParser
 from windlass.compat.pipeline_inference import prepare_pippy as prepare_pippy
 from windlass.compat.plugin_engines import DeepSpeedPlugin as DeepSpeedPlugin
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from windlass.compat.plugins import ParallelismConfig as ParallelismConfig
-from windlass.compat.plugins import DDPCommunicationHookType as DDPCommunicationHookType
 from windlass.compat.plugins import (
-    DistributedDataParallelKwargs as DistributedDataParallelKwargs, TorchDynamoPlugin as TorchDynamoPlugin,
+    DDPCommunicationHookType as DDPCommunicationHookType,
+    DistributedDataParallelKwargs as DistributedDataParallelKwargs, ParallelismConfig as ParallelismConfig,
+    TorchDynamoPlugin as TorchDynamoPlugin,
 )
 from windlass.compat.loaders import synchronize_rng_states as synchronize_rng_states
 from windlass.compat.state import PartialState as PartialState
@@ -87,17 +85,15 @@ from windlass.data.skip import skip_first_batches as skip_first_batches
 from windlass.finetuning.dpo_config import DPOConfig as DPOConfig
 from windlass.finetuning.dpo_trainer import DPOTrainer as DPOTrainer
 from windlass.finetuning.from_flags import (
-    get_dataset as get_dataset, get_kbit_device_map as get_kbit_device_map,
-    get_peft_config as get_peft_config, get_quantization_config as get_quantization_config,
+    DatasetConfig as DatasetConfig, DatasetMixtureConfig as DatasetMixtureConfig, ModelConfig as ModelConfig,
+    ScriptArguments as ScriptArguments, get_dataset as get_dataset,
+    get_kbit_device_map as get_kbit_device_map, get_peft_config as get_peft_config,
+    get_quantization_config as get_quantization_config,
 )
 from windlass.finetuning.kto_config import KTOConfig as KTOConfig
 from windlass.finetuning.kto_trainer import KTOTrainer as KTOTrainer
 from windlass.finetuning.reward_config import RewardConfig as RewardConfig
 from windlass.finetuning.reward_trainer import RewardTrainer as RewardTrainer
-from windlass.finetuning.from_flags import (
-    DatasetConfig as DatasetConfig, DatasetMixtureConfig as DatasetMixtureConfig,
-    ModelConfig as ModelConfig, ScriptArguments as ScriptArguments,
-)
 from windlass.finetuning.seq2seq_arguments import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
 from windlass.finetuning.seq2seq_trainer import Seq2SeqTrainer as Seq2SeqTrainer
 from windlass.finetuning.sft_config import SFTConfig as SFTConfig

@@ -1,8 +1,7 @@
 from windlass.compat.schedule_table import (
-    AdafactorSchedule as AdafactorSchedule, get_adafactor_schedule as get_adafactor_schedule,
-)
-from windlass.compat.schedule_table import (
-    StreamingAverage as StreamingAverage, TYPE_TO_SCHEDULER_FUNCTION as TYPE_TO_SCHEDULER_FUNCTION,
+    AdafactorSchedule as AdafactorSchedule, StreamingAverage as StreamingAverage,
+    TYPE_TO_SCHEDULER_FUNCTION as TYPE_TO_SCHEDULER_FUNCTION,
+    get_adafactor_schedule as get_adafactor_schedule,
 )
 from windlass.config.enums import SchedulerType as SchedulerType
 from windlass.optim.optimizers.adafactor import Adafactor as Adafactor

@@ -9,6 +9,7 @@ from tests.text.tokenizers import CHATML, byte_tokenizer
 
 from windlass.cli.main import main
 from windlass.recipes.marked_text import marked
+from windlass.text.trained_pieces import trained_pieces
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes 😀"}]
 RECIPE = """\
@@ -91,7 +92,8 @@ def test_samples_for_programs(chats: str, tokenizer: str, capsys: pytest.Capture
 def test_colours_are_kept_and_control_characters_of_the_text_are_not() -> None:
     tokenizer = byte_tokenizer()
     ids = tokenizer("a\x1b[31mb")["input_ids"]
-    text = marked(ids, [*([-100] * (len(ids) - 1)), ids[-1]], tokenizer, ("\x1b[32m", "\x1b[0m"))
+    pieces = trained_pieces(ids, [*([-100] * (len(ids) - 1)), ids[-1]], tokenizer)
+    text = marked(pieces, ("\x1b[32m", "\x1b[0m"))
     assert text.endswith("\x1b[32mb\x1b[0m")
     assert text.count("\x1b") == 2
 

@@ -31,7 +31,7 @@ from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
 from windlass.dist.sharded import copies, copy_whole_, is_sharded, whole
 from windlass.transforms.first_rank import to_meta
-from windlass.transforms.fsdp import FullyShardedModel, shard
+from windlass.transforms.fsdp import FullyShardedModel
 from windlass.transforms.rebind import names_of, rebind
 
 RANK, SIZE, CPU = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu")
@@ -130,7 +130,7 @@ def sharded(
     module = model(RANK if seed is None else seed)  # rank 0's weights are decisive
     optimizer = optimizer_of(module)
     schedule, before = schedule_of(optimizer), names_of(module)
-    strategy = shard(module, CPU, DistPlan(strategy="fsdp", shard=plan), gang)
+    strategy = FullyShardedModel(module, DistPlan(strategy="fsdp", shard=plan), gang, CPU)
     rebind(optimizer, before, module)
     log = []
     for group in updates(steps, accumulation):
@@ -197,7 +197,7 @@ def hybrid(gang: Gang, count: int) -> None:
 def whole_weights(gang: Gang) -> None:
     """Rank 0's decide, whatever the others hold; whole within `gathered`, however often a rank goes forward there."""
     module, reference = model(RANK), model(0).state_dict()
-    strategy = shard(module, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang)
+    strategy = FullyShardedModel(module, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang, CPU)
     with strategy.gathered():
         for _ in range(1 + RANK):
             strategy.model(torch.ones(1, 4, dtype=torch.long))
@@ -212,7 +212,7 @@ def whole_weights(gang: Gang) -> None:
     for name, tensor in module.state_dict(keep_vars=True).items():
         copy_whole_(tensor, other[name])
     assert_state(strategy, model(3))
-    again = shard(module, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang)
+    again = FullyShardedModel(module, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang, CPU)
     assert_state(again, model(3))
 
 
@@ -230,7 +230,7 @@ def one_copy_on_the_host(gang: Gang) -> None:
     module = model(4) if RANK == 0 else to_meta(model(RANK))
     assert RANK == 0 or module.head.weight is module.embed.weight
     plan = ShardPlan(ignored="mixer", ram_efficient=True, **BLOCKS)
-    strategy = shard(module, CPU, DistPlan(strategy="fsdp", shard=plan), gang)
+    strategy = FullyShardedModel(module, DistPlan(strategy="fsdp", shard=plan), gang, CPU)
     assert_state(strategy, model(4))
     assert torch.equal(module.shift, model(4).shift)
     assert module.head.weight is module.embed.weight
@@ -243,29 +243,29 @@ def one_copy_on_the_host(gang: Gang) -> None:
 def refusals(gang: Gang) -> None:
     plan = DistPlan(strategy="fsdp", shard=ShardPlan())
     with pytest.raises(ModelError, match="differs from rank 0's"):
-        shard(Tiny(blocks=2 + RANK), CPU, plan, gang)
+        FullyShardedModel(Tiny(blocks=2 + RANK), plan, gang, CPU)
     with pytest.raises(ModelError, match="rank 0's model is on the meta device"):
-        shard(to_meta(model()), CPU, plan, gang)
+        FullyShardedModel(to_meta(model()), plan, gang, CPU)
     with pytest.raises(ConfigError, match=r"(?s)ddp_bucket_cap_mb=5.*comm_hook='fp16'"):
-        shard(model(), CPU, DistPlan(strategy="fsdp", bucket_cap_mb=5, comm_hook="fp16"), gang)
+        FullyShardedModel(model(), DistPlan(strategy="fsdp", bucket_cap_mb=5, comm_hook="fp16"), gang, CPU)
     with pytest.raises(ConfigError, match="dp_replicate_size=3: must divide the number of processes"):
-        shard(model(), CPU, DistPlan(strategy="fsdp", shard=ShardPlan(replicas=3)), gang)
+        FullyShardedModel(model(), DistPlan(strategy="fsdp", shard=ShardPlan(replicas=3)), gang, CPU)
     mixed = model()
     mixed.blocks[1].up.half()
     with pytest.raises(
         ModelError, match=r"Block trains parameters of several dtypes \(torch.float16, torch.float64"
     ):
-        shard(mixed, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang)
-    sharded_before = shard(model(), CPU, plan, gang).module
-    shard(sharded_before, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(state="sharded")), gang)
+        FullyShardedModel(mixed, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang, CPU)
+    before = FullyShardedModel(model(), plan, gang, CPU).module
+    FullyShardedModel(before, DistPlan(strategy="fsdp", shard=ShardPlan(state="sharded")), gang, CPU)
     with pytest.raises(ConfigError, match=r"fsdp \(reshard\)=False: this model was sharded with True"):
-        shard(sharded_before, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(reshard=False)), gang)
+        FullyShardedModel(before, DistPlan(strategy="fsdp", shard=ShardPlan(reshard=False)), gang, CPU)
 
 
 def unused(gang: Gang) -> None:
     """Ranks that use different layers, where they say so."""
     plan = DistPlan(strategy="fsdp", find_unused_parameters=True, shard=ShardPlan(**BLOCKS))
-    strategy, reference = shard(model(), CPU, plan, gang), model()
+    strategy, reference = FullyShardedModel(model(), plan, gang, CPU), model()
     row = torch.ones(1, 4, dtype=torch.long)
     with strategy.micro(last=True):
         loss_sum(Skipping(strategy.model, RANK), row).backward()
@@ -283,7 +283,7 @@ def unused(gang: Gang) -> None:
 
 def used_by_some(gang: Gang) -> None:
     """Without that word two layers of equal shapes would get each other's gradients."""
-    strategy = shard(model(), CPU, DistPlan(strategy="fsdp", shard=ShardPlan()), gang)
+    strategy = FullyShardedModel(model(), DistPlan(strategy="fsdp", shard=ShardPlan()), gang, CPU)
     row = torch.ones(1, 4, dtype=torch.long)
     with strategy.micro(last=True):
         loss_sum(strategy.model, row).backward()
@@ -314,7 +314,7 @@ class Skipping:
 
 def recovers(gang: Gang) -> None:
     """An error in a forward leaves nothing behind; a forward past the model is found out."""
-    strategy = shard(model(), CPU, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang)
+    strategy = FullyShardedModel(model(), DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang, CPU)
     row = torch.ones(1, 4, dtype=torch.long)
     for wrong in (torch.full((1, 4), WORDS), row):
         with pytest.raises((KeyError, IndexError)):
@@ -336,7 +336,7 @@ def recovers(gang: Gang) -> None:
 
 def own_statistics(gang: Gang) -> None:
     """Each rank has and saves its own; within the context all have rank 0's."""
-    strategy = shard(nn.BatchNorm1d(2), CPU, DistPlan(strategy="fsdp", shard=ShardPlan()), gang)
+    strategy = FullyShardedModel(nn.BatchNorm1d(2), DistPlan(strategy="fsdp", shard=ShardPlan()), gang, CPU)
     mean = strategy.module.get_buffer("running_mean").fill_(RANK)
     with strategy.buffers_of_first_rank():
         assert not mean.any()
@@ -353,7 +353,7 @@ def hugging_face(gang: Gang) -> None:
     module = transformers.GPT2LMHeadModel(config).double()
     plan = ShardPlan(wrap="transformer", recompute=True)
     module.load_state_dict(reference.state_dict())
-    strategy = shard(module, CPU, DistPlan(strategy="fsdp", shard=plan), gang)
+    strategy = FullyShardedModel(module, DistPlan(strategy="fsdp", shard=plan), gang, CPU)
     assert sum(isinstance(member, FSDPModule) for member in module.modules()) == 3
     tokens = torch.arange(12).reshape(2, 6)
     for one in (reference, module):
@@ -388,7 +388,7 @@ def carried_state(gang: Gang, folder: Path) -> None:
     optimizer.zero_grad()
     reference = copy.deepcopy(save_optimizer_state(optimizer, module))
     weights = copy.deepcopy(module.state_dict())
-    strategy = shard(module, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang)
+    strategy = FullyShardedModel(module, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang, CPU)
     for _ in range(2):
         rebind(optimizer, before, module)
     assert schedule.optimizer is optimizer
@@ -399,7 +399,8 @@ def carried_state(gang: Gang, folder: Path) -> None:
         save_weights(folder, state)
     gang.barrier()
     other = model(9)
-    loaded = shard(other, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(replicas=SIZE, **BLOCKS)), gang)
+    plan = DistPlan(strategy="fsdp", shard=ShardPlan(replicas=SIZE, **BLOCKS))
+    loaded = FullyShardedModel(other, plan, gang, CPU)
     load_weights(folder, other)
     state = loaded.whole_state()
     assert RANK != 0 or same_tensors(state, weights)
@@ -418,7 +419,7 @@ def in_parts(gang: Gang, folder: Path, earlier: Path) -> None:
     module = model(RANK)
     optimizer, before = optimizer_of(module), names_of(module)
     plan = DistPlan(strategy="fsdp", shard=ShardPlan(replicas=SIZE // 2, ignored="blocks.1", **BLOCKS))
-    strategy = shard(module, CPU, plan, gang)
+    strategy = FullyShardedModel(module, plan, gang, CPU)
     rebind(optimizer, before, module)
     for _ in range(2):
         with strategy.micro(last=True):
@@ -437,7 +438,7 @@ def in_parts(gang: Gang, folder: Path, earlier: Path) -> None:
     weights, reference = strategy.whole_state(), save_optimizer_state(optimizer, module)
     for source in (saved, earlier) if earlier.exists() else (saved,):
         other = model(9)
-        loaded = shard(other, CPU, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang)
+        loaded = FullyShardedModel(other, DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS)), gang, CPU)
         second = optimizer_of(other)
         checkpoint = CheckpointManager(store).load(source)
         checkpoint.load_weights(other)
@@ -458,7 +459,7 @@ def assert_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module, refere
 
 def low_precision(gang: Gang) -> None:
     plan = ShardPlan(param_dtype="bf16", reduce_dtype="fp32", output_dtype="fp32", **BLOCKS)
-    strategy = shard(model().float(), CPU, DistPlan(strategy="fsdp", shard=plan), gang)
+    strategy = FullyShardedModel(model().float(), DistPlan(strategy="fsdp", shard=plan), gang, CPU)
     strategy.module.shift = strategy.module.shift.bfloat16()
     seen = []
     strategy.module.blocks[0].up.register_forward_hook(lambda m, a, output: seen.append(output.dtype))

@@ -17,7 +17,7 @@ from windlass.core.mesh import Mesh
 from windlass.core.world import world_from_environment
 from windlass.dist.gang import Gang, join, leave
 from windlass.dist.sharded import whole
-from windlass.transforms.fsdp import shard
+from windlass.transforms.fsdp import FullyShardedModel
 from windlass.transforms.lean_loss import lean_causal_lm_loss, lean_log_probabilities
 from windlass.transforms.linear_cross_entropy import LossOptions
 from windlass.transforms.strategy import Strategy
@@ -122,7 +122,7 @@ def _strategy(model: nn.Module, loss_ranks: Gang) -> Strategy:
     if loss_ranks.mesh.size() == loss_ranks.mesh.tensor:
         return TensorParallel(model, loss_ranks, torch.device("cpu"))
     plan = DistPlan(strategy="fsdp", shard=ShardPlan(), tensor=2)
-    return shard(model, torch.device("cpu"), plan, loss_ranks)
+    return FullyShardedModel(model, plan, loss_ranks, torch.device("cpu"))
 
 
 def main() -> None:

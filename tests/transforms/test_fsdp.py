@@ -31,7 +31,7 @@ from windlass.config.plan import DistPlan, ShardPlan
 from windlass.dist.gang import Gang, leave
 from windlass.dist.sharded import whole
 from windlass.engine.native import NativeExecutor
-from windlass.transforms.fsdp import shard
+from windlass.transforms.fsdp import FullyShardedModel
 from windlass.transforms.fsdp_groups import groups_of
 
 RANKS = Path(__file__).with_name("fsdp_ranks.py")
@@ -84,7 +84,7 @@ def test_gradients_kept_on_the_host_beside_others_on_the_device() -> None:
     plan = DistPlan(strategy="fsdp", shard=ShardPlan(cpu_offload=True, **BLOCKS))
     expected, module = model().to(device), model()
     try:
-        strategy = shard(module, device, plan, gang)
+        strategy = FullyShardedModel(module, plan, gang, device)
         executor = NativeExecutor(strategy, optimizer_of(module), device)
         for one in (expected, module):
             one(torch.ones(1, 4, dtype=torch.long, device=device)).square().mean().backward()
@@ -112,7 +112,7 @@ def test_a_micro_batch_that_fails_leaves_no_gradients(
     gang = Gang()
     try:
         plan = DistPlan(strategy="fsdp", shard=ShardPlan(**BLOCKS))
-        strategy = shard(module, torch.device("cpu"), plan, gang)
+        strategy = FullyShardedModel(module, plan, gang, torch.device("cpu"))
         units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         groups = [group for unit in units for group in groups_of(unit)]
         parameters: list[Any] = [parameter for group in groups for parameter in group.fsdp_params]

@@ -17,9 +17,7 @@ from windlass.dist.gang import Gang, current
 from windlass.dist.operations import broadcast
 
 
-def gather_samples(
-    data: Any, loader: ActiveLoader | None, data_ranks: Gang, use_gather_object: bool = False
-) -> Any:
+def gather_samples(data: Any, loader: ActiveLoader | None, data_ranks: Gang, use_gather_object: bool) -> Any:
     """Gather exactly one row for each sample of the current batch; see `Accelerator.gather_for_metrics`. `loader`: the
     loader that is being iterated, if any.
     """

@@ -100,7 +100,7 @@ class Prepared:
         scaler: Scaler,
         device: torch.device,
         ranks: int,
-        elsewhere: Callable[[], Sequence[Strategy]] = tuple,
+        elsewhere: Callable[[], Sequence[Strategy]],
     ) -> None:
         self.strategies: list[Strategy] = []
         self.optimizers: list[PreparedOptimizer] = []

@@ -34,7 +34,7 @@ class PreparedSchedule:
         optimizers: Sequence[PreparedOptimizer],
         accumulation: AccumulationState,
         unit: Unit,
-        adjust: bool = False,
+        adjust: bool,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)

@@ -4,9 +4,10 @@ from windlass.callbacks.handler import CallbackHandler as CallbackHandler
 from windlass.callbacks.metrics_log import (
     MetricsLogCallback as MetricsLogCallback, read_metrics as read_metrics,
 )
-from windlass.callbacks.progress import NotebookProgressCallback as NotebookProgressCallback
-from windlass.callbacks.progress import PrinterCallback as PrinterCallback
-from windlass.callbacks.progress import ProgressCallback as ProgressCallback
+from windlass.callbacks.progress import (
+    NotebookProgressCallback as NotebookProgressCallback, PrinterCallback as PrinterCallback,
+    ProgressCallback as ProgressCallback,
+)
 from windlass.callbacks.report import ReportCallback as ReportCallback
 from windlass.callbacks.weight_averaging import (
     EMACallback as EMACallback, SWACallback as SWACallback,

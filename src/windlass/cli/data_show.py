@@ -5,8 +5,8 @@ brackets; and a dataset that is tokenized, and kept where training finds it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,16 +161,18 @@ def _print_rows(source: DataSource, options: argparse.Namespace) -> None:
     span = slice(numbers.start, numbers.stop)
     chosen = LocatedRows(rows[span], rows.places[span])
     form = recognise_form(chosen[0], settings.dataset_text_field)
-    standard = _standard(chosen, form, settings.dataset_text_field)
+    if source.tokenizer is None:
+        found = _standard(chosen, form, settings.dataset_text_field)
+    else:
+        found = _prepared(chosen, source.tokenizer, settings, options.start)
     if options.json:
-        made = _prepared(chosen, source.tokenizer, settings, options.start)
-        say_json({"form": form.value, "count": len(rows), "samples": made or list(standard)})
+        say_json({"form": form.value, "count": len(rows), "samples": list(found)})
         return
     say(f"{len(rows):,} rows, {form.value}")
     if source.tokenizer is not None:
-        _print_tokens(chosen, source.tokenizer, settings, options.start)
+        _print_tokens(found)
         return
-    for number, row in enumerate(standard, options.start):
+    for number, row in enumerate(found, options.start):
         say(f"--- row {number}")
         say("\n".join(_described(row)))
     say("Set tokenizer=NAME to see the tokens that a model is trained on.")
@@ -206,47 +208,29 @@ def _described(row: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: {value}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A row as a trainer prepares it."""
-
-    number: int
-    ids: list[int]
-    labels: list[int]
-    trained: int
-    truncated: bool
-
-
-def _prepare(rows: LocatedRows, tokenizer: Any, options: TextOptions, first: int) -> Iterator[_Prepared]:
+def _prepared(
+    rows: LocatedRows, tokenizer: Any, options: TextOptions, first: int
+) -> Iterator[dict[str, Any]]:
+    """Rows as a trainer prepares them: `pieces` are pairs of a text and whether it is trained on."""
     for number, (row, place) in enumerate(zip(rows, rows.places, strict=True), first):
         found = prepare_text(LocatedRows([row], [place]), tokenizer, options.of_tokens())
         (ids, labels), summary = found.dataset[0].values(), found.summary
         assert summary is not None
-        yield _Prepared(number, ids, labels, summary.trained_tokens, bool(summary.truncated))
-
-
-def _prepared(rows: LocatedRows, tokenizer: Any, options: TextOptions, first: int) -> list[dict[str, Any]]:
-    """Rows as JSON has them: `pieces` are pairs of a text and whether it is trained on. None without a tokenizer."""
-    if tokenizer is None:
-        return []
-    return [
-        {
-            "row": one.number,
-            "tokens": len(one.ids),
-            "trained": one.trained,
-            "truncated": one.truncated,
-            "pieces": trained_pieces(one.ids, one.labels, tokenizer),
+        yield {
+            "row": number,
+            "tokens": len(ids),
+            "trained": summary.trained_tokens,
+            "truncated": bool(summary.truncated),
+            "pieces": trained_pieces(ids, labels, tokenizer),
         }
-        for one in _prepare(rows, tokenizer, options, first)
-    ]
 
 
-def _print_tokens(rows: LocatedRows, tokenizer: Any, options: TextOptions, first: int) -> None:
+def _print_tokens(rows: Iterable[Mapping[str, Any]]) -> None:
     marks = terminal_marks()
-    for one in _prepare(rows, tokenizer, options, first):
-        cut = ", truncated" if one.truncated else ""
-        say(f"--- row {one.number}: {len(one.ids)} tokens, {one.trained} trained{cut}")
+    for one in rows:
+        cut = ", truncated" if one["truncated"] else ""
+        say(f"--- row {one['row']}: {one['tokens']} tokens, {one['trained']} trained{cut}")
         # Not `say`, which would make the colours visible as text.
-        STDOUT.write(marked(one.ids, one.labels, tokenizer, marks) + "\n")
+        STDOUT.write(marked(one["pieces"], marks) + "\n")
     sample = f"{marks[0]}trained{marks[1]}"
     STDOUT.write(f"--- {sample} tokens have a label; all others are read, and have no loss\n")

@@ -175,28 +175,19 @@ def _estimate(args: TrainingArguments, found: Findings) -> dict[str, Any]:
 
 
 def _in_lines(found: dict[str, Any]) -> str:
-    size, memory = found["checkpoint_bytes"], found["memory"]
-    kept, checked = found["checkpoints_kept"], found["checked"]
-    rows = [
-        (
-            "checked",
-            f"{checked['updates']} updates, {'an evaluation, ' if checked['evaluation'] else ''}a save, a load",
-        ),
-        ("steps", f"{found['steps']:,} at {found['seconds_per_step'] * 1000:,.0f} ms"),
-        (
-            "time",
-            f"about {duration(found['seconds'])}, with {found['evaluations']} evaluations and {found['saves']} saves",
-        ),
-        (
-            "disk",
-            f"{in_words(size)} per checkpoint, at most {in_words(found['disk_bytes'])} for the {kept} kept",
-        ),
-        (
-            "memory",
-            f"{in_words(memory['bytes'])} at the peak of this rehearsal (memory of the {memory['of']})",
-        ),
-    ]
-    return "\n".join(["", "The full run would take:", *(f"  {name:<10}{value}" for name, value in rows)])
+    checked, memory = found["checked"], found["memory"]
+    evaluation = "an evaluation, " if checked["evaluation"] else ""
+    size, disk = in_words(found["checkpoint_bytes"]), in_words(found["disk_bytes"])
+    evaluations, saves, kept = (found[name] for name in ("evaluations", "saves", "checkpoints_kept"))
+    rows = {
+        "checked": f"{checked['updates']} updates, {evaluation}a save, a load",
+        "steps": f"{found['steps']:,} at {found['seconds_per_step'] * 1000:,.0f} ms",
+        "time": f"about {duration(found['seconds'])}, with {evaluations} evaluations and {saves} saves",
+        "disk": f"{size} per checkpoint, at most {disk} for the {kept} kept",
+        "memory": f"{in_words(memory['bytes'])} at the peak of this rehearsal (memory of the {memory['of']})",
+    }
+    lines = (f"  {name:<10}{value}" for name, value in rows.items())
+    return "\n".join(["", "The full run would take:", *lines])
 
 
 def peak_memory() -> tuple[int, str]:

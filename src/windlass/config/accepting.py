@@ -90,9 +90,10 @@ def _agree(present: Any, carried: Any) -> bool:
     return bool(present == carried)
 
 
-def _option_of(field: str, key: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
-    """An old argument that is now an item of a dict."""
-    return Old(field, kind, neutral, _into(field, key), back=lambda now: (now or {}).get(key, neutral[0]))
+def _fsdp_option(key: str, kind: type = str, neutral: tuple[Any, ...] = (None,)) -> Old:
+    """An old argument that is now an item of `fsdp_config`."""
+    carry = _into("fsdp_config", key)
+    return Old("fsdp_config", kind, neutral, carry, back=lambda now: (now or {}).get(key, neutral[0]))
 
 
 def _debug(_: Any, given: Given) -> str:
@@ -121,8 +122,8 @@ OLD_NAMES: dict[str, Old] = {
     "push_to_hub_organization": Old(
         "hub_model_id", carry=_hub_id, back=lambda now: now.rpartition("/")[0] or None if now else None
     ),
-    "fsdp_min_num_params": _option_of("fsdp_config", "min_num_params", int, (0, None)),
-    "fsdp_transformer_layer_cls_to_wrap": _option_of("fsdp_config", "transformer_layer_cls_to_wrap"),
+    "fsdp_min_num_params": _fsdp_option("min_num_params", int, (0, None)),
+    "fsdp_transformer_layer_cls_to_wrap": _fsdp_option("transformer_layer_cls_to_wrap"),
     "tpu_metrics_debug": Old("debug", bool, (False, None), carry=_debug, back=lambda now: "tpu_metrics_debug" in now),
     "xpu_backend": Old("ddp_backend"),
     "split_batches": Old("accelerator_config", bool, (None,), carry=_into("accelerator_config", "split_batches")),

@@ -75,7 +75,7 @@ def wrong_values(options: Any, rules: Mapping[str, Rules]) -> Iterator[Problem]:
             yield Problem(name, value, fault)
 
 
-def value_fault(value: Any, kinds: tuple[Any, ...], rules: Rules, choices: Any = None) -> str | None:
+def value_fault(value: Any, kinds: tuple[Any, ...], rules: Rules, choices: Any) -> str | None:
     """Why `value` breaks the type or the rules of its field; None if it does not."""
     fault = None if rules.document else type_fault(value, kinds)
     if fault is not None or value is None:

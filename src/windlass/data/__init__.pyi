@@ -5,14 +5,14 @@ from windlass.compat.script_helpers import (
     torch_default_data_collator as torch_default_data_collator,
 )
 from windlass.data.collate_pad import (
-    DefaultDataCollator as DefaultDataCollator, default_data_collator as default_data_collator,
-)
-from windlass.data.collate_flatten import DataCollatorWithFlattening as DataCollatorWithFlattening
-from windlass.data.collate_mlm import DataCollatorForLanguageModeling as DataCollatorForLanguageModeling
-from windlass.data.collate_pad import (
     DataCollatorForMultipleChoice as DataCollatorForMultipleChoice,
     DataCollatorForSeq2Seq as DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification as DataCollatorForTokenClassification,
-    DataCollatorWithPadding as DataCollatorWithPadding,
+    DataCollatorWithPadding as DataCollatorWithPadding, DefaultDataCollator as DefaultDataCollator,
+    default_data_collator as default_data_collator,
 )
-from windlass.data.collate_mlm import DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling
+from windlass.data.collate_flatten import DataCollatorWithFlattening as DataCollatorWithFlattening
+from windlass.data.collate_mlm import (
+    DataCollatorForLanguageModeling as DataCollatorForLanguageModeling,
+    DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling,
+)

@@ -14,7 +14,7 @@ from windlass.dist.variables import environment_of
 LOOPBACK = "127.0.0.1"
 # A store that lives for one attempt holds this key: its processes need no prefix of their own in it.
 ONE_ATTEMPT = "windlass/one-attempt"
-_GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK_INTERFACES = ("lo", "lo0")
 _BACKLOG = 2048
 
@@ -66,7 +66,7 @@ def _listen(address: str, port: int) -> tuple[socket.socket, str]:
         try:
             listener.bind((where, port))
         except OSError:
-            if not where or _is_local(family, where):
+            if not where or can_listen(where, 0, family):
                 raise
             where = ""
             listener.bind((where, port))
@@ -75,18 +75,9 @@ def _listen(address: str, port: int) -> tuple[socket.socket, str]:
     return listener, where
 
 
-def _is_local(family: int, address: str) -> bool:
+def can_listen(address: str, port: int, family: int = socket.AF_INET) -> bool:
+    """Return True if `address` belongs to this machine and no process listens at `port` there, if it is not 0."""
     with socket.socket(family) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
-
-
-def can_listen(address: str, port: int) -> bool:
-    """Return True if `address` belongs to this machine and no process listens at `port` there."""
-    with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
@@ -120,11 +111,11 @@ def keep_gloo_on_loopback() -> None:
     """For the rest of this process: a job on one machine. What the user chose stays."""
     name = loopback_interface()
     if name is not None:
-        os.environ.setdefault(_GLOO_VARIABLE, name)
+        os.environ.setdefault(GLOO_VARIABLE, name)
 
 
 @contextlib.contextmanager
 def gloo_on_loopback() -> Iterator[None]:
     """Within it, process groups of gloo listen on loopback; by itself gloo takes the address of the host's name."""
-    with environment_of(**{_GLOO_VARIABLE: os.environ.get(_GLOO_VARIABLE, loopback_interface())}):
+    with environment_of(**{GLOO_VARIABLE: os.environ.get(GLOO_VARIABLE, loopback_interface())}):
         yield

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.core.attributes import attributes_of
 from windlass.core.tensors import is_fake
+from windlass.core.trees import tensors_in
 from windlass.forecast.places import ModulePlaces, pattern
-from windlass.forecast.work import Sent, Work, grouped_product, sent_by, tensors_of, work_of
+from windlass.forecast.work import Sent, Work, grouped_product, sent_by, work_of
 
 WEIGHTS, BUFFERS, GRADIENTS, STATE = "weights", "buffers", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, BUCKETS, COPIES = "activations", "logits", "buckets", "copies of weights"
@@ -163,7 +164,7 @@ class Meter(TorchDispatchMode):
         if func in _UNSEEN:
             return found
         place, backward = self._places.now()
-        outputs = tensors_of((found,))
+        outputs = list(tensors_in(found))
         for output in outputs:
             self._look(output, func, args, place, backward)
         self._see(self.stage, backward, place)

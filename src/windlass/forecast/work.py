@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from windlass.core.tensors import is_fake
+from windlass.core.trees import tensors_in
 
 
 class Work(NamedTuple):
@@ -40,7 +41,7 @@ def work_of(
     """The work of an operation; None for one that computes nothing, as a view."""
     if not outputs or _is_view(func):
         return None
-    given = tensors_of((*args, *kwargs.values()))
+    given = list(tensors_in((args, kwargs)))
     first = next((t for t in (*given, *outputs) if t.is_floating_point()), None)
     nbytes = sum(t.numel() * t.element_size() for t in (*given, *outputs))
     count = _flops(func)
@@ -98,17 +99,6 @@ def grouped_product(
     return torch.ops.aten.new_empty.default(without, shape, dtype=more.get("out_dtype") or one.dtype)  # type: ignore[no-any-return]
 
 
-def tensors_of(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among arguments or results of an operation, and in their lists."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_of(value)
-    return found
-
-
 # --- collectives ------------------------------------------------------------------------------------------------------
 
 # What a rank sends of the larger side of a ring, in `n` ranks (Thakur et al. 2005, "Optimization of Collective
@@ -141,7 +131,7 @@ def sent_by(func: Any, args: Sequence[Any]) -> Sent | None:
     share, ranks = _PARTS.get(name), _ranks(args)
     if share is None or ranks is None or len(ranks) == 1:
         return None
-    sizes = [t.numel() * t.element_size() for t in tensors_of(args)]
+    sizes = [t.numel() * t.element_size() for t in tensors_in(args)]
     whole = max(sizes, default=0)
     if name == "send":
         return Sent("send", ranks, sum(sizes))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable
 
 from windlass.core.output import STDOUT
 from windlass.core.terminal import can_redraw
-from windlass.text.trained_pieces import trained_pieces
+from windlass.text.trained_pieces import Piece
 
 Marks = tuple[str, str]
 _COLOURS = ("\x1b[32m", "\x1b[0m")
@@ -20,9 +19,6 @@ def terminal_marks() -> Marks:
     return _COLOURS if can_redraw(STDOUT) and not os.environ.get("NO_COLOR") else BRACKETS
 
 
-def marked(ids: Sequence[int], labels: Sequence[int], tokenizer: Any, marks: Marks) -> str:
-    """Return the text of a row, with `marks` around what has a label."""
-    return "".join(
-        f"{marks[0]}{text}{marks[1]}" if trained else text
-        for text, trained in trained_pieces(ids, labels, tokenizer)
-    )
+def marked(pieces: Iterable[Piece], marks: Marks) -> str:
+    """Return the text of a row, with `marks` around what is trained on."""
+    return "".join(f"{marks[0]}{text}{marks[1]}" if trained else text for text, trained in pieces)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from windlass.config.sections.setting import Range, at_least, between, setting
+from windlass.config.sections.setting import BELOW_ONE, Range, at_least, setting
 
 FORMATS = (
     "auto",
@@ -55,7 +55,7 @@ class DataSpec:
     )
     eval: str | None = setting(None, "the same for evaluation; without it a part of train is held out")
     eval_fraction: float = setting(
-        0.05, "share of train held out when eval is not given; 0 = no evaluation", bounds=between(0, 1)
+        0.05, "share of train held out when eval is not given; 0 = no evaluation", bounds=BELOW_ONE
     )
     test: str | None = setting(None, "measured once, after training")
     format: str = setting("auto", "auto follows the file's ending", choices=FORMATS)
@@ -74,7 +74,7 @@ class DataSpec:
     messages: MessagesSpec | None = setting(None, "where conversations are, if under other names than usual")
     block_size: int = setting(256, "tokens in a sample", bounds=at_least(2))
     max_length: int = setting(128, "longer texts are cut to so many tokens", bounds=at_least(4))
-    mlm_probability: float = setting(0.15, "share of the tokens that are hidden", bounds=between(0, 1))
+    mlm_probability: float = setting(0.15, "share of the tokens that are hidden", bounds=BELOW_ONE)
     image_size: int | None = setting(None, "width and height that images are scaled to", bounds=at_least(1))
     max_samples: int | None = setting(
         None, "use only the first so many records of each source", bounds=at_least(1)

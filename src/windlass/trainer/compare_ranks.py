@@ -41,7 +41,7 @@ _DECIDING = ("DefaultFlowCallback", "EarlyStoppingCallback")
 
 
 def check_call_alike(
-    trainer: Trainer, all_ranks: Gang, call: str, overridden: frozenset[str], resume: Any = None
+    trainer: Trainer, all_ranks: Gang, call: str, overridden: frozenset[str], resume: Any
 ) -> None:
     """Raise RankMismatchError unless all ranks make the same call, with the same arguments, data sizes and model.
     Collective. `overridden` are methods that a script replaced: each rank may hold a part of the data that its own

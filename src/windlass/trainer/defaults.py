@@ -91,7 +91,7 @@ def check_given(
     optimizers: tuple[Any, Any],
     cls_and_kwargs: Any,
     model_init: Any,
-    makers: Collection[str] = (),
+    makers: Collection[str],
 ) -> None:
     """Raise ConfigError for an output folder that cannot be opened, and for contradictions to a script's optimizer.
     `makers` are the `MAKERS` that the script overrides.

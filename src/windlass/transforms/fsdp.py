@@ -33,7 +33,7 @@ from windlass.transforms.first_rank import FirstRank, check_same_structure, to_m
 from windlass.transforms.fsdp_groups import groups_of, reset
 from windlass.transforms.held_in_parts import HeldInParts
 from windlass.transforms.recompute import apply_recompute
-from windlass.transforms.strategy import device_of, options_of_ddp, squared_norm
+from windlass.transforms.strategy import options_of_ddp, squared_norm
 from windlass.transforms.tensor_layers import undivided
 from windlass.transforms.tensor_parallel import TensorDivision
 from windlass.transforms.unused import SameOnAllRanks
@@ -43,7 +43,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 
 class FullyShardedModel(HeldInParts):
-    """The module itself, with its parameters replaced by sharded ones.
+    """The module itself, with its parameters replaced by sharded ones. Collective.
 
     A module that was sharded before is not changed. If the loss ranks have a tensor gang each, the layers that its plan
     names are divided among its ranks first, and the parts are sharded.
@@ -51,7 +51,7 @@ class FullyShardedModel(HeldInParts):
     Args:
         module: the same on every rank, with the weights of rank 0; other ranks may have it on the meta device.
         plan: with `plan.shard`; by default every rank has a part of everything.
-        device: for training; by default that of the module.
+        device: for training.
 
     Raises:
         ConfigError: the plan cannot be applied to this module or world. ModelError: the module cannot be sharded.
@@ -59,13 +59,12 @@ class FullyShardedModel(HeldInParts):
 
     reduces = True
 
-    def __init__(
-        self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device | None = None
-    ) -> None:
-        self._loss_ranks, self._device = loss_ranks, device or device_of(module)
+    def __init__(self, module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> None:
+        self._loss_ranks, self._device = loss_ranks, device
         # Those that have parts of the model, of which a tensor gang has different ones.
         self._stage_ranks, self._tensor_ranks = loss_ranks.over("stage"), loss_ranks.over("tensor")
         self._plan = plan.shard or ShardPlan()
+        self.unit_dtype = _DTYPES[self._plan.param_dtype]
         self.saves_parts = self._plan.state == "sharded"
         if isinstance(module, FSDPModule):
             _check_same_plan(module, self._plan)
@@ -294,17 +293,12 @@ class FullyShardedModel(HeldInParts):
         self._shared.release()
 
 
-def shard(module: nn.Module, device: torch.device, plan: DistPlan, loss_ranks: Gang) -> FullyShardedModel:
-    """Shard `module` over `loss_ranks`, on `device` (see `FullyShardedModel`). Collective."""
-    return FullyShardedModel(module, plan, loss_ranks, device)
-
-
 def shard_(
     module: nn.Module,
     device: torch.device,
     plan: DistPlan,
     loss_ranks: Gang,
-    division: TensorDivision | None = None,
+    division: TensorDivision | None,
 ) -> None:
     """Replace the parameters by sharded ones with rank 0's values, inner units first; those of layers that `division`
     names by this rank's parts of them before. Collective.

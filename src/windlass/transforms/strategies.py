@@ -91,9 +91,9 @@ def _spread(
 def _in_parts(module: nn.Module, plan: DistPlan, loss_ranks: Gang, device: torch.device) -> Strategy | None:
     """The strategy whose ranks have parts of the parameters of a model, or of a stage of one; None if each has all."""
     if plan.strategy == "fsdp":
-        from windlass.transforms.fsdp import shard
+        from windlass.transforms.fsdp import FullyShardedModel
 
-        return shard(module, device, plan, loss_ranks)
+        return FullyShardedModel(module, plan, loss_ranks, device)
     if plan.tensor > 1:
         from windlass.transforms.tensor_parallel import TensorParallel
 

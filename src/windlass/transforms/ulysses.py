@@ -24,8 +24,8 @@ def ulysses_attention(
     value: Tensor,
     sight: Sight,
     group: Any,
-    ring: Any = None,
-    scale: float | None = None,
+    ring: Any,
+    scale: float | None,
 ) -> Tensor:
     """Attend over whole rows: arguments and result as `ring_attention`.
 

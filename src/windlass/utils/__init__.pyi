@@ -76,9 +76,8 @@ from windlass.utils.other import (
     get_module_children_bottom_up as get_module_children_bottom_up, get_pretty_name as get_pretty_name,
     is_port_in_use as is_port_in_use, load as load, merge_dicts as merge_dicts,
     model_has_dtensor as model_has_dtensor, recursive_getattr as recursive_getattr, save as save,
-    wait_for_everyone as wait_for_everyone, write_basic_config as write_basic_config,
+    tqdm as tqdm, wait_for_everyone as wait_for_everyone, write_basic_config as write_basic_config,
 )
-from windlass.utils.other import tqdm as tqdm
 from windlass.utils.versions import (
     compare_versions as compare_versions, is_torch_version as is_torch_version,
 )

@@ -5,20 +5,15 @@ from windlass.compat.plugin_engines import (
 )
 from windlass.compat.plugin_fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from windlass.compat.plugins import (
+    AORecipeKwargs as AORecipeKwargs, ComputeEnvironment as ComputeEnvironment, CustomDtype as CustomDtype,
+    DDPCommunicationHookType as DDPCommunicationHookType,
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+    DistributedDataParallelKwargs as DistributedDataParallelKwargs, DynamoBackend as DynamoBackend,
     ParallelismConfig as ParallelismConfig, PipelineParallelConfig as PipelineParallelConfig,
-    TorchContextParallelConfig as TorchContextParallelConfig,
+    PrecisionType as PrecisionType, SageMakerDistributedType as SageMakerDistributedType,
+    TorchContextParallelConfig as TorchContextParallelConfig, TorchDynamoPlugin as TorchDynamoPlugin,
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
-)
-from windlass.compat.plugins import (
-    ComputeEnvironment as ComputeEnvironment, CustomDtype as CustomDtype,
-    DDPCommunicationHookType as DDPCommunicationHookType, DynamoBackend as DynamoBackend,
-    PrecisionType as PrecisionType, SageMakerDistributedType as SageMakerDistributedType,
-)
-from windlass.compat.plugins import (
-    AORecipeKwargs as AORecipeKwargs, DistributedDataParallelKwargs as DistributedDataParallelKwargs,
-    TorchDynamoPlugin as TorchDynamoPlugin,
 )
 from windlass.config.enums import (
     DistributedType as DistributedType, FP8BackendType as FP8BackendType, LoggerType as LoggerType,
@@ -27,7 +22,6 @@ from windlass.config.enums import (
 from windlass.config.loop_options import (
     AutocastKwargs as AutocastKwargs, DataLoaderConfiguration as DataLoaderConfiguration,
     GradScalerKwargs as GradScalerKwargs, GradientAccumulationPlugin as GradientAccumulationPlugin,
-    InitProcessGroupKwargs as InitProcessGroupKwargs, ProfileKwargs as ProfileKwargs,
-    ProjectConfiguration as ProjectConfiguration,
+    InitProcessGroupKwargs as InitProcessGroupKwargs, KwargsHandler as KwargsHandler,
+    ProfileKwargs as ProfileKwargs, ProjectConfiguration as ProjectConfiguration,
 )
-from windlass.config.loop_options import KwargsHandler as KwargsHandler

@@ -89,35 +89,30 @@ def notes_without_token(address: str, token: str | None) -> list[str]:
     ]
 
 
-# Engine -> (reason, settings that it decides itself), which are refused with it.
 _PLACES = "it decides itself where the processes connect"
-_LEFT_TO_ENGINE: dict[str, tuple[tuple[str, tuple[Key, ...]], ...]] = {
-    "local": (("it has no options of its own", (rows.ENGINE_OPTIONS,)),),
-    "slurm": ((_PLACES, (rows.MACHINE_RANK, rows.MAIN_ADDRESS)),),
-    "ray": (
-        (
-            "it distributes the processes over its cluster, and num_processes is their number",
-            (rows.MACHINES,),
+# Engine -> reason -> settings that it decides itself, which are refused with it.
+_LEFT_TO_ENGINE: dict[str, dict[str, tuple[Key, ...]]] = {
+    "local": {"it has no options of its own": (rows.ENGINE_OPTIONS,)},
+    "slurm": {_PLACES: (rows.MACHINE_RANK, rows.MAIN_ADDRESS)},
+    "ray": {
+        "it distributes the processes over its cluster, and num_processes is their number": (rows.MACHINES,),
+        _PLACES: (
+            rows.MACHINE_RANK,
+            rows.MAIN_ADDRESS,
+            rows.MAIN_PORT,
+            rows.RENDEZVOUS,
+            rows.RENDEZVOUS_OPTIONS,
+            rows.TOKEN_FILE,
         ),
-        (
-            _PLACES,
-            (
-                rows.MACHINE_RANK,
-                rows.MAIN_ADDRESS,
-                rows.MAIN_PORT,
-                rows.RENDEZVOUS,
-                rows.RENDEZVOUS_OPTIONS,
-                rows.TOKEN_FILE,
-            ),
+        "it does not monitor the progress of its processes": (
+            rows.STALL_TIMEOUT,
+            rows.MACHINE_TIMEOUT,
+            rows.MONITOR_INTERVAL,
         ),
-        (
-            "it does not monitor the progress of its processes",
-            (rows.STALL_TIMEOUT, rows.MACHINE_TIMEOUT, rows.MONITOR_INTERVAL),
-        ),
-        ("it stores the output of its processes itself", (rows.LOG_DIR, rows.TEE, rows.ROLE)),
-        ("it gives each process its device", (rows.DEVICES,)),
-        ("it requests its processes to exit itself", (rows.PREEMPTION_GRACE, rows.REQUEUE)),
-    ),
+        "it stores the output of its processes itself": (rows.LOG_DIR, rows.TEE, rows.ROLE),
+        "it gives each process its device": (rows.DEVICES,),
+        "it requests its processes to exit itself": (rows.PREEMPTION_GRACE, rows.REQUEUE),
+    },
 }
 SLURM_JOB_VARIABLE = "SLURM_JOB_ID"
 _TEE = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
@@ -221,7 +216,7 @@ def _multi_gpu(settings: Settings) -> Iterator[Problem]:
 
 
 def _left_to_engine(plan: LaunchPlan) -> Iterator[Problem]:
-    for reason, keys in _LEFT_TO_ENGINE.get(plan.engine, ()):
+    for reason, keys in _LEFT_TO_ENGINE.get(plan.engine, {}).items():
         for key in keys:
             if plan.settings.value(key) != key.default:
                 yield _problem(

@@ -21,6 +21,7 @@ from windlass.config.parallel import rows_compute
 from windlass.config.parallel import rows_training as rows
 from windlass.config.parallel.keys import setting_of
 from windlass.config.sections.setting import (
+    BELOW_ONE,
     FINITE,
     OWN_DISK,
     OWN_OUTPUT,
@@ -30,7 +31,6 @@ from windlass.config.sections.setting import (
     Truth,
     above,
     at_least,
-    between,
     setting,
 )
 
@@ -98,8 +98,8 @@ class OptimisationSection:
         None, "Options of the optimizer: 'name=value, name=value'.", read=kinds.options_from
     )
     weight_decay: float = setting(0.0, "Decoupled weight decay; not of norms and biases.", bounds=at_least(0))
-    adam_beta1: float = setting(0.9, "Decay of the first moment in Adam optimizers.", bounds=between(0, 1))
-    adam_beta2: float = setting(0.999, "Decay of the second moment in Adam optimizers.", bounds=between(0, 1))
+    adam_beta1: float = setting(0.9, "Decay of the first moment in Adam optimizers.", bounds=BELOW_ONE)
+    adam_beta2: float = setting(0.999, "Decay of the second moment in Adam optimizers.", bounds=BELOW_ONE)
     adam_epsilon: float = setting(1e-8, "Added to the denominator in Adam optimizers.", bounds=at_least(0))
     optim_target_modules: list[str] | str | None = setting(
         None,
@@ -120,7 +120,7 @@ class OptimisationSection:
     label_smoothing_factor: float = setting(
         0.0,
         "Share of probability that is distributed evenly over all classes, in [0, 1).",
-        bounds=between(0, 1),
+        bounds=BELOW_ONE,
     )
 
 

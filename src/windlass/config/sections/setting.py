@@ -23,11 +23,6 @@ def at_least(low: float, hint: str = "") -> Range:
     return Range(lambda v: low <= v < math.inf, f"must be at least {low}{hint}")
 
 
-def between(low: float, high: float) -> Range:
-    """The half-open interval [low, high)."""
-    return Range(lambda v: low <= v < high, f"must be at least {low} and below {high}")
-
-
 def above(low: float) -> Range:
     return Range(lambda v: low < v < math.inf, f"must be above {low}")
 
@@ -36,6 +31,7 @@ STRIDE = Range(
     lambda v: v == 0 or 0 < v < 1 or (v >= 1 and v < math.inf and v == int(v)),
     "must be a whole number of updates, or a share of all updates between 0 and 1",
 )
+BELOW_ONE = Range(lambda v: 0 <= v < 1, "must be at least 0 and below 1")
 FINITE = Range(math.isfinite, "must be a finite number")
 
 # A bool beside text. Parsers that other libraries bring take the second type of a union, and cannot read one with bool:

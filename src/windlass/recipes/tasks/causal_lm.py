@@ -37,9 +37,10 @@ class CausalLM(TextTask):
     def sample_lines(self, parts: RecipeParts, sample: Mapping[str, Any], marks: Marks) -> Iterator[str]:
         from windlass.core.types import IGNORED
         from windlass.recipes.marked_text import marked
+        from windlass.text.trained_pieces import trained_pieces
 
         ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
         end = len(labels) - labels.count(IGNORED)  # of the padding of the last block
         padding = "" if end == len(ids) else f", then {len(ids) - end} of padding"
         yield f"block   {end} tokens{padding}"
-        yield marked(ids[:end], labels[:end], parts.tokenizer, marks)
+        yield marked(trained_pieces(ids[:end], labels[:end], parts.tokenizer), marks)
