@@ -30,8 +30,8 @@ def listening() -> Iterator[list[str]]:
     keeper = _Keeper()
     logger = logs.get_logger("windlass")
     logger.addHandler(keeper)
-    logs._seen.cache_clear()
-    logs._warned.cache_clear()
+    logs.warn_once.cache_clear()
+    logs.warn_of_argument.cache_clear()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
@@ -39,8 +39,8 @@ def listening() -> Iterator[list[str]]:
             yield keeper.messages
     finally:
         logger.removeHandler(keeper)
-        logs._seen.cache_clear()
-        logs._warned.cache_clear()
+        logs.warn_once.cache_clear()
+        logs.warn_of_argument.cache_clear()
 
 
 @pytest.fixture

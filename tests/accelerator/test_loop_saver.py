@@ -134,7 +134,7 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
 def test_a_request_for_pickle_is_mapped_to_safetensors_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logs._seen.cache_clear()
+    logs.warn_once.cache_clear()
     loop = Loop()
     loop.run(1)
     with caplog.at_level(logging.WARNING):

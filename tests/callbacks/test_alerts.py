@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import json
+import queue
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -49,16 +53,16 @@ def test_what_is_not_a_rule_is_refused(value: Any) -> None:
         read_rules(value)
 
 
-def test_a_run_writes_and_posts_its_alerts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    received: list[dict[str, Any]] = []
-    arrived = threading.Event()
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.SimpleQueue[dict[str, Any]]]:
+    """What was posted to the address of the environment."""
+    arrived: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     class Receiver(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            arrived.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)
             self.end_headers()
-            arrived.set()
 
         def log_message(self, *words: Any) -> None:
             """Nothing is printed."""
@@ -66,20 +70,39 @@ def test_a_run_writes_and_posts_its_alerts(tmp_path: Path, monkeypatch: pytest.M
     server = HTTPServer(("127.0.0.1", 0), Receiver)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    try:
-        monkeypatch.setenv(WEBHOOK_VARIABLE, f"http://127.0.0.1:{server.server_port}/secret")
-        args = arguments(tmp_path, max_steps=4, logging_steps=1, alerts={"no_checkpoint": 1e-9})
-        Trainer(Net(), args, train_dataset=rows(64)).train()
-        assert arrived.wait(30)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    monkeypatch.setenv(WEBHOOK_VARIABLE, f"http://127.0.0.1:{server.server_port}/secret")
+    yield arrived
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_run_writes_and_posts_its_alerts(
+    tmp_path: Path, received: queue.SimpleQueue[dict[str, Any]]
+) -> None:
+    args = arguments(tmp_path, max_steps=4, logging_steps=1, alerts={"no_checkpoint": 1e-9})
+    Trainer(Net(), args, train_dataset=rows(64)).train()
+    assert received.get(timeout=30)["text"].startswith("no_checkpoint at step 1: no checkpoint for")
     written = [found for found in read_metrics(tmp_path / "metrics.jsonl") if found["event"] == "alert"]
     assert [found["step"] for found in written] == [1], "it goes on to hold"
-    assert received[0]["text"].startswith("no_checkpoint at step 1: no checkpoint for")
     assert [event.kind for event in read_run(tmp_path).events] == ["alert"]
     assert "secret" not in "".join(path.read_text() for path in tmp_path.glob("*.json*"))
+
+
+LAST_WORDS = """
+from windlass.callbacks.alerts import Alerts
+alerts = Alerts({"loss_rise": 0.5, "data_wait": 0.5})
+alerts.check({"event": "log", "step": 1, "loss": "NaN", "timing": {"data_wait": 0.9}})
+raise SystemExit("the loss is not finite")
+"""
+
+
+def test_the_alerts_of_an_error_are_sent_before_the_process_ends(
+    received: queue.SimpleQueue[dict[str, Any]],
+) -> None:
+    ended = subprocess.run([sys.executable, "-c", LAST_WORDS], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert [received.get(timeout=30)["alert"] for _ in range(2)] == ["loss_rise", "data_wait"]
 
 
 def test_an_address_that_does_not_answer_does_not_stop_a_run(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing.connection
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.trainer.resume_cases import in_a_child
 
 from windlass.compat.function_rank import write_call
 from windlass.compat.function_transfer import pack_call
@@ -25,3 +30,23 @@ def test_the_call_finds_path_arguments_and_threads(tmp_path: Path) -> None:
     found = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert (tmp_path / "out").read_text() == f"3 True {sys.argv[0]}"
+
+
+def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """As where the kernel of a notebook is killed: its processes would go on, with the devices that they hold."""
+
+    def outlives_its_parent() -> None:
+        signal.alarm(100)
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+
+    left, lives = os.pipe()
+
+    def work() -> None:
+        arguments = write_call(tmp_path, pack_call(outlives_its_parent, ()), 1)
+        subprocess.run([sys.executable, *arguments], pass_fds=[lives], check=True)
+
+    assert in_a_child(work) == -signal.SIGKILL
+    os.close(lives)
+    assert multiprocessing.connection.wait([left], 60)
+    os.close(left)

@@ -22,6 +22,7 @@ import json
 import os
 import pkgutil
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -37,7 +38,8 @@ from tests.large_pages import use_large_pages
 from windlass.core.tracebacks import report_uncaught
 
 GRACE = 30.0  # seconds between SIGTERM and SIGKILL for the ranks that are left when one has failed
-_TICK = 0.005
+_LOOKS = 0.2  # seconds between two looks at the time, while a request is under way
+_TICK = 0.005  # and at the processes, where the system does not tell that one has ended
 
 
 def main() -> None:
@@ -177,10 +179,11 @@ def _wait(pids: list[int], deadline: float) -> tuple[dict[int, int], bool]:
     parent, codes = os.getppid(), dict[int, int]()
     kill_at: float | None = None
     late = False
-    while len(codes) < len(pids):
-        time.sleep(_TICK)
-        for pid in pids:
-            if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+    alive = pids
+    while alive:
+        _until_one_ends(alive)
+        for pid in alive:
+            if (ended := os.waitpid(pid, os.WNOHANG))[0]:
                 codes[pid] = os.waitstatus_to_exitcode(ended[1])
         now = time.monotonic() if os.getppid() == parent else deadline
         alive = [pid for pid in pids if pid not in codes]
@@ -191,6 +194,18 @@ def _wait(pids: list[int], deadline: float) -> tuple[dict[int, int], bool]:
             late = late or now >= deadline
             _kill_all(alive)
     return codes, late
+
+
+def _until_one_ends(pids: list[int]) -> None:
+    """Wait a short while at most, since time may be up. To look again and again took as long as many forks."""
+    try:
+        files = [os.pidfd_open(pid) for pid in pids]
+    except (AttributeError, OSError):  # another system than Linux, or one that refuses it
+        time.sleep(_TICK)
+        return
+    select.select(files, (), (), _LOOKS)
+    for file in files:
+        os.close(file)
 
 
 def _kill_all(pids: list[int]) -> None:

@@ -36,6 +36,14 @@ def test_a_tied_head_is_adamws() -> None:
     assert names_of(model, groups, True) == set(muons)
 
 
+def test_without_matrices_it_says_that_all_is_adamws(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    for trained, said in (("layers.0", 0), ("embed", 1)):
+        parameters = [p for name, p in model.named_parameters() if name.startswith(trained)]
+        MuonWithAdamW(MuonWithAdamW.arrange(model, [{"params": parameters}]))
+        assert caplog.text.count("AdamW updates all parameters") == said
+
+
 def test_each_half_is_torchs_to_the_bit_also_after_its_state_was_loaded() -> None:
     torch.manual_seed(0)
     model, twin = Net(), Net()

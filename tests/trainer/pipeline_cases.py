@@ -166,16 +166,17 @@ def train(
     resume: bool | str = False,
     evaluate_first: bool = False,
     counted: bool = False,
+    single: bool = False,
     killed_at: int = 0,
     killed_on: str = "on_step_end",
     **changes: Any,
 ) -> dict[str, list[float]]:
     """Train, evaluate and save; return what was reported, and the weights that were saved. `counted`: train only, and
-    return how many forwards FSDP2 began.
+    return how many forwards FSDP2 began. `single`: in float32.
     """
     kind = _TRAINERS.get(trainer, Noted)
     run = kind(
-        made(name),
+        made(name).float() if single else made(name),
         arguments(folder, **{"remove_unused_columns": name != "sequence", **changes}),
         data_collator=collate,
         train_dataset=samples(),
@@ -210,7 +211,8 @@ def main() -> None:
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     found: dict[str, Any] = {}
     for case, (name, parallel, changes) in cases.items():
-        with contextlib.redirect_stdout(sys.stderr), double_precision():
+        precision = contextlib.nullcontext() if changes.get("single") else double_precision()
+        with contextlib.redirect_stdout(sys.stderr), precision:
             try:
                 found[case] = train(name, folder / case, **layout(parallel), **changes)
             except (ConfigError, ModelError) as error:

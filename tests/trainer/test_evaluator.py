@@ -144,7 +144,7 @@ def test_evaluation_changes_no_bit_of_a_run(tmp_path: Path) -> None:
 def test_loss_only_says_once_that_metrics_are_left_out(tmp_path: Path, caplog: Any) -> None:
     from windlass.core import logs
 
-    logs._seen.cache_clear()
+    logs.warn_once.cache_clear()
     trainer = Trainer(
         Net(),
         arguments(tmp_path, prediction_loss_only=True),

@@ -128,6 +128,17 @@ def test_divided_and_sharded_stages_equal_one_process(run: Run) -> None:
 
 
 @pytest.mark.dist
+def test_sharded_stages_compute_in_half_precision_as_a_whole_model_does(run: Run) -> None:
+    """The layers of later stages too, with what the model derives from the dtype of its embedding."""
+    half = {"per_device_train_batch_size": 1, "single": True, "bf16": True}
+    whole = run(2, {"x": ("llama", {"dp_shard_size": 2}, half)})[0]["x"]
+    for found in run(4, {"x": ("llama", SHARDS, half)}):
+        for what, values in whole.items():
+            difference = np.abs(np.array(found["x"][what]) - np.array(values)).max()
+            assert difference <= 1e-6, f"{what}: off by {difference}"
+
+
+@pytest.mark.dist
 def test_fsdp2_begins_every_forward_of_a_stage(run: Run) -> None:
     """It waits for the optimizer only where it begins one, and it begins none before the last one has ended: that of
     the first stage, which does not return, as that of the last, which does.

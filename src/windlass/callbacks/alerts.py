@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import math
 import os
@@ -27,6 +29,7 @@ RULES = {
 }
 _MOST_WAITING = 16  # alerts that wait to be sent; further ones are not sent
 _TIMEOUT = 10.0  # seconds of one request
+_LAST_SECONDS = 5.0  # that a process waits at its end for alerts to be sent
 
 logger = get_logger(__name__)
 
@@ -134,7 +137,7 @@ class Webhook:
         if not address.startswith(("https://", "http://")):
             raise ConfigError(Problem(WEBHOOK_VARIABLE, "***", "must begin with https:// or http://"))
         self._address = address
-        self._waiting: queue.Queue[bytes] = queue.Queue(_MOST_WAITING)
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
 
     def send(self, alert: Mapping[str, Any]) -> None:
@@ -147,10 +150,16 @@ class Webhook:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="windlass-alerts", daemon=True)
             self._thread.start()
+            atexit.register(self._finish, self._thread)
+
+    def _finish(self, thread: threading.Thread) -> None:
+        """Called when the interpreter shuts down, as after an error of which the last alert tells."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        thread.join(_LAST_SECONDS)
 
     def _run(self) -> None:
-        while True:
-            body = self._waiting.get()
+        while (body := self._waiting.get()) is not None:
             request = urllib.request.Request(
                 self._address, body, {"Content-Type": "application/json"}, method="POST"
             )

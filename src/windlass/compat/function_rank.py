@@ -6,6 +6,7 @@ It is run as a file, with the folder of what it shall call as its argument.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,13 +17,14 @@ PLACE_FILE = "place.json"
 
 
 def write_call(folder: Path, packed: bytes, threads: int) -> list[str]:
-    """Write what a process shall call into `folder`; return the arguments of the interpreter that does it.
+    """Write what a process shall call into `folder`; return the arguments of the interpreter that does it, which this
+    process has to start.
 
     Args:
         packed: see `pack_call`.
         threads: of torch on the CPU.
     """
-    place = {"path": sys.path, "argv": sys.argv, "threads": threads}
+    place = {"path": sys.path, "argv": sys.argv, "threads": threads, "launcher": os.getpid()}
     (folder / FUNCTION_FILE).write_bytes(packed)
     (folder / PLACE_FILE).write_text(json.dumps(place), "utf-8")
     # -P: the folder of this file is not one of modules.
@@ -34,6 +36,9 @@ def run_call(folder: Path) -> None:
     place = json.loads((folder / PLACE_FILE).read_text("utf-8"))
     sys.path[:] = place["path"]
     sys.argv[:] = place["argv"]
+    from windlass.core.job_signals import end_with_parent
+
+    end_with_parent(place["launcher"])
     # What the function finds in `__main__` is sent with it.
     sys.modules["__main__"] = ModuleType("__main__")
     from torch.distributed.elastic.multiprocessing.errors import record

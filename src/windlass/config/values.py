@@ -137,14 +137,13 @@ def _is_enum(kind: Any) -> bool:
 
 def _enum_fault(value: Any, kinds: tuple[Any, ...]) -> str | None:
     """Why text is not a word of the enum in `Choice | str` or `list[Choice]`; None if it is, or there is no enum."""
-    items = [
-        item
-        for kind in kinds
-        if get_origin(kind) is list and isinstance(value, list)
-        for item in get_args(kind)
-    ]
-    enums = [kind for kind in (*items, *kinds) if _is_enum(kind)]
-    return choice_fault(value, [member.value for member in enums[0]]) if enums else None
+    if isinstance(value, list):
+        items = [item for kind in kinds if get_origin(kind) is list for item in get_args(kind)]
+        kinds = (*items, *kinds)
+    for kind in kinds:
+        if _is_enum(kind):
+            return choice_fault(value, [member.value for member in kind])
+    return None
 
 
 def choice_fault(value: Any, choices: Any) -> str | None:

@@ -156,24 +156,16 @@ class _Place(logging.Filter):
         return True
 
 
+# Cached, so that the second call with the same message is a hit and warns of nothing.
 @functools.cache
-def _seen(logger_name: str, message: str) -> None:
-    """Cached, so that the second call with the same message is a hit and logs nothing."""
-    logging.getLogger(logger_name).warning(message)
-
-
 def warn_once(logger: logging.Logger, message: str) -> None:
     """Warn the first time this message is given in this process, and never again."""
-    _seen(logger.name, message)
-
-
-def warn_of_argument(message: str) -> None:
-    """Issue this warning the first time in this process, at the line of the script that led to it."""
-    _warned(message)
+    logger.warning(message)
 
 
 @functools.cache
-def _warned(message: str) -> None:
+def warn_of_argument(message: str) -> None:
+    """Issue this warning the first time in this process, at the line of the script that led to it."""
     warnings.warn(shown(message), stacklevel=_depth_of_script())
 
 

@@ -14,7 +14,7 @@ from windlass.dist.variables import environment_of
 LOOPBACK = "127.0.0.1"
 # A store that lives for one attempt holds this key: its processes need no prefix of their own in it.
 ONE_ATTEMPT = "windlass/one-attempt"
-_GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK_INTERFACES = ("lo", "lo0")
 _BACKLOG = 2048
 
@@ -111,11 +111,11 @@ def keep_gloo_on_loopback() -> None:
     """For the rest of this process: a job on one machine. What the user chose stays."""
     name = loopback_interface()
     if name is not None:
-        os.environ.setdefault(_GLOO_VARIABLE, name)
+        os.environ.setdefault(GLOO_VARIABLE, name)
 
 
 @contextlib.contextmanager
 def gloo_on_loopback() -> Iterator[None]:
     """Within it, process groups of gloo listen on loopback; by itself gloo takes the address of the host's name."""
-    with environment_of(**{_GLOO_VARIABLE: os.environ.get(_GLOO_VARIABLE, loopback_interface())}):
+    with environment_of(**{GLOO_VARIABLE: os.environ.get(GLOO_VARIABLE, loopback_interface())}):
         yield

@@ -64,6 +64,7 @@ class FullyShardedModel(HeldInParts):
         # Those that have parts of the model, of which a tensor gang has different ones.
         self._stage_ranks, self._tensor_ranks = loss_ranks.over("stage"), loss_ranks.over("tensor")
         self._plan = plan.shard or ShardPlan()
+        self.unit_dtype = _DTYPES[self._plan.param_dtype]
         self.saves_parts = self._plan.state == "sharded"
         if isinstance(module, FSDPModule):
             _check_same_plan(module, self._plan)

@@ -109,11 +109,14 @@ class Pipeline(Strategy):
         lean_head = lean_head_of_whole(module)
         self.staged = staged = StagedModel(module, cut, placement, self._ranks, self._device, balance)
         staged.lean_head = lean_head
-        inner = staged.spread(spread_stage)
+        # Before the layers of a stage are divided, and compute in fewer bits.
         if example is not None and self._ranks.exists:
             args, kwargs = send_to_device(example, self._device)
             with evaluating(module):
                 self._refuse_difference(type(module).__name__, whole, module(*args, **kwargs))
+        inner = staged.spread(spread_stage)
+        if inner.unit_dtype is not None:
+            staged.compute_in(inner.unit_dtype)
         keep_elsewhere(module, staged)
         keep_elsewhere(without_adapters(module), staged)
         return inner

@@ -60,11 +60,14 @@ class _Last(_StandIn):
 
 
 class _Skipped(_StandIn):
-    """A unit of an earlier stage, whose result nothing of this stage uses: returns zeros of its shape."""
+    """A unit of an earlier stage, whose result nothing of this stage uses: returns zeros of its shape and dtype, which
+    the model may ask for.
+    """
 
     def __init__(self, unit: nn.Module, output: Output) -> None:
         super().__init__(unit)
         self._output = output
+        self.dtype = output.dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
@@ -72,7 +75,7 @@ class _Skipped(_StandIn):
         if size is None:
             return self._output.holding(given)
         rows = given.shape if not given.is_floating_point() else given.shape[:-1]
-        zero = torch.zeros((), dtype=self._output.dtype, device=given.device)
+        zero = torch.zeros((), dtype=self.dtype, device=given.device)
         return self._output.holding(zero.expand(*rows, size))
 
 
@@ -99,6 +102,12 @@ class StageView:
                 self._swap(modules, name, _Skipped(unit, cut.outputs[name]))
         if stage < len(cut.last):
             self._swap(modules, cut.last[stage], _Last(modules[cut.last[stage]]))
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Set the dtype in which units compute, instead of that in which they did when the model was cut."""
+        for _, _, stand_in in self._swaps:
+            if isinstance(stand_in, _Skipped):
+                stand_in.dtype = dtype
 
     def _swap(self, modules: Mapping[str, nn.Module], name: str, stand_in: nn.Module) -> None:
         parent, _, child = name.rpartition(".")

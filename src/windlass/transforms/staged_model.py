@@ -221,6 +221,11 @@ class StagedModel(ElsewhereState):
             for number, lists in found
         }
 
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Set the dtype in which units compute, if it is not that in which they did when the model was cut."""
+        for view in self._views.values():
+            view.compute_in(dtype)
+
     @property
     def values(self) -> Mapping[Tensor, Tensor]:
         """Each parameter as ranks of the job write it."""

@@ -39,11 +39,13 @@ class Strategy:
         own: what checkpoints have of the model for each rank.
         saves_parts: checkpoints have the parts of each rank (`checkpoint/sharded.py`) instead of whole tensors.
         at_release: what else ends with it.
+        unit_dtype: in which units compute, if that is not the dtype of their parameters.
         filling: the batch of the next forward has no weight: it is run because other ranks have one.
     """
 
     sharded = reduces = False
     saves_parts = False
+    unit_dtype: torch.dtype | None = None
     filling = False
 
     def __init__(self, module: nn.Module, gang: Gang | None = None) -> None:

@@ -273,7 +273,8 @@ FEATURES = (
     ),
     Feature("adapter", ("lora", "dora", "ia3", "lora_and_head"), _adapter, checks.base_is_frozen, NOT_OF_PAIRS),
     Feature("prompts", PROMPTS, _adapter, checks.base_is_frozen, TRAINERS, needs={"model": "llama"},
-            apart={"adapter": ANY, "packing": ANY, "recompute": ANY, "groups": ANY}),
+            # Prompts are no matrices of a layer: with Muon, AdamW updates them.
+            apart={"adapter": ANY, "packing": ANY, "recompute": ANY, "groups": ANY, "optim": ("muon",)}),
     Feature("dropout", ("0.2",), _dropout, checks.losses_are_others, NOT_OF_PAIRS, compared=True),
     Feature(
         "packing", ("bfd", "bfd_split", "wrapped", "padding_free"), _packing, checks.rows_are_joined, ("sft",),

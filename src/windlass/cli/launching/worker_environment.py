@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 from windlass.cli.launching.worker import BIND_VARIABLE
 from windlass.core.threads import usable_cores
-from windlass.dist.listening import address_towards
+from windlass.dist.listening import GLOO_VARIABLE, LOOPBACK, address_towards, is_loopback, loopback_interface
 
 if TYPE_CHECKING:
     from windlass.cli.launching.launch_plan import LaunchPlan
 
-_LOOPBACK = ("lo", "lo0")
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
 
 
@@ -34,22 +33,23 @@ def worker_environment(plan: LaunchPlan) -> dict[str, str]:
 
 def _interface(plan: LaunchPlan) -> dict[str, str]:
     """Return the interface for gloo, whose default follows the machine's name, which often does not resolve."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
+    if GLOO_VARIABLE in os.environ:
         return {}
-    address = "127.0.0.1"
+    address = LOOPBACK
     if plan.machines > 1 and plan.main_address:
         try:
             address = address_towards(plan.main_address, 0)
         except OSError:  # does not resolve or is not reachable: reported by the wait for the main machine
             return {}
-    name = next((name for _, name in socket.if_nameindex() if _carries(name, address)), None)
-    return {"GLOO_SOCKET_IFNAME": name} if name else {}
+    if is_loopback(address):
+        name = loopback_interface()
+    else:
+        name = next((name for _, name in socket.if_nameindex() if _carries(name, address)), None)
+    return {GLOO_VARIABLE: name} if name else {}
 
 
 def _carries(interface: str, address: str) -> bool:
-    """Return True if `interface` has this IPv4 address. All of 127.0.0.0/8 belong to the loopback interface."""
-    if interface in _LOOPBACK:
-        return address.startswith("127.")
+    """Return True if `interface` has this IPv4 address."""
     try:
         import fcntl
     except ImportError:

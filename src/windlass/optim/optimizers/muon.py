@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from windlass.core.logs import get_logger
 from windlass.optim.optimizers.options import recipe_of
 from windlass.optim.per_parameter import called
 
+_log = get_logger(__name__)
 # Output layers by the names that models give them; transformers' models are asked for theirs.
 _HEADS = re.compile(
     r"(^|\.)(lm_head|head|heads|classifier|score|qa_outputs|embed_out|output_projection)(\.|$)"
@@ -68,6 +70,8 @@ class MuonWithAdamW(Optimizer):
         if self._groups(True):
             kind = _MuonAnywhere(self._groups(True), lr=lr, weight_decay=weight_decay, **for_muon)  # type: ignore[arg-type]
             self._inner.append((True, kind))
+        else:
+            _log.warning("Muon: no matrix of a hidden layer is trained here, so AdamW updates all parameters")
         if self._groups(False):
             kwargs: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
             self._inner.append((False, AdamW(self._groups(False), **kwargs)))
