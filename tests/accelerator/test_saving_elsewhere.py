@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -141,6 +144,49 @@ def test_a_save_that_has_begun_is_not_changed_by_ctrl_c_and_the_save_after_it(
     assert same(loaded(first), before)
     assert same(loaded(second), weights(model))
     assert (first / "own.txt").read_text() == "own"
+
+
+class InterruptAt:
+    """Ctrl-C at a line of `loop_saver`, the n-th that is run.
+
+    Attributes:
+        came: as many lines were run.
+    """
+
+    def __init__(self, line: int) -> None:
+        self._left, self.came = line, False
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != loop_saver.__file__ or self.came:
+            return None
+        self._left -= event == "line"
+        if self._left < 0:
+            self.came = True
+            raise KeyboardInterrupt
+        return self
+
+
+def test_ctrl_c_at_any_line_leaves_each_save_its_values(tmp_path: Path) -> None:
+    accelerator, model = loop()
+    first, second = tmp_path / "first", tmp_path / "second"
+    for line in itertools.count():
+        before, interrupt = weights(model), InterruptAt(line)
+        sys.settrace(interrupt)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                accelerator.save_state(first, background=True)
+        finally:
+            sys.settrace(None)
+        change(model)
+        accelerator.save_state(second, background=True)
+        accelerator.wait_for_everyone()
+        assert not first.exists() or same(loaded(first), before), line
+        assert same(loaded(second), weights(model)), line
+        if not interrupt.came:
+            break
+        shutil.rmtree(first, ignore_errors=True)
+    assert line > 50
+    assert first.exists()
 
 
 def test_a_save_that_fails_is_told_when_it_is_waited_for(

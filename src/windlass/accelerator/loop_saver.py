@@ -76,6 +76,7 @@ class LoopSaver:
         self._check_options(safe_serialization, save_model_func_kwargs)
         self._warn_of_unfinished_update()
         self.finish()
+        self._release()  # if Ctrl-C came between the end of the last save and this
         numbered, step = self._project.automatic_checkpoint_naming, self._project.iteration
         place = self._places.find(None if numbered else output_dir, "output_dir")
         manager, shown = self._places.to_write(place), place.shown(step)
@@ -84,27 +85,24 @@ class LoopSaver:
         lock = RunLock(manager.store.root, f".windlass-{manager.store.path_for(step).name}.lock")
 
         def ended(folder: Path | None) -> None:
-            self._under_way = None
-            lock.release()
+            self._release()
             if folder is None:
                 failure = manager.last_failure
                 raise CheckpointError(f"{shown} was not saved: {failure}") from failure
+            self._count(step)
 
+        # Before it begins: Ctrl-C may come at any instant afterwards, and it goes on.
+        self._under_way = _UnderWay(saver, lock)
         try:
             _take(lock, manager.store, step)
             if numbered:
                 self._refuse_existing(manager, step)
             self._write(saver, step, background, ended)
         except BaseException:
-            if saver.busy:  # Ctrl-C came once it had begun: it goes on
-                self._goes_on(saver, lock)
-            else:
-                lock.release()
+            if not saver.busy:
+                self._release()
             raise
-        if saver.busy:
-            self._goes_on(saver, lock)
-        else:
-            self._project.iteration += 1
+        self._count(step)
         return shown
 
     def load_state(
@@ -136,9 +134,19 @@ class LoopSaver:
         try:
             saving.saver.finish()
         except Exception:
-            self._under_way = None
-            saving.lock.release()
+            self._release()
             raise
+
+    def _release(self) -> None:
+        """Unlock the folder of a save that has ended."""
+        if self._under_way is not None:
+            self._under_way.lock.release()
+            self._under_way = None
+
+    def _count(self, step: int) -> None:
+        """Number the next save, once."""
+        if self._project.iteration == step:
+            self._project.iteration += 1
 
     def release_memory(self) -> None:
         """Free the host memory of copies; a save in the background keeps its copy until it ends."""
@@ -170,10 +178,6 @@ class LoopSaver:
                 f"{target} exists already: call load_state() to continue after it, or set another number with "
                 "ProjectConfiguration(iteration=)"
             )
-
-    def _goes_on(self, saver: Saver, lock: RunLock) -> None:
-        self._under_way = _UnderWay(saver, lock)
-        self._project.iteration += 1
 
     def _write(self, saver: Saver, step: int, background: bool, ended: Ended) -> None:
         """Write the checkpoint, or start writing it."""
