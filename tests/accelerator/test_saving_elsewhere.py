@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from windlass import Accelerator
 from windlass.accelerator import loop_saver
 from windlass.checkpoint import run_lock
+from windlass.checkpoint.background import BackgroundSaver, SeenCommit
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.run_lock import FolderInUse
@@ -112,6 +113,34 @@ def test_who_waits_for_it(tmp_path: Path, gate: threading.Event, waits: str) -> 
         "end_training": accelerator.end_training,
     }[waits]()
     assert same(loaded(folder), before)
+
+
+def test_a_save_that_has_begun_is_not_changed_by_ctrl_c_and_the_save_after_it(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, whose cell is run again."""
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator, model = loop(project_config=project)
+    accelerator.register_save_state_pre_hook(lambda _, __, folder: Path(folder, "own.txt").write_text("own"))
+    begun = SeenCommit.begun
+
+    def interrupted(commit: SeenCommit, saver: BackgroundSaver) -> None:
+        begun(commit, saver)
+        raise KeyboardInterrupt
+
+    before = weights(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(SeenCommit, "begun", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            accelerator.save_state(background=True)
+    change(model)
+    threading.Timer(0.05, gate.set).start()
+    accelerator.save_state(background=True)
+    accelerator.wait_for_everyone()
+    first, second = (tmp_path / "checkpoints" / f"checkpoint_{number}" for number in range(2))
+    assert same(loaded(first), before)
+    assert same(loaded(second), weights(model))
+    assert (first / "own.txt").read_text() == "own"
 
 
 def test_a_save_that_fails_is_told_when_it_is_waited_for(

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from tests.versions import with_pinned
 
 from windlass.compat.parser import HfArgumentParser
+from windlass.compat.plugins import ParallelismConfig
 from windlass.config.arguments import (
     TrainingArguments,
     describe,
@@ -388,3 +389,14 @@ def test_signature_and_help_list_every_argument(kind: type[TrainingArguments]) -
         assert spec.metadata["help"] in line
     assert "learning_rate: float = " in text
     assert text.index("Attributes:") < text.index("Raises:")
+
+
+def test_names_of_the_layout_are_answered_with_the_object_that_has_them() -> None:
+    axes = [f.name for f in dataclasses.fields(ParallelismConfig) if f.name.endswith("_size")]
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments("out", **dict.fromkeys(axes, 2), mixed_precision="bf16")
+    for name in axes:
+        assert f"{name}=2: is of the layout: pass parallelism_config=ParallelismConfig({name}=...)" in str(
+            caught.value
+        )
+    assert "mixed_precision='bf16': is of Accelerator: pass bf16=True or fp16=True" in str(caught.value)

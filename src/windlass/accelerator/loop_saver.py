@@ -96,11 +96,15 @@ class LoopSaver:
                 self._refuse_existing(manager, step)
             self._write(saver, step, background, ended)
         except BaseException:
-            lock.release()
+            if saver.busy:  # Ctrl-C came once it had begun: it goes on
+                self._goes_on(saver, lock)
+            else:
+                lock.release()
             raise
         if saver.busy:
-            self._under_way = _UnderWay(saver, lock)
-        self._project.iteration += 1
+            self._goes_on(saver, lock)
+        else:
+            self._project.iteration += 1
         return shown
 
     def load_state(
@@ -167,6 +171,10 @@ class LoopSaver:
                 "ProjectConfiguration(iteration=)"
             )
 
+    def _goes_on(self, saver: Saver, lock: RunLock) -> None:
+        self._under_way = _UnderWay(saver, lock)
+        self._project.iteration += 1
+
     def _write(self, saver: Saver, step: int, background: bool, ended: Ended) -> None:
         """Write the checkpoint, or start writing it."""
         store = saver.manager.store
@@ -185,7 +193,8 @@ class LoopSaver:
             meta = {"windlass": "loop", THREADS: torch.get_num_threads()}
             saver.save(step, content, meta=meta, background=background, ended=ended)
         except BaseException:
-            hooked.clear()
+            if not saver.busy:
+                hooked.clear()
             raise
 
     def _with_models(

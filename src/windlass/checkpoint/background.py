@@ -421,8 +421,8 @@ class Saver(BackgroundSaver):
             ended(write(step, content, meta=meta, protected=others))
             return
         kept = [manager.store.path_for(step), *others]
+        self._ended = ended  # before it begins, after which an interrupt may come
         if self.begin(step, *copied, meta=meta, protected=kept):
-            self._ended = ended
             self._commit.begun(self)
         elif self._commit.raises and manager.last_failure is not None:
             raise manager.last_failure

@@ -244,7 +244,10 @@ _ELSEWHERE = dict.fromkeys(
     ("predict_with_generate", "eval_prompts", "eval_prompts_limit", "eval_metrics", "generation_max_new_tokens",
      "generation_max_length", "generation_num_beams", "generation_do_sample"),
     _ANSWERS
-)  # fmt: skip
+) | {
+    f"{axis}_size": f"is of the layout: pass parallelism_config=ParallelismConfig({axis}_size=...)"
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp", "ep")
+} | {"mixed_precision": "is of Accelerator: pass bf16=True or fp16=True"}  # fmt: skip
 
 
 Instance = TypeVar("Instance")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from windlass.config.enums import UNBUILT_OPTIMIZERS
 from windlass.config.plan import OptimizerPlan
-from windlass.core.errors import ConfigError, ModelError, Problem
+from windlass.core.errors import ConfigError, ModelError, Problem, did_you_mean
 from windlass.core.logs import get_logger, warn_once
 from windlass.optim.optimizers.adafactor import adafactor
 from windlass.optim.optimizers.adalomo import adalomo
@@ -139,6 +138,6 @@ def _fused_fits(parameters: Iterable[torch.Tensor]) -> bool:
 def _refusal(name: str) -> Problem:
     if why := UNBUILT_OPTIMIZERS.get(name):
         return Problem("optim", name, f"{why}, or pass Trainer(optimizers=(optimizer, None))")
-    near = difflib.get_close_matches(str(name), OPTIMIZERS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return Problem("optim", name, f"{hint}known optimizers: {', '.join(OPTIMIZERS)}")
+    return Problem(
+        "optim", name, f"known optimizers: {', '.join(OPTIMIZERS)}{did_you_mean(name, OPTIMIZERS)}"
+    )

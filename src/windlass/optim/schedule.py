@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import inspect
 from collections import deque
@@ -16,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from windlass.core.errors import ConfigError, Problem, refuse
+from windlass.core.errors import ConfigError, Problem, did_you_mean, refuse
 from windlass.core.logs import get_logger, warn_once
 from windlass.core.types import State
 from windlass.optim.schedules.registry import METRIC_DRIVEN, SCHEDULE_NAMES, SHAPES, WITHOUT_WARMUP
@@ -285,7 +284,8 @@ def warmup_of_schedule(name: str, warmup_steps: int, optimizer: Optimizer) -> in
 def build_factor(name: str, span: Span, options: Mapping[str, Any]) -> Factor:
     """The function of the step for the schedule called `name`."""
     if name not in SHAPES:
-        raise ConfigError(_unknown_name(name))
+        known = f"known schedules: {', '.join(SCHEDULE_NAMES)}{did_you_mean(name, SCHEDULE_NAMES)}"
+        raise ConfigError(Problem("lr_scheduler_type", name, known))
     return _construct(name, SHAPES[name], span, options)  # type: ignore[no-any-return]
 
 
@@ -322,12 +322,6 @@ def _check_options(name: str, build: Callable[..., Any], options: Mapping[str, A
         Problem(f"lr_scheduler_kwargs.{r}", None, f"{name} needs it") for r in required if r not in options
     ]
     refuse(problems)
-
-
-def _unknown_name(name: str) -> Problem:
-    near = difflib.get_close_matches(str(name), SCHEDULE_NAMES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return Problem("lr_scheduler_type", name, f"{hint}known schedules: {', '.join(SCHEDULE_NAMES)}")
 
 
 def _warn_of_warmup(name: str, warmup_steps: int) -> None:

@@ -20,7 +20,6 @@ from windlass.callbacks.tracking import TrackingCallback
 from windlass.checkpoint.remote import RemoteFolder
 from windlass.checkpoint.retention import Retention
 from windlass.config.arguments import TrainingArguments
-from windlass.config.callback_interface import TrainerCallback
 from windlass.config.enums import REPORT
 from windlass.config.plan import SavePlan, ZeroPlan
 from windlass.core.device import visible_devices
@@ -170,16 +169,12 @@ def default_callbacks(args: TrainingArguments, folder: Path) -> list[Any]:
     ]
 
 
-def samples_callback(samples: Callable[[Any], Samples]) -> SamplesLog:
-    """The callback that keeps the first rows of the data, which `samples` returns of the first batch."""
-    return SamplesLog(samples)
-
-
-def display_callback(args: TrainingArguments) -> type[TrainerCallback]:
-    """The callback that shows the progress of a run."""
-    if args.disable_tqdm:
-        return PrinterCallback
-    return NotebookProgressCallback if in_notebook() else ProgressCallback
+def last_callbacks(args: TrainingArguments, samples: Callable[[Any], Samples]) -> list[Any]:
+    """The callbacks that are called after a script's own: one keeps the first rows of the data, which `samples` returns
+    of the first batch, and one shows the progress.
+    """
+    bar = NotebookProgressCallback if in_notebook() else ProgressCallback
+    return [SamplesLog(samples), PrinterCallback if args.disable_tqdm else bar]
 
 
 def multiplied_parameters(model: nn.Module) -> int:

@@ -165,8 +165,8 @@ class Trainer:
         )
         self._services.loss.take_model(self.model, self.label_names)
         self._services.loss.adopt(hooks.loss_hooks(self, Trainer))
-        self.add_callback(defaults.samples_callback(lambda batch: self.data_samples(batch)))
-        self.add_callback(defaults.display_callback(self.args))
+        for last in defaults.last_callbacks(self.args, lambda batch: self.data_samples(batch)):
+            self.add_callback(last)
         self._session.memory.end("init")
         self._services.events.fire("on_init_end")
 

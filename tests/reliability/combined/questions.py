@@ -20,7 +20,10 @@ HELD, REFUSED, SHORT = "held", "refused", "short"
 _COMPARED = ("loss", "grad_norm", "eval_loss")
 # Of a configuration: field=value: fix. Of models and data: a sentence.
 _CLEAR = re.compile(r"ConfigError: .*\n(  - [^=\n]+=.+: .{10,}\n?)+", re.DOTALL)
-_SENTENCE = re.compile(r"(Data|Model|RankMismatch|MissingDependency)Error: .{30,}", re.DOTALL)
+# What a library raises in a probe of the model names no field.
+_SENTENCE = re.compile(
+    r"((Data|RankMismatch|MissingDependency)Error: .{30,}|ModelError: .*\b[a-z_]+=\w)", re.DOTALL
+)
 
 
 @dataclass
