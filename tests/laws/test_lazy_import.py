@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ NO_TORCH = [name for name in HEAVY if name != "yaml"]
 OPTIONAL = [name for name in HEAVY if name not in ("torch", "numpy", "safetensors", "yaml")]
 
 
+@functools.cache
 def _imported_by(statement: str) -> set[str]:
     """Top-level modules that a fresh interpreter holds after `statement`."""
     code = (
