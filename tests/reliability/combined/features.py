@@ -246,7 +246,10 @@ FEATURES = (
         OPTIMIZERS,
         _optim,
         checks.optimizer_is_another,
-        apart={"average": SCHEDULE_FREE, "schedule": SCHEDULE_FREE, "plateau": SCHEDULE_FREE},
+        # Prompts are no matrices of a layer: with Muon, AdamW updates them.
+        apart={
+            "average": SCHEDULE_FREE, "schedule": SCHEDULE_FREE, "plateau": SCHEDULE_FREE, "prompts": ("muon",),
+        },
         compared=True,
     ),
     # Without gradients that could be looked at, or in need of the model's layers.
@@ -273,8 +276,7 @@ FEATURES = (
     ),
     Feature("adapter", ("lora", "dora", "ia3", "lora_and_head"), _adapter, checks.base_is_frozen, NOT_OF_PAIRS),
     Feature("prompts", PROMPTS, _adapter, checks.base_is_frozen, TRAINERS, needs={"model": "llama"},
-            # Prompts are no matrices of a layer: with Muon, AdamW updates them.
-            apart={"adapter": ANY, "packing": ANY, "recompute": ANY, "groups": ANY, "optim": ("muon",)}),
+            apart={"adapter": ANY, "packing": ANY, "recompute": ANY, "groups": ANY}),
     Feature("dropout", ("0.2",), _dropout, checks.losses_are_others, NOT_OF_PAIRS, compared=True),
     Feature(
         "packing", ("bfd", "bfd_split", "wrapped", "padding_free"), _packing, checks.rows_are_joined, ("sft",),
