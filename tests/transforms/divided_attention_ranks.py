@@ -69,7 +69,8 @@ def _compare(
     expected.backward(upper.to(dtype))
     mine = [division.part(state.to(dtype), rank, 2).requires_grad_() for state in states]
     whole_row = Zigzag(1, LENGTH) if attend is ulysses_attention else division
-    got = attend(*mine, Sight(whole_row, documents, window), dist.group.WORLD, scale=scale)
+    groups = (dist.group.WORLD,) if attend is ring_attention else (dist.group.WORLD, None)
+    got = attend(*mine, Sight(whole_row, documents, window), *groups, scale)
     assert got.dtype == dtype
     got.backward(division.part(upper.to(dtype), rank, 2))
     pairs = [(got, expected), *((part.grad, state.grad) for part, state in zip(mine, whole, strict=True))]
