@@ -68,9 +68,12 @@ def lazy_names(
 
 def stub_homes(module: str) -> dict[str, str]:
     """Name -> home of the imports in a module's stub, each written as `from home import name as name`, or as
-    `from module import *` for all names of another stub. Submodules have the module itself as home.
+    `from module import *` for all names of another stub. Submodules have the module itself as home. Empty if there is
+    no such module: the core works without the modules of aliases.
     """
     spec: Any = importlib.util.find_spec(module)
+    if spec is None:
+        return {}
     # By its loader, for packages in archives.
     stub = spec.loader.get_data(f"{spec.origin.removesuffix('c')}i").decode()
     homes: dict[str, str] = {}
