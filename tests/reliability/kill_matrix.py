@@ -196,6 +196,8 @@ def everything(matrix: Matrix, given: argparse.Namespace) -> int:
         matrix.make([f"{before}leave-{number}" for number in range(leaves)])
         matrix.until(given.kills)
     chosen = f'--every "{given.every}"' if given.every else f"--kills {given.kills}"
+    for name in ("faults", "interrupts", "leaves"):
+        chosen += "" if getattr(given, name) is None else f" --{name} {getattr(given, name)}"
     chosen += "" if given.cases == "standard" else f" --cases {given.cases}"
     command = f"python -m tests.reliability.kill_matrix {chosen} --seed {given.seed}"
     write(matrix.results, command, given.write, given.cases)
