@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from windlass.config.plan import BatchPlan, DataPlan
@@ -82,6 +84,14 @@ class Counted(torch.utils.data.IterableDataset[Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"]
+
+
+def of_worker(name: str) -> Any:
+    """What torch's function that runs in a data worker, and has called this, has under a name."""
+    frame = sys._getframe()
+    while name not in frame.f_locals:
+        frame = frame.f_back or pytest.fail(f"torch's worker has nothing of the name {name}")
+    return frame.f_locals[name]
 
 
 def as_list(samples: list[Any]) -> list[Any]:

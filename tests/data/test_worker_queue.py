@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.data.cases import of_worker
 from tests.dist.launch import ROOT, end_of
 from tests.trainer.resume_cases import in_a_child
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -116,10 +117,7 @@ class CutOff(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         if index == 4:
-            frame = sys._getframe()
-            while "data_queue" not in frame.f_locals:
-                frame = frame.f_back or pytest.fail("torch's worker has no queue of that name")
-            queue = frame.f_locals["data_queue"]
+            queue = of_worker("data_queue")
             with queue._wlock:
                 os.write(queue._writer.fileno(), struct.pack("!i", 1 << 20) + b"the begin of it")
                 while multiprocessing.connection.wait([queue._reader], 0):

@@ -9,7 +9,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.data.cases import Augmented, Stream, train_loader
+from tests.data.cases import Augmented, Stream, of_worker, train_loader
 from tests.trainer.preemption_cases import At
 from tests.trainer.resume_cases import Case, Samples, build, in_a_child, run, same_run
 from torch.utils.data import DataLoader, Dataset
@@ -244,11 +243,7 @@ class KilledAtItsEvent(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         if index == 4:
-            frame = sys._getframe()
-            while "done_event" not in frame.f_locals:
-                frame = frame.f_back or pytest.fail("torch's worker has no event of that name")
-            lock = getattr(frame.f_locals["done_event"], "_cond", contextlib.nullcontext())
-            with lock:
+            with getattr(of_worker("done_event"), "_cond", contextlib.nullcontext()):
                 os.kill(os.getpid(), signal.SIGKILL)
         return index
 

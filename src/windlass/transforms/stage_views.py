@@ -67,7 +67,7 @@ class _Skipped(_StandIn):
     def __init__(self, unit: nn.Module, output: Output) -> None:
         super().__init__(unit)
         self._output = output
-        self.dtype = output.dtype
+        self.result_dtype = output.dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
@@ -75,7 +75,7 @@ class _Skipped(_StandIn):
         if size is None:
             return self._output.holding(given)
         rows = given.shape if not given.is_floating_point() else given.shape[:-1]
-        zero = torch.zeros((), dtype=self.dtype, device=given.device)
+        zero = torch.zeros((), dtype=self.result_dtype, device=given.device)
         return self._output.holding(zero.expand(*rows, size))
 
 
@@ -107,7 +107,7 @@ class StageView:
         """Set the dtype in which units compute, instead of that in which they did when the model was cut."""
         for _, _, stand_in in self._swaps:
             if isinstance(stand_in, _Skipped):
-                stand_in.dtype = dtype
+                stand_in.result_dtype = dtype
 
     def _swap(self, modules: Mapping[str, nn.Module], name: str, stand_in: nn.Module) -> None:
         parent, _, child = name.rpartition(".")
