@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
 from typing import Any
 
@@ -92,6 +93,12 @@ def of_worker(name: str) -> Any:
     while name not in frame.f_locals:
         frame = frame.f_back or pytest.fail(f"torch's worker has nothing of the name {name}")
     return frame.f_locals[name]
+
+
+def end_in_a_minute() -> None:
+    """Where it would wait for ever: the exception of pytest's limit would be lost where objects are freed."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(60)
 
 
 def as_list(samples: list[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.data.cases import of_worker
+from tests.data.cases import end_in_a_minute, of_worker
 from tests.dist.launch import ROOT, end_of
 from tests.trainer.resume_cases import in_a_child
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -133,12 +133,6 @@ def ends_named(words: str, end: Callable[[], Any] = kill_this, **options: Any) -
         list(batches)
     del batches  # torch waits here for the thread that pins, which has read the begin of that message
     gc.collect()
-
-
-def end_in_a_minute() -> None:
-    """Where it would wait for ever: the exception of pytest's limit would be lost where objects are freed."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(60)
 
 
 def in_a_thread() -> None:

@@ -10,13 +10,14 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.data.cases import Augmented, Stream, of_worker, train_loader
+from tests.data.cases import Augmented, Stream, end_in_a_minute, of_worker, train_loader
 from tests.trainer.preemption_cases import At
 from tests.trainer.resume_cases import Case, Samples, build, in_a_child, run, same_run
 from torch.utils.data import DataLoader, Dataset
@@ -244,6 +245,7 @@ class KilledAtItsEvent(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         if index == 4:
             with getattr(of_worker("done_event"), "_cond", contextlib.nullcontext()):
+                time.sleep(0.3)  # until its parent waits for this batch
                 os.kill(os.getpid(), signal.SIGKILL)
         return index
 
@@ -252,12 +254,15 @@ def test_a_worker_killed_while_it_looks_at_its_event_stops_no_other_process() ->
     """Where torch itself notices the death, as in a thread of the script's, and where the loader is left."""
 
     def work() -> None:
-        loader = DataLoader(KilledAtItsEvent(), batch_size=2, num_workers=1)
+        end_in_a_minute()
+        loader = DataLoader(KilledAtItsEvent(), batch_size=2, num_workers=1, collate_fn=list, timeout=1)
         batches = read_batches(loader, Reader("evaluation"))
         next(batches)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # nothing else notices it
         with pytest.raises(WorkerError, match="was killed by SIGKILL while it read data for evaluation"):
             list(batches)
+        del batches
+        gc.collect()
 
     assert in_a_child(work) == 0
 
