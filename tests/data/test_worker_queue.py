@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing.connection
 import os
@@ -9,6 +10,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 from tests.data.cases import end_in_a_minute, of_worker
 from tests.dist.launch import ROOT, end_of
 from tests.trainer.resume_cases import in_a_child
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from windlass.core.errors import WorkerError
 from windlass.data.workers import Reader, advice, read_batches
@@ -163,6 +165,48 @@ def test_a_message_without_an_end_stops_no_reader(reading: Callable[[], None]) -
     def work() -> None:
         end_in_a_minute()
         reading()
+
+    assert in_a_child(work) == 0
+
+
+class SlowRelease:
+    """A lock whose owner is slow to let it go."""
+
+    def __init__(self, lock: Any) -> None:
+        self.acquire, self._lock = lock.acquire, lock
+
+    def release(self) -> None:
+        time.sleep(0.5)
+        self._lock.release()
+
+
+class Unequal(IterableDataset[int]):
+    """Worker 1 has nothing; worker 0 has a sample once the process of worker 1 has ended."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        if info.id == 1:
+            queue = of_worker("data_queue")
+            queue._wlock = SlowRelease(queue._wlock)
+            os.write(self._write, struct.pack("!i", os.getpid()))
+            return
+        (other,) = struct.unpack("!i", os.read(self._read, 4))
+        with contextlib.suppress(ProcessLookupError):
+            while True:
+                os.kill(other, 0)
+                time.sleep(0.01)
+        yield 7
+
+
+def test_a_worker_that_ends_before_the_others_leaves_them_the_lock() -> None:
+    def work() -> None:
+        end_in_a_minute()
+        loader: DataLoader[Any] = DataLoader(Unequal(), 1, num_workers=2, collate_fn=list)
+        assert list(read_batches(loader, Reader("training"))) == [[7]]
 
     assert in_a_child(work) == 0
 

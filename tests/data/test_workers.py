@@ -292,18 +292,27 @@ def test_a_death_is_an_error_only_in_the_thread_that_reads() -> None:
     assert "was killed by SIGKILL" in str(died[0])
 
 
-@pytest.mark.parametrize("persistent", [True, False])
-def test_a_death_is_an_error_only_where_batches_are_asked_for(persistent: bool) -> None:
-    """And not in the middle of a save, say, or of a callback."""
+def named_where_the_next_batch_is_asked_for(persistent: bool) -> None:
     groups = train_loader(Augmented(40), 2, workers=2, persistent_workers=persistent).groups()
     before = set(multiprocessing.active_children())
     next(groups)
     worker = (set(multiprocessing.active_children()) - before).pop()
     os.kill(worker.pid or 0, signal.SIGKILL)
-    worker.join()
+    os.waitid(os.P_PID, worker.pid or 0, os.WEXITED | os.WNOWAIT)
     sum(range(1000))  # handlers of signals run here
     with pytest.raises(WorkerError, match=rf"\(pid {worker.pid}\) was killed by SIGKILL"):
         list(groups)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_death_is_an_error_only_where_batches_are_asked_for(persistent: bool) -> None:
+    """And not in the middle of a save, say, or of a callback."""
+    named_where_the_next_batch_is_asked_for(persistent)
+
+
+def test_so_it_is_in_a_process_forked_from_one_that_has_read() -> None:
+    list(read_batches(DataLoader(list(range(4)), batch_size=2, num_workers=1), Reader("training")))
+    assert in_a_child(lambda: named_where_the_next_batch_is_asked_for(persistent=False)) == 0
 
 
 def test_two_deaths_at_once_are_no_error_between_batches() -> None:

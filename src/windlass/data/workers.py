@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.context import BaseContext, ForkContext
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.sharedctypes import RawArray, RawValue
+from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -335,8 +336,13 @@ class _Listener:
     def __init__(self, before: Any) -> None:
         self._before, self._owner = before, os.getpid()
 
+    @property
+    def is_of_this_process(self) -> bool:
+        """False where it was inherited by a fork."""
+        return os.getpid() == self._owner
+
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._owner:
+        if not self.is_of_this_process:
             self._pass_on(number, frame)
             return
         while True:
@@ -363,11 +369,13 @@ def _listen() -> None:
     if threading.current_thread() is not threading.main_thread():
         return  # deaths are noticed some seconds later, by torch's own looking
     before = signal.getsignal(signal.SIGCHLD)
-    if not isinstance(before, _Listener):
+    if not (isinstance(before, _Listener) and before.is_of_this_process):
         signal.signal(signal.SIGCHLD, _Listener(before))
 
 
 _PIPE = 1 << 16  # bytes that a pipe holds
+_LOOK_SECONDS = 0.2
+_AFTER_CLOSING = -5  # the standard library's place for that join: its thread is told to end before it
 _SHARED = "/dev/shm"
 # Words of torch and of the system where shared memory is full.
 _FULL = ("shared memory", "shm", "No space left on device")
@@ -383,9 +391,19 @@ class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
 
     def _reset(self, after_fork: bool = False) -> None:
         super()._reset(after_fork)  # type: ignore[misc]
-        # Nothing that is left in a queue is wanted: a worker gets its end once all that it sent has been received.
-        self.cancel_join_thread()
         self._received = bytearray()
+
+    def _start_thread(self) -> None:
+        """Before a process ends, its thread must have let the lock go, which the other workers need. It may also wait
+        for it, held by a worker that was killed: then the parent kills this one, or is dead.
+        """
+        super()._start_thread()  # type: ignore[misc]
+        own: Any = self
+        if own._jointhread is None:  # what is left in the queue is not wanted
+            return
+        own._jointhread.cancel()
+        thread = weakref.ref(own._thread)
+        own._jointhread = Finalize(own._thread, _join, [thread, os.getppid()], exitpriority=_AFTER_CLOSING)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """The next message. Raises queue.Empty if it is not whole within `timeout`; a further call goes on with it."""
@@ -408,6 +426,13 @@ class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
         info = get_worker_info()
         who = f"data worker {info.id} (pid {os.getpid()})" if info is not None else "the loader"
         self.put((place, _NotSent(f"{who} could not send what it read: {error!r}.{advice(str(error))}")))
+
+
+def _join(thread: weakref.ref[threading.Thread], parent: int) -> None:
+    """Wait for the end of a worker's thread that sends, as long as process `parent` lives."""
+    sending = thread()
+    while sending is not None and sending.is_alive() and os.getppid() == parent:
+        sending.join(_LOOK_SECONDS)
 
 
 def _taken_from(received: bytearray) -> bytearray | None:
