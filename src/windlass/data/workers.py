@@ -375,7 +375,7 @@ def _listen() -> None:
 
 _PIPE = 1 << 16  # bytes that a pipe holds
 _LOOK_SECONDS = 0.2
-_AFTER_CLOSING = -5  # the standard library's place for that join: its thread is told to end before it
+_AFTER_CLOSING = -5  # the standard library's place for that join: the thread is closed before it
 _SHARED = "/dev/shm"
 # Words of torch and of the system where shared memory is full.
 _FULL = ("shared memory", "shm", "No space left on device")
@@ -389,6 +389,9 @@ class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
     they end, for that lock.
     """
 
+    _thread: threading.Thread
+    _jointhread: Finalize | None
+
     def _reset(self, after_fork: bool = False) -> None:
         super()._reset(after_fork)  # type: ignore[misc]
         self._received = bytearray()
@@ -398,12 +401,11 @@ class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
         for it, held by a worker that was killed: then the parent kills this one, or is dead.
         """
         super()._start_thread()  # type: ignore[misc]
-        own: Any = self
-        if own._jointhread is None:  # what is left in the queue is not wanted
+        if self._jointhread is None:  # what is left in the queue is not wanted
             return
-        own._jointhread.cancel()
-        thread = weakref.ref(own._thread)
-        own._jointhread = Finalize(own._thread, _join, [thread, os.getppid()], exitpriority=_AFTER_CLOSING)
+        self._jointhread.cancel()
+        thread = weakref.ref(self._thread)
+        self._jointhread = Finalize(self._thread, _join, [thread, os.getppid()], exitpriority=_AFTER_CLOSING)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """The next message. Raises queue.Empty if it is not whole within `timeout`; a further call goes on with it."""
