@@ -109,8 +109,8 @@ def handled_later() -> Iterator[dict[int, Any]]:
     finally:
         with contextlib.ExitStack() as calls:
             set_handlers(handlers)
-            for number, frame in came.items():
-                calls.callback(handlers[number], number, frame)
+            for received, frame in came.items():
+                calls.callback(handlers[received], received, frame)
 
 
 def set_handlers(handlers: Mapping[int, Any]) -> None:

@@ -86,14 +86,14 @@ class WorkerProcess(ForkProcess):
 
 
 class _Popen(popen_fork.Popen):
-    pid: int | None = None
+    pid = 0  # where none was forked
 
     def _launch(self, process_obj: Any) -> None:
         number, patience = process_obj.number, process_obj.patience
         for attempt in range(1, _ATTEMPTS + 1):
             beacon().call(f"start of data worker {number}")
             wait_for_foreign_threads()
-            self.pid = None
+            self.pid = 0
             read, write = os.pipe()
             try:
                 self._fork(process_obj, read, write)
@@ -148,7 +148,7 @@ class _Popen(popen_fork.Popen):
         )
 
     def _end(self) -> None:
-        if self.pid is None:
+        if self.pid == 0:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)  # any other signal is blocked in it
