@@ -17,7 +17,7 @@ def interrupt(number: int, frame: Any) -> None:
 
 
 def test_code_that_waits_for_an_answer_runs_in_no_other_process(tmp_path: Path) -> None:
-    """Ctrl-C ends the wait, and the other process finds nobody to read its answer."""
+    """Ctrl-C ends the wait, and the answer of the other process is read by no process."""
     ended = tmp_path / "ended"
     wait, held = os.pipe()
     runs, alive = os.pipe()

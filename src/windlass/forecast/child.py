@@ -37,7 +37,7 @@ class Child:
         try:
             with os.fdopen(self._reader, "rb") as pipe:
                 text = pipe.read()
-        except BaseException:  # Ctrl-C: nobody waits for the answer
+        except BaseException:  # Ctrl-C: no caller waits for the answer
             os.kill(self._pid, signal.SIGKILL)
             raise
         finally:
