@@ -93,9 +93,9 @@ def handled_later() -> Iterator[dict[int, Any]]:
     """For a fork: within the body no handler of a signal is called in this process; those of signals that came are
     called at its end. Gives the handlers, for `set_handlers` in the new process.
 
-    An exception of a handler, such as KeyboardInterrupt, would leave behind a process that no caller knows; in a function
-    that Python calls around the fork it would be lost. To block signals is not enough: another thread receives them,
-    and the main thread calls the handlers all the same.
+    An exception of a handler, such as KeyboardInterrupt, would leave behind a process that no caller knows; in a
+    function that Python calls around the fork it would be lost. To block signals is not enough: another thread receives
+    them, and the main thread calls the handlers all the same.
     """
     handlers: dict[int, Any] = {}
     came: dict[int, FrameType | None] = {}
