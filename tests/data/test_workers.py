@@ -7,6 +7,7 @@ import gc
 import logging
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -157,6 +158,26 @@ def test_a_loader_that_is_left_waits_little_for_a_busy_worker_and_ends_it_whatev
             multiprocessing.connection.wait([worker.sentinel], 20.0)
             worker.join(3600.0)  # what it held is closed a moment before it has ended
             assert worker.exitcode == -signal.SIGKILL
+
+    assert in_a_child(work) == 0
+
+
+class Lasting(Dataset[int]):
+    """The process of a worker that has read it does not end."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        multiprocessing.util.Finalize(None, threading.Event().wait, exitpriority=1)
+        return index
+
+
+def test_a_worker_that_takes_long_to_end_after_the_last_batch_is_no_error() -> None:
+    def work() -> None:
+        end_in_a_minute()
+        loader = DataLoader(Lasting(), batch_size=1, num_workers=2)
+        assert [batch.item() for batch in read_batches(loader, Reader("training"))] == [0, 1]
 
     assert in_a_child(work) == 0
 
