@@ -145,8 +145,8 @@ class _Crew:
         return make
 
     def is_broken(self) -> bool:
-        """Whether a worker died, and no error has been raised for it yet. Those that were told to end do not count: torch
-        kills them if they take long.
+        """Whether a worker died, and no error has been raised for it yet. Those that were told to end do not count:
+        torch kills them if they take long.
 
         Those that died are reaped here, so that torch's own handler finds and raises nothing.
         """
