@@ -319,8 +319,8 @@ def _started_by_us(loader: DataLoader[Any], crew: _Crew, reader: Reader) -> Iter
     try:
         yield
     finally:
+        _listen()  # first: whatever interrupts this ends the workers, of which torch's own handler would raise an error
         loader.multiprocessing_context, loader.worker_init_fn = own_context, own_init
-        _listen()
         beacon().call("read data")
 
 
