@@ -126,7 +126,7 @@ class _Crew:
             self.end()
 
     def event(self) -> WorkerEvent:
-        """What the loader tells its workers to end by."""
+        """Is set when the loader is left."""
         self._left = WorkerEvent()
         return self._left
 
@@ -145,8 +145,8 @@ class _Crew:
         return make
 
     def is_broken(self) -> bool:
-        """Whether a worker died, and no error has been raised for it yet. Those that were told to end do not count:
-        torch kills them if they take long.
+        """Whether a worker died, and no error has been raised for it yet. None is broken once the loader was left: torch
+        kills those that take long to end.
 
         Those that died are reaped here, so that torch's own handler finds and raises nothing.
         """
