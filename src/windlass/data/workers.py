@@ -145,8 +145,8 @@ class _Crew:
         return make
 
     def is_broken(self) -> bool:
-        """Whether a worker died, and no error has been raised for it yet. None is broken once the loader was left: torch
-        kills those that take long to end.
+        """Whether a worker died, and no error has been raised for it yet. False once the loader was left: torch kills
+        workers that take long to end.
 
         Those that died are reaped here, so that torch's own handler finds and raises nothing.
         """
