@@ -10,7 +10,7 @@ from typing import Any
 
 def text_config(model: Any) -> Any:
     """The configuration of a model; of one that reads images and the like, that of its text; None if it has none."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
