@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.checkpoint.faults import save
 
-from windlass.checkpoint.manager import CheckpointManager
 from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.retention import Retention, best_of, metric_of, surplus
 from windlass.checkpoint.store import Store
@@ -162,7 +161,7 @@ def test_order_is_that_of_commits_not_of_steps_or_file_times(tmp_path: Path) -> 
     for step in (30, 20, 9):
         save(tmp_path, step, limit=None)
         os.utime(tmp_path / f"checkpoint-{step}", (step, step))
-    CheckpointManager(Store(tmp_path), Retention(2)).prune([])
+    Retention(2).apply(Store(tmp_path), [])
     assert names(tmp_path) == [9, 20]
 
 
@@ -170,7 +169,7 @@ def test_a_damaged_one_neither_counts_nor_goes(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, limit=None)
     (tmp_path / "checkpoint-3" / "model.safetensors").unlink()
-    CheckpointManager(Store(tmp_path), Retention(1)).prune([])
+    Retention(1).apply(Store(tmp_path), [])
     assert names(tmp_path) == [2, 3]
 
 

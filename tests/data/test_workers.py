@@ -7,6 +7,7 @@ import gc
 import logging
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -157,6 +158,26 @@ def test_a_loader_that_is_left_waits_little_for_a_busy_worker_and_ends_it_whatev
             multiprocessing.connection.wait([worker.sentinel], 20.0)
             worker.join(3600.0)  # what it held is closed a moment before it has ended
             assert worker.exitcode == -signal.SIGKILL
+
+    assert in_a_child(work) == 0
+
+
+class Lasting(Dataset[int]):
+    """The process of a worker that has read it does not end."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        multiprocessing.util.Finalize(None, threading.Event().wait, exitpriority=1)
+        return index
+
+
+def test_a_worker_that_takes_long_to_end_after_the_last_batch_is_no_error() -> None:
+    def work() -> None:
+        end_in_a_minute()
+        loader = DataLoader(Lasting(), batch_size=1, num_workers=2)
+        assert [batch.item() for batch in read_batches(loader, Reader("training"))] == [0, 1]
 
     assert in_a_child(work) == 0
 
@@ -348,6 +369,89 @@ def test_two_deaths_at_once_are_no_error_between_batches() -> None:
             list(groups)
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class OtherThread:
+    """A thread that receives signals, as those of libraries do while this one blocks them."""
+
+    def __init__(self) -> None:
+        self._asked, self._done = threading.Event(), threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        self._asked.wait()
+        interrupt()
+        self._done.set()
+
+    def interrupt(self) -> None:
+        self._asked.set()
+        self._done.wait()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ctrl_c_while_a_worker_is_forked_leaves_no_process(threads: int) -> None:
+    def work() -> None:
+        end_in_a_minute()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.register_at_fork(after_in_parent=interrupt if threads == 1 else OtherThread().interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(read_batches(DataLoader([0], num_workers=1), Reader("training")))
+        with pytest.raises(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+
+    assert in_a_child(work) == 0
+
+
+class Interrupted(DataLoader[Any]):
+    """Ctrl-C comes once its workers have started."""
+
+    runs = False
+
+    def __iter__(self) -> Any:
+        batches, self.runs = super().__iter__(), True
+        return batches
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if self.runs and name == "worker_init_fn":
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_right_after_the_first_start_is_no_error_of_a_worker() -> None:
+    def work() -> None:
+        end_in_a_minute()
+        with pytest.raises(KeyboardInterrupt):
+            read_batches(Interrupted([0], num_workers=4), Reader("training"))
+
+    assert in_a_child(work) == 0
+
+
+class Handlers(Dataset[Any]):
+    """The handlers of signals in a worker."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> bool:
+        return signal.getsignal(signal.SIGUSR2) is ignored
+
+
+def ignored(number: int, frame: Any) -> None:
+    pass
+
+
+def test_a_worker_has_the_handlers_of_the_script() -> None:
+    def work() -> None:
+        signal.signal(signal.SIGUSR2, ignored)
+        batches = read_batches(DataLoader(Handlers(), num_workers=1, collate_fn=list), Reader("training"))
+        assert list(batches) == [[True]]
+        assert signal.getsignal(signal.SIGUSR2) is ignored
+
+    assert in_a_child(work) == 0
 
 
 class OwnLoader(Trainer):

@@ -217,7 +217,7 @@ class BackgroundSaver:
         def commit() -> None:
             _give_way()
             store.commit(staged)
-            self.manager.prune(protected)
+            self.manager.retention.apply(self._store, protected)
 
         name = f"windlass-save-{step}"
         pending = _PendingSave(step, staged, BackgroundCall(name, write))

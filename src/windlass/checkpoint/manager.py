@@ -17,7 +17,7 @@ from windlass.checkpoint.content import Content
 from windlass.checkpoint.files import FileEntry, Files, is_disk_failure, is_full_disk
 from windlass.checkpoint.manifest import CheckpointInfo
 from windlass.checkpoint.optimizer_state import join_parts, load_optimizer_state
-from windlass.checkpoint.retention import Retention, surplus
+from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.sharded import index_name, load_parts, open_parts
 from windlass.checkpoint.split import SPLIT_INDEX_NAME
 from windlass.checkpoint.staged import rank_stem
@@ -211,7 +211,7 @@ class CheckpointManager:
         """Remove surplus checkpoints, but for `protected` ones. Collective."""
         try:
             if self.store.is_writer:
-                self.prune(protected)
+                self.retention.apply(self.store, protected)
         finally:
             self.store.barrier()  # a rank must not list the folder while another removes from it
 
@@ -239,17 +239,6 @@ class CheckpointManager:
                 f"earlier checkpoints in {self.store.root} cannot be listed now ({error.strerror or error})"
             )
         return f"{last[-1].path} is still whole" if last else "there is no earlier one"
-
-    def prune(self, protected: list[Path]) -> None:
-        """The writer rank's part of `retain`. Damaged checkpoints do not count and are not removed. An error of the
-        disk is logged, not raised.
-        """
-        store = self.store
-        try:
-            for info in surplus(store.whole(), self.retention, [*protected, *store.spared()]):
-                store.remove(info.path)
-        except OSError as error:
-            _logger.warning("An old checkpoint in %s could not be removed: %s", self.store.root, error)
 
     def load(self, path: Path | str) -> Checkpoint:
         """Open the checkpoint at `path`, with every byte verified. Not collective."""

@@ -6,8 +6,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from windlass.checkpoint.manifest import CheckpointInfo
+from windlass.core.logs import get_logger
+
+if TYPE_CHECKING:  # it needs torch, and a list of checkpoints does not
+    from windlass.checkpoint.store import Store
+
+_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,16 @@ class Retention:
     @property
     def keeps_all(self) -> bool:
         return (self.limit or 0) <= 0 and not self.last and not self.best
+
+    def apply(self, store: Store, protected: Iterable[Path]) -> None:
+        """Remove surplus checkpoints, but for `protected` ones; on the writer rank. Damaged ones do not count and are
+        not removed. An error of the disk is logged, not raised.
+        """
+        try:
+            for info in surplus(store.whole(), self, [*protected, *store.spared()]):
+                store.remove(info.path)
+        except OSError as error:
+            _logger.warning("An old checkpoint in %s could not be removed: %s", store.root, error)
 
 
 def surplus(

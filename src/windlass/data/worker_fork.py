@@ -12,7 +12,7 @@ from multiprocessing.context import ForkProcess
 from typing import Any, NamedTuple
 
 from windlass.core.errors import WorkerError
-from windlass.core.job_signals import signal_name
+from windlass.core.job_signals import handled_later, set_handlers, signal_name
 from windlass.core.logs import get_logger
 from windlass.core.threads import wait_for_foreign_threads
 from windlass.dist.beacon import beacon
@@ -28,10 +28,11 @@ _FAULTS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSY
 
 
 class _Entrance(NamedTuple):
-    """What a worker needs to sign on: the pipe to its parent, and its final signal mask."""
+    """What a worker needs to sign on: the pipe to its parent, its signal handlers, and its final signal mask."""
 
     read: int
     write: int
+    handlers: dict[int, Any]
     mask: set[Any]
 
 
@@ -43,7 +44,7 @@ def sign_on() -> None:
     process = multiprocessing.current_process()
     if not isinstance(process, WorkerProcess) or process.entrance is None:
         return
-    (read, write, mask), process.entrance = process.entrance, None
+    (read, write, _, mask), process.entrance = process.entrance, None
     os.close(read)
     with contextlib.suppress(BrokenPipeError):  # the parent is gone, which the worker notices by itself
         os.write(write, b"\0")
@@ -68,6 +69,11 @@ class WorkerProcess(ForkProcess):
     patience = 30.0
     entrance: _Entrance | None = None
 
+    def run(self) -> None:
+        assert self.entrance is not None, "forked by _Popen"
+        set_handlers(self.entrance.handlers)
+        super().run()
+
     def join(self, timeout: float | None = None) -> None:
         super().join(None if timeout is None else min(timeout, _GRACE))
 
@@ -80,12 +86,17 @@ class WorkerProcess(ForkProcess):
 
 
 class _Popen(popen_fork.Popen):
+    pid = 0  # where none was forked
+
     def _launch(self, process_obj: Any) -> None:
         number, patience = process_obj.number, process_obj.patience
         for attempt in range(1, _ATTEMPTS + 1):
             beacon().call(f"start of data worker {number}")
-            read = self._fork(process_obj)
+            wait_for_foreign_threads()
+            self.pid = 0
+            read, write = os.pipe()
             try:
+                self._fork(process_obj, read, write)
                 if self._signs_on(read, number, patience):
                     return
             except BaseException:
@@ -107,24 +118,19 @@ class _Popen(popen_fork.Popen):
             "workers by another method (dataloader_multiprocessing_context='forkserver' or 'spawn')."
         )
 
-    def _fork(self, process_obj: Any) -> int:
-        """Fork; return the end of a pipe from which the sign of the child can be read."""
-        read, write = os.pipe()
+    def _fork(self, process_obj: Any, read: int, write: int) -> None:
+        """Fork a child that writes its sign into the pipe."""
         blocked = {number for number in signal.valid_signals() if signal_name(number) not in _FAULTS}
-        wait_for_foreign_threads()
-        # A signal to the whole job must not meet a worker between the handlers of its parent and its own.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-        process_obj.entrance = _Entrance(read, write, mask)
-        try:
-            super()._launch(process_obj)  # type: ignore[misc]  # the child does not return from here
-        except BaseException:
-            os.close(read)
-            raise
-        finally:
-            process_obj.entrance = None
-            os.close(write)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return read
+        with handled_later() as handlers:
+            # A signal to the whole job must not meet a worker between the handlers of its parent and its own.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+            process_obj.entrance = _Entrance(read, write, handlers, mask)
+            try:
+                super()._launch(process_obj)  # type: ignore[misc]  # the child does not return from here
+            finally:
+                process_obj.entrance = None
+                os.close(write)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _signs_on(self, read: int, number: int, patience: float) -> bool:
         """Wait for the child's sign; False if none comes in time. Raises WorkerError if the child ended before it
@@ -142,6 +148,8 @@ class _Popen(popen_fork.Popen):
         )
 
     def _end(self) -> None:
+        if self.pid == 0:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)  # any other signal is blocked in it
         with contextlib.suppress(ChildProcessError):

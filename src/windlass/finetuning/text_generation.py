@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from windlass.core.attributes import attributes_of, text_config
 from windlass.core.trees import map_leaves
 
 
@@ -37,10 +39,21 @@ def generate(model: Any, inputs: Mapping[str, Any], **options: Any) -> Tensor:
     """
     device = next(model.parameters()).device
     if device.type != "xla":
-        return model.generate(**inputs, **options)  # type: ignore[no-any-return]
+        with _without_balance(model):
+            return model.generate(**inputs, **options)  # type: ignore[no-any-return]
     generating = _Generating(model)
     held = chain(generating.named_parameters(), generating.named_buffers())
     copies = {name: tensor.detach().cpu() for name, tensor in held}
     kwargs = map_leaves(Tensor.cpu, {**inputs, **options})
-    found: Tensor = functional_call(generating, copies, kwargs=kwargs)
+    with _without_balance(model):
+        found: Tensor = functional_call(generating, copies, kwargs=kwargs)
     return found.to(device)
+
+
+def _without_balance(model: Any) -> AbstractContextManager[None]:
+    """Context in which a mixture of experts computes no balancing loss: with a cache that of transformers takes the
+    mask of all tokens for that of the new ones, which ends in an error where prompts are padded.
+    """
+    text = text_config(model)
+    balanced = getattr(text, "output_router_logits", False)
+    return attributes_of(text, output_router_logits=False) if balanced else nullcontext()

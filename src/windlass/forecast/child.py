@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from windlass.core.errors import ConfigError, ModelError, Problem, WindlassError
+from windlass.core.job_signals import handled_later, set_handlers
 
 
 class Child:
@@ -23,17 +25,23 @@ class Child:
         self._reader, writer = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        self._pid = os.fork()
-        if self._pid == 0:
-            os.close(self._reader)
-            _answer(work, writer)
+        with handled_later() as handlers:
+            self._pid = os.fork()
+            if self._pid == 0:
+                os.close(self._reader)
+                _answer(work, writer, handlers)
         os.close(writer)
 
     def result(self) -> Any:
         """What `work` returned. Raises its ConfigError, or a ModelError with the message of what else it raised."""
-        with os.fdopen(self._reader, "rb") as pipe:
-            text = pipe.read()
-        os.waitpid(self._pid, 0)
+        try:
+            with os.fdopen(self._reader, "rb") as pipe:
+                text = pipe.read()
+        except BaseException:  # Ctrl-C: no caller waits for the answer
+            os.kill(self._pid, signal.SIGKILL)
+            raise
+        finally:
+            os.waitpid(self._pid, 0)
         if not text:
             raise ModelError("the process that looked at the model ended without an answer")
         answer = json.loads(text)
@@ -49,20 +57,27 @@ def apart(work: Callable[[], Any]) -> Any:
     return Child(work).result() if Child.can_fork else work()
 
 
-def _answer(work: Callable[[], Any], writer: int) -> None:
+def _answer(work: Callable[[], Any], writer: int, handlers: Mapping[int, Any]) -> None:
     """Write the result of `work`, and end the process, without what a process does at its end."""
-    # The threads of OpenMP are not in a forked process, which would wait for them in its first parallel loop.
-    torch.set_num_threads(1)
     try:
-        answer = {"value": work()}
+        set_handlers(handlers)
+        # The threads of OpenMP are not in a forked process, which would wait for them in its first parallel loop.
+        torch.set_num_threads(1)
+        answer = _answer_of(work)
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(json.dumps(answer, default=str).encode())
+    finally:  # whatever is raised is not for the code that waits for the answer, of which this process has a copy
+        os._exit(0)
+
+
+def _answer_of(work: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": work()}
     except ConfigError as error:
-        answer = {"problems": [(each.field, each.value, each.fix) for each in error.problems]}
+        return {"problems": [(each.field, each.value, each.fix) for each in error.problems]}
     except WindlassError as error:
-        answer = {"error": str(error)}
+        return {"error": str(error)}
     except BaseException as error:
         if "WINDLASS_TRACEBACK" in os.environ:
             traceback.print_exc()
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    with os.fdopen(writer, "wb") as pipe:
-        pipe.write(json.dumps(answer, default=str).encode())
-    os._exit(0)
+        return {"error": f"{type(error).__name__}: {error}"}

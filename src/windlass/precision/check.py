@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.plan import Float8Plan, PrecisionPlan
+from windlass.core.attributes import text_config
 from windlass.core.errors import Problem, refuse
 from windlass.core.logs import get_job_logger
 from windlass.core.optional import install_command, is_available, is_older
@@ -62,8 +63,7 @@ def _warn_of_infinite_masks(model: nn.Module) -> None:
     """Warn of the "eager" attention of transformers in float64, whose softmax in float32 makes its mask infinite: a
     token that sees no other one, as padding more than a window away from the last token of its row, becomes NaN.
     """
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     window = getattr(text, "sliding_window", None)
     eager = getattr(text, "_attn_implementation", None) == "eager"
     if window and eager and any(p.dtype is torch.float64 for p in model.parameters()):

@@ -1,0 +1,46 @@
+"""Work in a forked process that is not wanted any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from tests.trainer.resume_cases import in_a_child
+
+from windlass.forecast.child import Child
+
+
+def interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_code_that_waits_for_an_answer_runs_in_no_other_process(tmp_path: Path) -> None:
+    """Ctrl-C ends the wait, and the answer of the other process is read by no process."""
+    ended = tmp_path / "ended"
+    wait, held = os.pipe()
+    runs, alive = os.pipe()
+
+    def answer() -> None:
+        os.close(held)
+        os.read(wait, 1)  # until the process that asked has ended
+
+    def work() -> None:
+        signal.signal(signal.SIGALRM, interrupt)
+        try:
+            child = Child(answer)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            child.result()
+        except KeyboardInterrupt:
+            with ended.open("a") as file:
+                file.write("interrupted\n")
+        except OSError:
+            with ended.open("a") as file:
+                file.write("not read\n")
+
+    assert in_a_child(work) == 0
+    os.close(held)
+    os.close(alive)
+    assert os.read(runs, 1) == b""  # the other process has ended
+    assert ended.read_text() == "interrupted\n"
