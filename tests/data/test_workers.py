@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from windlass.config.loop_options import DataLoaderConfiguration
 from windlass.config.plan import BatchPlan
 from windlass.core.errors import EXIT_PREEMPTED, ConfigError, WorkerError
 from windlass.core.job_signals import handling
+from windlass.data import workers
 from windlass.data.foreign_loader import ForeignLoader
 from windlass.data.workers import START_TIMEOUT_VARIABLE, Reader, read_batches, start_timeout
 
@@ -426,6 +429,48 @@ def test_ctrl_c_right_after_the_first_start_is_no_error_of_a_worker() -> None:
         end_in_a_minute()
         with pytest.raises(KeyboardInterrupt):
             read_batches(Interrupted([0], num_workers=4), Reader("training"))
+
+    assert in_a_child(work) == 0
+
+
+class InterruptAt:
+    """Ctrl-C at a line of `workers`, the n-th that is run.
+
+    Attributes:
+        came: as many lines were run.
+    """
+
+    def __init__(self, line: int) -> None:
+        self._left, self.came = line, False
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != workers.__file__ or self.came:
+            return None
+        self._left -= event == "line"
+        if self._left < 0:
+            self.came = True
+            raise KeyboardInterrupt
+        return self
+
+
+def test_ctrl_c_at_any_line_of_a_wait_for_a_batch_is_raised() -> None:
+    def work() -> None:
+        end_in_a_minute()
+        for line in itertools.count():
+            batches, interrupt = (
+                read_batches(DataLoader([0, 1], num_workers=1), Reader("training")),
+                InterruptAt(line),
+            )
+            next(batches)
+            sys.settrace(interrupt)
+            try:
+                with contextlib.suppress(KeyboardInterrupt):
+                    next(batches)
+            finally:
+                sys.settrace(None)
+            if not interrupt.came:
+                break
+        assert line > 5
 
     assert in_a_child(work) == 0
 
