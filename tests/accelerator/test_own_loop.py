@@ -273,6 +273,16 @@ def test_autocast_can_be_told_otherwise() -> None:
             assert (x @ x).dtype == torch.float32
 
 
+def test_a_forward_without_gradients_leaves_the_next_one_its_own() -> None:
+    accelerator, model = make(False, mixed_precision="bf16"), nn.Linear(2, 1)
+    prepared = accelerator.prepare(model)
+    with accelerator.autocast():
+        with torch.no_grad():
+            prepared(torch.ones(1, 2))
+        prepared(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+
+
 def test_mixed_precision_comes_off_a_model_again() -> None:
     accelerator, model = make(False, mixed_precision="bf16"), nn.Linear(2, 2)
     weight = torch.full((2, 2), 1 + 2**-10)

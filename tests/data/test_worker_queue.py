@@ -23,7 +23,8 @@ from tests.trainer.resume_cases import in_a_child
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from windlass.core.errors import WorkerError
-from windlass.data.workers import Reader, advice, read_batches
+from windlass.data.worker_queue import advice
+from windlass.data.workers import Reader, read_batches
 
 FULL = "unable to allocate shared memory(shm) for file </torch_7>: No space left on device (28)"
 

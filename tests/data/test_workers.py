@@ -7,6 +7,7 @@ import gc
 import logging
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import signal
 import threading
@@ -157,6 +158,26 @@ def test_a_loader_that_is_left_waits_little_for_a_busy_worker_and_ends_it_whatev
             multiprocessing.connection.wait([worker.sentinel], 20.0)
             worker.join(3600.0)  # what it held is closed a moment before it has ended
             assert worker.exitcode == -signal.SIGKILL
+
+    assert in_a_child(work) == 0
+
+
+class Lasting(Dataset[int]):
+    """The process of a worker that has read it does not end."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        multiprocessing.util.Finalize(None, threading.Event().wait, exitpriority=1)
+        return index
+
+
+def test_a_worker_that_takes_long_to_end_after_the_last_batch_is_no_error() -> None:
+    def work() -> None:
+        end_in_a_minute()
+        loader = DataLoader(Lasting(), batch_size=1, num_workers=2)
+        assert [batch.item() for batch in read_batches(loader, Reader("training"))] == [0, 1]
 
     assert in_a_child(work) == 0
 
@@ -409,26 +430,27 @@ def test_ctrl_c_right_after_the_first_start_is_no_error_of_a_worker() -> None:
     assert in_a_child(work) == 0
 
 
-class Handlers(Dataset[Any]):
-    """The handlers of signals in a worker."""
+class Handled(Dataset[int]):
+    """A worker that sends itself a signal."""
 
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, index: int) -> bool:
-        return signal.getsignal(signal.SIGUSR2) is ignored
+    def __getitem__(self, index: int) -> int:
+        signal.raise_signal(signal.SIGUSR2)
+        return len(handled)
 
 
-def ignored(number: int, frame: Any) -> None:
-    pass
+handled: list[int] = []
 
 
-def test_a_worker_has_the_handlers_of_the_script() -> None:
+def test_a_worker_handles_signals_as_the_script_does() -> None:
     def work() -> None:
-        signal.signal(signal.SIGUSR2, ignored)
-        batches = read_batches(DataLoader(Handlers(), num_workers=1, collate_fn=list), Reader("training"))
-        assert list(batches) == [[True]]
-        assert signal.getsignal(signal.SIGUSR2) is ignored
+        signal.signal(signal.SIGUSR2, lambda number, frame: handled.append(number))
+        batches = read_batches(DataLoader(Handled(), num_workers=1, collate_fn=list), Reader("training"))
+        assert list(batches) == [[1]]
+        signal.raise_signal(signal.SIGUSR2)
+        assert len(handled) == 1
 
     assert in_a_child(work) == 0
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from tests.finetuning import small
 from tests.finetuning.trainers import trainer_of
-from tests.versions import needs
 
 from windlass import DatasetMixture, SFTConfig, SFTTrainer, TrainingArguments
 from windlass.core.errors import ConfigError, DataError
@@ -427,7 +426,6 @@ def test_an_optimizer_that_updates_in_the_backward_clips(tmp_path: Path) -> None
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
-@needs("torch", "2.11", "2.9 recomputes layers in bf16 on a CPU otherwise than it ran them")
 def test_the_defaults_train_on_a_cpu(tmp_path: Path) -> None:
     args = SFTConfig(str(tmp_path), use_cpu=True, max_steps=1, report_to="none")
     trainer = SFTTrainer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from windlass.finetuning.text_generation import generate
@@ -34,3 +35,18 @@ def test_a_mixture_that_is_balanced_continues_prompts_of_different_lengths() -> 
     assert config.output_router_logits, "the next training step needs it"
     config.output_router_logits = False
     assert torch.equal(found, model.generate(words, attention_mask=mask, max_new_tokens=3, do_sample=False))
+
+
+class Counts(nn.Module):
+    """A model of a script's own, which has no configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Parameter(torch.ones(1))
+
+    def generate(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return input_ids + self.step.long()
+
+
+def test_a_model_without_a_configuration_generates_too() -> None:
+    assert generate(Counts(), {"input_ids": torch.tensor([[1, 2]])}).tolist() == [[2, 3]]

@@ -31,3 +31,13 @@ def test_contexts_nest_and_leave_nothing_behind(compute: str) -> None:
             pass
         assert torch.is_autocast_enabled("cpu") is (compute == "bf16")
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_forward_without_gradients_leaves_the_next_one_its_own() -> None:
+    """torch before 2.11 keeps the weights that it cast, and that they need no gradient."""
+    layer = torch.nn.Linear(2, 2)
+    with autocast_context(PrecisionPlan(compute="bf16"), CPU)():
+        with torch.no_grad():
+            layer(torch.ones(1, 2))
+        layer(torch.ones(1, 2)).sum().backward()
+    assert layer.weight.grad is not None

@@ -33,7 +33,7 @@ from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.core.outside import find_outside, load_outside
 from windlass.core.world import World
 from windlass.dist.gang import Gang
-from windlass.precision.check import COMPUTE_DTYPES
+from windlass.precision.check import COMPUTE_DTYPES, autocast
 
 SchedulerUnit = Literal["loader_batch", "optimizer_step"]
 # The class of an argument; of a plugin, which says itself what takes it, the name.
@@ -368,9 +368,7 @@ class Setup:
         dtype = COMPUTE_DTYPES.get(self.settings.precision.compute)
         if dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(
-            self.device.type, dtype=dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
-        )
+        return autocast(self.device.type, dtype, enabled=options.enabled, cache_enabled=options.cache_enabled)
 
     @property
     def is_fsdp2(self) -> bool:

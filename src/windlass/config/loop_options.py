@@ -76,7 +76,7 @@ class AutocastKwargs(KwargsHandler):
     handles = "autocast"
 
     enabled: bool = setting(True, "False computes in the dtype of the weights.")
-    cache_enabled: bool | None = setting(None, "Keep cast weights in the context; None: PyTorch's default.")
+    cache_enabled: bool | None = setting(None, "Keep cast weights in the context; None: from torch 2.11 on.")
 
 
 @described()

@@ -1,4 +1,4 @@
-"""Attributes of a module, a class or an object for a while."""
+"""Attributes of a module, a class or an object for a while; the configuration of a model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of a model; of one that reads images and the like, that of its text; None if it has none."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 @contextlib.contextmanager

@@ -11,32 +11,25 @@ import functools
 import math
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.queues
 import os
-import queue
-import shutil
 import signal
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext, ForkContext
-from multiprocessing.reduction import ForkingPickler
-from multiprocessing.sharedctypes import RawArray, RawValue
-from multiprocessing.util import Finalize
+from multiprocessing.sharedctypes import RawArray
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
 from windlass.core.errors import ConfigError, Problem, WorkerError
 from windlass.core.job_signals import WorkerStart
 from windlass.core.logs import get_logger
 from windlass.data.worker_fork import WorkerProcess, how_it_ended, sign_on
+from windlass.data.worker_queue import WorkerEvent, WorkerQueue, advice
 from windlass.dist.beacon import beacon
 
 logger = get_logger(__name__)
@@ -113,6 +106,7 @@ class _Crew:
 
     def __init__(self) -> None:
         self._workers: list[Any] = []
+        self._left = WorkerEvent()
         self._owner = os.getpid()
         self._follows = False
 
@@ -131,6 +125,11 @@ class _Crew:
         if os.getpid() == self._owner:  # not in a process that was forked from it
             self.end()
 
+    def event(self) -> WorkerEvent:
+        """Is set when the loader is left."""
+        self._left = WorkerEvent()
+        return self._left
+
     def process_class(self, context: BaseContext, start_timeout: float) -> Callable[..., Any]:
         """What a `DataLoader` takes for the `Process` class of `context`."""
 
@@ -146,12 +145,13 @@ class _Crew:
         return make
 
     def is_broken(self) -> bool:
-        """Whether a worker died, and no error has been raised for it yet.
+        """Whether a worker died, and no error has been raised for it yet. False once the loader was left: torch kills
+        workers that take long to end.
 
         Those that died are reaped here, so that torch's own handler finds and raises nothing.
         """
         codes = [worker.exitcode for worker in self._workers]  # of all: reading it reaps the process
-        return any(codes)
+        return any(codes) and not self._left.is_set()
 
     def is_named_in(self, error: Exception) -> bool:
         """Whether `error` is torch's report of the end of one of these workers."""
@@ -199,7 +199,7 @@ def _advice(code: int) -> str:
     )
 
 
-_crews: WeakSet[_Crew] = WeakSet()
+_crews: WeakValueDictionary[int, _Crew] = WeakValueDictionary()
 _lasting: WeakKeyDictionary[DataLoader[Any], _Crew] = WeakKeyDictionary()
 
 
@@ -292,8 +292,13 @@ def _crew_of(loader: DataLoader[Any]) -> _Crew:
         crew = _Crew()
         if loader.persistent_workers:
             _lasting[loader] = crew
-    _crews.add(crew)
+    _crews[id(crew)] = crew
     return crew
+
+
+def _all_crews() -> list[_Crew]:
+    # Not `_crews.values()`, which raises where another thread starts to read meanwhile.
+    return [crew for reference in _crews.valuerefs() if (crew := reference()) is not None]
 
 
 def _arrive(own: Callable[[int], Any] | None, worker: int) -> None:
@@ -313,7 +318,7 @@ def _started_by_us(loader: DataLoader[Any], crew: _Crew, reader: Reader) -> Iter
     ours = copy.copy(context)
     ours.Process = crew.process_class(context, reader.start_timeout)
     ours.Queue = functools.partial(WorkerQueue, ctx=context)
-    ours.Event = WorkerEvent
+    ours.Event = crew.event
     loader.multiprocessing_context = ours
     loader.worker_init_fn = WorkerStart.now(functools.partial(_arrive, own_init))
     try:
@@ -346,14 +351,14 @@ class _Listener:
             self._pass_on(number, frame)
             return
         while True:
-            for crew in list(_crews):
+            for crew in _all_crews():
                 crew.is_broken()
             try:
                 self._pass_on(number, frame)
                 break
             except RuntimeError as error:
                 # Torch's, of a worker that died after we looked: look again, and it is no longer found.
-                if not any(crew.is_named_in(error) for crew in list(_crews)):
+                if not any(crew.is_named_in(error) for crew in _all_crews()):
                     raise
         waits = _waits.crews  # of the main thread, where handlers run
         if waits and waits[-1].is_broken():
@@ -371,126 +376,3 @@ def _listen() -> None:
     before = signal.getsignal(signal.SIGCHLD)
     if not (isinstance(before, _Listener) and before.is_of_this_process):
         signal.signal(signal.SIGCHLD, _Listener(before))
-
-
-_PIPE = 1 << 16  # bytes that a pipe holds
-_LOOK_SECONDS = 0.2
-_AFTER_CLOSING = -5  # the standard library's place for that join: the thread is closed before it
-_SHARED = "/dev/shm"
-# Words of torch and of the system where shared memory is full.
-_FULL = ("shared memory", "shm", "No space left on device")
-
-
-class WorkerQueue(multiprocessing.queues.Queue):  # type: ignore[type-arg]
-    """The standard library's queue, with one reader, who does not wait for ever for what cannot come.
-
-    The thread of that queue prints an error and goes on. A worker that is killed while it writes leaves a message
-    without an end, and the lock of the writers held: the reader would wait for that end, and the other workers, before
-    they end, for that lock.
-    """
-
-    _thread: threading.Thread
-    _jointhread: Finalize | None
-
-    def _reset(self, after_fork: bool = False) -> None:
-        super()._reset(after_fork)  # type: ignore[misc]
-        self._received = bytearray()
-
-    def _start_thread(self) -> None:
-        """Before a process ends, its thread must have let the lock go, which the other workers need. It may also wait
-        for it, held by a worker that was killed: then the parent kills this one, or is dead.
-        """
-        super()._start_thread()  # type: ignore[misc]
-        if self._jointhread is None:  # what is left in the queue is not wanted
-            return
-        self._jointhread.cancel()
-        thread = weakref.ref(self._thread)
-        self._jointhread = Finalize(self._thread, _join, [thread, os.getppid()], exitpriority=_AFTER_CLOSING)
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """The next message. Raises queue.Empty if it is not whole within `timeout`; a further call goes on with it."""
-        if sys.platform == "win32":  # there a message is written as a whole
-            return super().get(block, timeout)
-        reader, places = self._reader, self._sem  # type: ignore[attr-defined]
-        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
-        while (message := _taken_from(self._received)) is None:
-            left = max(deadline - time.monotonic(), 0.0) if block else 0.0
-            if not multiprocessing.connection.wait([reader], None if left == math.inf else left):
-                raise queue.Empty
-            if not (some := os.read(reader.fileno(), _PIPE)):
-                raise EOFError
-            self._received += some
-        places.release()
-        return ForkingPickler.loads(message)
-
-    def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
-        place, *_ = item
-        info = get_worker_info()
-        who = f"data worker {info.id} (pid {os.getpid()})" if info is not None else "the loader"
-        self.put((place, _NotSent(f"{who} could not send what it read: {error!r}.{advice(str(error))}")))
-
-
-def _join(thread: weakref.ref[threading.Thread], parent: int) -> None:
-    """Wait for the end of a worker's thread that sends, as long as process `parent` lives."""
-    sending = thread()
-    while sending is not None and sending.is_alive() and os.getppid() == parent:
-        sending.join(_LOOK_SECONDS)
-
-
-def _taken_from(received: bytearray) -> bytearray | None:
-    """Take the first message off the bytes of a `multiprocessing.Connection`; None if it is not whole."""
-    start, size = 4, int.from_bytes(received[:4], "big", signed=True)
-    if size == -1:  # the size follows, of more than 2 GiB
-        start, size = 12, int.from_bytes(received[4:12], "big")
-    end = start + size
-    if len(received) < start or len(received) < end:
-        return None
-    message = received[start:end]
-    del received[:end]
-    return message
-
-
-class WorkerEvent:
-    """What tells workers that their loader has been left, without the lock of the standard library's event.
-
-    A worker looks at it before each batch. Killed there, it would hold that lock for ever, and with it its parent.
-    """
-
-    def __init__(self) -> None:
-        self._flag = RawValue("b", False)
-
-    def is_set(self) -> bool:
-        return bool(self._flag.value)
-
-    def set(self) -> None:
-        self._flag.value = True
-
-
-class _NotSent(ExceptionWrapper):
-    """Comes in place of a batch, in its order; a `DataLoader` calls `reraise` on it."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def reraise(self) -> None:
-        raise WorkerError(self.text)
-
-
-def advice(problem: str) -> str:
-    """What to do about `problem`; empty if it does not mention shared memory."""
-    if not any(words in problem for words in _FULL):
-        return ""
-    return (
-        f" Batches are handed over in shared memory, and there is too little of it{_room()}. Give the container more "
-        "(docker run --shm-size=2g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory at /dev/shm), or set "
-        "smaller batches, fewer workers (dataloader_num_workers, 0 for none) or a smaller prefetch factor "
-        "(dataloader_prefetch_factor)."
-    )
-
-
-def _room() -> str:
-    try:
-        total, _, free = shutil.disk_usage(_SHARED)
-    except OSError:
-        return ""
-    return f": {_SHARED} has {total / 2**20:,.1f} MiB, of which {free / 2**20:,.1f} are free"

@@ -82,7 +82,8 @@ def imagined_job(size: int, rank: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _imagined(world: World) -> Iterator[None]:
-    # Registers the backend "fake" with PyTorch.
+    # They register the backend "fake", and what collectives return for tensors without memory.
+    from torch.distributed._tools import fake_collectives  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     with torch.device("cpu"):

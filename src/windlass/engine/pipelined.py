@@ -23,7 +23,7 @@ from windlass.core.run_clock import BACKWARD
 from windlass.data.update_batch import UpdateBatch, fill_up
 from windlass.engine.executor import StepHooks, StepResult
 from windlass.engine.native import NativeExecutor
-from windlass.engine.schedules import build_schedule
+from windlass.engine.schedules import build_schedule, check_schedule
 from windlass.precision.scaler import Scaler
 from windlass.transforms.pipeline import Pipeline
 from windlass.transforms.pipeline_stage import PipelineStage
@@ -47,6 +47,7 @@ class PipelineExecutor(NativeExecutor):
         scaler: Scaler | None = None,
     ) -> None:
         super().__init__(strategy, optimizer, device, scaler)
+        check_schedule(plan)
         self._plan, self._pipeline, self._staged = plan, strategy, strategy.staged
         self._stages = [PipelineStage(strategy.staged, stage) for stage in strategy.staged.local]
         self._schedules: dict[int, Any] = {}

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from windlass.config.plan import PipelinePlan
 from windlass.core.errors import ConfigError, Problem
+from windlass.core.optional import is_older
 from windlass.transforms.pipeline_stage import PipelineStage
+
+
+def check_schedule(plan: PipelinePlan) -> None:
+    """Raise ConfigError if this torch does not have the schedule: before 2.11 a stage of "ZBVZeroBubble" sends to its
+    own rank.
+    """
+    if plan.schedule == "ZBVZeroBubble" and is_older(torch, "2.11"):
+        fix = (
+            f"needs torch 2.11 or newer, and {torch.__version__} is installed: "
+            'pip install --upgrade "torch>=2.11", or choose InterleavedZeroBubble'
+        )
+        raise ConfigError(Problem("pp_schedule", plan.schedule, fix))
 
 
 def build_schedule(

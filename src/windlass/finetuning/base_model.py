@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from windlass.core.activity import looking_for
+from windlass.core.attributes import text_config
 from windlass.core.errors import ConfigError, ModelError, Problem
 from windlass.core.locations import why_not_loaded
 from windlass.core.logs import get_job_logger
@@ -212,9 +213,8 @@ def set_special_tokens(tokenizer: Any, args: TuningConfig) -> None:
 
 def write_special_tokens(tokenizer: Any, model: nn.Module) -> None:
     """Write the eos token and the padding token of the tokenizer to the model's configurations."""
-    config: Any = getattr(model, "config", None)
     generation: Any = getattr(model, "generation_config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     for owner in (text, generation):
         if owner is None:
             continue

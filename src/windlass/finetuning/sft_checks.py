@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from windlass.core.attributes import text_config
 from windlass.core.errors import ConfigError, Problem, refuse
 from windlass.finetuning.peft_adapters import is_peft_model
 from windlass.finetuning.sft_config import SFTConfig
@@ -69,8 +70,7 @@ def router_coefficient(given: float | None, model: Any) -> float:
     config, which otherwise adds the loss itself. Raises ConfigError if `given` is not 0, and the model returns no
     router logits.
     """
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     if not hasattr(text, "output_router_logits"):
         if given:
             base = model.get_base_model() if is_peft_model(model) else model

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from windlass.core.attributes import attributes_of
+from windlass.core.attributes import attributes_of, text_config
 from windlass.core.trees import map_leaves
 
 
@@ -54,6 +54,6 @@ def _without_balance(model: Any) -> AbstractContextManager[None]:
     """Context in which a mixture of experts computes no balancing loss: with a cache that of transformers takes the
     mask of all tokens for that of the new ones, which ends in an error where prompts are padded.
     """
-    text = model.config.get_text_config()
+    text = text_config(model)
     balanced = getattr(text, "output_router_logits", False)
     return attributes_of(text, output_router_logits=False) if balanced else nullcontext()

@@ -13,15 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from windlass.config.plan import Float8Plan, PrecisionPlan
+from windlass.core.attributes import text_config
 from windlass.core.errors import Problem, refuse
 from windlass.core.logs import get_job_logger
-from windlass.core.optional import install_command, is_available
+from windlass.core.optional import install_command, is_available, is_older
 
 _log = get_job_logger(__name__)
 
 _any_device: ContextVar[bool] = ContextVar("any_device", default=False)
 _FLOAT8_SINCE = (8, 9)  # Ada; Hopper and later have it too
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Before torch 2.11 a forward without gradients left its casts to the next forward of the same context, in which these
+# weights then got no gradient.
+_CACHE_DEFAULT = False if is_older(torch, "2.11") else None
+
+
+def autocast(
+    kind: str, dtype: torch.dtype, *, enabled: bool = True, cache_enabled: bool | None = None
+) -> torch.autocast:
+    """`torch.autocast` on a kind of device. `cache_enabled`: None chooses what gives each forward its gradients."""
+    cache = _CACHE_DEFAULT if cache_enabled is None else cache_enabled
+    return torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
 
 def autocast_context(plan: PrecisionPlan, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -33,7 +45,7 @@ def autocast_context(plan: PrecisionPlan, device: torch.device) -> Callable[[], 
     dtype = COMPUTE_DTYPES.get(plan.compute)
     if dtype is None:
         return nullcontext
-    return partial(torch.autocast, device.type, dtype=dtype)
+    return partial(autocast, device.type, dtype)
 
 
 def check_precision(plan: PrecisionPlan, device: torch.device, model: nn.Module | None = None) -> None:
@@ -51,8 +63,7 @@ def _warn_of_infinite_masks(model: nn.Module) -> None:
     """Warn of the "eager" attention of transformers in float64, whose softmax in float32 makes its mask infinite: a
     token that sees no other one, as padding more than a window away from the last token of its row, becomes NaN.
     """
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     window = getattr(text, "sliding_window", None)
     eager = getattr(text, "_attn_implementation", None) == "eager"
     if window and eager and any(p.dtype is torch.float64 for p in model.parameters()):

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from windlass.core.attributes import text_config
 from windlass.core.errors import ConfigError, Problem
 from windlass.core.optional import is_imported, require
 from windlass.transforms.expert_plan import check_experts
@@ -108,8 +109,7 @@ def _with_adapters(path: str, layer: nn.Module, style: str) -> Iterator[tuple[st
 
 
 def _refuse_heads(module: nn.Module, ranks: int) -> None:
-    config: Any = getattr(module, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(module)
     for field in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(text, field, None)
         if isinstance(heads, int) and heads % ranks:
