@@ -25,6 +25,7 @@ from windlass.checkpoint import run_lock
 from windlass.checkpoint.background import BackgroundSaver, SeenCommit
 from windlass.checkpoint.files import Files
 from windlass.checkpoint.remote import RemoteFolder
+from windlass.checkpoint.retention import Retention
 from windlass.checkpoint.run_lock import FolderInUse
 from windlass.checkpoint.store import Store
 from windlass.config.loop_options import ProjectConfiguration
@@ -187,6 +188,28 @@ def test_ctrl_c_at_any_line_leaves_each_save_its_values(tmp_path: Path) -> None:
         shutil.rmtree(first, ignore_errors=True)
     assert line > 50
     assert first.exists()
+
+
+def test_ctrl_c_while_old_checkpoints_are_removed_leaves_the_next_save_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    accelerator, model = loop(project_config=project)
+    numbers: list[int] = []
+    accelerator.register_save_state_pre_hook(lambda *_: numbers.append(accelerator.save_iteration))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Retention, "apply", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            accelerator.save_state()
+    change(model)
+    folder = accelerator.save_state()
+    assert same(loaded(folder), weights(model))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
+    assert numbers == [0, 1]
 
 
 def test_a_save_that_fails_is_told_when_it_is_waited_for(

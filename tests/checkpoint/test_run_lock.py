@@ -251,6 +251,39 @@ def assert_set(event: threading.Event) -> None:
     assert event.wait(60)
 
 
+def test_the_counter_moves_on_while_another_thread_acquires_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be in the middle of a look at those that are held."""
+    first, second = (RunLock(folder) for folder in (tmp_path / "first", tmp_path / "second"))
+    for lock in (first, second):
+        lock.path.parent.mkdir()
+    left = [second]
+
+    def acquire(frame: Any, event: str, _: Any) -> Any:
+        if not left or frame.f_code.co_filename != weakref.__file__:
+            return None
+        if event == "return":
+            left.pop().acquire()
+        return acquire
+
+    monkeypatch.setattr(run_lock, "_beater", threading.Thread())
+    monkeypatch.setattr(run_lock, "BEAT", 0.01)
+    threading.settrace(acquire)
+    try:
+        first.acquire()
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+    while left or not second.held:
+        time.sleep(0.01)
+    before, until = first.path.read_bytes(), time.monotonic() + 20.0
+    while first.path.read_bytes() == before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert first.path.read_bytes() != before
+    first.release()
+    second.release()
+
+
 def test_a_lock_that_is_about_to_be_given_up_is_waited_for(tmp_path: Path) -> None:
     lock, written = RunLock(tmp_path), threading.Event()
     lock.acquire()

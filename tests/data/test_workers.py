@@ -430,26 +430,27 @@ def test_ctrl_c_right_after_the_first_start_is_no_error_of_a_worker() -> None:
     assert in_a_child(work) == 0
 
 
-class Handlers(Dataset[Any]):
-    """The handlers of signals in a worker."""
+class Handled(Dataset[int]):
+    """A worker that sends itself a signal."""
 
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, index: int) -> bool:
-        return signal.getsignal(signal.SIGUSR2) is ignored
+    def __getitem__(self, index: int) -> int:
+        signal.raise_signal(signal.SIGUSR2)
+        return len(handled)
 
 
-def ignored(number: int, frame: Any) -> None:
-    pass
+handled: list[int] = []
 
 
-def test_a_worker_has_the_handlers_of_the_script() -> None:
+def test_a_worker_handles_signals_as_the_script_does() -> None:
     def work() -> None:
-        signal.signal(signal.SIGUSR2, ignored)
-        batches = read_batches(DataLoader(Handlers(), num_workers=1, collate_fn=list), Reader("training"))
-        assert list(batches) == [[True]]
-        assert signal.getsignal(signal.SIGUSR2) is ignored
+        signal.signal(signal.SIGUSR2, lambda number, frame: handled.append(number))
+        batches = read_batches(DataLoader(Handled(), num_workers=1, collate_fn=list), Reader("training"))
+        assert list(batches) == [[1]]
+        signal.raise_signal(signal.SIGUSR2)
+        assert len(handled) == 1
 
     assert in_a_child(work) == 0
 

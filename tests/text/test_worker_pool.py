@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.data.cases import end_in_a_minute
 from tests.text.tokenizers import CHATML, byte_tokenizer
+from tests.trainer.resume_cases import in_a_child
 
 from windlass.core.errors import DataError
 from windlass.text import worker_pool
@@ -161,3 +163,20 @@ def test_a_worker_that_dies_ends_the_preparation(
     monkeypatch.setattr(worker_pool, "DatasetPart", Fatal)
     with pytest.raises(RuntimeError, match=f"ended with exit code {code}"):
         prepare_text(ROWS, byte_tokenizer(CHATML), TWO)
+
+
+def test_a_worker_that_ignores_sigterm_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `trap '' TERM` in the script of a job."""
+
+    class Lasting(worker_pool.DatasetPart):
+        def __reduce__(self) -> tuple[object, ...]:
+            return signal.pause, ()
+
+    monkeypatch.setattr(worker_pool, "DatasetPart", Lasting)
+
+    def work() -> None:
+        end_in_a_minute()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert len(prepare_text(ROWS, byte_tokenizer(CHATML), TWO).dataset) == 1100
+
+    assert in_a_child(work) == 0

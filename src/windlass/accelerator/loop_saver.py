@@ -89,7 +89,6 @@ class LoopSaver:
             if folder is None:
                 failure = manager.last_failure
                 raise CheckpointError(f"{shown} was not saved: {failure}") from failure
-            self._count(step)
 
         # Before it begins: Ctrl-C may come at any instant afterwards, and it goes on.
         self._under_way = _UnderWay(saver, lock)
@@ -98,11 +97,12 @@ class LoopSaver:
             if numbered:
                 self._refuse_existing(manager, step)
             self._write(saver, step, background, ended)
-        except BaseException:
+        except BaseException as error:
             if not saver.busy:
                 self._release()
+                if isinstance(error, Exception):  # nothing was saved, on any process
+                    self._project.iteration = step
             raise
-        self._count(step)
         return shown
 
     def load_state(
@@ -142,11 +142,6 @@ class LoopSaver:
         if self._under_way is not None:
             self._under_way.lock.release()
             self._under_way = None
-
-    def _count(self, step: int) -> None:
-        """Number the next save, once."""
-        if self._project.iteration == step:
-            self._project.iteration += 1
 
     def release_memory(self) -> None:
         """Free the host memory of copies; a save in the background keeps its copy until it ends."""
@@ -195,6 +190,7 @@ class LoopSaver:
         try:
             content = self._with_models(store, step, models, states, hooked)
             meta = {"windlass": "loop", THREADS: torch.get_num_threads()}
+            self._project.iteration = step + 1  # of the next save, however far this one comes
             saver.save(step, content, meta=meta, background=background, ended=ended)
         except BaseException:
             if not saver.busy:

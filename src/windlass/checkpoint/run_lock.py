@@ -250,8 +250,13 @@ def _beat_for_ever() -> None:
 
 def _beat_all() -> None:
     # A function of its own: its variables would keep a lock alive until the next beat.
-    for lock in list(_held.values()):
+    for lock in _locks():
         lock.beat()
+
+
+def _locks() -> list[RunLock]:
+    # Not `_held.values()`, which raises where another thread acquires or releases a lock meanwhile.
+    return [lock for reference in _held.valuerefs() if (lock := reference()) is not None]
 
 
 def _is_ending(token: str) -> bool:
@@ -260,7 +265,7 @@ def _is_ending(token: str) -> bool:
 
 
 def _forget_in_child() -> None:
-    for lock in list(_held.values()):
+    for lock in _locks():
         lock.forget()
 
 

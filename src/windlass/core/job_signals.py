@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawValue
 from types import FrameType
@@ -89,34 +89,37 @@ def handling(number: int, handle: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def handled_later() -> Iterator[dict[int, Any]]:
+def handled_later() -> Iterator[None]:
     """For a fork: within the body no handler of a signal is called in this process; those of signals that came are
-    called at its end. Gives the handlers, for `set_handlers` in the new process.
+    called at its end. A process that is forked meanwhile, by this thread or another one, calls them as they come.
 
     An exception of a handler, such as KeyboardInterrupt, would leave behind a process that no caller knows; in a
     function that Python calls around the fork it would be lost. To block signals is not enough: another thread receives
     them, and the main thread calls the handlers all the same.
     """
+    owner = os.getpid()
     handlers: dict[int, Any] = {}
     came: dict[int, FrameType | None] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == owner:
+            came[number] = frame
+        else:
+            handlers[number](number, frame)
+
     try:
         if threading.current_thread() is threading.main_thread():  # no other calls handlers
             for number in signal.valid_signals():
                 if callable(handler := signal.getsignal(number)):
                     handlers[number] = handler
-                    signal.signal(number, came.__setitem__)
-        yield handlers
+                    signal.signal(number, note)
+        yield
     finally:
+        for replaced, handler in handlers.items():
+            signal.signal(replaced, handler)
         with contextlib.ExitStack() as calls:
-            set_handlers(handlers)
             for received, frame in came.items():
                 calls.callback(handlers[received], received, frame)
-
-
-def set_handlers(handlers: Mapping[int, Any]) -> None:
-    """Have signals handled by these again."""
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from multiprocessing.context import ForkProcess
 from typing import Any, NamedTuple
 
 from windlass.core.errors import WorkerError
-from windlass.core.job_signals import handled_later, set_handlers, signal_name
+from windlass.core.job_signals import handled_later, signal_name
 from windlass.core.logs import get_logger
 from windlass.core.threads import wait_for_foreign_threads
 from windlass.dist.beacon import beacon
@@ -28,11 +28,10 @@ _FAULTS = {"SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSY
 
 
 class _Entrance(NamedTuple):
-    """What a worker needs to sign on: the pipe to its parent, its signal handlers, and its final signal mask."""
+    """What a worker needs to sign on: the pipe to its parent, and its final signal mask."""
 
     read: int
     write: int
-    handlers: dict[int, Any]
     mask: set[Any]
 
 
@@ -44,7 +43,7 @@ def sign_on() -> None:
     process = multiprocessing.current_process()
     if not isinstance(process, WorkerProcess) or process.entrance is None:
         return
-    (read, write, _, mask), process.entrance = process.entrance, None
+    (read, write, mask), process.entrance = process.entrance, None
     os.close(read)
     with contextlib.suppress(BrokenPipeError):  # the parent is gone, which the worker notices by itself
         os.write(write, b"\0")
@@ -68,11 +67,6 @@ class WorkerProcess(ForkProcess):
     number = 0
     patience = 30.0
     entrance: _Entrance | None = None
-
-    def run(self) -> None:
-        assert self.entrance is not None, "forked by _Popen"
-        set_handlers(self.entrance.handlers)
-        super().run()
 
     def join(self, timeout: float | None = None) -> None:
         super().join(None if timeout is None else min(timeout, _GRACE))
@@ -121,10 +115,10 @@ class _Popen(popen_fork.Popen):
     def _fork(self, process_obj: Any, read: int, write: int) -> None:
         """Fork a child that writes its sign into the pipe."""
         blocked = {number for number in signal.valid_signals() if signal_name(number) not in _FAULTS}
-        with handled_later() as handlers:
+        with handled_later():
             # A signal to the whole job must not meet a worker between the handlers of its parent and its own.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-            process_obj.entrance = _Entrance(read, write, handlers, mask)
+            process_obj.entrance = _Entrance(read, write, mask)
             try:
                 super()._launch(process_obj)  # type: ignore[misc]  # the child does not return from here
             finally:

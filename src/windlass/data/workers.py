@@ -21,7 +21,7 @@ from multiprocessing.context import BaseContext, ForkContext
 from multiprocessing.sharedctypes import RawArray
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -199,7 +199,7 @@ def _advice(code: int) -> str:
     )
 
 
-_crews: WeakSet[_Crew] = WeakSet()
+_crews: WeakValueDictionary[int, _Crew] = WeakValueDictionary()
 _lasting: WeakKeyDictionary[DataLoader[Any], _Crew] = WeakKeyDictionary()
 
 
@@ -292,8 +292,13 @@ def _crew_of(loader: DataLoader[Any]) -> _Crew:
         crew = _Crew()
         if loader.persistent_workers:
             _lasting[loader] = crew
-    _crews.add(crew)
+    _crews[id(crew)] = crew
     return crew
+
+
+def _all_crews() -> list[_Crew]:
+    # Not `_crews.values()`, which raises where another thread starts to read meanwhile.
+    return [crew for reference in _crews.valuerefs() if (crew := reference()) is not None]
 
 
 def _arrive(own: Callable[[int], Any] | None, worker: int) -> None:
@@ -346,14 +351,14 @@ class _Listener:
             self._pass_on(number, frame)
             return
         while True:
-            for crew in list(_crews):
+            for crew in _all_crews():
                 crew.is_broken()
             try:
                 self._pass_on(number, frame)
                 break
             except RuntimeError as error:
                 # Torch's, of a worker that died after we looked: look again, and it is no longer found.
-                if not any(crew.is_named_in(error) for crew in list(_crews)):
+                if not any(crew.is_named_in(error) for crew in _all_crews()):
                     raise
         waits = _waits.crews  # of the main thread, where handlers run
         if waits and waits[-1].is_broken():

@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from windlass.core.errors import ConfigError, ModelError, Problem, WindlassError
-from windlass.core.job_signals import handled_later, set_handlers
+from windlass.core.job_signals import handled_later
 
 
 class Child:
@@ -25,11 +25,11 @@ class Child:
         self._reader, writer = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        with handled_later() as handlers:
+        with handled_later():
             self._pid = os.fork()
             if self._pid == 0:
                 os.close(self._reader)
-                _answer(work, writer, handlers)
+                _answer(work, writer)
         os.close(writer)
 
     def result(self) -> Any:
@@ -57,10 +57,9 @@ def apart(work: Callable[[], Any]) -> Any:
     return Child(work).result() if Child.can_fork else work()
 
 
-def _answer(work: Callable[[], Any], writer: int, handlers: Mapping[int, Any]) -> None:
+def _answer(work: Callable[[], Any], writer: int) -> None:
     """Write the result of `work`, and end the process, without what a process does at its end."""
     try:
-        set_handlers(handlers)
         # The threads of OpenMP are not in a forked process, which would wait for them in its first parallel loop.
         torch.set_num_threads(1)
         answer = _answer_of(work)

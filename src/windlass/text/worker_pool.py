@@ -228,7 +228,7 @@ class _Pool:
     def close(self) -> None:
         """End the workers, which may be in the middle of a batch."""
         for process in self._processes:
-            process.terminate()
+            process.kill()  # a shell may have all of its programs ignore SIGTERM
             process.wait()
         for sender in self._senders:
             sender.join()
